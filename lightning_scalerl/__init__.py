@@ -35,6 +35,8 @@ torchmetrics_on_demand()
 _HOME_OF = {
     "ResumableCheckpoint": "callbacks.checkpointing",
     "Evaluate": "callbacks.evaluate",
+    "Completion": "callbacks.predict",
+    "Prediction": "callbacks.predict",
     "Race": "callbacks.race",
     "RolloutLog": "callbacks.rollout_log",
     "RunLog": "callbacks.run_log",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.composition import build, compose, use_folders
+from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.task.base import Task, check_task
+from lightning_scalerl.task.dataset import DatasetTask
 
 
 class RolloutDataModule(LightningDataModule):
@@ -21,13 +25,26 @@ class RolloutDataModule(LightningDataModule):
         task: a `Task`, or the name of one in `conf/task/`.
         seed: of prompt order and sampling.
         config_dir: a folder of yours where tasks are looked for too (docs/guide/extend.md).
+        predict: prompts that `Trainer.predict` samples completions of: texts, lists of messages, rows of a
+            `DatasetTask`'s form, or `Prompt`s; None for the first held-out set. A text that is a prompt of the task is
+            graded as that one.
+        samples: completions that `Trainer.predict` samples of each.
 
     Raises:
-        ConfigurationError: an unknown task, or one without prompts, held-out set or verifier.
+        ConfigurationError: an unknown task, or one without prompts, held-out set or verifier; or prompts of no form.
     """
 
-    def __init__(self, task: str | Task, seed: int = 0, config_dir: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        task: str | Task,
+        seed: int = 0,
+        config_dir: str | Path | None = None,
+        predict: Sequence[Any] | None = None,
+        samples: int = 1,
+    ) -> None:
         super().__init__()
+        self.samples = whole_number("samples", samples)
+        self._predict = predict
         folders = use_folders(() if config_dir is None else (config_dir,))
         self.task = check_task(build(compose([f"task={task}"], folders), "task") if isinstance(task, str) else task)
         self.seed = seed
@@ -39,6 +56,75 @@ class RolloutDataModule(LightningDataModule):
     def val_dataloader(self) -> _HeldOutLoader:
         """Return a loader of one batch, the held-out sets' names: for `Trainer.validate` and fits that evaluate."""
         return _HeldOutLoader(list(self.task.eval_sets()))
+
+    def predict_dataloader(self) -> _PlaceLoader:
+        """Return a loader of the places of the prompts that `Trainer.predict` samples completions of."""
+        return _PlaceLoader(len(self.predicted.prompts))
+
+    @cached_property
+    def predicted(self) -> PredictedTask:
+        """The task with the prompts of `Trainer.predict` as its held-out set.
+
+        Raises:
+            ConfigurationError: a prompt of no form.
+        """
+        if self._predict is None:
+            return PredictedTask(self.task, list(next(iter(self.task.eval_sets().values()))), frozenset())
+        given = self._predict
+        if isinstance(given, str) or not len(given):
+            raise ConfigurationError(f"predict: {given!r} must be a list of prompts, such as ['What is 2 + 2?']")
+        pools = [self.task.train_prompts(), *self.task.eval_sets().values()]
+        known = {text: prompt for pool in pools for prompt in pool for text in (prompt.text, prompt.question) if text}
+        made = [self._prompt(number, each, known) for number, each in enumerate(given)]
+        prompts = [replace(prompt, prompt_id=f"predict {number}") for number, (prompt, _) in enumerate(made)]
+        strange = frozenset(prompt.prompt_id for prompt, (_, own) in zip(prompts, made, strict=True) if not own)
+        return PredictedTask(self.task, prompts, strange)
+
+    def _prompt(self, number: int, given: Any, known: Mapping[str, Prompt]) -> tuple[Prompt, bool]:
+        """Return a prompt, and whether the task can grade completions of it."""
+        if isinstance(given, Prompt):
+            return given, True
+        if isinstance(given, str):
+            return known.get(given, Prompt("", given)), given in known
+        if isinstance(given, Mapping) and isinstance(self.task, DatasetTask):
+            return self.task.read([given])[0], True
+        if isinstance(given, list | tuple) and given and all(isinstance(each, Mapping) for each in given):
+            messages = tuple(dict(each) for each in given)
+            return Prompt("", str(messages[-1].get("content", "")), messages=messages), False
+        raise ConfigurationError(
+            f"predict: entry {number}, {str(given)[:60]!r}, must be a text, a list of messages, or a row of a "
+            "DatasetTask's form"
+        )
+
+
+class PredictedTask:
+    """A task as it is, with the prompts of `Trainer.predict` as its one held-out set."""
+
+    def __init__(self, task: Task, prompts: Sequence[Prompt], unknown: frozenset[str]) -> None:
+        self._task, self.prompts, self.unknown = task, prompts, unknown
+
+    def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
+        """Return the prompts, as a set called `predict`."""
+        return {PREDICT: self.prompts}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+
+PREDICT = "predict"
+
+
+class _PlaceLoader:
+    """Loader of the places of prompts, one a batch: all are sampled together, and handed out one by one."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self._count)
 
 
 class _StreamLoader:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +26,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
+from lightning_scalerl.callbacks.predict import Prediction, predictions
 from lightning_scalerl.callbacks.trainer import refuse_pytorch_lightning
+from lightning_scalerl.data import PREDICT
 from lightning_scalerl.distributed.checkpoint_folder import is_folder
 from lightning_scalerl.distributed.ranks import Follower, Ranks
 from lightning_scalerl.distributed.sharded import whole_tensor
@@ -110,6 +112,8 @@ class ScaleRL(LightningModule):
     # Set by `setup`, on every rank.
     meter: ComputeMeter
     sigterm_handler: Any
+    # Of the last `Trainer.predict`.
+    _predictions: Sequence[Prediction]
 
     def __init__(
         self,
@@ -374,5 +378,15 @@ class ScaleRL(LightningModule):
     def test_step(self, *args: Any) -> None:
         """Do nothing: `setup` refuses Trainer.test and names what to use instead."""
 
-    def predict_step(self, *args: Any) -> None:
-        """Do nothing: `setup` refuses Trainer.predict and names what to use instead."""
+    def on_predict_start(self) -> None:
+        """Sample completions of all prompts of `Trainer.predict`, and have them graded."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        unknown, samples = data.predicted.unknown, data.samples
+        plain = self.ranks.share(
+            lambda: [asdict(each) for each in predictions(self, self.eval_sets[PREDICT], unknown, samples)]
+        )
+        self._predictions = [Prediction.of(each) for each in plain]
+
+    def predict_step(self, place: int) -> Prediction:
+        """Return one prompt with its completions and their rewards."""
+        return self._predictions[place]

@@ -38,8 +38,6 @@ NEVER = sys.maxsize
 EVALUATE = "leave it at its default and say when and how much with Evaluate(every_n_steps=..., prompts=...)"
 STAGES = {
     "test": "Trainer.test: a held-out set is evaluated by Trainer.validate(module, datamodule=...); there is no other",
-    "predict": "Trainer.predict: completions are sampled by training and by Trainer.validate; for your own prompts use "
-    "module.policy.model.generate",
 }
 
 

@@ -361,11 +361,10 @@ def test_validate_logs_at_the_modules_step_what_was_trained(tiny_model_path: str
     assert module.choices.precision.policy == "bf16", "scalerl_core itself is in FP32"
 
 
-@pytest.mark.parametrize(("stage", "match"), [("test", "Trainer.validate"), ("predict", "policy.model.generate")])
-def test_what_there_is_not_says_what_there_is(tiny_model_path: str, stage: str, match: str) -> None:
+def test_what_there_is_not_says_what_there_is(tiny_model_path: str) -> None:
     module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
-    with pytest.raises(ConfigurationError, match=f"^Trainer.{stage}: .*{match}"):
-        getattr(Trainer(**quiet()), stage)(module, datamodule=RolloutDataModule(CountingTask()))
+    with pytest.raises(ConfigurationError, match=r"^Trainer.test: .*Trainer.validate"):
+        Trainer(**quiet()).test(module, datamodule=RolloutDataModule(CountingTask()))
 
 
 @pytest.mark.slow
