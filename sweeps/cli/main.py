@@ -321,6 +321,14 @@ def _showing(command: Command) -> None:
 
 
 def _studying(command: Command) -> None:
+    init = command(
+        "init",
+        _later("init_command", "init_command"),
+        "make a folder of your own that runs as it is: task, reward, recipe, study, batch script",
+        "scalerl init my_study",
+    )
+    init.add_argument("folder", metavar="FOLDER", help="new or empty")
+
     memory = command(
         "memory",
         _later("memory_command", "memory_command"),

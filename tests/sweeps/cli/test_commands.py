@@ -159,7 +159,7 @@ def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list
 # That need a model that was trained.
 OF_MODELS = ("export", "rollouts", "rescore", "noise")
 COMMANDS = (
-    *("train", "fit", "rank", "plan", "compare", "effects", "race", "report", "watch", "publish", "memory"),
+    *("train", "fit", "rank", "plan", "compare", "effects", "race", "report", "watch", "publish", "init", "memory"),
     *("status", "collect", "clean", *OF_MODELS, "completion"),
 )
 
