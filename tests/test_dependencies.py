@@ -64,7 +64,7 @@ def test_dependencies_are_what_is_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     plain = {name_of(each) for each in project["dependencies"]}
     optional = project["optional-dependencies"]
-    extras = {extra: {name_of(each) for each in optional[extra]} for extra in ("tensorboard", "excel", "lora")}
+    extras = {extra: {name_of(each) for each in optional[extra]} for extra in ("tensorboard", "excel", "wandb", "lora")}
     extra = set().union(*extras.values())
     assert set(optional) == {*VLLM, *extras, "dev"}
     assert imported() - extra - VLLM == plain and VLLM & imported()

@@ -24,7 +24,7 @@ FLOORS = {
         {"search"},
         {"report"},
         {"cli"},
-        {"__main__"},
+        {"__main__", "api"},
     ],
     "lightning_scalerl": [
         {"prompt", "checks", "cache", "torchmetrics_on_demand"},

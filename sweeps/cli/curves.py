@@ -115,7 +115,9 @@ def shown_study(options: argparse.Namespace) -> LoadedStudy:
     return study
 
 
-def fit_all(curves: Sequence[Curve], options: argparse.Namespace, regions: bool = False) -> list[Fit]:
+def fit_all(
+    curves: Sequence[Curve], options: argparse.Namespace, regions: bool = False, workers: int | None = None
+) -> list[Fit]:
     """Fit every recipe; `regions`, about a megabyte per recipe, are needed only by figures."""
     if getattr(options, "method", "posterior") == METHOD:
         from sweeps.fit.published import fit_literal
@@ -124,7 +126,7 @@ def fit_all(curves: Sequence[Curve], options: argparse.Namespace, regions: bool 
     from sweeps.fit.fit import fit_curves
     from sweeps.parallel import cores
 
-    return fit_curves(curves, fit_options(options), workers=cores(), regions=regions)
+    return fit_curves(curves, fit_options(options), workers=cores() if workers is None else workers, regions=regions)
 
 
 def fitted(options: argparse.Namespace, regions: bool = False) -> tuple[LoadedStudy, list[Fit]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sweeps.cli.curves import check_figure, fit_all, fit_options, fitted, load_sources, margin, shown_study
 from sweeps.cli.output import print_json, warn
@@ -18,6 +18,9 @@ from sweeps.source.places import Kind, Place
 
 if TYPE_CHECKING:
     from sweeps.decide.by_axis import ByAxis
+    from sweeps.decide.pairwise import Comparisons
+    from sweeps.decide.plan import Plan
+    from sweeps.decide.rank import Ranking
     from sweeps.fit.fit import Fit
 
 
@@ -25,20 +28,12 @@ def rank_command(options: argparse.Namespace) -> int:
     """Rank recipes by asymptote, ties by efficiency, and print the tables (`scalerl rank`)."""
     _check_axes(options)
     study, fits = fitted(options)
-    from sweeps.decide.rank import rank
     from sweeps.parallel import cores
     from sweeps.report.ranking_text import rank_text
     from sweeps.run.health import code_changes, idle_variants
 
     axes = _axes(options, study)
-    ranking = rank(
-        fits,
-        margin=margin(options),
-        budget=options.budget,
-        baseline=options.baseline,
-        workers=cores(),
-        brief=not options.json,
-    )
+    ranking = ranked(options, fits, cores())
     ranks_by_axis = None if axes is None else _by_axis(options, axes, fits)
     warn([*study.warnings, *code_changes(study.runs)])
     if options.json:
@@ -47,6 +42,20 @@ def rank_command(options: argparse.Namespace) -> int:
     print(rank_text(ranking, ranks_by_axis))
     warn(idle_variants(study.runs))
     return 0
+
+
+def ranked(options: argparse.Namespace, fits: Sequence[Fit], workers: int) -> Ranking:
+    """Rank the fitted recipes as the options ask; with what `--json` prints beside the table only if it is asked."""
+    from sweeps.decide.rank import rank
+
+    return rank(
+        fits,
+        margin=margin(options),
+        budget=options.budget,
+        baseline=options.baseline,
+        workers=workers,
+        brief=not options.json,
+    )
 
 
 def _check_axes(options: argparse.Namespace) -> None:
@@ -98,6 +107,25 @@ def plan_command(options: argparse.Namespace) -> int:
     figure = check_figure(options)
     options.group = [name for name in (options.rollouts, options.difficulty, *options.group) if name is not None]
     study, fits = fitted(options)
+    plan, commands = planned(options, study, fits)
+    warn(study.warnings)
+    if figure is not None:
+        from sweeps.report.frontier import write_frontier
+
+        write_frontier(figure, plan, fits, options.size)
+    if options.json:
+        print_json(plan_json(plan, commands))
+        return 0
+    from sweeps.report.plan_text import plan_text
+
+    print(plan_text(plan, commands))
+    for sizes in plan.sizes:
+        warn([f"{sizes.recipe}: {note}" for note in sizes.warnings])
+    return 0
+
+
+def planned(options: argparse.Namespace, study: LoadedStudy, fits: Sequence[Fit]) -> tuple[Plan, list[str | None]]:
+    """Plan as the options ask; return the plan, and the command of each next step where one is known."""
     from sweeps.decide.plan import Factors, make_plan
     from sweeps.launch.resume_command import command
 
@@ -108,24 +136,15 @@ def plan_command(options: argparse.Namespace) -> int:
         more_sizes=tuple(text for text in options.sizes.split(",") if text.strip()),
     )
     plan = make_plan(fits, target=options.target, budget=options.budget, margin=margin(options), factors=factors)
-    commands = [command(step, study.runs, fits[0].curve.axis) for step in plan.next]
-    warn(study.warnings)
-    if figure is not None:
-        from sweeps.report.frontier import write_frontier
+    return plan, [command(step, study.runs, fits[0].curve.axis) for step in plan.next]
 
-        write_frontier(figure, plan, fits, options.size)
-    if options.json:
-        entry = plan.to_json()
-        for step, line in zip(entry["next"], commands, strict=True):
-            step["command"] = line
-        print_json(entry)
-        return 0
-    from sweeps.report.plan_text import plan_text
 
-    print(plan_text(plan, commands))
-    for sizes in plan.sizes:
-        warn([f"{sizes.recipe}: {note}" for note in sizes.warnings])
-    return 0
+def plan_json(plan: Plan, commands: Sequence[str | None]) -> dict[str, Any]:
+    """Return the object of `scalerl plan --json`: the plan, with the command of each next step."""
+    entry = plan.to_json()
+    for step, line in zip(entry["next"], commands, strict=True):
+        step["command"] = line
+    return entry
 
 
 def _design(options: argparse.Namespace) -> int:
@@ -146,25 +165,33 @@ def compare_command(options: argparse.Namespace) -> int:
     """Print differences of pairs of recipes in reward, asymptote and compute (`scalerl compare`)."""
     options.sources, named = _sources_and_recipes(options.sources)
     study, fits = fitted(options)
-    from sweeps.decide.pairwise import compare
     from sweeps.report.comparison_text import comparisons_text
-    from sweeps.source.held_out import passes_by
 
-    curve = fits[0].curve
-    comparisons = compare(
-        fits,
-        _pairs(named, fits),
-        budget=options.budget,
-        margin=margin(options),
-        passes=passes_by(study.runs, curve.axis, curve.metric),
-    )
+    comparisons = compared(options, study, fits, named)
     warn(study.warnings)
     if options.json:
         print_json(comparisons.to_json())
         return 0
-    print(comparisons_text(comparisons, curve))
+    print(comparisons_text(comparisons, fits[0].curve))
     warn(comparisons.notes)
     return 0
+
+
+def compared(
+    options: argparse.Namespace, study: LoadedStudy, fits: Sequence[Fit], recipes: Sequence[str]
+) -> Comparisons:
+    """Compare two named recipes, or all others with the one named or with the baseline."""
+    from sweeps.decide.pairwise import compare
+    from sweeps.source.held_out import passes_by
+
+    curve = fits[0].curve
+    return compare(
+        fits,
+        _pairs(recipes, fits),
+        budget=options.budget,
+        margin=margin(options),
+        passes=passes_by(study.runs, curve.axis, curve.metric),
+    )
 
 
 def _sources_and_recipes(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -1,0 +1,376 @@
+"""Python of the commands, for notebooks: `from sweeps.api import load, fit, rank, plan, compare, effects`.
+
+Each function takes sources as the commands do, or pandas DataFrames, or what `load` and `fit` returned; its options are
+the command's, by the same names (`max_compute=8000` for `--max-compute 8000`), with the same defaults. A result is
+the record behind `--json`: `to_json()`, `to_frame()` (pandas), `plot(ax=None)` (matplotlib), and a short table in a
+notebook. Nothing is computed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from sweeps.cli import curves as reading
+from sweeps.cli import deciding_commands as deciding
+from sweeps.cli.main import make_parser
+from sweeps.errors import UserError
+from sweeps.parallel import cores
+from sweeps.source import LoadedStudy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from sweeps.fit.fit import Fit
+
+# Options of how sources are read and fitted, which are settled once there is a `Study` or there are `Fits`.
+READING = ("metric", "x", "y", "by", "seed_from", "size", "group")
+FITTING = ("r0", "robust", "min_compute", "max_compute", "family", "method")
+# Rows that a notebook shows of a table.
+_SHOWN = 12
+_PLAIN = (str, int, float)
+
+
+class Result:
+    """Base of all results: a table of plain rows, with remarks."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of the table, as they are in `to_json`."""
+        raise NotImplementedError
+
+    def to_json(self) -> Any:
+        """Return what the command prints with `--json`."""
+        raise NotImplementedError
+
+    def remarks(self) -> Sequence[str]:
+        """Return what the command says beside its table: the outcome, and warnings."""
+        return ()
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return the rows as a table: an interval becomes three columns, such as `A`, `A_low` and `A_high`."""
+        return pd.DataFrame([flat(row) for row in self.rows()])
+
+    def _repr_html_(self) -> str:
+        rows = [flat(row) for row in self.rows()[:_SHOWN]]
+        plain = [name for name in (rows[0] if rows else {}) if any(isinstance(row.get(name), _PLAIN) for row in rows)]
+        table = pd.DataFrame([{name: row.get(name) for name in plain} for row in rows])
+        lines = "".join(f"<p>{html.escape(str(each))}</p>" for each in self.remarks())
+        return table.to_html(index=False, float_format="{:.4g}".format, border=0, na_rep="") + lines
+
+
+def flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of `--json` with its intervals as columns: {"A": {"value", "low", "high"}} as A, A_low, A_high."""
+    found: dict[str, Any] = {}
+    for name, value in row.items():
+        if not isinstance(value, Mapping):
+            found[name] = value
+            continue
+        for key, each in value.items():
+            found[name if key == "value" else f"{name}_{key}"] = each
+    return found
+
+
+@dataclass
+class Study(Result):
+    """Curves that were read from sources, one a recipe; `mapping` says what was read as what."""
+
+    study: LoadedStudy
+    options: argparse.Namespace
+    kept: Any = field(default=None, repr=False)  # the folder of tables that were given as they are
+
+    @property
+    def mapping(self) -> Sequence[str]:
+        """Lines that say which column became what."""
+        return self.study.mapping
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row a point: recipe, seed, compute, reward, its standard error where known, and the factors."""
+        return [
+            {
+                "recipe": curve.recipe,
+                "seed": str(curve.seed[n]),
+                "compute": float(curve.compute[n]),
+                "reward": float(curve.reward[n]),
+                **({} if curve.sd is None else {"sd": float(curve.sd[n])}),
+                **curve.factors,
+            }
+            for curve in self.study.curves
+            for n in range(len(curve.compute))
+        ]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return the points, the same as `rows`."""
+        return self.rows()
+
+    def remarks(self) -> Sequence[str]:
+        """Return how columns were read, and warnings."""
+        return [*self.study.shown, *self.study.warnings]
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw the points of every recipe over compute; return the axes."""
+        return _drawn(ax, self.study, ())
+
+
+@dataclass
+class Fits(Result):
+    """A fit a recipe, with its verdict; `study` is what was fitted."""
+
+    fits: Sequence[Fit]
+    study: Study
+
+    def __iter__(self) -> Any:
+        return iter(self.fits)
+
+    def __len__(self) -> int:
+        return len(self.fits)
+
+    def __getitem__(self, recipe: str) -> Fit:
+        found = {fit.recipe: fit for fit in self.fits}
+        if recipe not in found:
+            raise KeyError(f"{recipe}: no such recipe; there are {', '.join(found)}")
+        return found[recipe]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row a recipe."""
+        return self.to_json()
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return what `scalerl fit --json` prints."""
+        return [fit.to_json() for fit in self.fits]
+
+    def remarks(self) -> Sequence[str]:
+        """Return the warnings of the sources and of each fit."""
+        return [*self.study.remarks(), *(f"{fit.recipe}: {note}" for fit in self.fits for note in fit.warnings)]
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw points, curves and 95% bands of every recipe over compute; return the axes."""
+        return _drawn(ax, self.study.study, self.fits)
+
+
+@dataclass
+class Decision(Result):
+    """Answer of rank, plan, compare or effects: the record that the command prints, and the fits that it is of.
+
+    Attributes:
+        record: as `sweeps.decide` has computed it, with all its attributes.
+        table: key of its rows in `to_json`.
+    """
+
+    record: Any
+    fits: Fits
+    table: str
+    json: Mapping[str, Any]
+    said: Sequence[str] = ()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of the command's main table."""
+        rows: list[dict[str, Any]] = self.json[self.table]
+        return rows
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the command prints with `--json`."""
+        return dict(self.json)
+
+    def remarks(self) -> Sequence[str]:
+        """Return the outcome in words, and the warnings of the sources."""
+        return [*self.said, *self.fits.study.remarks()]
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw the first interval of each row, or the fitted curves where the rows have none; return the axes."""
+        rows = [flat(row) for row in self.rows()]
+        known = [name for name in (rows[0] if rows else {}) if any(row.get(f"{name}_low") is not None for row in rows)]
+        if not known:
+            return self.fits.plot(ax)
+        ax, name = _axes(ax), known[0]
+        for place, row in enumerate(rows):
+            if row[name] is not None:
+                ends = [row[name] if end is None else end for end in (row[f"{name}_low"], row[f"{name}_high"])]
+                ax.plot(ends, [-place, -place], color="#0072B2")
+                ax.plot([row[name]], [-place], "o", color="#0072B2")
+        names = ("recipe", "other", "axis", "level")
+        ax.set_yticks([-place for place in range(len(rows))])
+        ax.set_yticklabels([" ".join(str(row[label]) for label in names if label in row) for row in rows])
+        ax.set_xlabel(f"{name} (95%)")
+        return ax
+
+
+def load(*sources: Any, **options: Any) -> Study:
+    """Read sources into one curve a recipe.
+
+    Args:
+        sources: paths, `mlflow:URI#experiment`, or DataFrames with the columns of a table.
+        options: of the command's: metric, x, y, by, seed_from, size, group.
+
+    Raises:
+        UserError: what the command would say.
+        TypeError: an option that there is not.
+    """
+    return _study(sources, _options("fit", options, READING))
+
+
+def fit(*sources: Any, **options: Any) -> Fits:
+    """Fit a curve a recipe, as `scalerl fit` does.
+
+    Args:
+        sources: as of `load`, or one `Study`.
+        options: of the command's: r0, robust, min_compute, max_compute, family, method, and those of `load`.
+    """
+    return _fits(sources, _options("fit", options, (*READING, *FITTING)), options)
+
+
+def rank(*sources: Any, **options: Any) -> Decision:
+    """Rank recipes, as `scalerl rank` does.
+
+    Args:
+        sources: as of `load`, or one `Study` or `Fits`.
+        options: of the command's: budget, baseline, margin, and those of `fit`.
+    """
+    own = ("budget", "baseline", "margin")
+    asked = _options("rank", options, (*READING, *FITTING, *own))
+    asked.json = True
+    fits = _fits(sources, asked, options, own)
+    ranking = deciding.ranked(asked, fits.fits, _workers())
+    return Decision(ranking, fits, "ranking", {**ranking.to_json(), "by_axis": None}, [ranking.sentence])
+
+
+def plan(*sources: Any, **options: Any) -> Decision:
+    """Say what a target or a budget takes and what to run next, as `scalerl plan` does.
+
+    Args:
+        sources: as of `load`, or one `Study` or `Fits`.
+        options: of the command's: target or budget, margin, sizes, rollouts, difficulty, and those of `fit`.
+    """
+    own = ("target", "budget", "margin", "sizes", "rollouts", "difficulty")
+    asked = _options("plan", options, (*READING, *FITTING, *own))
+    asked.group = [name for name in (asked.rollouts, asked.difficulty, *asked.group) if name is not None]
+    fits = _fits(sources, asked, options, own)
+    record, commands = deciding.planned(asked, fits.study.study, fits.fits)
+    said = [each.sentence for each in record.settlements]
+    return Decision(record, fits, "recipes", deciding.plan_json(record, commands), said)
+
+
+def compare(*sources: Any, recipes: Sequence[str] = (), **options: Any) -> Decision:
+    """Hold two recipes against each other, or all against one, as `scalerl compare` does.
+
+    Args:
+        sources: as of `load`, or one `Study` or `Fits`.
+        recipes: two to compare, or one that all others are compared with; none for the baseline.
+        options: of the command's: budget, margin, and those of `fit`.
+    """
+    own = ("budget", "margin")
+    asked = _options("compare", options, (*READING, *FITTING, *own))
+    fits = _fits(sources, asked, options, own)
+    record = deciding.compared(asked, fits.study.study, fits.fits, recipes)
+    said = [row.sentence for row in record.rows]
+    return Decision(record, fits, "comparisons", record.to_json(), [*said, *record.notes])
+
+
+def effects(*sources: Any, interactions: Sequence[tuple[str, str]] = (), **options: Any) -> Decision:
+    """Say what each axis of a grid does, as `scalerl effects` does.
+
+    Args:
+        sources: as of `load`, or one `Study` or `Fits`.
+        interactions: pairs of axes whose interaction is wanted too.
+        options: those of `fit`.
+    """
+    from sweeps.decide.effects import effects as computed
+
+    asked = _options("effects", options, (*READING, *FITTING))
+    fits = _fits(sources, asked, options)
+    record = computed(fits.fits, interactions)
+    return Decision(record, fits, "effects", record.to_json(), record.notes)
+
+
+def _options(command: str, given: Mapping[str, Any], known: Sequence[str]) -> argparse.Namespace:
+    """Return the command's options: its defaults, and what is given.
+
+    Raises:
+        TypeError: an option that there is not.
+    """
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{command}: no option {name!r}; valid: {', '.join(known)}")
+    options = make_parser().parse_args([command, "."])
+    for name, value in given.items():
+        setattr(options, name, [value] if name == "group" and isinstance(value, str) else value)
+    reading.check_window(options)
+    return options
+
+
+def _study(sources: Sequence[Any], options: argparse.Namespace) -> Study:
+    """Read the sources; tables that are given as they are go through the same reader as those in files."""
+    if not sources:
+        raise UserError("give a source: a path, mlflow:URI#experiment, or a DataFrame")
+    kept = None
+    options.sources = []
+    for number, source in enumerate(sources):
+        if isinstance(source, pd.DataFrame):
+            kept = kept or tempfile.TemporaryDirectory(prefix="scalerl-")
+            path = Path(kept.name) / f"table{number or ''}.csv"
+            source.to_csv(path, index=False)
+            source = path
+        options.sources.append(str(source))
+    return Study(reading.load_sources(options), options, kept)
+
+
+def _fits(
+    sources: Sequence[Any], options: argparse.Namespace, given: Mapping[str, Any], own: Sequence[str] = ()
+) -> Fits:
+    """Return the fits that are given, or fit what is given."""
+    done = sources[0] if len(sources) == 1 and isinstance(sources[0], Study | Fits) else None
+    settled = () if done is None else READING if isinstance(done, Study) else (*READING, *FITTING)
+    late = [name for name in given if name in settled and name not in own]
+    if late:
+        raise TypeError(f"{late[0]}: has been settled by {'fit' if isinstance(done, Fits) else 'load'}; give it there")
+    if isinstance(done, Fits):
+        options.sources = done.study.options.sources
+        return done
+    study = done if isinstance(done, Study) else _study(sources, options)
+    options.sources = study.options.sources
+    return Fits(reading.fit_all(study.study.curves, options, workers=_workers()), study)
+
+
+def _workers() -> int:
+    """Return the processes to fit with: one in a script, which each of several would run again from its beginning."""
+    return 1 if hasattr(sys.modules["__main__"], "__file__") else cores()
+
+
+def _axes(ax: Axes | None) -> Axes:
+    from matplotlib import pyplot
+
+    made: Axes = pyplot.subplots(layout="constrained")[1] if ax is None else ax
+    return made
+
+
+def _drawn(ax: Axes | None, study: LoadedStudy, fits: Sequence[Fit]) -> Axes:
+    """Draw points and fitted curves with their bands."""
+    import numpy as np
+
+    from sweeps.fit.predict import predict
+    from sweeps.report.drawing import COLOURS, limits
+
+    ax = _axes(ax)
+    left, right = limits(study.curves)
+    fitted = {each.recipe: each for each in fits}
+    for number, curve in enumerate(study.curves):
+        colour = COLOURS[number % len(COLOURS)]
+        ax.plot(np.maximum(curve.compute, left), curve.reward, ".", color=colour, alpha=0.6, label=curve.recipe)
+        one = fitted.get(curve.recipe)
+        if one is not None and one.draws is not None:
+            x = np.geomspace(left, right, 120)
+            band = predict(one, x)
+            ax.plot(x, band.value, color=colour)
+            ax.fill_between(x, band.low, band.high, color=colour, alpha=0.16, linewidth=0)
+    ax.set_xscale("log")
+    ax.set_xlabel(study.curves[0].unit)
+    ax.set_ylabel(study.curves[0].metric)
+    ax.legend(frameon=False)
+    return ax

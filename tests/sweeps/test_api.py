@@ -1,0 +1,127 @@
+"""sweeps.api: what the commands compute, under the same names, for notebooks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib import pyplot
+
+from sweeps import api
+from sweeps.cli.main import main
+from sweeps.errors import UserError
+from tests.paths import ROOT
+
+CURVES = str(ROOT / "examples" / "curves.csv")
+FRAME = pd.read_csv(CURVES)
+
+
+@pytest.fixture(scope="module")
+def fits() -> api.Fits:
+    return api.fit(CURVES, max_compute=8000)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def same(ours: Any, theirs: Any) -> None:
+    assert json.loads(json.dumps(ours)) == theirs
+
+
+CASES = {
+    "fit": (("--robust", "--r0", "free"), {"robust": True, "r0": "free"}),
+    "rank": (("--budget", "16000", "--margin", "0.05"), {"budget": 16000.0, "margin": 0.05}),
+    "plan": (("--target", "0.6"), {"target": 0.6}),
+    "compare": (("scalerl", "scalerl+loss=dapo"), {"recipes": ["scalerl", "scalerl+loss=dapo"]}),
+    "effects": ((), {}),
+}
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_it_is_what_the_command_prints(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, options = CASES[command]
+    same(getattr(api, command)(CURVES, **options).to_json(), printed(capsys, command, CURVES, *words))
+
+
+def test_fits_are_made_once_and_go_on(fits: api.Fits, capsys: pytest.CaptureFixture[str]) -> None:
+    ranking = api.rank(fits, budget=16000.0)
+    assert ranking.fits is fits
+    same(ranking.to_json(), printed(capsys, "rank", CURVES, "--max-compute", "8000", "--budget", "16000"))
+    same(api.fit(api.load(CURVES), max_compute=8000).to_json(), json.loads(json.dumps(fits.to_json())))
+
+
+def test_tables_as_they_are(fits: api.Fits) -> None:
+    """A frame is read as its file would be, to the last digit."""
+    study = api.load(FRAME)
+    assert study.to_json() == api.load(CURVES).to_json()
+    one, two = (FRAME[FRAME["recipe"] == name] for name in FRAME["recipe"].unique()[:2])
+    assert set(api.load(one, two).to_frame()["recipe"]) == set(FRAME["recipe"].unique()[:2])
+    assert api.fit(FRAME, max_compute=8000).to_json() == fits.to_json()
+
+
+def test_frames_have_an_interval_in_three_columns(fits: api.Fits) -> None:
+    frame = fits.to_frame()
+    first = fits.to_json()[0]
+    assert list(frame["recipe"]) == [entry["recipe"] for entry in fits.to_json()]
+    assert frame.loc[0, ["A", "A_low", "A_high"]].tolist() == [first["A"][name] for name in ("value", "low", "high")]
+    assert fits[first["recipe"]].A.value == first["A"]["value"] and len(fits) == len(frame)
+    with pytest.raises(KeyError, match="no such recipe; there are"):
+        _ = fits["another"]
+    assert set(api.rank(fits).to_frame()) >= {"recipe", "rank", "p_best", "A", "A_low", "verdict"}
+
+
+def test_plots_are_drawn_where_they_are_told_to(fits: api.Fits) -> None:
+    _, ax = pyplot.subplots()
+    results = [api.load(CURVES), fits, api.rank(fits), api.effects(fits), api.plan(fits, target=0.6), api.compare(fits)]
+    for result in results:
+        ax.clear()
+        assert result.plot(ax) is ax and ax.lines  # type: ignore[attr-defined]
+    assert fits.plot() is not ax
+    pyplot.close("all")
+    points = {name: len(part) for name, part in FRAME.groupby("recipe")}
+    drawn = {str(line.get_label()): len(np.asarray(line.get_xdata())) for line in api.load(CURVES).plot().lines}
+    assert drawn == points
+    pyplot.close("all")
+
+
+def test_a_notebook_shows_little(fits: api.Fits) -> None:
+    for result in (api.load(CURVES), fits, api.rank(fits), api.effects(fits), api.plan(fits, budget=1e5)):
+        page = result._repr_html_()
+        assert page.startswith("<table") and len(page) < 20000 and "NaN" not in page
+    assert api.rank(fits).record.sentence.split(";")[0].replace("<", "&lt;") in api.rank(fits)._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "said"),
+    [
+        (lambda: api.fit(), UserError, "give a source"),
+        (lambda: api.fit("nowhere.csv"), UserError, "nowhere.csv"),
+        (lambda: api.fit(CURVES, maximum=3), TypeError, "fit: no option 'maximum'; valid: metric, x, y"),
+        (lambda: api.fit(CURVES, min_compute=5, max_compute=4), UserError, "nothing lies between"),
+        (lambda: api.fit(api.load(CURVES), x="step"), TypeError, "x: has been settled by load; give it there"),
+        (lambda: api.compare(FRAME, recipes=["other"]), UserError, "no such recipe"),
+    ],
+)
+def test_mistakes_are_those_of_the_commands(call: Any, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        call()
+
+
+def test_what_is_settled_cannot_be_changed_later(fits: api.Fits) -> None:
+    with pytest.raises(TypeError, match="robust: has been settled by fit"):
+        api.rank(fits, robust=True)
+
+
+def test_sources_of_a_script_are_paths_too(tmp_path: Path) -> None:
+    FRAME.to_csv(tmp_path / "a.csv", index=False)
+    assert api.load(tmp_path / "a.csv").to_json() == api.load(CURVES).to_json()
