@@ -464,8 +464,8 @@ def _add_source(parser: argparse.ArgumentParser, many: str = "+") -> None:
         "sources",
         nargs=many,
         metavar="SOURCE",
-        help="a run or sweep directory, mlflow:URI#experiment, a CSV, JSONL or Parquet table, TensorBoard event files, "
-        "or a log of TRL, verl or W&B (docs/reference/sources.md)",
+        help="a run or sweep directory, mlflow:URI#experiment, wandb:entity/project, a CSV, JSONL or Parquet table, "
+        "TensorBoard event files, or a log of TRL, verl, W&B, Trackio or CSVLogger (docs/reference/sources.md)",
     )
     parser.add_argument(
         "--r0",

@@ -6,8 +6,8 @@ from sweeps.errors import UserError
 from sweeps.source.collected import Collected
 from sweeps.source.text import File
 
-# First bytes: of W&B's own log, and of the documents of Office before 2007.
-_WANDB, _OLE = b":W&B", b"\xd0\xcf\x11\xe0"
+# First bytes of the documents of Office before 2007.
+_OLE = b"\xd0\xcf\x11\xe0"
 _SPREADSHEETS = (".ods", ".xls")
 
 
@@ -27,11 +27,6 @@ def read(file: File, into: Collected) -> None:
 
 def _remedy(file: File) -> str | None:
     head = file.raw[:4]
-    if head == _WANDB or file.suffix == ".wandb":
-        return (
-            "the log of an offline run of W&B, which is not read; upload it with `wandb sync` and give the export of "
-            "its history (CSV), or the file that the framework itself has written"
-        )
     if file.suffix in _SPREADSHEETS or head == _OLE:
         return "a spreadsheet, which is not read; save its sheet as CSV (UTF-8) and give that file"
     if file.suffix == ".ckpt":

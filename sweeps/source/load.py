@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sweeps.errors import UserError
 from sweeps.run.journal import JournalView, read_journal
-from sweeps.source import event_files, journals, mlflow_runs
+from sweeps.source import event_files, journals, mlflow_runs, wandb_local, wandb_project
 from sweeps.source.collected import Asked, Collected, LoadedStudy
 from sweeps.source.places import Kind, Place
 from sweeps.source.readers import READERS
@@ -90,6 +90,11 @@ def _readings(place: Place) -> list[_Reading]:
     """Return how to read what a place holds besides runs of ours."""
     if place.kind is Kind.EXPERIMENT:
         return [(place.text, partial(mlflow_runs.read_experiment, place.text))]
+    if place.kind is Kind.PROJECT:
+        return [(place.text, partial(wandb_project.read_project, place.text))]
+    if place.wandb_logs:
+        where = str(place.path)
+        return [(place.path.resolve(), partial(wandb_local.read_all, place.wandb_logs, where))]
     if place.event_files:
         return [(place.path.resolve(), partial(event_files.read_directory, place.path, place.event_files))]
     return [(path.resolve(), partial(_read, File(path))) for path in place.files]

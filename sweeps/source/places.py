@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sweeps.errors import UserError
 from sweeps.run.journal import JOURNAL_FILE, find_runs
-from sweeps.source import event_files, journals, mlflow_runs
+from sweeps.source import csv_logger, event_files, journals, mlflow_runs, trackio, wandb_local, wandb_project
 from sweeps.source.text import short
 
 
@@ -19,6 +19,7 @@ class Kind(Enum):
     """Kinds of sources that a user can give."""
 
     EXPERIMENT = "mlflow:URI#experiment"
+    PROJECT = "wandb:entity/project"
     FOLDER = "a directory"
     JOURNAL = "the journal of one of our runs"
     FILE = "a file for one of the readers"
@@ -41,6 +42,8 @@ class Place:
         """Kind of the source; a name that no file can have is missing, too."""
         if mlflow_runs.matches_text(self.text):
             return Kind.EXPERIMENT
+        if wandb_project.matches_text(self.text):
+            return Kind.PROJECT
         try:
             if self.path.is_dir():
                 return Kind.FOLDER
@@ -57,7 +60,7 @@ class Place:
         """The directory of a run or sweep, also where its `metrics.jsonl` was given; None for anything else."""
         if self.kind is Kind.FOLDER:
             return self.path
-        named_journal = self.path.name == JOURNAL_FILE and self.kind is not Kind.EXPERIMENT
+        named_journal = self.path.name == JOURNAL_FILE and self.kind not in (Kind.EXPERIMENT, Kind.PROJECT)
         return Place(self.path.parent).folder if named_journal else None
 
     @cached_property
@@ -77,18 +80,29 @@ class Place:
         """Files for the readers: the source itself, or the `metrics.jsonl` of other frameworks in a directory."""
         if self.kind is Kind.FILE:
             return [self.path]
+        if self.kind is Kind.FOLDER and not self.run_folders:
+            if self.wandb_logs or self.event_files:
+                return []
+            return [*csv_logger.log_files(self.path), *trackio.databases(self.path)]
         return [run / JOURNAL_FILE for run in self.run_folders if run not in self.runs]
+
+    @cached_property
+    def wandb_logs(self) -> list[Path]:
+        """Logs of W&B's own folders in a directory without a run."""
+        return wandb_local.run_files(self.path) if self.kind is Kind.FOLDER and not self.run_folders else []
 
     @cached_property
     def event_files(self) -> list[Path]:
         """TensorBoard's event files in a directory without a run."""
-        if self.kind is not Kind.FOLDER or self.run_folders:
+        if self.kind is not Kind.FOLDER or self.run_folders or self.wandb_logs:
             return []
         return event_files.event_files(self.path)
 
     @property
     def title(self) -> str:
         """Name for the study behind the source: the experiment's, or the file's or folder's."""
+        if self.kind is Kind.PROJECT:
+            return self.text.rpartition("/")[2]
         return self.text.rpartition("#")[2] if self.kind is Kind.EXPERIMENT else self.path.resolve().stem
 
     def check(self) -> None:
@@ -102,7 +116,8 @@ class Place:
                 f"{short(self.text, 400)}: no such file or directory; give a run, a sweep, a table (CSV, JSONL, "
                 "Parquet), a log, or mlflow:URI#experiment"
             )
-        if self.kind is Kind.FOLDER and not self.run_folders and not self.event_files:
+        known = self.kind is not Kind.FOLDER or self.run_folders or self.event_files or self.wandb_logs or self.files
+        if not known:
             raise UserError(
                 f"{self.path}: no run in this directory (no metrics.jsonl, no TensorBoard event file); "
                 "give a run, a sweep or a file"

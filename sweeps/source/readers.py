@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from sweeps.source import event_files, foreign, table, trl, verl, wandb_export, wide
+from sweeps.source import csv_logger, event_files, foreign, table, trackio, trl, verl, wandb_export, wandb_local, wide
 from sweeps.source.collected import Collected
 from sweeps.source.text import File
 
@@ -28,6 +28,9 @@ class Reader(Protocol):
 READERS: Sequence[Reader] = (
     foreign,
     event_files,
+    wandb_local,
+    trackio,
+    csv_logger,
     trl,
     verl,
     wandb_export,

@@ -1,0 +1,71 @@
+"""Lightning's CSVLogger: `lightning_logs/version_0/metrics.csv`, with `hparams.yaml` beside it.
+
+Of runs of ours several compute axes are in it, which a journal chooses between by the device: here it is the virtual
+clock's where one ran, else device hours. Seed and recipe are those of the hyper-parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from sweeps.curve import DEVICE_HOURS, VIRTUAL_HOURS
+from sweeps.source.cells import numbers
+from sweeps.source.collected import Collected
+from sweeps.source.frame import read_table
+from sweeps.source.log import Column, Log, add_logs, series_of
+from sweeps.source.text import File
+from sweeps.source.vocabulary import SCALERL
+
+NAME = "Lightning's CSVLogger"
+FILE, _BESIDE = "metrics.csv", "hparams.yaml"
+_VERSION = re.compile(r"version_\d+")
+
+
+def log_files(directory: Path) -> list[Path]:
+    """Return the logs at or below a directory, sorted by path."""
+    return sorted(path for path in directory.rglob(FILE) if (path.parent / _BESIDE).is_file())
+
+
+def matches(file: File, into: Collected) -> bool:
+    """Return whether the file has the logger's name, lies beside its hyper-parameters, and has steps."""
+    if file.path.name != FILE or not (file.path.parent / _BESIDE).is_file():
+        return False
+    table = read_table(file, into.asked)
+    return table is not None and "step" in table.names
+
+
+def read(file: File, into: Collected) -> None:
+    """Add the run of one log.
+
+    Raises:
+        UserError: no metric that can be the reward.
+    """
+    table = read_table(file, into.asked)
+    assert table is not None, "`matches` has read it"
+    given = _parameters(file.path.parent / _BESIDE)
+    labels = {key: str(value) for key, value in given.items() if isinstance(value, str | int | float)}
+    folder = file.path.parent
+    name = folder.parent.name if _VERSION.fullmatch(folder.name) and folder.parent.name else folder.name
+    log = Log(
+        name, table.names, table.count, series_of(table, numbers(table.column("step"))), tuple(labels), labels.get
+    )
+    ours = SCALERL.speaks(table.names) and into.asked.x is None
+    axis = next((each for each in (VIRTUAL_HOURS, DEVICE_HOURS) if ours and each in table.names), None)
+    compute = None if axis is None else Column(axis, "our default: the virtual clock's, else device hours")
+    where, notes = str(file.path), ["a torn last line was left out"] if table.torn else []
+    add_logs([log], NAME, where, into, None, "the logger's folder", "step", notes, compute=compute)
+
+
+def _parameters(path: Path) -> dict[str, Any]:
+    """Return the plain hyper-parameters; of classes that YAML would have to make, none."""
+    try:
+        import yaml
+    except ImportError:  # curves are fitted without it
+        return {}
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,86 @@
+"""Trackio's local store: a SQLite file a project (`~/.cache/huggingface/trackio/PROJECT.db`), read and never written.
+
+A row of its table `metrics` is what a run logged at a step, in JSON; `configs` holds what the run was begun with.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from sweeps.errors import UserError
+from sweeps.source.collected import Collected
+from sweeps.source.log import Log, add_logs
+from sweeps.source.text import File, short
+from sweeps.source.wandb_local import of_run
+
+NAME = "Trackio project"
+_SQLITE = b"SQLite format 3\0"
+_SUFFIX = ".db"
+
+
+def databases(directory: Path) -> list[Path]:
+    """Return Trackio's files in a directory, sorted by path; other databases are left alone."""
+    return sorted(path for path in directory.glob(f"*{_SUFFIX}") if path.is_file() and _is_trackio(path))
+
+
+def matches(file: File, into: Collected) -> bool:
+    """Return whether the file is a SQLite database; one of another program is refused by `read`."""
+    return file.raw.startswith(_SQLITE)
+
+
+def read(file: File, into: Collected) -> None:
+    """Add the runs of a project.
+
+    Raises:
+        UserError: another program's database, a damaged one, or no metrics in it.
+    """
+    if not _is_trackio(file.path):
+        raise UserError(
+            f"{file.path}: a SQLite database, and none of Trackio's; of MLflow's give mlflow:sqlite:///PATH#experiment"
+        )
+    try:
+        logs = _logs(file.path)
+    except (sqlite3.Error, ValueError) as error:
+        raise UserError(f"{file.path}: not a readable file of Trackio ({short(str(error))}); give another") from error
+    if not logs:
+        raise UserError(f"{file.path}: no run with metrics; give another project")
+    add_logs(logs, NAME, str(file.path), into, None, "the run's name", "step")
+
+
+def _asked(path: Path, query: str) -> list[tuple[Any, ...]]:
+    # Beside a file that nobody writes, SQLite would leave two of its own; those of a run under way are read along.
+    how = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
+    connection = sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, timeout=30)
+    try:
+        return connection.execute(query).fetchall()
+    finally:
+        connection.close()
+
+
+def _columns(path: Path, table: str) -> set[str]:
+    return {row[1] for row in _asked(path, f"PRAGMA table_info({table})")}
+
+
+def _is_trackio(path: Path) -> bool:
+    try:
+        return {"run_name", "step", "metrics"} <= _columns(path, "metrics")
+    except sqlite3.Error:
+        return False
+
+
+def _logs(path: Path) -> list[Log]:
+    # Earlier versions knew a run by its name alone.
+    key = "run_id" if "run_id" in _columns(path, "metrics") else "run_name"
+    configs = {}
+    if _columns(path, "configs"):
+        rows_of = _asked(path, f"SELECT {key}, config FROM configs ORDER BY id")
+        configs = {run: json.loads(text) for run, text in rows_of}
+    rows: dict[str, list[dict[str, Any]]] = {}
+    names: dict[str, str] = {}
+    for run, name, step, text in _asked(path, f"SELECT {key}, run_name, step, metrics FROM metrics ORDER BY id"):
+        names[run] = name
+        rows.setdefault(run, []).append({**json.loads(text), "_step": step})
+    return [of_run(names[run], configs.get(run, {}), logged, []) for run, logged in rows.items()]

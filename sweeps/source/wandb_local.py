@@ -1,0 +1,128 @@
+"""W&B's own folders: `wandb/offline-run-*` and `wandb/run-*`, each with the log `run-ID.wandb` of one run.
+
+The log is a LevelDB log (blocks of 32 KiB, records in fragments with a checksum each) of protobuf messages, which the
+package `wandb` has the definitions of (an extra, imported only here). A log that was cut off is read up to there.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sweeps.errors import UserError, require
+from sweeps.source.collected import Collected
+from sweeps.source.log import Log, add_logs, series_of_records
+from sweeps.source.text import File
+
+NAME = "W&B run"
+SUFFIX = ".wandb"
+# Of the file; of a block; of a fragment: checksum, length, kind.
+_IDENT, _HEADER = b":W&B", 7
+_BLOCK, _FRAGMENT = 32768, struct.Struct("<IHB")
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+
+
+def run_files(directory: Path) -> list[Path]:
+    """Return the logs of W&B's runs at or below a directory, sorted by path; `latest-run` is a link to one of them."""
+    return sorted({path.resolve() for path in directory.rglob(f"*{SUFFIX}") if path.is_file()})
+
+
+def matches(file: File, into: Collected) -> bool:
+    """Return whether the file begins as W&B's logs do."""
+    return file.raw.startswith(_IDENT)
+
+
+def read(file: File, into: Collected) -> None:
+    """Add the run of one log.
+
+    Raises:
+        UserError: it holds no metrics, or wandb is not installed.
+    """
+    read_all([file.path], str(file.path), into)
+
+
+def read_all(paths: list[Path], where: str, into: Collected) -> None:
+    """Add the runs of several logs.
+
+    Raises:
+        UserError: none of them holds metrics, or wandb is not installed.
+    """
+    require("wandb", f"{where} (a log of W&B)", "'lightning-scalerl[wandb]'")
+    logs = [log for path in paths if (log := _log(path)) is not None]
+    if not logs:
+        raise UserError(f"{where}: no metric in {len(paths)} logs of W&B; give another source")
+    add_logs(logs, NAME, where, into, None, "the run's name", "_step")
+
+
+def of_run(name: str, config: dict[str, Any], rows: list[dict[str, Any]], warnings: list[str]) -> Log:
+    """Return the log of a run of W&B: its history, with the values of its configuration as labels."""
+    records = [(float(row.get("_step", number)), row) for number, row in enumerate(rows)]
+    names = list(dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, int | float)))
+    labels = {key: str(value) for key, value in config.items() if isinstance(value, str | int | float)}
+    return Log(name, names, len(rows), series_of_records(records), tuple(labels), labels.get, tuple(warnings))
+
+
+def _log(path: Path) -> Log | None:
+    """Return the log of a file; None if it holds no metrics."""
+    from wandb.proto import wandb_internal_pb2
+
+    name = path.stem.removeprefix("run-")
+    config: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    warnings: list[str] = []
+    for message in _messages(path, warnings):
+        record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]  # protobuf makes it at import
+        try:
+            record.ParseFromString(message)
+        except Exception as error:  # protobuf's own
+            raise UserError(f"{path}: not a readable log of W&B ({type(error).__name__}); give another file") from error
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            name = record.run.display_name or name
+            config |= {"group": record.run.run_group} if record.run.run_group else {}
+            config |= _values(record.run.config.update)
+        elif kind == "config":
+            config |= _values(record.config.update)
+        elif kind == "history":
+            row = _values(record.history.item)
+            rows.append({"_step": float(record.history.step.num), **row} if record.history.HasField("step") else row)
+    if any(len(row) > 1 for row in rows):
+        return of_run(name, config, rows, warnings)
+    return None
+
+
+def _values(items: Any) -> dict[str, Any]:
+    """Return what stands in a message by key; a nested key is joined by slashes."""
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def _messages(path: Path, warnings: list[str]) -> Iterator[bytes]:
+    """Yield the records of a log, whole; a warning says where it is cut off or damaged."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    at = _HEADER
+    parts: list[bytes] = []
+    while at < len(raw):
+        if _BLOCK - at % _BLOCK < _FRAGMENT.size:  # too little is left of the block for a fragment
+            at += _BLOCK - at % _BLOCK
+            continue
+        head = raw[at : at + _FRAGMENT.size].ljust(_FRAGMENT.size, b"\0")
+        checksum, length, kind = _FRAGMENT.unpack(head)
+        data = raw[at + _FRAGMENT.size : at + _FRAGMENT.size + length]
+        if (
+            len(data) < length
+            or at + _FRAGMENT.size > len(raw)
+            or zlib.crc32(data, zlib.crc32(bytes([kind]))) != checksum
+        ):
+            warnings.append(f"{path.name} is cut off or damaged at byte {at}; what follows was not read")
+            return
+        at += _FRAGMENT.size + length
+        parts = [data] if kind in (_FULL, _FIRST) else [*parts, data]
+        if kind in (_FULL, _LAST):
+            yield b"".join(parts)
