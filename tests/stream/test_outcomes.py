@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from lightning_scalerl.axes.resampling import NoPositiveResampling
 from lightning_scalerl.generator.base import FinishedRollout
 from lightning_scalerl.generator.channel import DirectChannel
 from lightning_scalerl.generator.scripted import ScriptedGenerator
+from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.rollout import Group, Rollout, packed, unpacked
 from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.stream.prompts import PromptSource
@@ -212,6 +214,56 @@ def test_what_is_being_graded_is_in_a_checkpoint(taken: int) -> None:
     for name, state in saved.items():
         _part(second, name).load_state_dict(state)
     assert run(second, 4) == straight[taken:]
+
+
+class ByGroup:
+    """Rewards a completion by its place among those of its group; notes how many it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def needs_group(self, prompt: Prompt) -> bool:
+        return True
+
+    def grade(self, sample: Sample) -> Grade:
+        raise AssertionError("called with one completion")
+
+    def grade_group(self, samples: Sequence[Sample]) -> list[Grade]:
+        self.calls.append(len(samples))
+        return [Grade(float(number)) for number in range(len(samples))]
+
+
+@pytest.mark.parametrize("grade_s", [0.0, 7.0])
+@pytest.mark.parametrize("events", [3, 17, 31, 40, 52])
+def test_a_group_is_graded_whole_also_across_a_checkpoint(grade_s: float, events: int) -> None:
+    """Wherever it is taken: rollouts that have ended wait for the others, and none is graded twice or without them."""
+
+    def new(grader: ByGroup) -> VirtualDriver:
+        stream = stream_of(Pipeline(3, "stale"))
+        stream._grader = grader
+        driver = driver_of(stream, grade_s)
+        driver.verifiers = InlineVerifiers(grader)
+        return driver
+
+    whole = ByGroup()
+    straight = run(new(whole), 14)
+    assert set(whole.calls) == {3} and all(rewards[:3] == [0.0, 1.0, 2.0] for _, _, rewards in straight)
+    first, asked = new(ByGroup()), iter(range(1000))
+    done: list[Any] = []
+    while True:  # up to so many events
+        batch = first.next_batch(lambda: next(asked) >= events)
+        if batch is None:
+            break
+        done.append(batch)
+        first.stream.step_completed()
+    parts = ("prompts", "stream", "driver", "generator")
+    saved = pickle.loads(pickle.dumps({name: _part(first, name).state_dict() for name in parts}))
+    again = ByGroup()
+    second = new(again)
+    for name, state in saved.items():
+        _part(second, name).load_state_dict(state)
+    assert run(second, 14 - len(done)) == straight[len(done) :]
+    assert set(again.calls) == {3}
 
 
 def _part(driver: VirtualDriver, name: str) -> Any:

@@ -28,7 +28,7 @@ from sweeps.source.collected import LoadedStudy
 from sweeps.source.places import Place
 from tests.paths import ROOT
 
-TRACKIO = ROOT / "tests" / "data" / "logs" / "trackio" / "mine.db.gz"
+TRACKIO = ROOT / "tests" / "data" / "trackio" / "mine.db.gz"
 
 
 def points(study: LoadedStudy) -> dict[tuple[str, str], list[tuple[float, float]]]:
