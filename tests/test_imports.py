@@ -184,6 +184,7 @@ sys.modules["vllm"] = None
 import lightning_scalerl.module, lightning_scalerl.train
 from lightning.pytorch import LightningModule
 assert "torchmetrics" in sys.modules and not {"sklearn", "scipy.signal", "torchmetrics.text"} & sys.modules.keys()
+assert "torch.distributed.checkpoint" not in sys.modules  # 40 ms, for sharded checkpoints alone
 import torch, torchmetrics
 assert torchmetrics.MetricCollection({"a": torchmetrics.Accuracy("binary")})(torch.ones(2), torch.ones(2)) == {"a": 1}
 assert issubclass(torchmetrics.Accuracy, torchmetrics.Metric) and torchmetrics.__version__

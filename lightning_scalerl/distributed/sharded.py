@@ -8,6 +8,8 @@ are global (`rollout.Denominators`).
 from __future__ import annotations
 
 import os
+import re
+import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,13 +34,11 @@ from torch.optim import Optimizer
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.distributed.checkpoint_folder import (
     META,
-    fill,
     fsync_folder,
     is_folder,
     move,
     outline,
     remove,
-    write_shards,
 )
 
 NAME = "fsdp2"
@@ -46,6 +46,8 @@ NAME = "fsdp2"
 CHECKPOINTS = ("shards", "whole")
 # Timeout of ranks that wait for the slowest to write its part.
 _PATIENCE = timedelta(hours=24)
+# Name of a folder that becomes a checkpoint once it is whole.
+_UNFINISHED = re.compile(r".+\.[0-9a-f]{8}\.part")
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -101,7 +103,7 @@ class ShardedStrategy(ModelParallelStrategy):
         """Write a checkpoint in the form that was chosen. All ranks call it, and fail together.
 
         A folder is written beside its place, and renamed once all ranks' parts are on the disk; a path that ends in
-        `.part` is the caller's to rename.
+        `.part` is the caller's to rename. What a killed save has left of an earlier try goes first.
 
         Raises:
             OSError: a rank could not write; nothing is in the checkpoint's place.
@@ -111,9 +113,13 @@ class ShardedStrategy(ModelParallelStrategy):
             return
         if self._hosts is None:  # on the hosts: the devices' group has their time limit
             self._hosts = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        from lightning_scalerl.distributed.shard_files import write_shards
+
         target = Path(self._from_first(str(filepath)))
         unfinished = target
         if target.suffix != ".part":
+            if self.is_global_zero:
+                _remove_parts(target)
             unfinished = target.with_name(self._from_first(f"{target.name}.{uuid.uuid4().hex[:8]}.part"))
         try:
             rest = write_shards(checkpoint, unfinished, self._hosts)
@@ -186,6 +192,8 @@ class ShardedStrategy(ModelParallelStrategy):
             if not given[name].is_meta:
                 own[name].copy_(part_like(given[name], own[name]))
         if self._folder is not None:
+            from lightning_scalerl.distributed.shard_files import fill
+
             parts = {f"state_dict.{name}": own[name] for name in own if name in both and given[name].is_meta}
             fill(self._folder, checkpoint, parts)
 
@@ -204,6 +212,8 @@ class ShardedStrategy(ModelParallelStrategy):
                     else:
                         parts[number][name] = part_like(value, parameters[number])
             if self._folder is not None:
+                from lightning_scalerl.distributed.shard_files import fill
+
                 fill(self._folder, checkpoint, to_read)
             optimizer.load_state_dict({**state, "state": parts})
 
@@ -220,6 +230,19 @@ class ShardedStrategy(ModelParallelStrategy):
             return state
         leads = self.global_rank == 0
         return {**state, "state": {number: gathered(of_one, leads) for number, of_one in state["state"].items()}}
+
+
+def _remove_parts(target: Path) -> None:
+    """Delete what killed saves have left beside a checkpoint's place: of the same name, or untouched for a day.
+
+    A younger one of another name may be in the making, by another run that saves into this folder.
+    """
+    for path in target.parent.glob("*.part"):
+        if _UNFINISHED.fullmatch(path.name) and path.is_dir():
+            touched = max((each.stat().st_mtime for each in path.iterdir()), default=path.stat().st_mtime)
+            same = path.name.startswith(f"{target.name}.")
+            if same or time.time() - touched > _PATIENCE.total_seconds():
+                remove(path)
 
 
 StrategyRegistry.register(

@@ -16,7 +16,8 @@ from lightning_scalerl.axes.adapter import NoAdapter
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint, unusable
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, use_folders
-from lightning_scalerl.distributed.checkpoint_folder import check_weights, fill, is_folder, outline
+from lightning_scalerl.distributed.checkpoint_folder import check_weights, is_folder, outline
+from lightning_scalerl.distributed.shard_files import fill
 from lightning_scalerl.member.trust import check_run
 from lightning_scalerl.model.adapter import adapt, plain_copy
 from lightning_scalerl.model.chat import Chat, Rendering, told_of

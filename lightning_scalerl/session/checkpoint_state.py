@@ -23,7 +23,7 @@ from lightning_scalerl.callbacks.checkpoint_file import IDENTITY
 from lightning_scalerl.callbacks.checkpointing import check_whole
 from lightning_scalerl.callbacks.trainer import count_from
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.distributed.checkpoint_folder import INDEX, check_weights, fill, outline
+from lightning_scalerl.distributed.checkpoint_folder import INDEX, check_weights, outline
 from lightning_scalerl.distributed.ranks import Follower
 from lightning_scalerl.session.continuation import check_identity, identity
 from lightning_scalerl.session.models import adapt_policy, made_on, shard_models
@@ -131,6 +131,8 @@ def from_folder(kind: type[T], folder: Path, strict: bool, weights_only: bool, a
     Raises:
         ConfigurationError: the folder lacks a part, is of another model, or an argument is missing.
     """
+    from lightning_scalerl.distributed.shard_files import fill
+
     check_whole(folder)
     checkpoint = outline(folder, weights_only)
     saved = checkpoint.get("hyper_parameters", {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_scalerl import ConfigurationError, RolloutDataModule, ScaleRL
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint, unusable
-from lightning_scalerl.distributed import checkpoint_folder
+from lightning_scalerl.distributed import shard_files
 from lightning_scalerl.distributed.checkpoint_folder import INDEX, META, outline, read_whole
 from lightning_scalerl.distributed.sharded import ShardedStrategy
 from lightning_scalerl.generator.torch_generator import TorchGenerator
@@ -154,7 +155,7 @@ def killed_between_steps(rank: int) -> Sequence[Callback]:
 def killed_writing(rank: int, who: int) -> Sequence[Callback]:
     """The second checkpoint is never whole: a rank dies in the middle of its part of it."""
     if rank == who:
-        resolve, done = checkpoint_folder._SavePlanner.resolve_data, []
+        resolve, done = shard_files._SavePlanner.resolve_data, []
 
         def killed(self: Any, item: Any) -> Any:
             done.append(item)
@@ -162,7 +163,7 @@ def killed_writing(rank: int, who: int) -> Sequence[Callback]:
                 os.kill(os.getpid(), signal.SIGKILL)
             return resolve(self, item)
 
-        checkpoint_folder._SavePlanner.resolve_data = killed  # type: ignore[method-assign]
+        shard_files._SavePlanner.resolve_data = killed  # type: ignore[method-assign]
     return []
 
 
@@ -218,13 +219,29 @@ def test_a_rank_that_cannot_write_stops_all_and_leaves_no_half(own: bool, tiny_m
             def full(self: Any, item: Any) -> Any:
                 raise OSError(28, "No space left on device")
 
-            checkpoint_folder._SavePlanner.resolve_data = full  # type: ignore[method-assign]
+            shard_files._SavePlanner.resolve_data = full  # type: ignore[method-assign]
         fit(tiny_model_path, tmp_path, 2, steps=1, strategy="fsdp2", callbacks=callbacks)
         return "went on"
 
     said = on_ranks(2, work)
     assert all("No space left on device" in each for each in said), said
     assert names(tmp_path / "checkpoints") == []
+
+
+def test_what_a_killed_save_has_left_goes_with_the_next(tiny_model_path: str, tmp_path: Path) -> None:
+    """Of the same checkpoint, or of one of long ago; what another run may be writing stays."""
+    for name in ("own.ckpt.0123abcd.part", "new.ckpt.0123abcd.part", "old.ckpt.0123abcd.part", "somebodys.part"):
+        (tmp_path / "saved" / name).mkdir(parents=True)
+        (tmp_path / "saved" / name / "__0_0.distcp").touch()
+    two_days_ago = time.time() - 2 * 86400
+    os.utime(tmp_path / "saved" / "old.ckpt.0123abcd.part" / "__0_0.distcp", (two_days_ago, two_days_ago))
+
+    def work(rank: int) -> str:
+        fit(tiny_model_path, tmp_path, 2, steps=1, strategy="fsdp2", callbacks=[SavesIt(tmp_path / "saved/own.ckpt")])
+        return "saved"
+
+    assert on_ranks(2, work) == ["saved"] * 2
+    assert names(tmp_path / "saved") == ["new.ckpt.0123abcd.part", "own.ckpt", "somebodys.part"]
 
 
 # --- what is not whole, or of another model ------------------------------------------------------------------------
