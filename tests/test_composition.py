@@ -243,6 +243,7 @@ def test_a_recipe_names_the_axes_that_have_no_neutral_choice(tmp_path: Path) -> 
                 (["rollouts.groups=true"], "rollouts.groups: True must be a whole number, 0 or more"),
                 (["launch.threads=true"], "launch.threads: True must be a whole number"),
                 (["strategy.name=fsdp1"], "strategy.name: 'fsdp1' is unknown; valid: ddp, fsdp2"),
+                (["strategy.nodes=2"], "strategy.nodes: 2, and strategy.devices does not say how many ranks each has"),
                 (["mlflow.uri=1e999"], "mlflow.uri: inf must be an address"),
                 (["+optimizer.clip=1"], "optimizer.clip: no such setting; did you mean optimizer.clip_norm\\?"),
                 (["budget=3"], "budget: 3 must be a group of settings; give budget.steps=..."),

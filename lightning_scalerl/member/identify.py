@@ -138,6 +138,21 @@ def _setting(config: Mapping[str, Any], field: str) -> Any:
     return part.get(name)
 
 
+def check_layout(config: Mapping[str, Any]) -> None:
+    """Refuse several nodes of which it is not said how many ranks each has: nobody would start them.
+
+    Raises:
+        ConfigurationError: with what to give.
+    """
+    if "strategy" not in config or _setting(config, "strategy.devices") is not None:
+        return
+    if (nodes := _setting(config, "strategy.nodes")) not in (None, 1):
+        raise ConfigurationError(
+            f"strategy.nodes: {nodes}, and strategy.devices does not say how many ranks each has; give both, "
+            f"strategy.nodes={nodes} strategy.devices=8, or hydra.launcher.nodes={nodes} in their place"
+        )
+
+
 def _check_settings(config: Mapping[str, Any]) -> None:
     """Check settings of where and how a member runs, which are no part of its identity. Needs no torch."""
     for field, least in _WHOLE_NUMBERS.items():
@@ -151,6 +166,7 @@ def _check_settings(config: Mapping[str, Any]) -> None:
     for field in ("strategy.nodes", "strategy.devices") if "strategy" in config else ():
         if (count := _setting(config, field)) is not None:
             whole_number(field, count)
+    check_layout(config)
     form = _setting(config, "strategy.checkpoint") if "strategy" in config else None
     if form is not None and form not in CHECKPOINTS:
         raise ConfigurationError(f"strategy.checkpoint: {shown(form)} is unknown; valid: {', '.join(CHECKPOINTS)}")
