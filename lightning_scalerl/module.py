@@ -169,7 +169,7 @@ class ScaleRL(LightningModule):
         batch = replace(batch.to(self.device), packed=self.policy.packs)
         optimizer = self.optimizers()
         with self.meter.phase("train"):
-            rows = self._credited(self.ranks.rows(batch))
+            rows = self._credited(self.ranks.rows(batch, self.recipe.batch.a_pass))
             batch = self.ranks.gather_rows(batch, rows)
             passes: list[Pass] = []
             for number in range(self.choices.epochs.count):

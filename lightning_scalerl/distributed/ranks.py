@@ -16,6 +16,7 @@ hosts (gloo), which waits a day and notices at once when a process is gone.
 
 from __future__ import annotations
 
+import heapq
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -206,16 +207,27 @@ class Ranks:
 
     # --- on the devices ----------------------------------------------------------------------------------
 
-    def rows(self, batch: TrainBatch) -> TrainBatch:
+    def rows(self, batch: TrainBatch, size: PassSize | None = None) -> TrainBatch:
         """Return this rank's rows of the batch, possibly none; long and short ones are dealt out evenly.
 
-        Tensor-parallel partners get the same ones.
+        Where passes are cut by tokens ranks get as many tokens, not rows: the longest row that is left goes to the rank
+        with the fewest. Tensor-parallel partners get the same ones.
         """
         if self.count == 1:
             return batch
         # Stable, since each rank sorts for itself and all must deal out the same.
         order = torch.argsort(batch.lengths, descending=True, stable=True)
-        return batch.select(order[self.place :: self.count // self.partners])
+        places = self.count // self.partners
+        if size is None or size.tokens is None:
+            return batch.select(order[self.place :: places])
+        fewest = [(0, place) for place in range(places)]  # tokens so far, a heap
+        own: list[int] = []
+        for row, length in zip(order.tolist(), batch.lengths[order].tolist(), strict=True):
+            tokens, place = fewest[0]
+            heapq.heapreplace(fewest, (tokens + length, place))
+            if place == self.place:
+                own.append(row)
+        return batch.select(order.new_tensor(own))
 
     def passes(self, rows: TrainBatch, size: PassSize) -> Iterator[tuple[Tensor, TrainBatch]]:
         """Yield micro-batches of this rank's rows, with the numbers of their rows; if sharded, as many on every rank.

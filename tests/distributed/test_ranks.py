@@ -35,7 +35,8 @@ from lightning_scalerl.distributed.sharded import ShardedStrategy
 from lightning_scalerl.distributed.start import STRATEGIES, devices_beside, process_rank, trainer_settings
 from lightning_scalerl.member.identify import STRATEGIES as KNOWN
 from lightning_scalerl.model.load import load_model, load_tokenizer
-from lightning_scalerl.rollout import whole
+from lightning_scalerl.model.shared_prompt import sequences
+from lightning_scalerl.rollout import PassSize, whole
 from lightning_scalerl.verify.verification import RewardError
 from sweeps.executor.failure import kind_of
 from sweeps.run.gpu import REQUIRED, NoGpuError
@@ -375,10 +376,11 @@ def test_a_trainer_with_another_strategy_is_refused(tiny_model_path: str) -> Non
     assert "ConfigurationError: strategy: Other is not supported" in on_ranks(1, work)[0]
 
 
+@pytest.mark.parametrize("tokens", [None, 16])
 @pytest.mark.parametrize("count", [2, 3, 20])
-def test_rows_of_all_ranks_are_the_batch(count: int) -> None:
+def test_rows_of_all_ranks_are_the_batch(count: int, tokens: int | None) -> None:
     batch = batch_of()
-    own = [Ranks(number, count).rows(batch) for number in range(count)]
+    own = [Ranks(number, count).rows(batch, PassSize(4, tokens)) for number in range(count)]
     assert sorted(int(row) for part in own for row in part.row) == sorted(batch.row.tolist())
     assert all(part.denominators == batch.denominators for part in own)
     if count == 2:
@@ -388,6 +390,21 @@ def test_rows_of_all_ranks_are_the_batch(count: int) -> None:
     real = torch.arange(logprobs.shape[1]) < (batch.lengths - batch.completion_start).unsqueeze(1)
     assert torch.equal(logprobs, batch.generator_logprobs)
     assert torch.equal(advantages[real], batch.advantages[real])
+
+
+def test_ranks_have_as_many_tokens_where_passes_are_cut_by_them() -> None:
+    """To within the shortest of a rank's rows; dealt out by rows the first rank has the longer one each time."""
+    lengths, start = torch.arange(2, 66).flip(0), torch.ones(64, dtype=torch.int64)
+    batch = sequences(torch.zeros(64, 65, dtype=torch.int64), start, lengths, torch.zeros_like(start))
+    batch.row = torch.arange(64)
+
+    def tokens(size: PassSize) -> list[int]:
+        return [int(Ranks(number, 4).rows(batch, size).lengths.sum()) for number in range(4)]
+
+    by_rows, by_tokens = tokens(PassSize(4)), tokens(PassSize(4, 32))
+    assert sum(by_rows) == sum(by_tokens) == int(batch.lengths.sum())
+    assert max(by_tokens) - min(by_tokens) <= 2 < max(by_rows) - min(by_rows) == 16 * 3
+    assert by_tokens == tokens(PassSize(8, 64)), "whatever the size of a pass"
 
 
 def test_one_rank_is_handed_through() -> None:
