@@ -33,7 +33,7 @@ from sweeps.launch.clean import _files
 from sweeps.run.journal import JOURNAL_FILE, read_journal
 from tests.callbacks.test_checkpoints import flip
 from tests.distributed.test_ranks import check_same_curve, fit, on_ranks, one_thread  # noqa: F401
-from tests.distributed.test_sharded import EVERYTHING, saved_weights, weights
+from tests.distributed.test_sharded import EVERYTHING, check_same_weights, saved_weights, weights
 from tests.helpers import SMALL, CountingTask, quiet
 
 
@@ -129,9 +129,7 @@ def test_a_run_goes_on_with_another_number_of_shards(
         said = on_ranks(count, work)
         assert len({*said}) == 1 and len(said[0]) == 64, said
     check_same_curve(read_journal(tmp_path / "one"), read_journal(run), steps=2 * len(ranks))
-    saved = saved_weights(run)
-    for name, tensor in whole.state_dict().items():
-        assert saved[name].allclose(tensor, rtol=1e-4, atol=1e-5), name
+    check_same_weights(whole, run)
 
 
 # --- what ends in the middle --------------------------------------------------------------------------------------

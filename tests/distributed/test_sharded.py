@@ -52,6 +52,13 @@ def saved_weights(run_dir: Path) -> dict[str, Any]:
     return dict(saved["state_dict"])
 
 
+def check_same_weights(one: ScaleRL, run: Path) -> None:
+    """Check that a run's last checkpoint holds the weights of a module."""
+    saved = saved_weights(run)
+    for name, tensor in one.state_dict().items():
+        assert saved[name].allclose(tensor, rtol=1e-4, atol=1e-5), name
+
+
 def callbacks() -> list[Callback]:
     return [DAPO(clip_low=0.05, clip_high=0.05), TokenAggregation()]
 
@@ -119,9 +126,7 @@ def test_a_run_goes_on_under_another_strategy(strategies: Sequence[str], tiny_mo
         said = on_ranks(2, lambda rank, on=on, by=strategy: weights(fit(tiny_model_path, run, 2, strategy=by, **on)))  # type: ignore[misc]
         assert said[0] == said[1] and len(said[0]) == 64, said
     check_same_curve(read_journal(tmp_path / "one"), read_journal(run), steps=2 * len(strategies))
-    saved = saved_weights(run)
-    for name, tensor in whole.state_dict().items():
-        assert saved[name].allclose(tensor, rtol=1e-4, atol=1e-5), name
+    check_same_weights(whole, run)
 
 
 @pytest.mark.slow

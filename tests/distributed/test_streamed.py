@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,19 @@ def counted(patch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:
     return loaded, parts
 
 
+def check_same_either_way(work: Callable[[int, bool], str], folder: Path) -> None:
+    """Check that two ranks train to the same weights and records, bit for bit, from their parts as from the whole.
+
+    Args:
+        work: trains on a rank, reading its parts or not, in the folder `False` or `True`; returns `weights`.
+        folder: that these are in.
+    """
+    said = [on_ranks(2, lambda rank, streams=streams: work(rank, streams)) for streams in (False, True)]  # type: ignore[misc]
+    assert said[0] == said[1] and said[0][0] == said[0][1] and len(said[0][0]) == 64, said
+    whole, parts = (read_journal(folder / f"{streams}") for streams in (False, True))
+    assert whole.status == parts.status == "finished" and whole.deterministic() == parts.deterministic()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
@@ -199,10 +212,7 @@ def test_a_run_learns_the_same_bit_for_bit(overrides: Sequence[str], tiny_model_
         assert module.policy.packs == ("batch.packed=true" in overrides)
         return weights(module)
 
-    said = [on_ranks(2, lambda rank, streams=streams: work(rank, streams)) for streams in (False, True)]  # type: ignore[misc]
-    assert said[0] == said[1] and said[0][0] == said[0][1] and len(said[0][0]) == 64, said
-    plain, parts = (read_journal(tmp_path / f"{streams}") for streams in (False, True))
-    assert plain.status == parts.status == "finished" and plain.deterministic() == parts.deterministic()
+    check_same_either_way(work, tmp_path)
 
 
 @pytest.mark.slow

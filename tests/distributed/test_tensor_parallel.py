@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_scalerl import ConfigurationError, RolloutDataModule, ScaleRL
+from lightning_scalerl import ConfigurationError, RolloutDataModule
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.distributed.sharded import ShardedStrategy, own_part, part_like, shard, whole_tensor
 from lightning_scalerl.distributed.start import trainer_settings
@@ -34,7 +34,8 @@ from lightning_scalerl.task.arithmetic_base import tokenizer
 from sweeps.run.journal import read_journal
 from tests.axes.test_contract import batch_of
 from tests.distributed.test_ranks import check_same_curve, fit, on_ranks, one_thread  # noqa: F401
-from tests.distributed.test_sharded import EVERYTHING, callbacks, saved_weights, weights
+from tests.distributed.test_sharded import EVERYTHING, callbacks, check_same_weights, weights
+from tests.distributed.test_streamed import check_same_either_way
 from tests.distributed.test_streamed import fit as streamed_fit
 from tests.examples import every
 from tests.families import FAMILIES, save
@@ -323,13 +324,6 @@ def test_two_partners_train_as_one(model_path: str, tmp_path: Path) -> None:
     check_same_weights(one, tmp_path / "two")
 
 
-def check_same_weights(one: ScaleRL, run: Path) -> None:
-    """Check that a run's last checkpoint holds the weights of a module."""
-    saved = saved_weights(run)
-    for name, tensor in one.state_dict().items():
-        assert saved[name].allclose(tensor, rtol=1e-4, atol=1e-5), name
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("overrides", [("resampling=uniform",), EVERYTHING], ids=["alone", "a critic and a reference"])
 def test_two_by_two_train_as_one(overrides: Sequence[str], model_path: str, tmp_path: Path) -> None:
@@ -400,9 +394,9 @@ def test_weights_are_read_in_parts(model_path: str, tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             checked: list[bool] = []
 
-            def checks(model: Any) -> None:
+            def checks(model: Any, *types: Any) -> None:
                 checked.append(isinstance(model.lm_head.weight, DTensor))
-                check_head(model)
+                check_head(model, *types)
 
             patch.setattr(trials, "check_head", checks)
             module = streamed_fit(
@@ -411,10 +405,7 @@ def test_weights_are_read_in_parts(model_path: str, tmp_path: Path) -> None:
         assert module.read_whole is None and checked == [streams] and module.policy.packs
         return weights(module)
 
-    said = [on_ranks(2, lambda rank, streams=streams: work(rank, streams)) for streams in (False, True)]  # type: ignore[misc]
-    assert said[0] == said[1] and said[0][0] == said[0][1] and len(said[0][0]) == 64, said
-    plain, parts = (read_journal(tmp_path / f"{streams}") for streams in (False, True))
-    assert plain.status == parts.status == "finished" and plain.deterministic() == parts.deterministic()
+    check_same_either_way(work, tmp_path)
 
 
 @pytest.mark.slow
