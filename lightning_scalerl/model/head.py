@@ -101,7 +101,7 @@ def token_scores(
     """
     whole = head_weights(model)
     if whole is None:
-        return _scores_in_parts(model, hidden, wanted, dtype, temperature, entropy_gradient)
+        return scores_in_parts(model, *local_weights(model), hidden, wanted, dtype, temperature, entropy_gradient)
     logits = head_logits(model, hidden, *whole, dtype) / temperature
     logprobs = F.log_softmax(logits, dim=-1)
     scored = logprobs if entropy_gradient else logprobs.detach()
@@ -109,20 +109,33 @@ def token_scores(
     return logprobs.gather(-1, wanted.unsqueeze(-1)).squeeze(-1), entropies
 
 
-def _scores_in_parts(
-    model: nn.Module, hidden: Tensor, wanted: Tensor, dtype: torch.dtype, temperature: float, entropy_gradient: bool
+def local_weights(model: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return this rank's part of weights and bias of an output head that is split over the vocabulary."""
+    head: Any = output_head(model)
+    return head.weight.to_local(), None if head.bias is None else head.bias.to_local()
+
+
+def scores_in_parts(
+    model: nn.Module,
+    weight: Tensor,
+    bias: Tensor | None,
+    hidden: Tensor,
+    wanted: Tensor,
+    dtype: torch.dtype,
+    temperature: float,
+    entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return what `token_scores` does where each rank has a part of the vocabulary: no rank makes all logits.
 
     Reduced over the ranks are the largest logit, the sum of exponentials, the wanted logit, and for the entropy the
-    sum of exponentials times logits.
+    sum of exponentials times logits. `weight` and `bias` are those of `local_weights`, which who works in chunks asks
+    for once: each time a gradient of its own would be made of them.
     """
     head: Any = output_head(model)
     mesh = head.weight.device_mesh
     # Each rank's states get a gradient from its part of the vocabulary: the sum, in the head's type, is the gradient.
     common = DTensor.from_local(hidden.to(dtype), mesh, [Replicate()], run_check=False)
     states = common.to_local(grad_placements=[Partial()])
-    weight, bias = head.weight.to_local(), None if head.bias is None else head.bias.to_local()
     logits = head_logits(model, states, weight, bias, dtype) / temperature
     largest = logits.detach().amax(-1, keepdim=True)
     dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.get_group())
@@ -152,9 +165,18 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+def computes_in_16_bit_only(model: nn.Module) -> bool:
+    """Return whether the model's attention has kernels of 16-bit types alone: FlashAttention's."""
+    return "flash_attention" in str(getattr(text_config(model), "_attn_implementation", None))
+
+
 @torch.no_grad()
-def check_head(model: nn.Module) -> None:
+def check_head(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     """Compare our head with the model's own on one short input, whatever mode the model is in.
+
+    Args:
+        model: a causal language model.
+        dtype: that the model is run in; FP32 unless its attention demands another.
 
     Raises:
         ConfigurationError: the architecture treats its logits in a way we do not know; training on would
@@ -163,19 +185,21 @@ def check_head(model: nn.Module) -> None:
     head = output_head(model)
     tokens = torch.arange(4, device=head.weight.device).unsqueeze(0)
     try:
-        with eval_mode(model):
+        with eval_mode(model), torch.autocast(tokens.device.type, dtype, enabled=dtype != torch.float32):
             expected = model(input_ids=tokens, use_cache=False).logits.float()
             hidden = backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state
             weight, bias = (
                 each.full_tensor() if isinstance(each, DTensor) else each for each in (head.weight, head.bias)
             )
-            ours = head_logits(model, hidden, weight, bias, weight.dtype)
+            ours = head_logits(model, hidden, weight, bias, weight.dtype if dtype == torch.float32 else dtype)
     except Exception as error:
         raise ConfigurationError(
             f"model: {type(model).__name__} cannot be run on a few tokens ({said(error)}); it is not a "
             "causal language model that this project can train"
         ) from error
-    if not torch.allclose(ours, expected, atol=1e-3, rtol=1e-3):
+    # In 16 bit the model's own scaling rounds once more.
+    tolerance = 1e-3 if dtype == torch.float32 else 3e-2
+    if not torch.allclose(ours, expected, atol=tolerance, rtol=tolerance):
         raise ConfigurationError(
             f"model: {type(model).__name__} post-processes its logits in an unknown way "
             f"(largest difference {(ours - expected).abs().max():.3g}); it is not supported"

@@ -12,7 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.model.chunked_head import chunked_scores
-from lightning_scalerl.model.head import backbone, head_weights, output_head, scaling_of, token_scores
+from lightning_scalerl.model.head import (
+    backbone,
+    head_weights,
+    local_weights,
+    output_head,
+    scaling_of,
+    scores_in_parts,
+    token_scores,
+)
 from lightning_scalerl.model.packed import token_states
 from lightning_scalerl.model.shared_prompt import shares_prompts, worthwhile
 from lightning_scalerl.model.shared_prompt import states as completion_states
@@ -41,6 +49,8 @@ class Policy(nn.Module):
         self.adapter: Mapping[str, Any] | None = None
         # Whether rows go through the model packed (`model.packed`): it is asked to, and can (`session.models`).
         self.packs = False
+        # Whether its model has been run on a few tokens (`session.trials`).
+        self.tried = False
         self._shares: bool | None = None
         # Ranks that share a sharded policy gather its layers in lockstep, and agree on each pass's way through them.
         self.agree: Callable[[bool], bool] | None = None
@@ -123,6 +133,7 @@ class Policy(nn.Module):
             scaling = scaling_of(self.model, self.temperature)
             return chunked_scores(hidden, *whole, targets, scaling, dtype, chunk, entropy_gradient)
         # Split over the vocabulary: its reductions are repeated as the chunk is recomputed.
+        own, types = local_weights(self.model), (dtype, self.temperature, entropy_gradient)
         pieces = zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True)
-        parts = [checkpoint(score, states, wanted, use_reentrant=False) for states, wanted in pieces]
+        parts = [checkpoint(scores_in_parts, self.model, *own, *each, *types, use_reentrant=False) for each in pieces]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])

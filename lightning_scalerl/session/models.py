@@ -22,6 +22,7 @@ from lightning_scalerl.composer import load_recipe
 from lightning_scalerl.distributed.sharded import NAME, ShardedStrategy, gathered, is_sharded, partners_of, shard
 from lightning_scalerl.model.adapter import adapt, described, has_adapter, keep_in, merge, plain_copy, unwrapped
 from lightning_scalerl.model.files import WeightFiles, is_blank
+from lightning_scalerl.model.head import computes_in_16_bit_only
 from lightning_scalerl.model.load import check_weights, fingerprint, load_model, load_tokenizer, stop_tokens
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.recompute import can_recompute, recompute
@@ -98,7 +99,8 @@ def make(
         model = load_model(model) if isinstance(model, str) else unwrapped(model)
     check_weights(model)
     policy = Policy(model, built.choices.precision, built.context.temperature)
-    if not isinstance(files, WeightFiles):  # else once it has weights to be run with
+    # Else once it has weights to be run with, or is where it can be run.
+    if not isinstance(files, WeightFiles) and not computes_in_16_bit_only(model):
         try_out(policy, built)
     if has_adapter(model):
         policy.adapter = arguments["model_adapter"] = described(model)
@@ -292,6 +294,8 @@ def place(module: Parts) -> None:
         )
     if not is_sharded(module.policy) and not is_blank(module.policy):
         module.policy.to(made_on(module))
+        if not module.policy.tried and not module.ranks.sharded:
+            try_out(module.policy, module.recipe)
 
 
 def shard_models(module: Parts) -> None:
@@ -311,7 +315,8 @@ def shard_models(module: Parts) -> None:
         shard(root, mesh)
         if names is not None and module.files is not None:
             read_parts(root, names, module.files, module.trainer.strategy.root_device)
-            if root is module.policy:
-                within(root, lambda: try_out(module.policy, module.recipe))
+        if root is module.policy and not module.policy.tried:
+            root.to(module.trainer.strategy.root_device)
+            within(root, lambda: try_out(module.policy, module.recipe))
         if isinstance(root, Policy):
             root.agree = module.ranks.all_would

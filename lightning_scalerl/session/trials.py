@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import nn
 
+from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.distributed.start import process_rank
-from lightning_scalerl.model.head import check_head
+from lightning_scalerl.model.head import check_head, computes_in_16_bit_only, text_config
 from lightning_scalerl.model.packed import packs_rows
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.recipe import Recipe
@@ -18,17 +20,29 @@ _log = logging.getLogger(__name__)
 def try_out(policy: Policy, recipe: Recipe) -> None:
     """Try a policy's model in FP32, before it has an adapter: once it is made, or has been given its weights.
 
-    Of a sharded one all ranks call it, within a forward pass.
+    Of a sharded one all ranks call it, within a forward pass. Where attention has no kernel for FP32 the policy's type
+    takes its place, and the model is tried once it is on its device, which such kernels are for.
 
     Raises:
-        ConfigurationError: its logits are treated in a way we do not know.
+        ConfigurationError: its logits are treated in a way we do not know, or its attention cannot compute in the
+            policy's type.
     """
-    check_head(policy.model)
-    policy.packs = recipe.batch.packed and _packs(policy.model)
+    model, dtype = policy.model, torch.float32
+    if computes_in_16_bit_only(model):
+        dtype = policy.precision.policy_dtype
+        if dtype == torch.float32:
+            raise ConfigurationError(
+                f"precision: fp32, and {type(model).__name__} has attn_implementation="
+                f"{text_config(model)._attn_implementation!r}, which computes in 16 bit only; give precision=bf16, or "
+                'load the model with attn_implementation="sdpa"'
+            )
+    check_head(model, dtype)
+    policy.tried = True
+    policy.packs = recipe.batch.packed and _packs(model, dtype)
 
 
-def _packs(model: nn.Module) -> bool:
-    packs = packs_rows(model)
+def _packs(model: nn.Module, dtype: torch.dtype) -> bool:
+    packs = packs_rows(model, dtype)
     if not packs and process_rank() == 0:
         _log.warning(
             "batch.packed: %s computes something else where rows stand one behind the other; they are padded, and "

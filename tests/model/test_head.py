@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from lightning.pytorch import Trainer
 from torch import nn
 
+from lightning_scalerl import RolloutDataModule, ScaleRL
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.decodable import check_decodable
@@ -19,7 +21,7 @@ from lightning_scalerl.model.head import check_head, eval_mode
 from lightning_scalerl.model.load import load_model, load_tokenizer, stop_tokens
 from lightning_scalerl.task.arithmetic_base import tokenizer
 from tests.generator.test_architectures import AGREE, tiny
-from tests.helpers import CountingTask, fit
+from tests.helpers import SMALL, CountingTask, fit, quiet
 
 
 def test_the_check_of_the_head_does_not_depend_on_the_mode() -> None:
@@ -31,6 +33,51 @@ def test_the_check_of_the_head_does_not_depend_on_the_mode() -> None:
     with eval_mode(model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == modes
+
+
+def attends_in_16_bit(module: Any, query: Any, key: Any, value: Any, mask: Any, **given: Any) -> tuple[Any, None]:
+    """FlashAttention as far as it matters here: causal, no mask, and no kernel for FP32 outside of autocast."""
+    if not torch.is_autocast_enabled("cpu"):
+        raise ValueError(f"FlashAttention only supports fp16 and bf16, not {query.dtype}")
+    assert mask is None
+    cast = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
+    query, *both = cast
+    grouped = (each.repeat_interleave(module.num_key_value_groups, dim=1) for each in both)
+    out = nn.functional.scaled_dot_product_attention(query, *grouped, is_causal=True, scale=module.scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def test_attention_without_fp32_is_tried_in_the_policys_type(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Any, tiny_model_path: str
+) -> None:
+    """Once the model is on its device: no kernel is asked before; and another distribution is still seen."""
+    attentions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(attentions._global_mapping, "flash_attention_2", attends_in_16_bit)
+    tiny_model.config._attn_implementation = "flash_attention_2"
+
+    def tried(precision: str) -> Any:
+        overrides = [*SMALL, f"precision={precision}", "batch.packed=true"]
+        module = ScaleRL(tiny_model, overrides=overrides, tokenizer=load_tokenizer(tiny_model_path))
+        assert not module.policy.tried
+        Trainer(max_steps=1, **quiet()).fit(module, datamodule=RolloutDataModule(CountingTask()))
+        return module
+
+    with pytest.raises(ConfigurationError, match=r"^precision: fp32, and LlamaForCausalLM has .*; give precision=bf16"):
+        tried("fp32")
+    # What comes next: this generator cannot decode with it. Another one can.
+    with pytest.raises(ConfigurationError, match="attn_implementation='flash_attention_2' takes no mask of generator"):
+        tried("bf16")
+    check_head(tiny_model, torch.bfloat16)
+    forward = type(tiny_model).forward
+
+    def scaled(self: Any, *given: Any, **more: Any) -> Any:
+        out = forward(self, *given, **more)
+        out.logits = 1.1 * out.logits
+        return out
+
+    monkeypatch.setattr(type(tiny_model), "forward", scaled)
+    with pytest.raises(ConfigurationError, match="post-processes its logits in an unknown way"):
+        tried("bf16")
 
 
 def test_an_fp32_heads_bias_keeps_its_bits() -> None:
