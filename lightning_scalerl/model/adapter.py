@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_scalerl.axes.adapter import ALL_LINEAR, Adapter, LoRA
 from lightning_scalerl.checks import ConfigurationError, said
-from lightning_scalerl.model.recompute import recompute
+from lightning_scalerl.model.recompute import recompute_like
 
 # A begins with the same numbers in every run, as the model's own weights do; the run's own random numbers stay.
 _SEED = 0
@@ -46,17 +46,21 @@ def of_adapter(name: str) -> bool:
     return any(part in f".{name}" for part in _LORA)
 
 
-def add_lora(model: nn.Module, rank: int, alpha: float, targets: str | Sequence[str]) -> None:
-    """Put low-rank weights beside the target layers of a model, in place, and freeze all others.
+def add_lora(
+    model: nn.Module, rank: int, alpha: float, targets: str | Sequence[str], modules_to_save: Sequence[str] = ()
+) -> None:
+    """Put low-rank weights beside the target layers of a model, in place, and freeze all others but those to save.
 
     Args:
         model: a causal language model without an adapter.
         rank: of the low-rank weights.
         alpha: numerator of their scale, alpha / rank.
         targets: "all-linear", or names as the layers' end in.
+        modules_to_save: names, as they end in, of other modules, whose own weights are trained.
 
     Raises:
-        ConfigurationError: peft is not installed, the model has an adapter, or a target names no linear layer of it.
+        ConfigurationError: peft is not installed, the model has an adapter, a target names no linear layer of it, or a
+            module to save none with other weights.
     """
     if has_adapter(model):
         raise ConfigurationError(
@@ -65,6 +69,7 @@ def add_lora(model: nn.Module, rank: int, alpha: float, targets: str | Sequence[
     peft = _peft()
     # Named one by one: of a mixture peft's own "all-linear" takes the tables of its experts too, which are no layers.
     chosen = _linear_layers(model) if isinstance(targets, str) else _checked(model, targets)
+    kept = _modules_to_save(model, modules_to_save)
     config = peft.LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=chosen, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"
     )
@@ -85,15 +90,51 @@ def add_lora(model: nn.Module, rank: int, alpha: float, targets: str | Sequence[
             f"{_listed(model)}"
         )
     check_adapter(model)
+    # In place, not by peft's wrapper: that keeps a second copy of each module, and is no output head to whoever looks.
+    for module in kept:
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad_(True)
+
+
+def _modules_to_save(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Return the modules that a list names, unless one names nothing, or a layer that would be a target.
+
+    Raises:
+        ConfigurationError: it does; with the names that there are.
+    """
+    linear, kind = {*_linear_layers(model)}, type(model).__name__
+    whole = {
+        name: module
+        for name, module in model.named_modules()
+        if name not in linear and next(module.parameters(recurse=False), None) is not None
+    }
+    found: list[nn.Module] = []
+    for end in names:
+        matches = [module for name, module in whole.items() if _ends_in(name, end)]
+        if layer := next((name for name in linear if _ends_in(name, end)), None):
+            raise ConfigurationError(
+                f"adapter.modules_to_save: {end!r} matches {layer}, a linear layer of {kind}'s body; give it "
+                "as one of adapter.targets"
+            )
+        if not matches:
+            there = ", ".join(sorted({name.rpartition(".")[2] for name in whole}))
+            raise ConfigurationError(
+                f"adapter.modules_to_save: {end!r} matches no module of {kind} with weights of its own; those "
+                f"there: {there}"
+            )
+        found += matches
+    return found
+
+
+def _ends_in(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
 
 
 def _checked(model: nn.Module, targets: Sequence[str]) -> list[str]:
     """Return the targets, unless one matches nothing, or anything but linear layers of the model's body."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     for target in targets:
-        matches = {
-            name: module for name, module in model.named_modules() if name == target or name.endswith(f".{target}")
-        }
+        matches = {name: module for name, module in model.named_modules() if _ends_in(name, target)}
         if not matches:
             raise ConfigurationError(
                 f"adapter.targets: {target!r} matches no module of {type(model).__name__}; linear layers there: "
@@ -153,7 +194,7 @@ def _same_random_numbers() -> Iterator[None]:
 def adapt(model: nn.Module, choice: Adapter) -> None:
     """Put the adapter of a choice on axis `adapter` into a model, in place; see `add_lora` for what is refused."""
     if isinstance(choice, LoRA):
-        add_lora(model, choice.rank, choice.alpha, choice.targets)
+        add_lora(model, choice.rank, choice.alpha, choice.targets, choice.modules_to_save)
 
 
 def frozen_and_trained(model: nn.Module, choice: LoRA) -> tuple[int, int]:
@@ -164,9 +205,22 @@ def frozen_and_trained(model: nn.Module, choice: LoRA) -> tuple[int, int]:
     modules = dict(model.named_modules())
     linear = {name: modules[name] for name in _linear_layers(model)}
     names = linear if isinstance(choice.targets, str) else _checked(model, choice.targets)
-    targets = [name for name in linear if any(name == end or name.endswith(f".{end}") for end in names)]
+    targets = [name for name in linear if any(_ends_in(name, end) for end in names)]
     frozen = sum(parameter.numel() for module in linear.values() for parameter in module.parameters(recurse=False))
-    return frozen, sum(choice.rank * sum(linear[name].weight.shape) for name in targets)
+    whole = {
+        parameter for module in _modules_to_save(model, choice.modules_to_save) for parameter in module.parameters()
+    }
+    low_rank = sum(choice.rank * sum(linear[name].weight.shape) for name in targets)
+    return frozen, low_rank + sum(parameter.numel() for parameter in whole)
+
+
+def modules_saved(model: nn.Module) -> list[str]:
+    """Return the names of the modules of an adapted model whose own weights are trained beside its adapter.
+
+    A weight that is tied counts for each of its places.
+    """
+    trained = (name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad)
+    return sorted({name.rpartition(".")[0] for name in trained if not of_adapter(name)})
 
 
 # --- a model that comes with an adapter --------------------------------------------------------------------------
@@ -336,7 +390,6 @@ def plain_copy(model: nn.Module, weights: Mapping[str, Tensor] | None = None) ->
         copied: Any = type(old)(old.config)
     copied.load_state_dict(merge(model.state_dict(), model) if weights is None else weights)
     copied.generation_config = old.generation_config
-    if getattr(old, "is_gradient_checkpointing", False):
-        recompute(copied)
+    recompute_like(copied, old)
     whole: nn.Module = copied.train(model.training)
     return whole

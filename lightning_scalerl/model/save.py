@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,7 @@ def save_adapter(
     directory: str | Path,
     dtype: str = "fp32",
     card: Mapping[str, Any] | None = None,
+    modules_to_save: Sequence[str] = (),
 ) -> Path:
     """Write an adapter as `PeftModel.from_pretrained` loads it onto its model; all of it or nothing.
 
@@ -157,6 +158,7 @@ def save_adapter(
         config: a configuration of peft.
         weights: of the adapter, by the names that they have in the model.
         directory, dtype, card: as of `save_model`.
+        modules_to_save: names of the modules whose own weights are among those of the adapter.
 
     Returns:
         The directory.
@@ -167,6 +169,8 @@ def save_adapter(
     check_dtype(dtype)
     config = copy.deepcopy(config)
     config.inference_mode = True
+    # By their full names: peft takes any module whose name ends in these letters, `norm` for each layernorm.
+    config.modules_to_save = list(modules_to_save) or None
     base = (card or {}).get("trained from")
     config.base_model_name_or_path = str(base) if base else config.base_model_name_or_path
     # The name of an adapter stands in its weights' names in a model, and not in a file.
@@ -175,7 +179,8 @@ def save_adapter(
         unfinished.mkdir()
         config.save_pretrained(unfinished)
         saved = {
-            f"base_model.model.{name}": value.detach().cpu().to(DTYPES[dtype]).contiguous()
+            # A copy, for what is tied here: peft has it twice, one for each module.
+            f"base_model.model.{name}": value.detach().to("cpu", DTYPES[dtype], copy=True).contiguous()
             for name, value in named.items()
         }
         save_file(saved, unfinished / "adapter_model.safetensors", {"format": "pt"})

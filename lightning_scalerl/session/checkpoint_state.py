@@ -58,7 +58,8 @@ def _adapt_as(module: Parts, checkpoint: dict[str, Any]) -> None:
     """Put the adapter in that a callback had chosen for the run of a checkpoint whose weights alone are taken."""
     saved = checkpoint.get("hyper_parameters", {}).get("choices", {}).get("adapter", {})
     if module.policy.adapter is None and saved.get("choice") == LoRA.__name__:
-        adapt_policy(module.policy, LoRA(saved["rank"], saved["alpha"], saved["targets"]))
+        own = (saved["rank"], saved["alpha"], saved["targets"], saved.get("modules_to_save", ()))
+        adapt_policy(module.policy, LoRA(*own))
 
 
 def load_state(module: Parts, checkpoint: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.distributed.sharded import is_sharded
+from lightning_scalerl.model.adapter import modules_saved
 from lightning_scalerl.model.chat import Rendering, told_of
 from lightning_scalerl.model.head import eval_mode, output_head
 from lightning_scalerl.model.load import blank_copy
@@ -40,7 +41,8 @@ def export(module: Parts, directory: str | Path, dtype: str, adapter: bool) -> P
     def write() -> str:
         if adapter:
             (config,) = dict(getattr(module.policy.model, "peft_config")).values()  # noqa: B009  # no field of nn.Module
-            return str(save_adapter(config, module.trained.adapter_weights(), directory, dtype, card))
+            saved = modules_saved(module.policy.model)
+            return str(save_adapter(config, module.trained.adapter_weights(), directory, dtype, card, saved))
         tokenizer = rendering.to_save()
         if is_sharded(module.policy) and module.policy.adapter is None:
             return str(

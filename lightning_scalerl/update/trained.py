@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.distributed.ranks import Ranks
 from lightning_scalerl.distributed.sharded import gathered, is_sharded, part_like, whole_tensor
-from lightning_scalerl.model.adapter import has_adapter, merge, of_adapter, plain_copy
+from lightning_scalerl.model.adapter import has_adapter, merge, plain_copy
 from lightning_scalerl.model.files import is_blank
 from lightning_scalerl.model.head import eval_mode
 from lightning_scalerl.model.policy import Policy
@@ -72,7 +72,7 @@ class TrainedPolicy:
         return found
 
     def adapter_weights(self) -> dict[str, Tensor]:
-        """Return the weights of the model's adapter by name; of a sharded one whole copies on the host."""
+        """Return the trained weights of an adapted model by name; of a sharded one whole copies on the host."""
         found: dict[str, Tensor] = self._together("gather_adapter")
         return found
 
@@ -125,8 +125,9 @@ class TrainedPolicy:
         return gathered({name: self.policy.model.state_dict()[name]}, self._ranks().leads).get(name)
 
     def _gather_adapter(self) -> dict[str, Any]:
-        ranks = self._ranks()
-        state = {name: value for name, value in self.policy.model.state_dict().items() if of_adapter(name)}
+        ranks, model = self._ranks(), self.policy.model
+        trained = {name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
+        state = {name: value for name, value in model.state_dict().items() if name in trained}
         return gathered(state, ranks.leads) if ranks.sharded else state
 
     @torch.no_grad()
