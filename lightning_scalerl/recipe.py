@@ -32,12 +32,19 @@ class BatchSettings:
     With `rollouts`, the step's total, `prompts` becomes `rollouts / completions`, whatever value it was given. With
     `micro_tokens` a pass has at most so many tokens too, padding included; a rollout that is longer goes alone. With
     `recompute` a layer's activations are computed again in the backward pass instead of kept (gradient checkpointing);
-    None for models of `RECOMPUTE_FROM` parameters or more. With `packed` the rollouts of a pass go through a model one
+    None for models of `RECOMPUTE_FROM` parameters or more. With `offload` they are, and what is kept for that, each
+    layer's input, is kept on the host. With `packed` the rollouts of a pass go through a model one
     behind the other in one sequence, without padding, which `micro_tokens` does not count then; a model that cannot do
-    that is given padded ones, with a warning. Neither of the three changes a result but by rounding.
+    that is given padded ones, with a warning. None of these changes a result but by rounding.
     """
 
-    added: ClassVar[Mapping[str, Any]] = {"rollouts": None, "micro_tokens": None, "recompute": None, "packed": False}
+    added: ClassVar[Mapping[str, Any]] = {
+        "rollouts": None,
+        "micro_tokens": None,
+        "recompute": None,
+        "offload": False,
+        "packed": False,
+    }
 
     prompts: int
     completions: int
@@ -45,6 +52,7 @@ class BatchSettings:
     rollouts: int | None = None
     micro_tokens: int | None = None
     recompute: bool | None = None
+    offload: bool = False
     packed: bool = False
 
     def __post_init__(self) -> None:
@@ -52,6 +60,11 @@ class BatchSettings:
             whole_number(f"batch.{field}", getattr(self, field))
         if self.micro_tokens is not None:
             whole_number("batch.micro_tokens", self.micro_tokens)
+        if self.offload and self.recompute is False:
+            raise ConfigurationError(
+                "batch.offload: what is kept on the host are the inputs of layers that are recomputed, and "
+                "batch.recompute is false; leave batch.recompute out"
+            )
         if self.rollouts is not None:
             whole_number("batch.rollouts", self.rollouts)
             if self.rollouts % self.completions:
@@ -63,7 +76,9 @@ class BatchSettings:
 
     def recomputes(self, parameters: int) -> bool:
         """Return whether the activations of a model of this size are recomputed."""
-        return parameters >= RECOMPUTE_FROM if self.recompute is None else self.recompute
+        if self.recompute is None:
+            return self.offload or parameters >= RECOMPUTE_FROM
+        return self.recompute
 
     @property
     def a_pass(self) -> PassSize:

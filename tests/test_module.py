@@ -9,9 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_scalerl import ConfigurationError, Evaluate, RolloutDataModule, ScaleRL
 from lightning_scalerl.axes.aggregation import SampleAggregation, TokenAggregation
@@ -31,6 +33,7 @@ from lightning_scalerl.generator.torch_generator import TorchGenerator
 from lightning_scalerl.model import policy
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.rollout import Rollout
+from lightning_scalerl.session import models
 from lightning_scalerl.stream.random_streams import EVALUATION_STREAM
 from lightning_scalerl.verify.verification import RewardError
 from sweeps.run.journal import read_journal
@@ -125,19 +128,50 @@ def test_recomputed_activations_change_nothing(tiny_model_path: str, monkeypatch
     assert all(torch.allclose(kept[name], again[name], atol=2e-5) for name in kept)
 
 
+def test_inputs_of_layers_on_the_host_change_nothing(
+    tiny_model_path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bit for bit: nothing else is kept there than one state of each layer and pass, and it comes back as it was."""
+    kept: list[torch.Size] = []
+
+    def copied() -> saved_tensors_hooks:
+        def pack(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+            kept.append(tensor.shape)
+            return tensor.detach().numpy().copy()
+
+        return saved_tensors_hooks(pack, torch.from_numpy)
+
+    overrides = ["batch.micro_batch=12", "precision=fp32"]
+    here = weights_of(fit(tiny_model_path, steps=2, overrides=[*overrides, "batch.recompute=true"]))
+    assert not [record for record in caplog.records if "batch.offload" in record.message]
+    for hooks in (models.on_host, copied):
+        monkeypatch.setattr(models, "on_host", hooks)
+        there = weights_of(fit(tiny_model_path, steps=2, overrides=[*overrides, "batch.offload=true"]))
+        assert all(torch.equal(here[name], there[name]) for name in here)
+    layers, width = 2, load_model(tiny_model_path).config.hidden_size
+    assert kept and len(kept) % layers == 0 and {(len(shape), shape[-1]) for shape in kept} == {(3, width)}
+    told = [each for each in caplog.records if "batch.offload: this run trains on the host" in each.message]
+    assert len(told) == 2, "once a run"
+
+
 def test_activations_of_large_models_are_recomputed_unless_told_otherwise(tiny_model_path: str) -> None:
     batch = load_recipe("scalerl").batch
     assert batch.recompute is None and not batch.recomputes(2**28 - 1) and batch.recomputes(2**28)
     assert not load_recipe("scalerl", ["batch.recompute=false"]).batch.recomputes(2**40)
+    assert load_recipe("scalerl", ["batch.offload=true"]).batch.recomputes(1)
+    with pytest.raises(ConfigurationError, match=r"^batch\.offload: .*batch\.recompute is false; leave .* out$"):
+        load_recipe("scalerl", ["batch.offload=true", "batch.recompute=false"])
 
     class Without(type(load_model(tiny_model_path))):  # type: ignore[misc]
         supports_gradient_checkpointing = False
 
     model = load_model(tiny_model_path)
     model.__class__ = Without
-    with pytest.raises(ConfigurationError, match=r"^batch\.recompute: Without has no gradient checkpointing"):
-        module = ScaleRL(model, overrides=[*SMALL, "batch.recompute=true"], tokenizer=load_tokenizer(tiny_model_path))
-        Trainer(max_steps=1, **quiet()).fit(module, datamodule=RolloutDataModule(CountingTask()))
+    for setting in ("recompute", "offload"):
+        with pytest.raises(ConfigurationError, match=rf"^batch\.{setting}: Without has no gradient checkpointing"):
+            given = [*SMALL, f"batch.{setting}=true"]
+            module = ScaleRL(model, overrides=given, tokenizer=load_tokenizer(tiny_model_path))
+            Trainer(max_steps=1, **quiet()).fit(module, datamodule=RolloutDataModule(CountingTask()))
 
 
 def test_choices_are_callbacks(tiny_model_path: str) -> None:

@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build_recipe, compose
+from lightning_scalerl.distributed.sharded import check_divides
 from lightning_scalerl.measure.memory import Memory, fitted, from_config
+from lightning_scalerl.member.identify import check_layout
 from lightning_scalerl.task.arithmetic_base import new_model
 from sweeps.errors import UserError
 from sweeps.run.spec import layout_of
@@ -39,13 +42,16 @@ def memory_of(
 def _memory_of(overrides: Sequence[str], devices: int | None, limit: int | None) -> tuple[Memory, int, str, str]:
     config = compose(overrides)
     if devices is None:
+        check_layout(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
         devices = math.prod(layout_of(config) or (1, 1))
     recipe = build_recipe(config, "")
     # A live driver's generators have devices of their own.
     slots = 0 if str(config.driver._target_).endswith("Live") else int(config.generator.get("slots") or 0)
     strategy, skeleton = str(config.strategy.name), _skeleton(config.model)
     most_gib = config.generator.get("cache_gib")
-    found, remedy = fitted(skeleton, recipe, devices, strategy, slots, most_gib, limit)
+    partners = config.strategy.get("tensor_parallel") or 1
+    check_divides(partners, devices)
+    found, remedy = fitted(skeleton, recipe, devices, strategy, slots, most_gib, limit, partners)
     return found, devices, strategy, remedy
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
@@ -99,6 +100,33 @@ def parallelize(root: nn.Module, mesh: DeviceMesh) -> None:
         made[0].requires_grad_(place not in frozen)
         for module, name in parts[1:]:
             module._parameters[name] = made[0]
+
+
+def narrow(model: nn.Module, size: int) -> None:
+    """Make a model without data what one of so many ranks has of it, in shapes alone; its pass is then that rank's.
+
+    What ranks send each other has a buffer here as it has there.
+
+    Raises:
+        ConfigurationError: it cannot be split over so many.
+    """
+    check_tensor_parallel(model, size)
+    made: dict[int, nn.Parameter] = {}  # of tied weights there is one
+    for name, style in _styles(model, size).items():
+        module = model.get_submodule(name)
+        rows = isinstance(style, RowwiseParallel) and isinstance(module, nn.Linear)
+        if not isinstance(style, ColwiseParallel | RowwiseParallel):
+            continue
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if not (rows and key == "bias"):
+                own = parameter.chunk(size, dim=int(rows))[0]
+                module._parameters[key] = made.setdefault(id(parameter), nn.Parameter(torch.empty_like(own)))
+        if style is STYLES["rowwise_split_input"]:
+            module.register_forward_pre_hook(lambda _, inputs: (inputs[0].chunk(size, dim=-1)[0], *inputs[1:]))
+        if style is STYLES["colwise_gather_output"] and module is not model.get_output_embeddings():  # type: ignore[operator]
+            module.register_forward_hook(lambda _, inputs, output: torch.cat([output] * size, dim=-1))
+        elif isinstance(style, RowwiseParallel):
+            module.register_forward_hook(lambda _, inputs, output: output.clone())
 
 
 def _styles(root: nn.Module, size: int) -> dict[str, ParallelStyle]:

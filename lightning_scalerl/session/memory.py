@@ -27,14 +27,16 @@ def check_memory(module: Parts) -> str:
         return ""
     model: Any = module.policy.model
     recipe = replace(module.recipe, choices=module.choices)
-    strategy = "fsdp2" if module.ranks.sharded else "ddp"
+    strategy, partners = "fsdp2" if module.ranks.sharded else "ddp", module.ranks.partners
     skeleton = partial(model.__class__, model.config)
     given = getattr(recipe.generator, "keywords", {})
     beside = recipe.driver.generators > 0  # they have devices of their own
     slots, most_gib = 0 if beside else int(given.get("slots") or 0), given.get("cache_gib")
     try:
         with torch.random.fork_rng(devices=[]):  # making a model draws random numbers
-            found, remedy = fitted(skeleton, recipe, module.trainer.world_size, strategy, slots, most_gib, limit)
+            found, remedy = fitted(
+                skeleton, recipe, module.trainer.world_size, strategy, slots, most_gib, limit, partners
+            )
     except Exception:  # whatever it is: a model that cannot be gone through without data may train all the same
         return ""
     if remedy:

@@ -7,6 +7,7 @@ modules with FP32 weights.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from lightning_scalerl.model.files import WeightFiles, is_blank
 from lightning_scalerl.model.head import computes_in_16_bit_only
 from lightning_scalerl.model.load import check_weights, fingerprint, load_model, load_tokenizer, stop_tokens
 from lightning_scalerl.model.policy import Policy
-from lightning_scalerl.model.recompute import can_recompute, recompute
+from lightning_scalerl.model.recompute import can_recompute, on_host, recompute
 from lightning_scalerl.model.tensor_parallel import check_tensor_parallel, parallelize
 from lightning_scalerl.model.value import ValueModel
 from lightning_scalerl.recipe import Recipe
@@ -35,6 +36,8 @@ from lightning_scalerl.task.arithmetic_base import is_arithmetic_base
 
 if TYPE_CHECKING:
     from lightning_scalerl.session.parts import Parts
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -237,13 +240,17 @@ def recompute_activations(module: Parts) -> None:
         ConfigurationError: it is asked for, and the model's class has none.
     """
     model: nn.Module = module.policy.model
-    if not module.recipe.batch.recomputes(sum(parameter.numel() for parameter in model.parameters())):
+    batch = module.recipe.batch
+    if not batch.recomputes(sum(parameter.numel() for parameter in model.parameters())):
         return
     if can_recompute(model):
-        recompute(model)
-    elif module.recipe.batch.recompute:
+        recompute(model, on_host if batch.offload else None)
+        if batch.offload and module.ranks.leads and module.trainer.strategy.root_device.type == "cpu":
+            _log.warning("batch.offload: this run trains on the host already; nothing is gained by it here")
+    elif batch.recompute or batch.offload:
+        setting = "offload" if batch.offload else "recompute"
         raise ConfigurationError(
-            f"batch.recompute: {type(model).__name__} has no gradient checkpointing; leave it out, and lower "
+            f"batch.{setting}: {type(model).__name__} has no gradient checkpointing; leave it out, and lower "
             "batch.micro_tokens where memory is short"
         )
 

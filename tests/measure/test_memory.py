@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composer import load_recipe
+from lightning_scalerl.distributed.sharded import own_part
 from lightning_scalerl.measure.memory import LiveBytes, Memory, advice, foretell, measure
 from lightning_scalerl.model import policy as policy_module
 from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.model.recompute import recompute
+from lightning_scalerl.model.tensor_parallel import parallelize
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.rollout import Scored
 from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.update.terms import terms
+from tests.distributed.test_ranks import one_thread  # noqa: F401
+from tests.distributed.test_tensor_parallel import on_mesh
+from tests.examples import every
 from tests.helpers import make_group
 
 PROMPT, COMPLETION, ROWS = 24, 40, 8
@@ -55,13 +66,20 @@ def foretold(make: Callable[[], nn.Module], given: Recipe, *place: Any, **more: 
     return foretell(measure(make, given), given, *place, **more)
 
 
-def live(made: nn.Module, given: Recipe) -> int:
+def in_numpy() -> saved_tensors_hooks:
+    """Hooks that keep saved tensors where no torch storage has them, as the host of a GPU would."""
+    return saved_tensors_hooks(lambda tensor: tensor.detach().numpy().copy(), torch.from_numpy)
+
+
+def live(made: nn.Module, given: Recipe, split: Callable[[nn.Module], None] | None = None) -> int:
     """Peak of a pass of the training step on real tensors, beyond weights and gradients."""
     if given.batch.recompute:
-        made.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        recompute(made, in_numpy if given.batch.offload else None)
         for module in made.modules():
             module.training = bool(getattr(module, "gradient_checkpointing", False))
     policy = Policy(made, given.choices.precision)
+    if split is not None:
+        split(policy)
     groups = [
         make_group([1.0, 0.0, 1.0, 0.0], admission=number, prompt_length=PROMPT, length=COMPLETION)
         for number in range(ROWS // 4)
@@ -72,9 +90,9 @@ def live(made: nn.Module, given: Recipe) -> int:
     assert batch.tokens.shape == (ROWS, PROMPT + COMPLETION)
     for parameter in made.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    counted = LiveBytes()
+    counted = LiveBytes() if split is None else LiveBytesOfARank()
     for tensor in [*made.parameters(), *made.buffers(), *(parameter.grad for parameter in made.parameters())]:
-        counted.watch(tensor)  # type: ignore[arg-type]
+        counted.watch(own_part(tensor)[0])  # type: ignore[arg-type]
     with counted:
         before = counted.now
         logprobs, entropies = policy(batch)
@@ -99,6 +117,7 @@ def live(made: nn.Module, given: Recipe) -> int:
         ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}, ["precision=fp32"]),
         ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}, ["precision=bf16"]),
         ("Mixtral", {"num_local_experts": 4}, ["precision=fp32", "batch.recompute=true"]),
+        ("Llama", {"num_hidden_layers": 12}, ["precision=fp32", "batch.recompute=true", "batch.offload=true"]),
         ("Llama", {}, ["precision=fp32", "batch.packed=true"]),
         ("Llama", {"num_hidden_layers": 12}, ["precision=bf16", "batch.recompute=true", "batch.packed=true"]),
         ("Gemma2", {"sliding_window": 32, "query_pre_attn_scalar": 16}, ["precision=fp32", "batch.packed=true"]),
@@ -120,6 +139,52 @@ def test_logits_in_chunks_are_foretold_too(monkeypatch: pytest.MonkeyPatch) -> N
     assert chunked == pytest.approx(live(model("Llama", vocab_size=8192), given), rel=0.15)
 
 
+class LiveBytesOfARank(LiveBytes):
+    """Sees what a sharded tensor, or one that is under way, has on this rank in place of what it stands for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
+            return NotImplemented
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "overrides"),
+    [
+        ("Llama", {}, ["precision=fp32"]),
+        ("Qwen3", {"tie_word_embeddings": True, "vocab_size": 2048}, ["precision=bf16"]),
+        ("Llama", {"vocab_size": 8192, "chunk": 16}, ["precision=fp32"]),
+        *every(
+            4,
+            [
+                ("Llama", {"num_hidden_layers": 12}, ["precision=bf16", "batch.recompute=true"]),
+                ("Gemma2", {"sliding_window": 64, "query_pre_attn_scalar": 16}, ["precision=fp32"]),
+                ("Phi3", {"pad_token_id": 0}, ["precision=fp32"]),
+                ("Olmo2", {"vocab_size": 513}, ["precision=fp32"]),
+            ],
+        ),
+    ],
+)
+def test_a_partners_pass_takes_what_was_foretold(
+    family: str, more: dict[str, Any], overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two gloo ranks that split each layer: numbers exactly, activations to within 15%."""
+    sizes = {name: value for name, value in more.items() if name != "chunk"}
+    if "chunk" in more:
+        monkeypatch.setattr(policy_module, "MAX_LOGITS", more["vocab_size"] * more["chunk"])
+    given = recipe(*overrides)
+    of = measure(partial(model, family, **sizes), given, partners=2)
+
+    def work(mesh: DeviceMesh) -> None:
+        made = model(family, **sizes)
+        there = live(made, given, lambda policy: parallelize(policy, mesh["tensor_parallel"]))
+        own = sum(own_part(each)[0].numel() for each in made.parameters())
+        assert (of.whole, of.weights, of.trained) == (4 * own, 4 * own, own)
+        assert of.activations == pytest.approx(there, rel=0.15), of.activations / there
+
+    on_mesh(tmp_path, 1, 2, work)
+
+
 def test_states_and_shares() -> None:
     """FP32 weights, gradients and two moments are 16 bytes a parameter; shards divide them, copies do not."""
     given = recipe("kl=fixed", "advantage=gae", "critic=value_network", "filter=none")
@@ -134,6 +199,14 @@ def test_states_and_shares() -> None:
         assert shards.device[name] == pytest.approx(one.device[name] / 4, abs=2)
     assert shards.device["layers made whole"] > 0 and "layers made whole" not in copies.device
     assert shards.host["weights on their way to the generator"] == 4 * one.parameters
+    of = measure(partial(model, "Llama"), given, partners=2)
+    split = foretell(of, given, 4, "fsdp2")
+    assert one.parameters / 2 < of.trained < 0.51 * one.parameters, "norms are whole on each partner"
+    assert sum(split.device[name] for name in states) == pytest.approx(16 * of.trained / 2, abs=4)
+    assert split.host == shards.host and split.parameters == one.parameters
+    assert split.device["layers made whole"] < 0.51 * shards.device["layers made whole"]
+    with pytest.raises(ConfigurationError, match=r"strategy\.tensor_parallel: 3 does not divide the model's num_att"):
+        measure(partial(model, "Llama"), given, partners=3)
     cached = foretold(partial(model, "Llama"), given, slots=10)
     # Keys and values of 4 layers, 2 heads, 16 numbers, in the policy's BF16.
     assert cached.leader["its keys and values"] == 4 * 2 * 2 * 16 * 2 * 10 * (PROMPT + COMPLETION)
@@ -157,7 +230,15 @@ def test_the_advice_is_the_nearest_setting_that_fits() -> None:
     assert recomputed < plain
     assert advice(make, given, 1, "ddp", 0, recomputed) == "it would with batch.recompute=true"
     said = advice(make, given, 1, "ddp", 0, recomputed - 1)
-    assert said == f"it would with batch.recompute=true batch.micro_tokens={PROMPT + COMPLETION}"
+    a_row = f"it would with batch.recompute=true batch.micro_tokens={PROMPT + COMPLETION}"
+    assert said == a_row
+    one = foretold(make, recipe("precision=fp32", "batch.recompute=true", "batch.micro_batch=1"))
+    away = foretold(make, recipe("precision=fp32", "batch.recompute=null", "batch.offload=true", "batch.micro_batch=1"))
+    inputs = 12 * (PROMPT + COMPLETION - 1) * SIZES["hidden_size"] * 4
+    assert away.host["inputs of layers, of each device's pass"] == inputs
+    assert one.peak > away.peak > one.peak - inputs
+    assert advice(make, given, 1, "ddp", 0, one.peak - 1) == f"{a_row} batch.offload=true"
+    assert advice(make, given, 1, "ddp", 0, away.peak) == f"{a_row} batch.offload=true"
     states = 16 * foretold(make, given).parameters
     assert "strategy=fsdp2 driver=live on" in advice(make, given, 1, "ddp", 0, states)
     assert "smaller model" in advice(make, given, 1, "ddp", 0, 1000)

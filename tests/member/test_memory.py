@@ -32,7 +32,12 @@ def test_it_says_what_does_not(capsys: pytest.CaptureFixture[str]) -> None:
 def test_devices_are_those_that_the_run_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("strategy=fsdp2", "strategy.nodes=2", "strategy.devices=4")
     assert main([*RUN, *asked]) == 0
-    assert "8 devices (fsdp2), a pass of" in capsys.readouterr().out
+    whole = capsys.readouterr().out
+    assert "8 devices (fsdp2), a pass of" in whole
+    assert main([*RUN, *asked, "strategy.tensor_parallel=2"]) == 0
+    assert capsys.readouterr().out != whole
+    assert main([*RUN, *asked, "strategy.tensor_parallel=3"]) == 1
+    assert "strategy.tensor_parallel: 3 does not divide the 8 device(s)" in capsys.readouterr().err
     assert main([*RUN, *asked, "--devices", "1"]) == 0
     assert "1 device (fsdp2), a pass of" in capsys.readouterr().out
 
@@ -48,6 +53,8 @@ def test_keys_and_values_take_what_the_generator_may_have(capsys: pytest.Capture
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN, "strategy.nodes=2"]) == 1
+    assert "scalerl: strategy.nodes: 2, and strategy.devices does not say" in capsys.readouterr().err
     assert main(["memory", "nope=1"]) == 1
     assert capsys.readouterr().err.startswith("scalerl: Could not override 'nope'")
     assert main(["memory", "model=path", "model.path=/nowhere/at/all"]) == 1
