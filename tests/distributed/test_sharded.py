@@ -92,6 +92,10 @@ def test_two_shards_train_as_one(tiny_model_path: str, tmp_path: Path) -> None:
         ),
         pytest.param({"overrides": ["batch.micro_batch=1", "epochs.count=2"]}, id="passes of one row, two epochs"),
         pytest.param({"overrides": [*EVERYTHING, "batch.recompute=true"]}, id="activations recomputed"),
+        pytest.param(
+            {"overrides": ["adapter=lora", "adapter.modules_to_save=[lm_head,norm]", "batch.offload=true"]},
+            id="an adapter with a head, inputs of layers on the host",
+        ),
     ],
 )
 def test_shards_of_everything(given: dict[str, Any], tiny_model_path: str, tmp_path: Path) -> None:
