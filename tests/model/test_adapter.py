@@ -263,6 +263,8 @@ def test_modules_to_save_are_exported(family: str, tiny_model_path: str, tmp_pat
     module.save_pretrained(tmp_path / "adapter", adapter=True)
     loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / "adapter"))
     assert torch.allclose(logits(loaded), logits(given), atol=1e-5)
+    embedded = ["model.embed_tokens"] if family == "Gemma2" else []
+    assert loaded.peft_config["default"].modules_to_save == ["lm_head", *embedded, "model.norm"]
 
 
 def test_a_model_that_is_not_what_was_trained_is_not_written(
@@ -492,6 +494,7 @@ def test_a_run_goes_on_from_its_checkpoint(callback: bool, tiny_model_path: str,
     assert newest is not None
     loaded = ScaleRL.load_from_checkpoint(newest, weights_only=True)
     assert torch.allclose(logits(plain_model(loaded.policy)), logits(plain_model(whole.policy)), atol=1e-6)
+    assert loaded.policy.model.get_output_embeddings().weight.requires_grad, "trained on as it was"
     trainer = Trainer(callbacks=[], **quiet())
     rates = trainer.validate(loaded, datamodule=RolloutDataModule(CountingTask()), verbose=False)
     assert any(name.startswith("eval/") for name in rates[0])
