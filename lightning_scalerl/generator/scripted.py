@@ -85,9 +85,10 @@ class ScriptedGenerator:
 
     def aside(self) -> AbstractContextManager[None]:
         """Lend the generator for other work: rollouts in flight wait."""
-        return set_aside(self, self._clear)
+        return set_aside(self, self.clear)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Drop everything in flight."""
         self._waiting, self._active = [], []
 
     def close(self) -> None:

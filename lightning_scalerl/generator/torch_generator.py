@@ -415,9 +415,9 @@ class TorchGenerator:
 
     def aside(self) -> AbstractContextManager[None]:
         """Lend the generator for other work: rollouts in flight wait in host memory, then resume as before."""
-        return set_aside(self, self._clear)
+        return set_aside(self, self.clear)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         """Drop everything in flight."""
         self._queue.clear()
         self._prefilled.clear()

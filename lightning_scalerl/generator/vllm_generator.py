@@ -216,13 +216,13 @@ class VLLMGenerator:
 
     def aside(self) -> AbstractContextManager[None]:
         """Lend the engine for other work: rollouts in flight wait, and resume under the weights of before."""
-        return set_aside(self, self._clear)
+        return set_aside(self, self.clear)
 
     def close(self) -> None:
         """Release the engine's memory; what was in flight is kept for `state_dict`."""
         if self._closed is None:
             self._closed = self.state_dict()
-            self._clear()
+            self.clear()
             self._engine.engine_core.shutdown()
             del self._engine
 
@@ -340,7 +340,7 @@ class VLLMGenerator:
 
     # --- state -------------------------------------------------------------------------------------------
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         """Drop everything in flight."""
         self._engine.abort_request([*self._running, *self._scored])
         self._running.clear()
@@ -366,7 +366,7 @@ class VLLMGenerator:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume the rollouts with the tokens they had."""
-        self._clear()
+        self.clear()
         self.publish(state["weights"], state["version"])
         rollouts = iter(unpacked(state["rollouts"]))
         for request, index, looked in state["under_way"]:

@@ -136,6 +136,8 @@ def new_generator(inputs: Inputs) -> Generator:
         silence_s=driver.silence_s,
         start_s=driver.start_s,
         devices=driver.devices or devices_beside(inputs.ranks),
+        engines=driver.engines,
+        bucket_mib=driver.bucket_mib,
     )
 
 

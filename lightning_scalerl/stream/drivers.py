@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lightning_scalerl.checks import ConfigurationError, whole_number
+from lightning_scalerl.checks import ConfigurationError, positive, whole_number
+from lightning_scalerl.generator.addresses import addresses_of, check_engines
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.generator.channel import WeightChannel
 from lightning_scalerl.generator.fleet import Fleet
@@ -27,7 +28,7 @@ class Virtual:
 
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "Virtual"}
     # Generators on devices that the run pays for beside the trainer's.
-    generators: ClassVar[int] = 0
+    engine_count: ClassVar[int] = 0
 
     def driver(
         self,
@@ -47,7 +48,10 @@ class Live:
     """Generators run in processes of their own, in parallel with the trainer.
 
     Args:
-        generators: number of generator processes.
+        generators: number of generator processes on this node, where no engines are named.
+        engines: addresses of engines (docs/reference/generators.md): "local", "srun", "tcp://host:port" or
+            "http://host:port", in place of `generators` processes.
+        bucket_mib: size in MiB of the pieces in which weights are copied and sent.
         devices: CUDA_VISIBLE_DEVICES of the processes in turn, such as ["1", "2"]; empty for the GPUs that this process
             sees and no rank trains on, or the trainer's own if there are none.
         silence_s: seconds without a message after which a process is taken for hung and replaced.
@@ -55,22 +59,31 @@ class Live:
         probe_every: optimizer steps between two comparisons of the trainer's log-probabilities with the generators'.
     """
 
-    remarks: ClassVar[tuple[str, ...]] = ("devices", "silence_s", "start_s", "probe_every")
+    remarks: ClassVar[tuple[str, ...]] = ("devices", "silence_s", "start_s", "probe_every", "engines", "bucket_mib")
 
     generators: int = 1
     devices: Sequence[str] = ()
     silence_s: float = 60.0
     start_s: float = 600.0
     probe_every: int = 8
+    engines: Sequence[str] = ()
+    bucket_mib: float = 64.0
 
     def __post_init__(self) -> None:
         whole_number("driver.generators", self.generators)
         whole_number("driver.probe_every", self.probe_every)
+        positive("driver.bucket_mib", self.bucket_mib)
+        check_engines(self.engines)
         for field in ("silence_s", "start_s"):
             if not 0 < getattr(self, field) < float("inf"):
                 raise ConfigurationError(
                     f"driver.{field}: {getattr(self, field)!r} must be a number of seconds above 0"
                 )
+
+    @property
+    def engine_count(self) -> int:
+        """Number of engines, each on a device that the run pays for beside the trainer's."""
+        return len(addresses_of(self.engines, self.generators))
 
     def driver(
         self,

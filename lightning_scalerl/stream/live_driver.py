@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from lightning_scalerl.generator.channel import WeightChannel
-from lightning_scalerl.generator.fleet import Fleet
+from lightning_scalerl.generator.fleet import Fleet, Work
 from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.rollout_stream import Place, RolloutStream
@@ -72,6 +72,9 @@ class LiveDriver:
         self._times = _Times()
         self._since: float | None = None  # up to when the times are counted
         self._counted_busy_s = 0.0
+        # Of each engine by itself, since this process began to count.
+        self._passed_s = 0.0
+        self._before = [Work() for _ in generator.work]
 
     def next_batch(self, stop: Callable[[], bool] = lambda: False) -> TrainBatch | None:
         """Wait until a batch is due, and hand it out; the step on the last one is over.
@@ -186,23 +189,32 @@ class LiveDriver:
         """Add the time since the last call to the trainer's work if `trained`, else to its waiting."""
         now = time.monotonic()
         passed = 0.0 if self._since is None else now - self._since
+        if self._since is None:
+            self._before = [replace(work) for work in self.generator.work]
         self._since = now
+        self._passed_s += passed
         self._times.passed += passed
         self._times.trained += passed * trained
         self._times.generated += self.generator.busy_s - self._counted_busy_s
         self._counted_busy_s = self.generator.busy_s
 
     def metrics(self) -> dict[str, float]:
-        """Return idle shares of trainer and generators in real time, and the seconds of the last publish."""
+        """Return idle shares of trainer and engines in real time, their rates, and the seconds of the last publish."""
         with self._lock:
             self._count(trained=self.stream.training)
             times, generators = self._times, self.generator.generators
+            own_s = max(self._passed_s, 1e-9)
+            engines = {}
+            for number, (work, before) in enumerate(zip(self.generator.work, self._before, strict=True)):
+                engines[f"live/engine{number}_idle"] = min(1.0, max(0.0, 1 - (work.busy_s - before.busy_s) / own_s))
+                engines[f"live/engine{number}_tokens_s"] = (work.tokens - before.tokens) / own_s
         passed = max(times.passed, 1e-9)
         return {
             "live/trainer_idle": max(0.0, 1.0 - times.trained / passed),
             "live/generator_idle": max(0.0, 1.0 - times.generated / (passed * max(1, generators))),
             "live/publish_s": self.generator.publish_s,
             "live/generators_lost": float(self.generator.lost),
+            **engines,
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import subprocess
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,3 +114,21 @@ def put_step_for_job(tasks: int, nodes: int) -> None:
     os.environ["SLURM_NTASKS"] = str(tasks)
     os.environ["SLURM_NNODES"] = str(nodes)
     os.environ["SLURM_NTASKS_PER_NODE"] = str(tasks // nodes)
+
+
+def nodes_of_job() -> list[str]:
+    """Return the names of all nodes of this job, in SLURM's order."""
+    return _names(os.environ["SLURM_JOB_NODELIST"])
+
+
+def nodes_of_step() -> list[str]:
+    """Return the names of the nodes that one `srun` started tasks on with this one; this node's in a batch script."""
+    return _names(os.environ.get("SLURM_STEP_NODELIST") or node_name())
+
+
+def _names(listed: str) -> list[str]:
+    """Return the nodes of a list as SLURM writes it, such as n[1-3]."""
+    found = subprocess.run(
+        ["scontrol", "show", "hostnames", listed], capture_output=True, text=True, timeout=60, check=True
+    )
+    return found.stdout.split()

@@ -15,9 +15,10 @@ import pytest
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator import fleet as module
+from lightning_scalerl.generator import transport, weights
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
-from lightning_scalerl.generator.fleet import Fleet, GeneratorLostError
+from lightning_scalerl.generator.engines import GeneratorLostError
+from lightning_scalerl.generator.fleet import Fleet
 from lightning_scalerl.generator.torch_generator import TorchGenerator
 from tests.generator.slow import Size, SlowGenerator, Weights, weights_of
 from tests.generator.test_torch_generator import STOP, drain, requests
@@ -107,7 +108,7 @@ def test_nobody_waits_for_a_lost_one_to_start_again_to_be_asked(
         assert fleet.score((1, 2), (3, 7)).tolist() == [3, 7]
         submit(fleet)
         found: list[FinishedRollout] = []
-        while not fleet._engines[0].sampled:
+        while not next(iter(fleet._engines)).sampled:
             report = fleet.step()
             found += report.finished
             assert report.lost_tokens == 0
@@ -133,7 +134,7 @@ def test_one_that_cannot_be_heard_and_does_not_end_is_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     threads = Threads(monkeypatch)
-    monkeypatch.setattr(module, "EXIT_S", 0.2)
+    monkeypatch.setattr(transport, "EXIT_S", 0.2)
     with closing(fleet_of(generators=1)) as fleet:
         threads.started[0].die(status=None)
         submit(fleet)
@@ -173,7 +174,7 @@ def test_names_are_never_given_twice(fleet: Fleet) -> None:
     with closing(fleet_of()) as other:
         other.load_state_dict({**saved, "open": saved["open"][:1]})
         other.submit(GroupRequest(77, (1, 2), SIZE, (0, 77)))
-        assert not names & (set(other._open) - {saved["open"][0][0]})
+        assert not names & (set(other._ledger._open) - {saved["open"][0][0]})
         assert len(drained(other)) == len(saved["finished"]) + len(saved["open"][0][2]) + SIZE
 
 
@@ -197,12 +198,12 @@ def test_one_that_takes_too_long_to_start_is_given_up() -> None:
 
 @pytest.mark.slow
 def test_weights_go_through_files_where_shared_memory_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=8))
+    monkeypatch.setattr(weights.shutil, "disk_usage", lambda path: SimpleNamespace(free=8))
     with closing(fleet_of(generators=1)) as fleet:
-        assert not fleet._folder.is_relative_to("/dev/shm")
+        assert not fleet._store.folder.is_relative_to("/dev/shm")
         submit(fleet)
         check(drained(fleet), 0)
-        folder = fleet._folder
+        folder = fleet._store.folder
     assert not folder.exists()
 
 
@@ -210,12 +211,12 @@ def test_weights_go_through_files_where_shared_memory_is_small(monkeypatch: pyte
 def test_only_the_weights_in_use_are_kept(fleet: Fleet) -> None:
     for version in range(1, 6):
         fleet.publish(weights_of(version), version)
-    assert len(list(fleet._folder.glob("*.safetensors"))) == 1
+    assert len(list(fleet._store.folder.glob("*.safetensors"))) == 1
     with fleet.aside():
         fleet.publish(weights_of(9), 9)
         fleet.publish(weights_of(10), 10)
     fleet.publish(weights_of(6), 6)
-    assert len(list(fleet._folder.glob("*.safetensors"))) == 1
+    assert len(list(fleet._store.folder.glob("*.safetensors"))) == 1
 
 
 @pytest.mark.full

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from lightning_scalerl.generator import fleet
-from lightning_scalerl.generator.server import ParentGoneError, Server, receive, send
+from lightning_scalerl.generator import transport
+from lightning_scalerl.generator.server import ParentGoneError, Server
+from lightning_scalerl.generator.wire import receive
 
 
 class Threads:
@@ -33,7 +34,7 @@ class Threads:
         self.may_start.set()
         self.most_s = most_s
         names = {name: getattr(subprocess, name) for name in ("DEVNULL", "TimeoutExpired")}
-        monkeypatch.setattr(fleet, "subprocess", SimpleNamespace(Popen=self._start, **names))
+        monkeypatch.setattr(transport, "subprocess", SimpleNamespace(Popen=self._start, **names))
 
     def _start(self, command: Sequence[str], pass_fds: Sequence[int], **options: Any) -> ThreadProcess:
         self.started.append(ThreadProcess(Connection(os.dup(pass_fds[0])), self))
@@ -54,10 +55,9 @@ class ThreadProcess:
 
     def _run(self) -> None:
         with suppress(ParentGoneError, EOFError, OSError):
-            blueprint, weights = receive(self._connection)
-            generator = blueprint.build(weights)
+            (blueprint,) = receive(self._connection)
+            generator = blueprint.build()
             self._threads.may_start.wait(self._threads.most_s)
-            send(self._connection, ("ready", generator.free_slots, True))
             Server(self._connection, generator).serve()
 
     def die(self, status: int = -signal.SIGKILL) -> None:

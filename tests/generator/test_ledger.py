@@ -1,0 +1,185 @@
+"""The ledger alone: whatever engines do, every rollout is handed out once, and the oldest groups go first."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
+from lightning_scalerl.generator.ledger import Ledger
+from lightning_scalerl.rollout import Rollout
+from tests.examples import examples
+
+SLOTS = 4
+
+
+def request(key: int, completions: int = 3) -> GroupRequest:
+    return GroupRequest(key, (1, 2), completions, (0, key))
+
+
+def finished(name: int, index: int) -> FinishedRollout:
+    return FinishedRollout(name, index, Rollout([name, index], [-1.0, -1.0], [0, 0], [False, False], "stop"))
+
+
+class Engines(RuleBasedStateMachine):
+    """Engines that come, work, answer twice and are lost, in any order; what they were sent is all they know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self.up: list[int] = []
+        self.next_engine = 0
+        self.submitted: dict[int, int] = {}
+        self.names: dict[int, int] = {}  # name -> key, as far as any engine was told
+        self.sent: list[tuple[int, int, int]] = []  # engine, name, completions; also of lost engines
+        self.came: Counter[tuple[int, int]] = Counter()
+        self.set_aside: list[tuple[Ledger, dict[int, int], Counter[tuple[int, int]]]] = []
+
+    @rule(completions=st.integers(1, 5))
+    def submit(self, completions: int) -> None:
+        key = len(self.submitted)
+        self.submitted[key] = completions
+        self.ledger.submit(request(key, completions))
+
+    @rule()
+    def comes_up(self) -> None:
+        self.up.append(self.next_engine)
+        self.next_engine += 1
+
+    @rule()
+    def dispatch(self) -> None:
+        waiting = [entry.name for entry in self.ledger._waiting]
+        before = {engine: self.ledger.owed(engine) for engine in self.up}
+        given = self.ledger.assign(dict.fromkeys(self.up, SLOTS))
+        assert [each.key for _, each in given] == waiting[: len(given)], "the oldest first, none passed over"
+        assert waiting == sorted(waiting)
+        for engine, each in given:
+            assert before[engine] < SLOTS and before[engine] == min(before.values()), "who has most room"
+            entry = self.ledger._open[each.key]
+            before[engine] += len(entry.missing)
+            assert self.names.setdefault(each.key, entry.request.key) == entry.request.key, "a name is one group's"
+            self.sent.append((engine, each.key, each.completions))
+        assert not self.ledger.waiting or all(owed >= SLOTS for owed in before.values()), "nobody idles"
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def one_ends(self, data: st.DataObject) -> None:
+        """From whoever was ever sent it: lost, slow, for the second time, or of work that was set aside since."""
+        _, name, completions = data.draw(st.sampled_from(self.sent))
+        self.ledger.finished(finished(name, data.draw(st.integers(0, completions - 1))))
+
+    @precondition(lambda self: self.up)
+    @rule(data=st.data())
+    def one_is_lost(self, data: st.DataObject) -> None:
+        lost = data.draw(st.sampled_from(self.up))
+        self.up.remove(lost)
+        self.ledger.keep_only(self.up)
+        assert not self.ledger.owed(lost)
+
+    @rule()
+    def collect(self) -> None:
+        for each in self.ledger.collect():
+            name, index = each.rollout.tokens
+            assert self.names[name] == each.key and index == each.index, "what was sampled for it, and no other"
+            self.came[each.key, each.index] += 1
+
+    @rule()
+    def is_saved_and_restored(self) -> None:
+        fresh = Ledger(self.ledger.names)
+        numbers = {engine: number for number, engine in enumerate(self.up)}
+        state = self.ledger.state_dict(numbers.__getitem__)
+        fresh.load_state_dict(state)
+        for name, _, _, number in state["open"]:
+            if number is not None and number % 2:  # the other half's states are lost
+                fresh.adopt(name, self.up[number])
+        assert fresh.in_flight == self.ledger.in_flight
+        self.ledger = fresh
+
+    @rule()
+    def is_set_aside(self) -> None:
+        self.collect()
+        self.set_aside.append((self.ledger, self.submitted, self.came))
+        self.ledger, self.submitted, self.came = Ledger(self.ledger.names), {}, Counter()
+
+    @precondition(lambda self: self.set_aside)
+    @rule()
+    def comes_back(self) -> None:
+        self.finish()
+        self.ledger, self.submitted, self.came = self.set_aside.pop()
+        self.ledger.keep_only(self.up)
+
+    @invariant()
+    def nothing_comes_twice_or_is_lost(self) -> None:
+        assert not self.came or max(self.came.values()) == 1
+        assert self.ledger.in_flight + len(self.came) == sum(self.submitted.values())
+
+    def finish(self) -> None:
+        """With one engine that works, everything comes."""
+        self.ledger.keep_only([])
+        self.up.append(self.next_engine)
+        self.next_engine += 1
+        self.ledger.keep_only(self.up)
+        for _ in range(10 * (1 + len(self.submitted))):
+            self.dispatch()
+            for _, name, completions in list(self.sent):
+                for index in range(completions):
+                    self.ledger.finished(finished(name, index))
+            self.collect()
+        assert set(self.came) == {(key, index) for key, most in self.submitted.items() for index in range(most)}
+        self.nothing_comes_twice_or_is_lost()
+
+    def teardown(self) -> None:
+        while self.set_aside:
+            self.comes_back()
+        self.finish()
+
+
+TestEngines = Engines.TestCase
+TestEngines.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
+
+
+def test_what_nobody_asked_for_is_not_taken() -> None:
+    ledger = Ledger()
+    ledger.submit(request(7))
+    ((_, sent),) = ledger.assign({"a": 4})
+    assert not ledger.finished(finished(sent.key + 1, 0)) and not ledger.finished(finished(sent.key, 3))
+    assert ledger.finished(finished(sent.key, 2)) and not ledger.finished(finished(sent.key, 2))
+    assert [(each.key, each.index) for each in ledger.collect()] == [(7, 2)] and ledger.in_flight == 2
+
+
+def test_a_group_that_an_engine_taken_for_lost_has_finished_is_sent_to_nobody() -> None:
+    ledger = Ledger()
+    ledger.submit(request(0, 1))
+    ((_, sent),) = ledger.assign({"a": 4})
+    ledger.keep_only([])
+    assert ledger.waiting == 1
+    assert ledger.finished(finished(sent.key, 0))
+    assert ledger.waiting == 0 and not ledger.assign({"b": 4})
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_what_a_lost_engine_had_goes_before_what_came_later(lost: str) -> None:
+    ledger = Ledger()
+    for key in range(4):
+        ledger.submit(request(key, 2))
+    first = ledger.assign({"a": 2, "b": 2})
+    assert [(engine, each.random_key[1]) for engine, each in first] == [("a", 0), ("b", 1)]
+    ledger.keep_only([{"a": "b", "b": "a"}[lost]])
+    again = ledger.assign({"c": 9})
+    assert [each.random_key[1] for _, each in again] == [0 if lost == "a" else 1, 2, 3]
+
+
+def test_names_of_a_restored_ledger_are_never_given_again() -> None:
+    """What a restored engine still has of a group that is done must not be taken for another's."""
+    ledger = Ledger()
+    for key in range(3):
+        ledger.submit(request(key))
+    named = {each.key for _, each in ledger.assign({"a": 99})}
+    restored = Ledger()
+    restored.load_state_dict({**ledger.state_dict(lambda engine: 0), "open": []})
+    restored.submit(request(9))
+    assert not named & {each.key for _, each in restored.assign({"b": 9})}
