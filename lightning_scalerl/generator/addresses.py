@@ -22,7 +22,7 @@ HTTP_ENGINE = "lightning_scalerl.generator.vllm_server"
 
 @dataclass(frozen=True)
 class Address:
-    """Place of one engine.
+    """Address of an engine, and who has started it there.
 
     `local` is a child on this node; `tcp` an engine of ours that somebody has started; `http` a server of vLLM's own,
     asked by a child on this node; `srun` a step of this job on the node `host`.

@@ -136,7 +136,7 @@ class Reusable(Generator, Protocol):
     """Generator that an engine keeps from one trainer to the next."""
 
     def clear(self) -> None:
-        """Drop everything in flight."""
+        """Drop everything that is in flight."""
         ...
 
 

@@ -59,7 +59,7 @@ class Engine:
 
 
 class Listener(Protocol):
-    """What hears of the engines: the fleet."""
+    """Receiver of what is heard of the engines: the fleet."""
 
     def is_ready(self, engine: Engine, slots: int, can_score: bool) -> None:
         """Hear that an engine is up, with nothing in flight and weights that are nobody's."""

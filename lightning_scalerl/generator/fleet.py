@@ -30,7 +30,7 @@ from lightning_scalerl.generator.ledger import Ledger
 from lightning_scalerl.generator.server import Blueprint
 from lightning_scalerl.generator.transport import Surroundings
 from lightning_scalerl.generator.weights import WeightStore
-from lightning_scalerl.generator.wire import Caller
+from lightning_scalerl.generator.wire import Caller, token_here
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -109,7 +109,9 @@ class Fleet:
         self.work = [Work() for _ in addresses]
         self._store = WeightStore(model, arguments.get("precision"), bucket_mib)
         caller = Caller(secrets.token_hex(8), silence_s)
-        around = Surroundings(self._store.folder, caller, start_s, threading.Event())
+        # A run makes the token of engines that it starts itself; it stays out of its environment, which others inherit.
+        token = token_here() or secrets.token_hex(32).encode()
+        around = Surroundings(self._store.folder, token, caller, start_s, threading.Event())
         self._engines = Engines(blueprints, around, devices, self)
         try:
             self._engines.start()

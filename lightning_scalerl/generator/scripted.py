@@ -88,7 +88,7 @@ class ScriptedGenerator:
         return set_aside(self, self.clear)
 
     def clear(self) -> None:
-        """Drop everything in flight."""
+        """Drop everything that is in flight."""
         self._waiting, self._active = [], []
 
     def close(self) -> None:

@@ -23,7 +23,6 @@ from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.generator import memory
 from lightning_scalerl.generator.base import (
-    FinishedRollout,
     GroupRequest,
     StepReport,
     StopText,
@@ -34,18 +33,15 @@ from lightning_scalerl.generator.base import (
 )
 from lightning_scalerl.generator.decodable import check_decodable
 from lightning_scalerl.generator.slot_cache import SlotCache, decode, encode
+from lightning_scalerl.generator.slots import Slots, host
 from lightning_scalerl.generator.torch_policy import GeneratorPolicy
 from lightning_scalerl.model.head import backbone, text_config
 from lightning_scalerl.model.policy import MAX_LOGITS
-from lightning_scalerl.rollout import Rollout
 
 # Prompts prefilled in one forward pass, ahead of the slots they will need.
 PREFILL_PROMPTS = 16
 # Rollouts whose cache is recomputed in one forward pass.
 RECOMPUTED_ROLLOUTS = 64
-# Values for a slot without an interruption to come, and without a phrase being forced.
-NEVER = 2**62
-NOT_FORCING = -1
 
 
 def sample_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -70,14 +66,6 @@ class _Prefilled:
     logits: Tensor
     uniform: Tensor
     started: int
-
-
-@dataclass
-class _Slot:
-    """Rollout that occupies a slot, with its state."""
-
-    request: GroupRequest
-    index: int
 
 
 class TorchGenerator:
@@ -130,25 +118,11 @@ class TorchGenerator:
         self.can_score = True
         self._version = 0
         self._stop = torch.tensor(sorted(stop_tokens), device=self.device)
-        self._slots = slots
-        self._cache = SlotCache(int(text_config(model).num_hidden_layers), slots, capacity)
+        cache = SlotCache(int(text_config(model).num_hidden_layers), slots, capacity)
+        self._slots = Slots(cache, slots, max_new_tokens, phrase, thinking_ended, self.device)
         self._queue: deque[tuple[GroupRequest, int]] = deque()  # with the number of rollouts started before
         self._prefilled: deque[_Prefilled] = deque()
-        self._occupants: list[_Slot] = []  # slot i holds occupant i: the active slots are always the first ones
-        shape = (slots, max_new_tokens)
-        self._tokens = torch.zeros(shape, dtype=torch.long, device=self.device)
-        self._logprobs = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        self._versions = torch.zeros(shape, dtype=torch.long, device=self.device)
-        self._uniform = torch.zeros(shape, dtype=torch.float64, device=self.device)
-        self._count = torch.zeros(slots, dtype=torch.long, device=self.device)
-        self._limit = torch.zeros(slots, dtype=torch.long, device=self.device)
-        self._prompt_length = torch.zeros(slots, dtype=torch.long, device=self.device)
-        self._phrase = torch.tensor(phrase, dtype=torch.long, device=self.device)
-        self._thinking_ended = thinking_ended
         self._stop_text = stop_text
-        self._forced = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        self._interrupt_at = torch.full((slots,), NEVER, device=self.device)
-        self._phrase_next = torch.full((slots,), NOT_FORCING, device=self.device)
         # Work of recomputing caches, not reported yet: tokens, and tokens attended to.
         self._owed = [0, 0]
 
@@ -175,17 +149,17 @@ class TorchGenerator:
     @property
     def in_flight(self) -> int:
         """Number of rollouts submitted and not finished."""
-        return self._waiting + len(self._occupants)
+        return self._waiting + self._slots.active
 
     @property
     def sampled_in_flight(self) -> int:
         """Number of tokens that rollouts in flight have so far."""
-        return int(self._count[: len(self._occupants)].sum())
+        return int(self._slots.counts.sum())
 
     @property
     def free_slots(self) -> int:
         """Number of slots that no rollout has or waits for."""
-        return max(0, self._slots - self.in_flight)
+        return max(0, self._slots.most - self.in_flight)
 
     @property
     def _waiting(self) -> int:
@@ -235,72 +209,43 @@ class TorchGenerator:
             ConfigurationError: the prompt is empty or longer than the cache was sized for, or an interruption is
                 asked for and there is no phrase.
         """
-        check_request(request, self.max_prompt_tokens, bool(self._phrase.numel()))
+        check_request(request, self.max_prompt_tokens, self._slots.has_phrase)
         self._queue.append((request, 0))
 
     @torch.no_grad()
     def step(self) -> StepReport:
         """Sample one token of every rollout that has a slot, then hand out those that ended."""
-        decoding = len(self._occupants)
+        decoding = self._slots.active
         new_logits, prefill_tokens, prefill_context, prefilled = self._fill_slots()
-        active = len(self._occupants)
-        if active == 0:
+        if self._slots.active == 0:
             return StepReport((), prefill_tokens, prefill_context, 0, 0, prefilled)
         logits, context = self._decode(decoding)
         if new_logits:
             logits = torch.cat([logits, torch.stack(new_logits)])
-        count = self._count[:active]
-        row = torch.arange(active, device=self.device)
-        tokens, logprobs = sample_tokens(logits, self._uniform[row, count], self.temperature)
-        forced = self._force(tokens)
-        self._tokens[row, count] = tokens
-        self._logprobs[row, count] = logprobs[row, tokens]
-        self._versions[row, count] = self._version
-        self._forced[row, count] = forced
-        self._count[:active] += 1
+        tokens, logprobs = sample_tokens(logits, self._slots.next_uniform(), self.temperature)
+        forced = self._slots.append(tokens, logprobs, self._version)
         # A forced token ends nothing: behind the phrase comes the answer.
         stopped = torch.isin(tokens, self._stop) & ~forced
         if self._stop_text is not None:
-            stopped |= self._holds_stop_text(self._stop_text, active) & ~forced
-        ended = stopped | (self._count[:active] >= self._limit[:active])
-        finished = self._release(torch.nonzero(ended).flatten().tolist(), stopped)
+            stopped |= self._holds_stop_text(self._stop_text) & ~forced
+        ended = stopped | self._slots.full
+        finished = self._slots.release(torch.nonzero(ended).flatten().tolist(), stopped)
         # No model gets here whose windows are shorter than a sequence (`decodable`): nothing lies outside of them.
         return StepReport(finished, prefill_tokens, prefill_context, decoding, context, prefilled)
 
-    def _holds_stop_text(self, stop_text: StopText, active: int) -> Tensor:
-        """Return a mask (active,) of the first `active` slots whose text holds one that ends them."""
-        counts = self._count[:active].tolist()
+    def _holds_stop_text(self, stop_text: StopText) -> Tensor:
+        """Return a mask (active,) of the rollouts whose text holds one that ends them."""
+        counts = self._slots.counts.tolist()
         firsts = [max(0, count - stop_text.window) for count in counts]
-        lasts = (self._tokens[slot, firsts[slot] : counts[slot]].tolist() for slot in range(active))
+        lasts = (self._slots.tokens[slot, firsts[slot] : count].tolist() for slot, count in enumerate(counts))
         return torch.tensor([stop_text(tokens) for tokens in lasts], dtype=torch.bool, device=self.device)
-
-    def _force(self, tokens: Tensor) -> Tensor:
-        """Overwrite sampled tokens (active,) where a phrase is due; return where, as a mask."""
-        active = tokens.numel()
-        next_, at = self._phrase_next[:active], self._interrupt_at[:active]
-        # `self._count` is still without this token: an interruption at n forces the token behind the n-th.
-        for slot in torch.nonzero((next_ == NOT_FORCING) & (self._count[:active] >= at)).flatten().tolist():
-            # Decided once a rollout: either its thinking has ended by now, or the phrase ends it.
-            if self._thinking_ended(self._tokens[slot, : self._count[slot]].tolist()):
-                at[slot] = NEVER
-            else:
-                next_[slot] = 0
-        forced = next_ != NOT_FORCING
-        if forced.any():
-            tokens[forced] = self._phrase[next_[forced]]
-            next_[forced] += 1
-            done = next_ == self._phrase.numel()
-            next_[done] = NOT_FORCING
-            at[done] = NEVER
-        return forced
 
     def _decode(self, active: int) -> tuple[Tensor, int]:
         """Return logits (active, V) after the last token of the first `active` slots, and the tokens attended to."""
         if active == 0:
             return torch.empty(0, output_size(self.policy), device=self.device), 0
-        row = torch.arange(active, device=self.device)
-        position = self._prompt_length[:active] + self._count[:active] - 1
-        hidden = decode(self.policy.model, self._cache, self._tokens[row, self._count[:active] - 1], position)
+        tokens, position = self._slots.last(active)
+        hidden = decode(self.policy.model, self._slots.cache, tokens, position)
         return self.policy.logits(hidden), int((position + 1).sum())
 
     def _fill_slots(self) -> tuple[list[Tensor], int, int, int]:
@@ -311,24 +256,15 @@ class TorchGenerator:
         logits: list[Tensor] = []
         (tokens, context), self._owed = self._owed, [0, 0]
         prompts = 0
-        while len(self._occupants) < self._slots and (self._prefilled or self._queue):
+        while self._slots.active < self._slots.most and (self._prefilled or self._queue):
             if not self._prefilled:
                 used, seen = self._prefill()
                 tokens, context, prompts = tokens + used, context + seen, prompts + len(self._prefilled)
             entry = self._prefilled[0]
             request, started = entry.request, entry.started
-            first = len(self._occupants)
-            number = min(self._slots - first, request.completions - started)
-            rows = slice(first, first + number)
-            self._occupants += [_Slot(request, index) for index in range(started, started + number)]
-            self._cache.fill(rows, entry.keys_values)
-            self._count[rows] = 0
-            self._prompt_length[rows] = len(request.prompt_tokens)
-            self._uniform[rows] = entry.uniform[started : started + number]
-            asked = request.interrupt_at[started : started + number]
-            self._interrupt_at[rows] = torch.tensor(asked, device=self.device) if asked else NEVER
-            self._phrase_next[rows] = NOT_FORCING
-            self._limit[rows] = request.limit(self.max_new_tokens)
+            number = min(self._slots.most - self._slots.active, request.completions - started)
+            limit = request.limit(self.max_new_tokens)
+            self._slots.occupy(request, started, number, entry.keys_values, entry.uniform, limit)
             logits += [entry.logits] * number
             entry.started += number
             if entry.started == request.completions:
@@ -347,16 +283,11 @@ class TorchGenerator:
 
     def _recompute_cache(self) -> None:
         """Recompute keys and values of everything in flight with the weights in use."""
-        for first in range(0, len(self._occupants), RECOMPUTED_ROLLOUTS):
-            slots = range(first, min(first + RECOMPUTED_ROLLOUTS, len(self._occupants)))
-            # The last token's keys and values are written when the next one is decoded.
-            sequences = [
-                (*self._occupants[slot].request.prompt_tokens, *self._tokens[slot, : self._count[slot] - 1].tolist())
-                for slot in slots
-            ]
-            _, caches, computed = encode(self.policy.model, sequences, self.device)
+        for first in range(0, self._slots.active, RECOMPUTED_ROLLOUTS):
+            slots = range(first, min(first + RECOMPUTED_ROLLOUTS, self._slots.active))
+            _, caches, computed = encode(self.policy.model, [self._slots.cached(slot) for slot in slots], self.device)
             for slot, keys_values in zip(slots, caches, strict=True):
-                self._cache.fill(slice(slot, slot + 1), keys_values)
+                self._slots.cache.fill(slice(slot, slot + 1), keys_values)
             self._owed = [owed + more for owed, more in zip(self._owed, computed, strict=True)]
 
     def _draw(self, request: GroupRequest) -> Tensor:
@@ -365,63 +296,15 @@ class TorchGenerator:
         source = np.random.Generator(np.random.Philox(np.random.SeedSequence(request.random_key)))
         return torch.from_numpy(source.random((request.completions, self.max_new_tokens))).to(self.device)
 
-    def _release(self, ended: list[int], stopped: Tensor) -> list[FinishedRollout]:
-        """Take ended rollouts out; the last of the others move into the holes, so that active slots stay first."""
-        if not ended:
-            return []
-        rows = torch.tensor(ended, device=self.device)
-        columns = (self._tokens, self._logprobs, self._versions, self._forced, self._count)
-        finished = []
-        for slot, stop, tokens, logprobs, versions, forced, length in zip(
-            ended, stopped[rows].tolist(), *(column[rows].tolist() for column in columns), strict=True
-        ):
-            rollout = Rollout(
-                tokens=tokens[:length],
-                generator_logprobs=logprobs[:length],
-                weight_versions=versions[:length],
-                forced=forced[:length],
-                finish_reason="stop" if stop else "length",
-            )
-            occupant = self._occupants[slot]
-            finished.append(FinishedRollout(occupant.request.key, occupant.index, rollout))
-        left = len(self._occupants) - len(ended)
-        gone = set(ended)
-        holes = [slot for slot in ended if slot < left]
-        movers = [slot for slot in range(left, len(self._occupants)) if slot not in gone]
-        if holes:
-            sources, targets = torch.tensor(movers, device=self.device), torch.tensor(holes, device=self.device)
-            self._cache.move(sources, targets)
-            for buffer in self._buffers():
-                buffer[targets] = buffer[sources]
-            for source, target in zip(movers, holes, strict=True):
-                self._occupants[target] = self._occupants[source]
-        del self._occupants[left:]
-        return finished
-
-    def _buffers(self) -> tuple[Tensor, ...]:
-        """Return all tensors that have a row per slot; they are moved and saved together."""
-        return (
-            self._tokens,
-            self._logprobs,
-            self._versions,
-            self._forced,
-            self._uniform,
-            self._count,
-            self._limit,
-            self._prompt_length,
-            self._interrupt_at,
-            self._phrase_next,
-        )
-
     def aside(self) -> AbstractContextManager[None]:
         """Lend the generator for other work: rollouts in flight wait in host memory, then resume as before."""
         return set_aside(self, self.clear)
 
     def clear(self) -> None:
-        """Drop everything in flight."""
+        """Drop everything that is in flight."""
         self._queue.clear()
         self._prefilled.clear()
-        self._occupants.clear()
+        self._slots.occupants.clear()
         self._owed = [0, 0]
 
     def close(self) -> None:
@@ -429,8 +312,7 @@ class TorchGenerator:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything in flight, with the weights and the (possibly stale) cache needed to go on unchanged."""
-        active = len(self._occupants)
-        state: dict[str, Any] = {
+        return {
             "version": self._version,
             # Also with nothing in flight: the next rollouts may be sampled with these weights.
             "weights": self.policy.weights(),
@@ -440,19 +322,13 @@ class TorchGenerator:
                 {
                     "request": request_state(entry.request),
                     "started": entry.started,
-                    "keys_values": [(_host(keys), _host(values)) for keys, values in entry.keys_values],
-                    "logits": _host(entry.logits),
+                    "keys_values": [(host(keys), host(values)) for keys, values in entry.keys_values],
+                    "logits": host(entry.logits),
                 }
                 for entry in self._prefilled
             ],
-            "occupants": [(request_state(slot.request), slot.index) for slot in self._occupants],
-            "buffers": [_host(buffer[:active]) for buffer in self._buffers()],
-            "cache": [
-                (_host(layer.keys[:active]), _host(layer.values[:active])) if active else ()
-                for layer in self._cache.layers
-            ],
+            **self._slots.state_dict(),
         }
-        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken."""
@@ -466,23 +342,7 @@ class TorchGenerator:
             pairs = [(keys.to(self.device), values.to(self.device)) for keys, values in entry["keys_values"]]
             logits = entry["logits"].to(self.device)
             self._prefilled.append(_Prefilled(request, pairs, logits, self._draw(request), entry["started"]))
-        self._occupants = [_Slot(request_from(request), index) for request, index in state["occupants"]]
-        active = len(self._occupants)
-        for buffer, saved in zip(self._buffers(), state["buffers"], strict=True):
-            buffer[:active] = saved.to(self.device)
-        for layer, saved in zip(self._cache.layers, state["cache"], strict=True):
-            if saved:
-                keys, values = (tensor.to(self.device) for tensor in saved)
-                self._cache.reserve(active, keys.shape[2])
-                if not layer.is_initialized:
-                    layer.lazy_initialization(keys, values)
-                layer.keys[:active, :, : keys.shape[2]] = keys
-                layer.values[:active, :, : values.shape[2]] = values
-
-
-def _host(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory: the device has room for one of weights and cache only."""
-    return tensor.detach().to("cpu", copy=True)
+        self._slots.load_state_dict(state)
 
 
 def output_size(policy: GeneratorPolicy) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_scalerl.generator.addresses import Address
-from lightning_scalerl.generator.wire import TOKEN, Caller, Line, call_until, token_here
+from lightning_scalerl.generator.wire import TOKEN, Caller, Line, call_until
 
 # The kernel closes a connection a moment before the exit status of its process can be read.
 EXIT_S = 5.0
@@ -36,9 +36,10 @@ _LISTENING = re.compile(r"engine: listening on \S+:(\d+) ")
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a transport needs of the run: where logs go, who calls, and its limits."""
+    """Facts of the run that a transport needs: where logs go, who calls with which token, and its limits."""
 
     folder: Path
+    token: bytes
     caller: Caller
     start_s: float
     news: threading.Event
@@ -141,7 +142,7 @@ class Given(_Talks):
         self._closed = threading.Event()
         self._failed: OSError | None = None
         find = find or (lambda: (address.host, address.port))
-        open_ = partial(self._open, find, token_here(), around)
+        open_ = partial(self._open, find, around.token, around)
         self._line = Line(open_, around.news, carries=True)
 
     def _open(self, find: Callable[[], tuple[str, int]], token: bytes, around: Surroundings) -> Connection:
@@ -169,7 +170,7 @@ class Given(_Talks):
         """Leave it as it is: it may work for the next run."""
 
     def stop(self, at_once: bool = True) -> None:
-        """End the connection."""
+        """End the connection, and leave the engine running."""
         self._closed.set()
         self._line.close()
 
@@ -274,7 +275,7 @@ class Step(Given):
         once = ["--once", str(around.start_s)]
         # On all addresses of its node: which of them leads here is not known, and whoever comes needs the token.
         engine = [sys.executable, "-u", "-m", SERVER, "--listen", "0.0.0.0:0", *once]
-        environment = {**_environment(device), TOKEN: token_here().decode()}
+        environment = {**_environment(device), TOKEN: around.token.decode()}
         self._address = address
         log = around.folder / f"generator-{number}.log"
         log.unlink(missing_ok=True)  # of a step before, with another port
@@ -293,7 +294,7 @@ class Step(Given):
 
     @property
     def pid(self) -> int:
-        """Process id of `srun`."""
+        """Process id of the `srun` that has started the step."""
         return self._started.process.pid
 
     def gone(self) -> str | None:

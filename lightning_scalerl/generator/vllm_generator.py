@@ -341,7 +341,7 @@ class VLLMGenerator:
     # --- state -------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Drop everything in flight."""
+        """Drop everything that is in flight."""
         self._engine.abort_request([*self._running, *self._scored])
         self._running.clear()
         self._waiting.clear()

@@ -194,7 +194,7 @@ class WeightStore:
         self._outdated.clear()
 
     def close(self) -> None:
-        """Remove everything."""
+        """Remove the folder with everything in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self, weights: Mapping[str, Tensor], version: int) -> Published:

@@ -87,13 +87,22 @@ def start_probe(
     policy = trained.policy
     slack = _slack(policy.precision, version)
     names = [name for name, _ in policy.model.named_parameters()]
+    digests: set[str | None] = set()
     for again in (False, True):
         generator.publish(trained.weights(), version)
+        digests.add(getattr(generator, "digest", None))
         gaps = _sampled_gaps(generator, trained, prompt_tokens)
         said = "published a second time, the same weights give others" if again else "under the same weights"
         _check(probe_metrics(gaps), policy.precision, said, slack)
     with trained.moved(names):
         generator.publish(trained.weights(), version)
+        # Engines that are sent bytes say which they hold; those of other weights are others.
+        digests.add(getattr(generator, "digest", None))
+        if hasattr(generator, "digest") and len(digests) != 2:
+            raise ConfigurationError(
+                "generator: the weights that are published do not follow the trainer's: the same ones twice and moved "
+                f"ones gave {len(digests)} digests, not 2; adapters, frozen copies and tied weights are where to look"
+            )
         gaps = _sampled_gaps(generator, trained, prompt_tokens)
     if _beyond(probe_metrics(gaps), policy.precision, slack):
         lost = []

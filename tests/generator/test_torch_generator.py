@@ -405,9 +405,9 @@ def test_the_cache_is_as_large_as_what_is_in_it(tiny_model: Any) -> None:
     sizes, longest = set(), 0
     while generator.in_flight:
         generator.step()
-        keys = generator._cache.layers[0].keys
+        keys = generator._slots.cache.layers[0].keys
         sizes.add((keys.shape[0], keys.shape[2]))
-        longest = max(longest, generator._cache.width)
+        longest = max(longest, generator._slots.cache.width)
     rows, width = max(sizes)
     assert rows <= 8 and width <= max(256, 2 * longest), f"of 200 rows of 1008: {sizes}"
 

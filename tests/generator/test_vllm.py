@@ -92,7 +92,7 @@ def engine(model: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def generator(engine: Any, model: Any) -> Any:
-    engine._clear()
+    engine.clear()
     engine.publish(dict(model.state_dict()), 0)
     return engine
 
@@ -254,7 +254,7 @@ def test_a_checkpoint_holds_partial_rollouts(generator: Any, model: Any, tmp_pat
         generator.step()
     before = {(each.request.key, each.index): list(each.rollout.tokens) for each in generator._running.values()}
     torch.save(generator.state_dict(), tmp_path / "state.pt")
-    generator._clear()
+    generator.clear()
     generator.publish(dict(new_model(seed=3).state_dict()), 9)
     generator.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert generator.version == 0

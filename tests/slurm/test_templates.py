@@ -28,7 +28,7 @@ from tests.slurm.cluster import PATIENCE_S, ROOT, Lab, Sweep, by_run, eventually
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 ONE = ("variant=none", "seed=0")
-TEMPLATES = ("one_gpu", "one_node", "many_nodes", "container")
+TEMPLATES = ("one_gpu", "one_node", "many_nodes", "engines", "container")
 # Up to this step rollouts come from weights that hardly a step has changed.
 STEPS_ALIKE = 2
 # Gaps between log-probabilities are known no better than these are in FP32 (tests/test_module.py): on one kind of

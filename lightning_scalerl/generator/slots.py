@@ -1,0 +1,242 @@
+"""Slots of the in-process generator: the rollouts that decode together, a row each, with their keys and values.
+
+The active slots are always the first ones. A forced phrase is a matter of a slot, too: where it is in it, and when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, request_from, request_state
+from lightning_scalerl.generator.slot_cache import SlotCache
+from lightning_scalerl.rollout import Rollout
+
+# Values for a slot without an interruption to come, and without a phrase being forced.
+NEVER = 2**62
+NOT_FORCING = -1
+
+
+@dataclass
+class Occupant:
+    """Rollout that has a slot: number `index` of its group."""
+
+    request: GroupRequest
+    index: int
+
+
+class Slots:
+    """Rows of all rollouts that decode together.
+
+    Args:
+        cache: of keys and values, with a row for each slot.
+        most: number of slots.
+        max_new_tokens: longest completion.
+        phrase: token ids that end a rollout's thinking by force.
+        thinking_ended: tests whether a completion so far has ended its thinking; it is then not interrupted.
+        device: of the model.
+    """
+
+    def __init__(
+        self,
+        cache: SlotCache,
+        most: int,
+        max_new_tokens: int,
+        phrase: Sequence[int],
+        thinking_ended: Callable[[list[int]], bool],
+        device: torch.device,
+    ) -> None:
+        self.cache, self.most, self.device = cache, most, device
+        self._phrase = torch.tensor(phrase, dtype=torch.long, device=device)
+        self._thinking_ended = thinking_ended
+        self.occupants: list[Occupant] = []  # slot i holds occupant i
+        shape = (most, max_new_tokens)
+        self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
+        self._logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._versions = torch.zeros(shape, dtype=torch.long, device=device)
+        self._forced = torch.zeros(shape, dtype=torch.bool, device=device)
+        self._uniform = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._count = torch.zeros(most, dtype=torch.long, device=device)
+        self._limit = torch.zeros(most, dtype=torch.long, device=device)
+        self._prompt_length = torch.zeros(most, dtype=torch.long, device=device)
+        self._interrupt_at = torch.full((most,), NEVER, device=device)
+        self._phrase_next = torch.full((most,), NOT_FORCING, device=device)
+
+    @property
+    def active(self) -> int:
+        """Number of slots that have a rollout."""
+        return len(self.occupants)
+
+    @property
+    def has_phrase(self) -> bool:
+        """Return whether thinking can be ended by force."""
+        return bool(self._phrase.numel())
+
+    @property
+    def counts(self) -> Tensor:
+        """Tokens that each rollout has so far, (active,)."""
+        return self._count[: self.active]
+
+    @property
+    def full(self) -> Tensor:
+        """Mask (active,) of the rollouts that have as many tokens as they may."""
+        return self.counts >= self._limit[: self.active]
+
+    def occupy(
+        self,
+        request: GroupRequest,
+        started: int,
+        number: int,
+        keys_values: list[tuple[Tensor, Tensor]],
+        uniform: Tensor,
+        limit: int,
+    ) -> None:
+        """Give the next slots to rollouts of a group, from number `started` on, behind their prompt."""
+        rows = slice(self.active, self.active + number)
+        self.occupants += [Occupant(request, index) for index in range(started, started + number)]
+        self.cache.fill(rows, keys_values)
+        self._count[rows] = 0
+        self._prompt_length[rows] = len(request.prompt_tokens)
+        self._uniform[rows] = uniform[started : started + number]
+        asked = request.interrupt_at[started : started + number]
+        self._interrupt_at[rows] = torch.tensor(asked, device=self.device) if asked else NEVER
+        self._phrase_next[rows] = NOT_FORCING
+        self._limit[rows] = limit
+
+    def last(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return the last tokens (number,) of the first slots, and their positions in the sequences."""
+        row, count = torch.arange(number, device=self.device), self._count[:number]
+        return self.tokens[row, count - 1], self._prompt_length[:number] + count - 1
+
+    def next_uniform(self) -> Tensor:
+        """Return the uniform numbers (active,) that decide the next token of each rollout."""
+        return self._uniform[torch.arange(self.active, device=self.device), self.counts]
+
+    def append(self, tokens: Tensor, logprobs: Tensor, version: int) -> Tensor:
+        """Append a token to each rollout, or a phrase's where one is due; return where, as a mask (active,).
+
+        Args:
+            tokens: sampled (active,); overwritten where a phrase is forced.
+            logprobs: of all tokens (active, V).
+            version: of the weights.
+        """
+        row, count = torch.arange(self.active, device=self.device), self.counts
+        forced = self._force(tokens)
+        self.tokens[row, count] = tokens
+        self._logprobs[row, count] = logprobs[row, tokens]
+        self._versions[row, count] = version
+        self._forced[row, count] = forced
+        self._count[: self.active] += 1
+        return forced
+
+    def _force(self, tokens: Tensor) -> Tensor:
+        """Overwrite sampled tokens (active,) where a phrase is due; return where, as a mask."""
+        active = tokens.numel()
+        next_, at = self._phrase_next[:active], self._interrupt_at[:active]
+        # The count is still without this token: an interruption at n forces the token behind the n-th.
+        for slot in torch.nonzero((next_ == NOT_FORCING) & (self._count[:active] >= at)).flatten().tolist():
+            # Decided once a rollout: either its thinking has ended by now, or the phrase ends it.
+            if self._thinking_ended(self.tokens[slot, : self._count[slot]].tolist()):
+                at[slot] = NEVER
+            else:
+                next_[slot] = 0
+        forced = next_ != NOT_FORCING
+        if forced.any():
+            tokens[forced] = self._phrase[next_[forced]]
+            next_[forced] += 1
+            done = next_ == self._phrase.numel()
+            next_[done] = NOT_FORCING
+            at[done] = NEVER
+        return forced
+
+    def cached(self, slot: int) -> tuple[int, ...]:
+        """Return the tokens of a sequence whose keys and values are there: all but the last."""
+        # Those of the last token are written when the next one is decoded.
+        own = self.tokens[slot, : self._count[slot] - 1].tolist()
+        return (*self.occupants[slot].request.prompt_tokens, *own)
+
+    def release(self, ended: list[int], stopped: Tensor) -> list[FinishedRollout]:
+        """Take ended rollouts out; the last of the others move into the holes, so that active slots stay first."""
+        if not ended:
+            return []
+        rows = torch.tensor(ended, device=self.device)
+        columns = (self.tokens, self._logprobs, self._versions, self._forced, self._count)
+        finished = []
+        for slot, stop, tokens, logprobs, versions, forced, length in zip(
+            ended, stopped[rows].tolist(), *(column[rows].tolist() for column in columns), strict=True
+        ):
+            rollout = Rollout(
+                tokens=tokens[:length],
+                generator_logprobs=logprobs[:length],
+                weight_versions=versions[:length],
+                forced=forced[:length],
+                finish_reason="stop" if stop else "length",
+            )
+            occupant = self.occupants[slot]
+            finished.append(FinishedRollout(occupant.request.key, occupant.index, rollout))
+        self._close_up(ended)
+        return finished
+
+    def _close_up(self, ended: list[int]) -> None:
+        left, gone = self.active - len(ended), set(ended)
+        holes = [slot for slot in ended if slot < left]
+        movers = [slot for slot in range(left, self.active) if slot not in gone]
+        if holes:
+            sources, targets = torch.tensor(movers, device=self.device), torch.tensor(holes, device=self.device)
+            self.cache.move(sources, targets)
+            for buffer in self._buffers():
+                buffer[targets] = buffer[sources]
+            for source, target in zip(movers, holes, strict=True):
+                self.occupants[target] = self.occupants[source]
+        del self.occupants[left:]
+
+    def _buffers(self) -> tuple[Tensor, ...]:
+        """Return all tensors that have a row per slot; they are moved and saved together."""
+        return (
+            self.tokens,
+            self._logprobs,
+            self._versions,
+            self._forced,
+            self._uniform,
+            self._count,
+            self._limit,
+            self._prompt_length,
+            self._interrupt_at,
+            self._phrase_next,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rollouts that have slots, with their (possibly stale) keys and values, in host memory."""
+        active = self.active
+        return {
+            "occupants": [(request_state(slot.request), slot.index) for slot in self.occupants],
+            "buffers": [host(buffer[:active]) for buffer in self._buffers()],
+            "cache": [
+                (host(layer.keys[:active]), host(layer.values[:active])) if active else ()
+                for layer in self.cache.layers
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken."""
+        self.occupants = [Occupant(request_from(request), index) for request, index in state["occupants"]]
+        active = self.active
+        for buffer, saved in zip(self._buffers(), state["buffers"], strict=True):
+            buffer[:active] = saved.to(self.device)
+        for layer, saved in zip(self.cache.layers, state["cache"], strict=True):
+            if saved:
+                keys, values = (tensor.to(self.device) for tensor in saved)
+                self.cache.reserve(active, keys.shape[2])
+                if not layer.is_initialized:
+                    layer.lazy_initialization(keys, values)
+                layer.keys[:active, :, : keys.shape[2]] = keys
+                layer.values[:active, :, : values.shape[2]] = values
+
+
+def host(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory: the device has room for one of weights and cache only."""
+    return tensor.detach().to("cpu", copy=True)
