@@ -32,7 +32,9 @@ LIVE = frozenset(
     {
         "tests/distributed/test_meeting.py",
         "tests/distributed/test_ranks.py",
+        "tests/generator/test_engines.py",
         "tests/generator/test_fleet.py",
+        "tests/generator/test_weights.py",
         "tests/member/test_kill.py",
         "tests/member/test_live_kill.py",
         "tests/stream/test_async_kill.py",
