@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
+from multiprocessing.connection import Connection, deliver_challenge
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from lightning_scalerl.generator.base import StepReport
 from lightning_scalerl.generator.channel import DirectChannel
 from lightning_scalerl.generator.engines import Engine, GeneratorLostError
 from lightning_scalerl.generator.fleet import Fleet
-from lightning_scalerl.generator.server import Door
+from lightning_scalerl.generator.listening import Door
 from lightning_scalerl.generator.weights import WeightStore
 from lightning_scalerl.stream.live_driver import LiveDriver
 from tests.generator.engines import TOKEN, Listening, Network, far_away, listening
@@ -251,6 +253,24 @@ def test_nothing_is_unpickled_of_a_stranger(monkeypatch: pytest.MonkeyPatch) -> 
             connection = door.next(5.0)
             assert connection is not None
         door.leave()
+
+
+def test_one_that_does_not_know_the_token_and_goes_on_all_the_same_does_not_get_in() -> None:
+    """The engine's own look at the answer counts, not what the other side makes of it."""
+    door = Door("127.0.0.1", 0, b"right")
+    connection = Connection(socket.create_connection(("127.0.0.1", door.port)).detach())
+    with closing(connection):
+        connection.recv_bytes(256)  # the challenge
+        connection.send_bytes(b"no digest of it")
+        with suppress(EOFError, OSError):  # it may be gone by any of these
+            connection.recv_bytes(256)
+            deliver_challenge(connection, b"right")
+            said = {"versions": wire.versions(), "run": "run", "silence_s": 5.0}
+            connection.send_bytes(json.dumps(said).encode())
+        assert door.next(1.0) is None
+        with pytest.raises((EOFError, OSError)):
+            while True:
+                connection.recv_bytes(4096)
 
 
 def test_a_listener_without_a_token_is_refused_in_a_line() -> None:
