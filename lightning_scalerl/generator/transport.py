@@ -140,7 +140,7 @@ class Given(_Talks):
         self, address: Address, around: Surroundings, find: Callable[[], tuple[str, int]] | None = None
     ) -> None:
         self._closed = threading.Event()
-        self._failed: OSError | None = None
+        self._failed: Exception | None = None
         find = find or (lambda: (address.host, address.port))
         open_ = partial(self._open, find, around.token, around)
         self._line = Line(open_, around.news, carries=True)
@@ -148,7 +148,7 @@ class Given(_Talks):
     def _open(self, find: Callable[[], tuple[str, int]], token: bytes, around: Surroundings) -> Connection:
         return call_until(*find(), token, around.caller, around.start_s, self._closed, self._attempt_failed)
 
-    def _attempt_failed(self, error: OSError) -> None:
+    def _attempt_failed(self, error: Exception) -> None:
         self._failed = error
 
     @property

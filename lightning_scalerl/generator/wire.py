@@ -35,12 +35,17 @@ TOKEN = "SCALERL_ENGINE_TOKEN"
 HANDSHAKE_S = 5.0
 # Waits between two attempts to connect.
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
+TAKEN = "it works for another run; give each run engines of its own"
 # Longest greeting, in bytes.
 GREETING = 4096
 
 
 class RefusedError(ConfigurationError):
     """Raised when the other side will not talk to us, now or later: its token, its version, or its owner."""
+
+
+class TakenError(RefusedError):
+    """Raised when an engine works for another run; one that has just ended may be about to leave it."""
 
 
 def send(connection: Connection, message: Any) -> None:
@@ -126,7 +131,7 @@ def call(host: str, port: int, token: bytes, caller: Caller) -> Connection:
         connection.send_bytes(json.dumps(said).encode())
         answer = json.loads(connection.recv_bytes(GREETING))
         if problem := answer.get("refused"):
-            raise RefusedError(problem)
+            raise TakenError(problem) if problem == TAKEN else RefusedError(problem)
         _limit_reads(connection, 0)
     except EOFError as error:
         connection.close()
@@ -169,7 +174,7 @@ def _problem(said: dict[str, Any], taken_by: str | None) -> str | None:
         if said["versions"].get(name) != own:
             return f"it has {name} {own}, and here it is {said['versions'].get(name)}; use one version on both sides"
     if taken_by not in (None, said["run"]):
-        return "it works for another run; give each run engines of its own"
+        return TAKEN
     return None
 
 
@@ -180,7 +185,7 @@ def call_until(
     caller: Caller,
     seconds: float,
     closed: threading.Event,
-    failed: Callable[[OSError], None],
+    failed: Callable[[Exception], None],
 ) -> Connection:
     """Connect, again and again with growing waits, until it succeeds; `failed` hears why an attempt did not.
 
@@ -188,13 +193,15 @@ def call_until(
         OSError: the last attempt's, after so many seconds or once `closed` is set.
         RefusedError: another attempt would not help.
     """
-    deadline, wait_s, told = time.monotonic() + seconds, FIRST_WAIT_S, False
+    began, wait_s, told = time.monotonic(), FIRST_WAIT_S, False
     while True:
         try:
             return call(host, port, token, caller)
-        except OSError as error:
+        except (OSError, TakenError) as error:
             failed(error)
-            if closed.wait(wait_s) or time.monotonic() > deadline:
+            # A run whose node is gone holds its engine until its silence is noticed there.
+            limit_s = caller.silence_s + HANDSHAKE_S if isinstance(error, TakenError) else seconds
+            if closed.wait(wait_s) or time.monotonic() - began > min(limit_s, seconds):
                 raise
             if not told:
                 _log.warning(
