@@ -7,6 +7,7 @@ more than one bucket on the host. Its digest is that of all its bytes: whoever h
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import mmap
@@ -14,10 +15,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import xxhash
@@ -30,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 MIB = 2**20
+# File that marks a folder of weights as in use.
+LOCK = "lock"
 # Names of types in a file's header.
 _TYPES = {
     torch.float64: "F64",
@@ -170,7 +174,9 @@ class WeightStore:
         self._bucket = max(8, int(bucket_mib * MIB) // 8 * 8)
         sizes = _laid_out(dict(model.state_dict()), self._types)
         needed = sum(tensor.numel() * dtype.itemsize for _, tensor, dtype in sizes)
+        _remove_orphans()
         self.folder = Path(tempfile.mkdtemp(prefix=f"scalerl-{os.getpid()}-", dir=_place_for(needed)))
+        self._lock = _locked(self.folder)
         self._outdated: list[Published] = []
         # Of all that was ever published, by number: an engine may still say that it holds an old one.
         self.digests: dict[int, str] = {}
@@ -196,6 +202,7 @@ class WeightStore:
     def close(self) -> None:
         """Remove the folder with everything in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
 
     def _write(self, weights: Mapping[str, Tensor], version: int) -> Published:
         """Write a file under a name that no reader has, then rename it, so that none sees half of it."""
@@ -254,6 +261,22 @@ def _header(entries: list[Entry]) -> bytes:
     text = json.dumps(places).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def _locked(folder: Path) -> IO[bytes]:
+    """Mark a folder as in use, for as long as this process lives and the file is open."""
+    lock = (folder / "lock.partial").open("wb")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    (folder / "lock.partial").rename(folder / LOCK)  # never seen without its lock
+    return lock
+
+
+def _remove_orphans() -> None:
+    """Remove what killed trainers have left in shared memory: with engines elsewhere no child of theirs does it."""
+    for path in SHARED_MEMORY.glob(f"scalerl-*/{LOCK}"):
+        with suppress(OSError), path.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def _place_for(size: int) -> Path | None:

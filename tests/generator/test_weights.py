@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.generator import wire
+from lightning_scalerl.generator import weights, wire
 from lightning_scalerl.generator.fleet import Fleet
 from lightning_scalerl.generator.torch_generator import TorchGenerator
 from lightning_scalerl.generator.transport import Given
@@ -184,3 +184,18 @@ def test_what_a_checkpoint_holds_goes_on_exactly(tmp_path: Path) -> None:
     again = store.publish(torch.load(tmp_path / "saved"), 1)
     assert again.digest == sent.digest == store.publish(weights, 1).digest
     store.close()
+
+
+def test_what_a_killed_trainer_left_in_memory_goes_and_nothing_else_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "SHARED_MEMORY", tmp_path)
+    model = new_model(width=32, layers=1, seed=3)
+    alive, dead = stored(model, None), stored(model, None)
+    (tmp_path / "scalerl-of-another-kind").mkdir()
+    dead._lock.close()  # as its process's end does
+    last = stored(model, None)
+    assert alive.folder.is_dir() and last.folder.is_dir() and not dead.folder.exists()
+    assert (tmp_path / "scalerl-of-another-kind").is_dir()
+    for store in (alive, last):
+        store.close()
