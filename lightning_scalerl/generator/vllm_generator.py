@@ -10,66 +10,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.generator import memory
-from lightning_scalerl.generator.base import (
-    FinishedRollout,
-    GroupRequest,
-    StepReport,
-    StopText,
-    check_request,
-    request_from,
-    request_state,
-    set_aside,
-)
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport, StopText, set_aside
 from lightning_scalerl.generator.vllm_engine import load_weights, names_of, new_engine
+from lightning_scalerl.generator.vllm_rollouts import Computed, Sampled, Sampling, from_state, report, state_of
 from lightning_scalerl.model.head import text_config
-from lightning_scalerl.model.windows import Window, attention_windows, outside
-from lightning_scalerl.rollout import Rollout, packed, unpacked
+from lightning_scalerl.model.windows import attention_windows
 
 # Extra requests, beside the slots, for scoring: they only ask for log-probabilities.
 SCORING = 8
 # Upper bound of the default cache size, which is enough for all slots at full length.
 DEFAULT_CACHE_GIB = 4.0
-
-
-@dataclass(eq=False)
-class _Sampled:
-    """Rollout under way, with its tokens so far."""
-
-    request: GroupRequest
-    index: int
-    rollout: Rollout = field(default_factory=lambda: Rollout([], [], [], [], "length"))
-    looked: bool = False  # whether its thinking has ended has been asked, once
-    computed: int = 0  # tokens whose keys and values its request has, of this version of it
-
-    @property
-    def sequence(self) -> list[int]:
-        return [*self.request.prompt_tokens, *self.rollout.tokens]
-
-
-@dataclass
-class _Computed:
-    """Counts of tokens that went through the model, of their context, and of context outside attention windows."""
-
-    tokens: int = 0
-    context: int = 0
-    outside: int = 0
-
-    def add(self, start: int, end: int, windows: Sequence[Window]) -> None:
-        """Count the tokens of a sequence from `start` to before `end`."""
-        self.tokens += end - start
-        self.context += (end * (end + 1) - start * (start + 1)) // 2
-        self.outside += outside(windows, start, end)
 
 
 class VLLMGenerator:
@@ -120,24 +79,21 @@ class VLLMGenerator:
         self._dtype = precision.policy_dtype
         self._engine = new_engine(model, precision, slots=slots + SCORING, capacity=capacity, cache_gib=cache_gib)
         self._slots = slots
-        self.max_prompt_tokens = max_prompt_tokens
-        self.max_new_tokens = max_new_tokens
-        self.temperature = temperature
+        self.max_prompt_tokens, self.max_new_tokens, self.temperature = max_prompt_tokens, max_new_tokens, temperature
+        self._sampling = Sampling(
+            max_prompt_tokens, max_new_tokens, stop_tokens, temperature, phrase, thinking_ended, stop_text
+        )
         # vLLM gives log-probabilities of prompt tokens at temperature 1 only.
         self.can_score = temperature == 1.0
-        self._stop = sorted(stop_tokens)
-        self._phrase = list(phrase)
-        self._thinking_ended = thinking_ended
-        self._stop_text = stop_text
         self._version = 0
         self._names = (f"r{number}" for number in count())
-        self._waiting: deque[_Sampled] = deque()
-        self._running: dict[str, _Sampled] = {}
+        self._waiting: deque[Sampled] = deque()
+        self._running: dict[str, Sampled] = {}
         self._scored: dict[str, Any] = {}
         self._ahead: deque[StepReport] = deque()  # of steps that scoring had to take
         self._windows = attention_windows(text_config(model))
         # Work of recomputing caches, not reported yet.
-        self._owed = _Computed()
+        self._owed = Computed()
         self._weights: dict[str, Tensor] = {}
         self._closed: dict[str, Any] | None = None
         self.publish(dict(model.state_dict()), 0)
@@ -172,8 +128,7 @@ class VLLMGenerator:
             ConfigurationError: the prompt is empty or longer than the engine was made for, or an interruption is
                 asked for and there is no phrase.
         """
-        check_request(request, self.max_prompt_tokens, bool(self._phrase))
-        self._waiting += [_Sampled(request, index) for index in range(request.completions)]
+        self._waiting += self._sampling.queue(request)
 
     def step(self) -> StepReport:
         """Sample one token of every rollout that has a slot, then hand out those that ended."""
@@ -233,8 +188,8 @@ class VLLMGenerator:
         while self._waiting and len(self._running) < self._slots:
             self._start(self._waiting.popleft())
         finished: list[FinishedRollout] = []
-        prefill, self._owed = self._owed, _Computed()
-        decoded = _Computed()
+        prefill, self._owed = self._owed, Computed()
+        decoded = Computed()
         prefilled = 0
         for output in self._engine.step():
             if output.request_id in self._scored:
@@ -252,79 +207,28 @@ class VLLMGenerator:
             elif completion.token_ids:
                 decoded.add(length - 1, length, self._windows)
             each.computed = length
-            self._append(each.rollout, completion)
-            if completion.token_ids and self._stop_text is not None and self._stop_text(each.rollout.tokens):
-                del self._running[output.request_id]
-                if completion.finish_reason is None:
+            tokens = list(completion.token_ids)
+            logprobs = (entry[token].logprob for entry, token in zip(completion.logprobs or (), tokens, strict=True))
+            each.append(tokens, logprobs, self._version)
+            reason = completion.finish_reason
+            if tokens and self._sampling.stopped(each):
+                if reason is None:
                     self._engine.abort_request([output.request_id])
-                each.rollout.finish_reason = "stop"
-                finished.append(FinishedRollout(each.request.key, each.index, each.rollout))
-            elif completion.finish_reason is not None:
+                reason = "stop"
+            if reason is not None:
                 del self._running[output.request_id]
-                if self._ended(each, completion.finish_reason):
-                    finished.append(FinishedRollout(each.request.key, each.index, each.rollout))
+                if self._sampling.ended(each, reason, self._version):
+                    finished.append(each.finished(reason))
                 else:
                     self._start(each)
-        return StepReport(
-            finished,
-            prefill.tokens,
-            prefill.context,
-            decoded.tokens,
-            decoded.context,
-            prefilled,
-            prefill.outside + decoded.outside,
-        )
+        return report(finished, prefill, decoded, prefilled)
 
-    def _append(self, rollout: Rollout, completion: Any) -> None:
-        tokens = list(completion.token_ids)
-        rollout.tokens += tokens
-        rollout.generator_logprobs += [
-            entry[token].logprob for entry, token in zip(completion.logprobs or (), tokens, strict=True)
-        ]
-        rollout.weight_versions += [self._version] * len(tokens)
-        rollout.forced += [False] * len(tokens)
-
-    def _ended(self, each: _Sampled, reason: str) -> bool:
-        """Return whether the rollout is over; one past its thinking limit gets the phrase, and goes on."""
-        rollout = each.rollout
-        if reason == "stop":
-            rollout.finish_reason = "stop"
-            return True
-        if reason != "length":
-            raise RuntimeError(f"vllm ended a request with {reason!r}")
-        limit = each.request.limit(self.max_new_tokens)
-        if len(rollout.tokens) < limit and not each.looked:
-            each.looked = True
-            if not self._thinking_ended(list(rollout.tokens)):
-                phrase = self._phrase[: limit - len(rollout.tokens)]
-                rollout.tokens += phrase
-                # Nothing was sampled: forced tokens are in neither loss nor ratio, and have no log-probability.
-                rollout.generator_logprobs += [0.0] * len(phrase)
-                rollout.weight_versions += [self._version] * len(phrase)
-                rollout.forced += [True] * len(phrase)
-        return len(rollout.tokens) >= limit
-
-    def _start(self, each: _Sampled) -> None:
+    def _start(self, each: Sampled) -> None:
         """Start a request for the tokens that a rollout still lacks, or for those up to its interruption."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        so_far = len(each.rollout.tokens)
-        until = each.request.limit(self.max_new_tokens)
-        if each.request.interrupt_at and not each.looked:
-            until = min(until, max(each.request.interrupt_at[each.index], so_far + 1))
-        # With the tokens so far in the key: a rollout that goes on must not draw the numbers of its beginning again.
-        seed = np.random.SeedSequence((*each.request.random_key, each.index, so_far)).generate_state(1, np.uint64)
-        wanted = SamplingParams(
-            temperature=self.temperature,
-            max_tokens=until - so_far,
-            stop_token_ids=self._stop,
-            ignore_eos=True,
-            logprobs=0,
-            seed=int(seed[0]) >> 1,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        wanted = SamplingParams(**self._sampling.wanted(each), output_kind=RequestOutputKind.DELTA)
         name = next(self._names)
         each.computed = 0
         self._running[name] = each
@@ -347,30 +251,20 @@ class VLLMGenerator:
         self._waiting.clear()
         self._scored.clear()
         self._ahead.clear()
-        self._owed = _Computed()
+        self._owed = Computed()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything in flight, with the weights; keys and values are recomputed on resuming."""
         if self._closed is not None:
             return self._closed
-        under_way = [*self._running.values(), *self._waiting]
         ahead = [finished for report in self._ahead for finished in report.finished]
-        rollouts = [each.rollout for each in under_way] + [finished.rollout for finished in ahead]
-        return {
-            "version": self._version,
-            "weights": dict(self._weights),
-            "under_way": [(request_state(each.request), each.index, each.looked) for each in under_way],
-            "finished": [(finished.key, finished.index) for finished in ahead],
-            "rollouts": packed(rollouts),
-        }
+        return state_of([*self._running.values(), *self._waiting], ahead, self._weights, self._version)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume the rollouts with the tokens they had."""
         self.clear()
         self.publish(state["weights"], state["version"])
-        rollouts = iter(unpacked(state["rollouts"]))
-        for request, index, looked in state["under_way"]:
-            self._waiting.append(_Sampled(request_from(request), index, next(rollouts), looked))
-        ended = [FinishedRollout(key, index, next(rollouts)) for key, index in state["finished"]]
+        under_way, ended = from_state(state)
+        self._waiting += under_way
         if ended:
             self._ahead.append(StepReport(ended, 0, 0, 0, 0))

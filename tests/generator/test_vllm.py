@@ -200,12 +200,12 @@ def test_a_text_ends_a_completion_with_its_last_token(generator: Any) -> None:
     generator.submit(GroupRequest(0, SHORT, 32, (11,)))
     whole = [each.rollout.tokens for each in drained(generator)]
     pair = next((tokens[3], tokens[4]) for tokens in whole if len(tokens) > 6)
-    generator._stop_text = Pair(pair)
+    generator._sampling.stop_text = Pair(pair)
     try:
         generator.submit(GroupRequest(0, SHORT, 32, (11,)))
         found = [each.rollout for each in drained(generator)]
     finally:
-        generator._stop_text = None
+        generator._sampling.stop_text = None
     ended = [rollout for rollout in found if tuple(rollout.tokens[-2:]) == pair]
     assert ended and all(rollout.finish_reason == "stop" for rollout in ended)
     for rollout in found:
@@ -216,12 +216,13 @@ def test_a_text_ends_a_completion_with_its_last_token(generator: Any) -> None:
 
 
 def test_thinking_that_has_ended_is_not_interrupted(generator: Any) -> None:
-    generator._thinking_ended, before = (lambda tokens: len(tokens) == 4), generator._thinking_ended
+    sampling = generator._sampling
+    sampling.thinking_ended, before = (lambda tokens: len(tokens) == 4), sampling.thinking_ended
     try:
         generator.submit(GroupRequest(0, SHORT, 8, (2, 2), (4,) * 8))
         assert not any(any(each.rollout.forced) for each in drained(generator))
     finally:
-        generator._thinking_ended = before
+        sampling.thinking_ended = before
 
 
 def test_the_same_seed_samples_the_same_and_each_rollout_another(generator: Any) -> None:

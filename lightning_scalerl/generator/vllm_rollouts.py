@@ -1,0 +1,167 @@
+"""Rollouts under way in an engine of vLLM, in this process or behind HTTP: what to ask next, and when one is over.
+
+A rollout is sampled by one request after another: the first ends at its interruption, if it has one, and each that
+follows goes on behind the tokens that are there, whose log-probabilities and versions stay those of their sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from lightning_scalerl.generator.base import (
+    FinishedRollout,
+    GroupRequest,
+    StepReport,
+    StopText,
+    check_request,
+    request_from,
+    request_state,
+)
+from lightning_scalerl.model.windows import Window, outside
+from lightning_scalerl.rollout import Rollout, packed, unpacked
+
+
+@dataclass(eq=False)
+class Sampled:
+    """Rollout under way, with its tokens so far."""
+
+    request: GroupRequest
+    index: int
+    rollout: Rollout = field(default_factory=lambda: Rollout([], [], [], [], "length"))
+    looked: bool = False  # whether its thinking has ended has been asked, once
+    computed: int = 0  # tokens whose keys and values its request has, of this version of it
+
+    @property
+    def sequence(self) -> list[int]:
+        """Token ids of the prompt, and of the completion so far."""
+        return [*self.request.prompt_tokens, *self.rollout.tokens]
+
+    def append(self, tokens: Sequence[int], logprobs: Iterable[float], version: int, forced: bool = False) -> None:
+        """Add tokens, with the log-probabilities and the version of the weights that they were sampled under."""
+        self.rollout.tokens += tokens
+        self.rollout.generator_logprobs += logprobs
+        self.rollout.weight_versions += [version] * len(tokens)
+        self.rollout.forced += [forced] * len(tokens)
+
+    def finished(self, reason: str) -> FinishedRollout:
+        """Return the rollout as one that has ended."""
+        self.rollout.finish_reason = reason
+        return FinishedRollout(self.request.key, self.index, self.rollout)
+
+
+@dataclass
+class Computed:
+    """Counts of tokens that went through the model, of their context, and of context outside attention windows."""
+
+    tokens: int = 0
+    context: int = 0
+    outside: int = 0
+
+    def add(self, start: int, end: int, windows: Sequence[Window]) -> None:
+        """Count the tokens of a sequence from `start` to before `end`."""
+        self.tokens += end - start
+        self.context += (end * (end + 1) - start * (start + 1)) // 2
+        self.outside += outside(windows, start, end)
+
+
+def report(finished: list[FinishedRollout], prefill: Computed, decoded: Computed, prefilled: int) -> StepReport:
+    """Return what a step has done, prefill and decoding counted apart."""
+    left_out = prefill.outside + decoded.outside
+    return StepReport(finished, prefill.tokens, prefill.context, decoded.tokens, decoded.context, prefilled, left_out)
+
+
+@dataclass
+class Sampling:
+    """Settings of sampling, and what follows from them for a rollout under way.
+
+    Attributes:
+        max_prompt_tokens, max_new_tokens: longest prompt and completion, in tokens.
+        stop_tokens: ids that end a completion (kept as its last token).
+        temperature: sampling temperature.
+        phrase: token ids that are forced where a request asks for an interruption.
+        thinking_ended: tests whether a completion so far has ended its thinking; it is then not interrupted.
+        stop_text: tests a completion's last tokens for a text that ends it; None without such texts.
+    """
+
+    max_prompt_tokens: int
+    max_new_tokens: int
+    stop_tokens: Sequence[int]
+    temperature: float
+    phrase: Sequence[int]
+    thinking_ended: Callable[[list[int]], bool]
+    stop_text: StopText | None
+
+    def queue(self, request: GroupRequest) -> list[Sampled]:
+        """Return a group's rollouts, before their first token.
+
+        Raises:
+            ConfigurationError: the prompt is empty or longer than the engine was made for, or an interruption is
+                asked for and there is no phrase.
+        """
+        check_request(request, self.max_prompt_tokens, bool(self.phrase))
+        return [Sampled(request, index) for index in range(request.completions)]
+
+    def wanted(self, each: Sampled) -> dict[str, Any]:
+        """Return the sampling parameters of the request that takes a rollout to its end, or to its interruption."""
+        so_far = len(each.rollout.tokens)
+        until = each.request.limit(self.max_new_tokens)
+        if each.request.interrupt_at and not each.looked:
+            until = min(until, max(each.request.interrupt_at[each.index], so_far + 1))
+        # With the tokens so far in the key: a rollout that goes on must not draw the numbers of its beginning again.
+        seed = np.random.SeedSequence((*each.request.random_key, each.index, so_far)).generate_state(1, np.uint64)
+        return {
+            "temperature": self.temperature,
+            "max_tokens": until - so_far,
+            "stop_token_ids": sorted(self.stop_tokens),
+            "ignore_eos": True,
+            "logprobs": 0,
+            "seed": int(seed[0]) >> 1,
+            "detokenize": False,
+        }
+
+    def stopped(self, each: Sampled) -> bool:
+        """Return whether a rollout's last tokens hold a text that ends it."""
+        return self.stop_text is not None and self.stop_text(each.rollout.tokens)
+
+    def ended(self, each: Sampled, reason: str, version: int) -> bool:
+        """Return whether the rollout is over; one past its thinking limit gets the phrase, and goes on."""
+        if reason == "stop":
+            return True
+        if reason != "length":
+            raise RuntimeError(f"vllm ended a request with {reason!r}")
+        tokens, limit = each.rollout.tokens, each.request.limit(self.max_new_tokens)
+        if len(tokens) < limit and not each.looked:
+            each.looked = True
+            if not self.thinking_ended(list(tokens)):
+                phrase = list(self.phrase[: limit - len(tokens)])
+                # Nothing was sampled: forced tokens are in neither loss nor ratio, and have no log-probability.
+                each.append(phrase, [0.0] * len(phrase), version, forced=True)
+        return len(tokens) >= limit
+
+
+def state_of(
+    under_way: Sequence[Sampled], ahead: Sequence[FinishedRollout], weights: dict[str, Tensor], version: int
+) -> dict[str, Any]:
+    """Return everything in flight and the weights, for a checkpoint; keys and values are recomputed on resuming."""
+    rollouts = [each.rollout for each in under_way] + [finished.rollout for finished in ahead]
+    return {
+        "version": version,
+        "weights": dict(weights),
+        "under_way": [(request_state(each.request), each.index, each.looked) for each in under_way],
+        "finished": [(finished.key, finished.index) for finished in ahead],
+        "rollouts": packed(rollouts),
+    }
+
+
+def from_state(state: dict[str, Any]) -> tuple[list[Sampled], list[FinishedRollout]]:
+    """Return the rollouts under way of a state, with the tokens they had, and those that had ended."""
+    rollouts = iter(unpacked(state["rollouts"]))
+    under_way = [
+        Sampled(request_from(request), index, next(rollouts), looked) for request, index, looked in state["under_way"]
+    ]
+    return under_way, [FinishedRollout(key, index, next(rollouts)) for key, index in state["finished"]]
