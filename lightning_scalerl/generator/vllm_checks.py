@@ -1,0 +1,151 @@
+"""Checks of a server of vLLM before a run uses it: that it answers, and samples as the run needs it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.generator.vllm_engine import VERSIONS, known_version
+from lightning_scalerl.generator.vllm_http import Connection, EngineLostError, RefusedError
+from lightning_scalerl.generator.vllm_stream import ROUTE
+
+_log = logging.getLogger(__name__)
+
+# Interval at which a server that is not there yet is tried again.
+AGAIN_S = 0.5
+# Limit of a call that moves no weights and waits for no token.
+CALL_S = 30.0
+
+
+def wait_for_server(connection: Connection, away_s: float) -> None:
+    """Wait until the server answers: it may still be starting, or its link may be down for a moment.
+
+    Raises:
+        EngineLostError: it has not answered in time.
+    """
+    until = time.monotonic() + away_s
+    while True:
+        try:
+            connection.call("GET", "/health", timeout_s=min(CALL_S, max(1.0, away_s)))
+            return
+        except EngineLostError as error:
+            if time.monotonic() > until:
+                raise EngineLostError(
+                    f"{error}; no server for {away_s:g} s: start one there (python -m "
+                    "lightning_scalerl.generator.vllm_serve), or correct the address"
+                ) from error
+        time.sleep(AGAIN_S)
+
+
+def checked(connection: Connection, precision: Precision, slots: int, capacity: int) -> dict[str, Any]:
+    """Return the server's configuration, after checks that it samples as the run needs it.
+
+    Args:
+        connection: way to the server.
+        precision: types of weights and head that the run asks for.
+        slots: rollouts that it keeps in flight.
+        capacity: tokens of its longest sequence.
+
+    Raises:
+        ConfigurationError: the server was started otherwise; the message says how to start it.
+    """
+    address = connection.address
+    try:
+        version = str(connection.call("GET", "/version", timeout_s=CALL_S)["version"])
+        if not known_version(version):
+            low, below = (".".join(map(str, numbers)) for numbers in VERSIONS)
+            raise ConfigurationError(
+                f"generator: {address} runs vllm {version}, and {low} up to below {below} is known to work; "
+                f"install vllm>={low},<{below} there"
+            )
+        answer = connection.call("GET", "/server_info", query={"config_format": "json"}, timeout_s=CALL_S)
+        info: dict[str, Any] = answer["vllm_config"]
+        wrong = _differences(info, precision, capacity)
+        seqs = info["scheduler_config"]["max_num_seqs"]
+    except RefusedError as error:
+        remedy = {
+            401: "give this run the server's token (VLLM_API_KEY)",
+            404: "start it with VLLM_SERVER_DEV_MODE=1 in its environment: weights go by routes of that mode",
+        }.get(error.status)
+        if remedy is None:
+            raise
+        raise ConfigurationError(f"{error}; {remedy}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(f"generator: {address} answers without {error}: is it a server of vllm?") from error
+    if wrong:
+        raise ConfigurationError(f"generator: {address} {wrong[0]}")
+    if seqs < slots:
+        _log.warning(
+            "generator: %s decodes %d rollouts together; of generator.slots=%d some wait", address, seqs, slots
+        )
+    return info
+
+
+def _differences(info: dict[str, Any], precision: Precision, capacity: int) -> list[str]:
+    """Return in words, with the remedy, in what a server's configuration is not as the run needs it."""
+    model = info["model_config"]
+    has, wanted = (str(kind).removeprefix("torch.") for kind in (model["dtype"], precision.policy_dtype))
+    head = precision.fp32_head_generator and wanted != "float32"
+    facts = {
+        f"gives {model['logprobs_mode']}; start it with --logprobs-mode processed_logprobs": (
+            model["logprobs_mode"] != "processed_logprobs"
+        ),
+        f"samples by defaults of {model['generation_config']!r}; start it with --generation-config vllm": (
+            model["generation_config"] != "vllm"
+        ),
+        "samples by defaults of its own; start it without --override-generation-config": (
+            bool(model["override_generation_config"])
+        ),
+        f"holds {model['max_model_len']} tokens of a sequence; start it with --max-model-len {capacity}": (
+            model["max_model_len"] < capacity
+        ),
+        f"computes in {has}, precision.policy in {wanted}; start it with --dtype {wanted}": has != wanted,
+        'has no head in FP32; start it with --hf-overrides \'{"head_dtype": "float32"}\'': (
+            head and (model["hf_overrides"] or {}).get("head_dtype") != "float32"
+        ),
+        "has several engines behind one address; start a server for each": (
+            info["parallel_config"]["data_parallel_size"] != 1
+        ),
+        "computes a prompt again for each rollout; start it with --enable-prefix-caching": (
+            not info["cache_config"]["enable_prefix_caching"]
+        ),
+    }
+    return [message for message, applies in facts.items() if applies]
+
+
+def check_answer(connection: Connection, body: dict[str, Any], version: int) -> None:
+    """Have one token sampled and check that the answer has all that a rollout needs.
+
+    Args:
+        connection: way to the server.
+        body: the request.
+        version: the version of the weights that were published.
+
+    Raises:
+        ConfigurationError: something is missing; the message says how to start the server.
+    """
+    address = connection.address
+    try:
+        answer = connection.call("POST", ROUTE, body, timeout_s=CALL_S)
+        (choice,) = answer["choices"]
+        details = answer["usage"]["prompt_tokens_details"]
+        (entry,) = choice["logprobs"]["content"]
+        labels = [span["version"] for span in choice["weight_versions"] or ()]
+        same = [entry["token_id"]] == choice["token_ids"]
+    except RefusedError as error:
+        if error.status not in (403, 404):
+            raise
+        raise ConfigurationError(f"{error}; start it with --enable-scale-out") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"generator: {address} answers a request without {error}") from error
+    if details is None:
+        raise ConfigurationError(
+            f"generator: {address} does not say what its cache has spared; start it with --enable-prompt-tokens-details"
+        )
+    if labels != [str(version)] or not same:
+        raise ConfigurationError(
+            f"generator: {address} labels a token of weights {version} with {labels}; is it another run's too?"
+        )

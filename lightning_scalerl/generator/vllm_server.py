@@ -1,0 +1,477 @@
+"""Generator that samples with vLLM's own HTTP server, on this machine or another: `vllm_serve` starts one.
+
+Rollouts are streams of token ids with log-probabilities (`/inference/v1/generate`); what ends them is decided here, as
+for the engine in this process. Which weights sampled a token is the server's to say: labels of ours, set while it is
+paused. One object has a server for itself: it aborts at its start whatever an earlier one has left there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from queue import Empty
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.checks import ConfigurationError, positive, whole_number
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport, StopText, set_aside
+from lightning_scalerl.generator.vllm_checks import CALL_S, check_answer, checked, wait_for_server
+from lightning_scalerl.generator.vllm_engine import names_of
+from lightning_scalerl.generator.vllm_http import Connection, EngineLostError, RefusedError
+from lightning_scalerl.generator.vllm_rollouts import Computed, Sampled, Sampling, from_state, report, state_of
+from lightning_scalerl.generator.vllm_stream import ROUTE, End, Lost, Streams, Tokens
+from lightning_scalerl.generator.vllm_weights import TRANSFERS, Control, new_sender
+from lightning_scalerl.model.head import text_config
+from lightning_scalerl.model.windows import attention_windows
+
+_log = logging.getLogger(__name__)
+
+# Longest wait of a step for something to happen.
+POLL_S = 0.02
+# Interval at which a server is asked for a sign of life.
+HEALTH_S = 1.0
+# Prefix that the server puts before a request's name.
+PREFIX = "generate-tokens-"
+
+
+@dataclass
+class _Stream:
+    """Request at the server, for the part of a rollout that it samples."""
+
+    each: Sampled
+    start: int  # tokens of the rollout before it
+    context: int  # tokens of its prompt: the group's, and those before it
+    limit: int
+    work: Future[None] | None = None
+    over: str = ""  # why it is ended from here: "stop" for a text, "restart" to go on with another request
+    received: int = 0
+
+
+class VLLMServerGenerator:
+    """Generator that samples rollouts with a server of vLLM.
+
+    Weights that are published are kept by reference: they must stay as they are until others are, as those do that
+    come from a file (`driver=live`).
+
+    Args:
+        model: the trainer's model, or one of its class: its configuration and first weights are used.
+        precision: types of the engine's weights and of its head, which the server must have been started with.
+        address: the server's, such as `http://node7:8000`.
+        token: the server's token; empty if it asks for none.
+        slots: number of rollouts that are kept in flight there.
+        cache_gib: not used; the server has its cache (`vllm_serve`).
+        max_prompt_tokens, max_new_tokens, stop_tokens, temperature, phrase, thinking_ended, stop_text: as
+            `VLLMGenerator` has them.
+        transfer: "file" or "http" for weights of a server that takes them either way; "auto" tries a file first.
+        folder: a folder that the server's workers see too, for weights; None to try this machine's shared memory.
+        bucket_mib: weights that are underway at once, in MiB.
+        silence_s: seconds without an answer after which a server is lost; also the limit of loading a bucket.
+        away_s: seconds that a server may take to answer for the first time.
+
+    Raises:
+        ConfigurationError: the server was started otherwise than the run needs it.
+        EngineLostError: the server cannot be reached.
+    """
+
+    # How much memory there is changes no result, and no identity.
+    remarks: ClassVar[tuple[str, ...]] = ("cache_gib",)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        precision: Precision,
+        *,
+        address: str,
+        token: str = "",
+        slots: int,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        stop_tokens: Sequence[int],
+        temperature: float = 1.0,
+        phrase: Sequence[int] = (),
+        thinking_ended: Callable[[list[int]], bool] = lambda tokens: False,
+        stop_text: StopText | None = None,
+        cache_gib: float | None = None,
+        transfer: str = "auto",
+        folder: str | None = None,
+        bucket_mib: float = 256.0,
+        silence_s: float = 60.0,
+        away_s: float = 120.0,
+    ) -> None:
+        whole_number("generator.slots", slots)
+        if transfer not in TRANSFERS:
+            raise ConfigurationError(f"generator.transfer: {transfer!r} is unknown; valid: {', '.join(TRANSFERS)}")
+        positive("generator.silence_s", silence_s)
+        positive("generator.bucket_mib", bucket_mib)
+        self._sampling = Sampling(
+            max_prompt_tokens, max_new_tokens, stop_tokens, temperature, phrase, thinking_ended, stop_text
+        )
+        # vLLM gives log-probabilities of prompt tokens at temperature 1 only.
+        self.can_score = temperature == 1.0
+        self.max_prompt_tokens, self.max_new_tokens, self.temperature = max_prompt_tokens, max_new_tokens, temperature
+        self._model = names_of(model)
+        self._slots, self._silence_s = slots, silence_s
+        self._windows = attention_windows(text_config(model))
+        self._run = secrets.token_hex(4)
+        self._number = count()
+        self._version = 0
+        self._waiting: deque[Sampled] = deque()
+        self._running: dict[str, _Stream] = {}
+        self._ahead: deque[StepReport] = deque()
+        self._owed = Computed()
+        self._weights: dict[str, Tensor] = {}
+        self._changes: dict[str, int] = {}
+        self._closed: dict[str, Any] | None = None
+        self._asleep = False
+        self._healthy = time.monotonic()
+        with ExitStack() as undo:
+            self._connection = Connection(address, token)
+            undo.callback(self._connection.close)
+            self._streams = Streams(self._connection)
+            wait_for_server(self._connection, away_s)
+            info = checked(self._connection, precision, slots, max_prompt_tokens + max_new_tokens + 1)
+            self._can_sleep = bool(info["model_config"].get("enable_sleep_mode"))
+            self._abort_all()
+            weights = dict(model.state_dict())
+            total = sum(tensor.numel() for tensor in weights.values()) * precision.policy_dtype.itemsize
+            self._sender = new_sender(
+                Control(self._connection, silence_s),
+                (info["weight_transfer_config"] or {}).get("backend"),
+                address,
+                model=self._model,
+                dtype=precision.policy_dtype,
+                device=next(model.parameters()).device,
+                transfer=transfer,
+                folder=None if folder is None else Path(folder),
+                bucket_bytes=max(1, min(int(bucket_mib * 2**20), total)),
+                timeout_s=silence_s,
+            )
+            undo.callback(self._sender.close)
+            _log.info("generator: weights go to %s by %s", address, self._sender.way)
+            self.publish(weights, 0)
+            trial = Sampled(GroupRequest(-1, (0,), 1, (0,), max_new_tokens=1), 0)
+            check_answer(self._connection, self._body(self._name("trial"), trial, stream=False), 0)
+            undo.pop_all()
+        self._connection.start(self._watch())
+
+    # --- the protocol of a generator ---------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Version of the weights in use: the optimizer steps behind them."""
+        return self._version
+
+    @property
+    def in_flight(self) -> int:
+        """Number of rollouts submitted and not reported as finished."""
+        unreported = sum(len(report.finished) for report in self._ahead)
+        return len(self._waiting) + len(self._running) + unreported
+
+    @property
+    def sampled_in_flight(self) -> int:
+        """Number of tokens that rollouts in flight have so far."""
+        return sum(len(each.rollout.tokens) for each in self._under_way())
+
+    @property
+    def free_slots(self) -> int:
+        """Number of slots that no rollout has or waits for."""
+        return max(0, self._slots - self.in_flight)
+
+    def submit(self, request: GroupRequest) -> None:
+        """Queue a group; its rollouts start as slots become free.
+
+        Raises:
+            ConfigurationError: the prompt is empty or longer than the run allows, or an interruption is asked for and
+                there is no phrase.
+        """
+        self._waiting += self._sampling.queue(request)
+
+    def step(self) -> StepReport:
+        """Return what the server has sampled since the last step; wait a moment for it if that is nothing.
+
+        Raises:
+            EngineLostError: the server is away, silent, or answers nonsense; what was in flight is lost.
+        """
+        return self._ahead.popleft() if self._ahead else self._advance(POLL_S)
+
+    def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
+        """Use new weights from the next token on; rollouts in flight keep their (stale) cache or get a new one.
+
+        Raises:
+            EngineLostError: the server has not taken them all. It then stays paused: half of them are in use.
+        """
+        # With clear_cache vLLM drops the keys and values of requests that it keeps, and computes them again.
+        self._call("POST", "/pause", mode="keep", clear_cache=str(recompute_kv).lower())
+        self._ahead.append(self._advance(0.0, refill=False))
+        # Rollouts without a token start afresh, so that the keys and values of their prompts are the new weights' too.
+        self._abort([name for name, stream in self._running.items() if not stream.received], "restart")
+        try:
+            self._sender.send(self._model, weights, str(version))
+        except RefusedError as error:
+            raise EngineLostError(f"{error}; are its weights of this model? It stays paused") from error
+        self._weights = weights
+        self._changes = {name: tensor._version for name, tensor in weights.items()}
+        self._version = version
+        if recompute_kv:
+            for stream in self._running.values():
+                if stream.received:
+                    self._owed.add(0, len(stream.each.sequence), self._windows)
+        # Once: a second resume of one pause is not a repetition to vLLM.
+        self._call("POST", "/resume")
+        self._streams.heard = time.monotonic()
+
+    def score(self, prompt_tokens: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """Return log-probabilities (T,) of a completion under the weights in use, by one forward pass."""
+        wanted = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False}
+        body = {
+            "request_id": self._name("score"),
+            "token_ids": [*prompt_tokens, *tokens],
+            "sampling_params": wanted,
+            "cache_salt": self._salt(),
+        }
+        answer = self._connection.call("POST", ROUTE, body, timeout_s=self._silence_s)
+        try:
+            given = answer["prompt_logprobs"][len(prompt_tokens) :]
+            logprobs = [entry[str(token)]["logprob"] for entry, token in zip(given, tokens, strict=True)]
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineLostError(f"generator: {self._connection.address} scores without {error!r}") from error
+        return torch.tensor(logprobs, dtype=torch.float32)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Lend the engine for other work: rollouts in flight wait, and resume under the weights of before."""
+        self._halt()
+        with set_aside(self, self._clear):
+            yield
+
+    def sleep(self) -> None:
+        """Give the engine's memory up, so that a trainer on the same GPU has it; rollouts in flight wait.
+
+        Raises:
+            ConfigurationError: the server was started without this mode.
+        """
+        if not self._can_sleep:
+            raise ConfigurationError(
+                f"generator: {self._connection.address} cannot sleep; start it with --enable-sleep-mode"
+            )
+        self._halt()
+        # Level 1: the weights wait in the host's memory; keys and values are dropped, and computed again.
+        self._call("POST", "/sleep", level="1", mode="abort")
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Take the memory back; rollouts in flight go on behind the tokens that they have."""
+        if self._asleep:
+            self._connection.call("POST", "/wake_up", timeout_s=self._silence_s)
+            self._asleep = False
+
+    def close(self) -> None:
+        """Leave the server, which goes on without work; what was in flight is kept for `state_dict`."""
+        if self._closed is None:
+            self._closed = self.state_dict()
+            with suppress(EngineLostError):
+                self._abort_all()
+            self._sender.close()
+            self._connection.close()
+
+    # --- state -------------------------------------------------------------------------------------------
+
+    def _under_way(self) -> list[Sampled]:
+        return [*(stream.each for stream in self._running.values()), *self._waiting]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything in flight, with the weights; keys and values are recomputed on resuming.
+
+        Raises:
+            RuntimeError: the weights that were published have been changed since.
+        """
+        if self._closed is not None:
+            return self._closed
+        changed = [name for name, tensor in self._weights.items() if tensor._version != self._changes[name]]
+        if changed:
+            raise RuntimeError(f"weights were changed in place after they were published: {changed[0]}")
+        ahead = [finished for report in self._ahead for finished in report.finished]
+        return state_of(self._under_way(), ahead, self._weights, self._version)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume the rollouts with the tokens they had."""
+        self._clear()
+        self.publish(state["weights"], state["version"])
+        self._ahead.clear()
+        under_way, ended = from_state(state)
+        self._waiting += under_way
+        if ended:
+            self._ahead.append(StepReport(ended, 0, 0, 0, 0))
+
+    def _clear(self) -> None:
+        """Drop everything in flight."""
+        self._halt()
+        self._waiting.clear()
+        self._ahead.clear()
+        self._owed = Computed()
+
+    def _halt(self) -> None:
+        """Take all rollouts back from the server, each with the tokens that it has."""
+        self._abort(list(self._running), "restart")
+        until = time.monotonic() + self._silence_s
+        while self._running:
+            self._ahead.append(self._advance(POLL_S, refill=False))
+            if time.monotonic() > until:
+                raise EngineLostError(f"generator: {self._connection.address} does not end requests that are aborted")
+
+    # --- steps -------------------------------------------------------------------------------------------
+
+    def _advance(self, wait_s: float, refill: bool = True) -> StepReport:
+        """Take what has come from the server, and send it what has a slot."""
+        while refill and not self._asleep and self._waiting and len(self._running) < self._slots:
+            self._start(self._waiting.popleft())
+        finished: list[FinishedRollout] = []
+        prefill, self._owed = self._owed, Computed()
+        decoded = Computed()
+        prefilled = 0
+        for event in self._arrived(wait_s):
+            if isinstance(event, Lost):
+                if event.name in self._running:
+                    raise event.error
+                continue
+            if (stream := self._running.get(event.name)) is None:  # told twice
+                continue
+            if isinstance(event, Tokens):
+                self._take(stream, event, decoded)
+                continue
+            self._label(stream, event)
+            if stream.received:
+                prefill.add(min(event.cached, stream.context), stream.context, self._windows)
+                prefilled += 1
+            del self._running[event.name]
+            each = stream.each
+            reason = "stop" if stream.over == "stop" else event.reason
+            if reason == "abort" and stream.over:
+                self._waiting.appendleft(each)
+            elif reason not in ("stop", "length"):
+                raise EngineLostError(f"generator: {self._connection.address} has ended a request with {reason!r}")
+            elif self._sampling.ended(each, reason, self._version):
+                finished.append(each.finished(reason))
+            else:
+                self._waiting.appendleft(each)
+        if self._running and not finished:
+            self._check_alive()
+        return report(finished, prefill, decoded, prefilled)
+
+    def _arrived(self, wait_s: float) -> Iterator[Tokens | End | Lost]:
+        """Yield what has come, the first after a wait."""
+        with suppress(Empty):
+            yield self._streams.events.get(timeout=wait_s) if wait_s else self._streams.events.get_nowait()
+            while True:
+                yield self._streams.events.get_nowait()
+
+    def _take(self, stream: _Stream, event: Tokens, decoded: Computed) -> None:
+        """Add tokens that have come to their rollout, up to a text that ends it."""
+        each = stream.each
+        for token, logprob in zip(event.tokens, event.logprobs, strict=True):
+            if stream.over == "stop":
+                return
+            if stream.received:
+                length = len(each.sequence)
+                decoded.add(length - 1, length, self._windows)
+            stream.received += 1
+            each.append([token], [logprob], self._version)
+            if self._sampling.stopped(each):
+                self._abort([event.name], "stop")
+        if stream.received > stream.limit:
+            raise EngineLostError(f"generator: {self._connection.address} has sampled more tokens than asked for")
+
+    def _label(self, stream: _Stream, event: End) -> None:
+        """Give tokens the versions that the server names; which those of a publish in between had, only it knows."""
+        versions = stream.each.rollout.weight_versions
+        labels = [version for version, start, end in event.versions for _ in range(start, end)]
+        if len(labels) < stream.received:
+            raise EngineLostError(
+                f"generator: {self._connection.address} names the weights of {len(labels)} of {stream.received} tokens"
+            )
+        versions[stream.start : stream.start + stream.received] = labels[: stream.received]
+
+    def _check_alive(self) -> None:
+        now = time.monotonic()
+        silent_s = now - min(self._streams.heard, self._healthy)
+        if silent_s > self._silence_s:
+            raise EngineLostError(f"generator: {self._connection.address} has said nothing for {silent_s:.0f} s")
+
+    # --- requests ----------------------------------------------------------------------------------------
+
+    def _salt(self) -> str:
+        """Return what keeps vLLM's prefix cache from sharing keys and values between versions, and between runs."""
+        return f"{self._run}-{self._version}"
+
+    def _name(self, what: str) -> str:
+        return f"{self._run}-{what}-{next(self._number)}"
+
+    def _body(self, name: str, each: Sampled, stream: bool) -> dict[str, Any]:
+        body = {
+            "request_id": name,
+            "token_ids": each.sequence,
+            "sampling_params": self._sampling.wanted(each),
+            "cache_salt": self._salt(),
+            # From vLLM 0.33 on only those who ask are told.
+            "return_weight_versions": True,
+        }
+        return {**body, "stream": True, "stream_options": {"include_usage": True}} if stream else body
+
+    def _start(self, each: Sampled) -> None:
+        """Start a request for the tokens that a rollout still lacks, or for those up to its interruption."""
+        name = self._name(f"group{each.request.key}-rollout{each.index}-version{self._version}")
+        body = self._body(name, each, stream=True)
+        if not self._running:
+            self._streams.heard = time.monotonic()
+        so_far = len(each.rollout.tokens)
+        stream = _Stream(each, so_far, len(each.sequence), body["sampling_params"]["max_tokens"])
+        self._running[name] = stream
+        stream.work = self._connection.start(self._streams.follow(name, body))
+
+    def _abort(self, names: Sequence[str], why: str) -> None:
+        """Have the server end requests; each still tells which weights sampled the tokens that it has.
+
+        One without a token is given up at once, by closing its connection: the server may not even have it yet.
+        """
+        told = []
+        for name in names:
+            stream = self._running[name]
+            if not stream.received:
+                del self._running[name]
+                if stream.work is not None:
+                    stream.work.cancel()
+                self._waiting.appendleft(stream.each)
+            elif not stream.over:
+                stream.over = why
+                told.append(PREFIX + name)
+        if told:
+            self._call("POST", "/inference/v1/abort_requests", {"request_ids": told})
+
+    def _call(self, method: str, path: str, body: Any = None, **query: str) -> Any:
+        return self._connection.call(method, path, body, timeout_s=min(CALL_S, self._silence_s), query=query or None)
+
+    def _abort_all(self) -> None:
+        """Have the server end all requests, also those that an earlier connection has left there."""
+        self._call("POST", "/abort_requests", {"request_ids": []})
+
+    async def _watch(self) -> None:
+        """Ask the server for signs of life: one that is stopped keeps its connections open."""
+        while True:
+            try:
+                await self._connection.ask("GET", "/health", timeout_s=self._silence_s)
+                self._healthy = time.monotonic()
+            except EngineLostError:
+                pass
+            await asyncio.sleep(HEALTH_S)

@@ -1,0 +1,451 @@
+"""The connector to vLLM's server against a stand-in: what it asks, in which order, and what it makes of every failure.
+
+`test_vllm_http.py` has the same against the real one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
+from lightning_scalerl.generator.vllm_http import EngineLostError
+from lightning_scalerl.generator.vllm_server import VLLMServerGenerator
+from lightning_scalerl.model.load import load_model
+from tests.generator.stand_in import TOKEN, StandIn
+
+PROMPT = (5, 9, 20)
+
+
+@pytest.fixture
+def server() -> Iterator[StandIn]:
+    stand_in = StandIn()
+    yield stand_in
+    stand_in.close()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_path: str) -> Any:
+    return load_model(tiny_model_path)
+
+
+@pytest.fixture
+def made(server: StandIn, model: Any) -> Iterator[Any]:
+    """Makes connectors and closes them."""
+    generators: list[VLLMServerGenerator] = []
+
+    def make(**given: Any) -> VLLMServerGenerator:
+        values = {"slots": 4, "max_prompt_tokens": 16, "max_new_tokens": 6, "stop_tokens": [1], **given}
+        values = {"address": server.address, "token": TOKEN, "silence_s": 1.5, "away_s": 0.5, **values}
+        generators.append(VLLMServerGenerator(model, values.pop("precision", Precision("fp32")), **values))
+        return generators[-1]
+
+    yield make
+    for generator in generators:
+        generator.close()
+
+
+def drained(generator: VLLMServerGenerator, limit_s: float = 20.0) -> list[FinishedRollout]:
+    found: list[FinishedRollout] = []
+    until = time.monotonic() + limit_s
+    while generator.in_flight and time.monotonic() < until:
+        found += generator.step().finished
+    assert not generator.in_flight
+    return sorted(found, key=lambda each: (each.key, each.index))
+
+
+def stepped(generator: VLLMServerGenerator, tokens: int) -> None:
+    """Step until so many tokens have come."""
+    until = time.monotonic() + 10
+    while generator.sampled_in_flight < tokens:
+        generator.step()
+        assert time.monotonic() < until
+
+
+# --- at the start ---------------------------------------------------------------------------------------------
+
+
+def changed(**parts: dict[str, Any]) -> Any:
+    def change(server: StandIn) -> None:
+        for name, values in parts.items():
+            server.config[name] = {**server.config[name], **values}
+
+    return change
+
+
+def told(**attributes: Any) -> Any:
+    def change(server: StandIn) -> None:
+        for name, value in attributes.items():
+            setattr(server, name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "says"),
+    [
+        (told(version="0.34.1"), {}, r"runs vllm 0.34.1, and 0.32 up to below 0.34 .* install vllm>=0.32,<0.34 there"),
+        (told(dev_mode=False), {}, "404.*VLLM_SERVER_DEV_MODE=1"),
+        (told(), {"token": "other"}, "401.*give this run the server's token"),
+        (told(scale_out=False), {}, "403.*--enable-scale-out"),
+        (told(details=False), {}, "--enable-prompt-tokens-details"),
+        (told(manner="no labels"), {}, "labels a token of weights 0 with"),
+        (told(config={}), {}, "is it a server of vllm?"),
+        (changed(model_config={"logprobs_mode": "raw_logprobs"}), {}, "--logprobs-mode processed_logprobs"),
+        (changed(model_config={"generation_config": "auto"}), {}, "--generation-config vllm"),
+        (
+            changed(model_config={"override_generation_config": {"top_k": 3}}),
+            {},
+            "without --override-generation-config",
+        ),
+        (changed(model_config={"max_model_len": 22}), {}, "--max-model-len 23"),
+        (changed(model_config={"dtype": "torch.bfloat16"}), {}, "computes in bfloat16.*--dtype float32"),
+        (changed(model_config={"dtype": "torch.bfloat16"}), {"precision": Precision("bf16")}, "head_dtype"),
+        (changed(parallel_config={"data_parallel_size": 2}), {}, "a server for each"),
+        (changed(cache_config={"enable_prefix_caching": False}), {}, "--enable-prefix-caching"),
+        (changed(weight_transfer_config={"backend": None}), {}, "takes weights by no way"),
+        (changed(weight_transfer_config={"backend": "nccl"}), {}, "needs the trainer's weights on a GPU"),
+    ],
+)
+def test_a_server_that_was_started_otherwise(server: StandIn, made: Any, change: Any, given: Any, says: str) -> None:
+    change(server)
+    with pytest.raises(ConfigurationError, match=says) as caught:
+        made(**given)
+    assert "\n" not in str(caught.value)
+    assert not any(body.get("stream") for body in server.bodies), "no rollout was begun"
+
+
+def test_a_server_that_is_away_is_waited_for(server: StandIn, made: Any) -> None:
+    server.down()
+    began = time.monotonic()
+    with pytest.raises(EngineLostError, match=r"no server for 0.5 s: start one there"):
+        made()
+    assert time.monotonic() - began > 0.4
+    server.up()
+    server.failures["/health"] = [503, 503, "ok"]
+    made(away_s=10.0)
+    assert not server.failures["/health"]
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------
+
+
+def test_what_a_request_says(server: StandIn, made: Any) -> None:
+    generator = made(temperature=0.7)
+    generator.submit(GroupRequest(7, PROMPT, 2, (3, 4)))
+    found = drained(generator)
+    assert [each.rollout.tokens for each in found] == [[2, 3, 4, 5, 6, 7]] * 2
+    assert found[0].rollout.generator_logprobs == pytest.approx([-1.2, -1.3, -1.4, -1.5, -1.6, -1.7])
+    assert found[0].rollout.finish_reason == "length" and not any(found[0].rollout.forced)
+    first, second = (body for body in server.bodies if body.get("stream"))
+    assert "group7-rollout0-version0" in first["request_id"] and "group7-rollout1-version0" in second["request_id"]
+    assert first["token_ids"] == [*PROMPT] and first["return_weight_versions"] is True
+    wanted = first["sampling_params"]
+    assert wanted["logprobs"] == 0 and wanted["temperature"] == 0.7 and wanted["max_tokens"] == 6
+    assert wanted["stop_token_ids"] == [1] and wanted["ignore_eos"] and not wanted["detokenize"]
+    assert wanted["seed"] != second["sampling_params"]["seed"]
+    assert not generator.can_score and generator.free_slots == 4
+
+
+def test_publishing_pauses_once_and_resumes_once(server: StandIn, made: Any, model: Any) -> None:
+    generator = made(bucket_mib=0.01)
+    server.calls.clear()
+    generator.publish(dict(model.state_dict()), 3)
+    updates = generator._sender.buckets
+    assert updates > 2
+    assert server.calls == [
+        "/pause?mode=keep&clear_cache=false",
+        "/start_weight_update",
+        *["/update_weights"] * updates,
+        "/finish_weight_update",
+        "/resume",
+    ]
+    assert server.label == "3" and generator.version == 3
+    generator.publish(dict(model.state_dict()), 4, recompute_kv=True)
+    assert "/pause?mode=keep&clear_cache=true" in server.calls
+
+
+def test_tokens_of_a_publish_in_mid_flight_have_the_labels_that_the_server_gives(
+    server: StandIn, made: Any, model: Any
+) -> None:
+    server.delay_s = 0.03
+    generator = made()
+    generator.submit(GroupRequest(0, PROMPT, 4, (1,)))
+    stepped(generator, 8)
+    generator.publish(dict(model.state_dict()), 2)
+    found = drained(generator)
+    for each in found:
+        versions = each.rollout.weight_versions
+        assert len(versions) == 6 and versions == sorted(versions) and set(versions) == {0, 2}
+        assert each.rollout.tokens == [2, 3, 4, 5, 6, 7], "it went on where it was"
+    assert len([body for body in server.bodies if body.get("stream")]) == 4
+
+
+def test_a_rollout_without_a_token_starts_afresh(server: StandIn, made: Any, model: Any) -> None:
+    server.delay_s = 0.3
+    generator = made(silence_s=10.0)
+    generator.submit(GroupRequest(0, PROMPT, 2, (1,)))
+    while len(+server.open) < 2:
+        generator.step()
+    generator.publish(dict(model.state_dict()), 2)
+    server.delay_s = 0.0
+    assert {version for each in drained(generator) for version in each.rollout.weight_versions} == {2}
+    salts = [body["cache_salt"] for body in server.bodies if body.get("stream")]
+    assert len({*salts}) == 2 and salts[-1].endswith("-2"), "prefix caches are kept apart by version"
+
+
+def test_a_failed_update_stays_paused(server: StandIn, made: Any, model: Any) -> None:
+    generator = made()
+    server.failures["/update_weights"] = [500]
+    server.calls.clear()
+    with pytest.raises(EngineLostError, match=r"update_weights answers 500.*stays paused"):
+        generator.publish(dict(model.state_dict()), 1)
+    assert server.calls[-1] == "/update_weights" and server.paused.is_set()
+    assert server.label == "0"
+    made()  # the next connection gives it whole weights, and only then resumes it
+    assert not server.paused.is_set() and server.calls.count("/resume") == 1
+
+
+# --- interruptions and texts ------------------------------------------------------------------------------------
+
+
+def test_the_phrase_is_forced_where_thinking_has_not_ended(server: StandIn, made: Any) -> None:
+    generator = made(phrase=[30, 31], thinking_ended=lambda tokens: False)
+    generator.submit(GroupRequest(0, PROMPT, 1, (1,), interrupt_at=(2,)))
+    (each,) = drained(generator)
+    assert each.rollout.tokens == [2, 3, 30, 31, 2, 3] and each.rollout.forced == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert each.rollout.generator_logprobs[2:4] == [0.0, 0.0]
+    first, second = (body for body in server.bodies if body.get("stream"))
+    assert first["sampling_params"]["max_tokens"] == 2 and second["token_ids"] == [*PROMPT, 2, 3, 30, 31]
+    assert first["sampling_params"]["seed"] != second["sampling_params"]["seed"]
+
+
+class Four:
+    window = 1
+
+    def __call__(self, tokens: Any) -> bool:
+        return tokens[-1] == 4
+
+
+def test_a_text_ends_a_completion_with_its_last_token(server: StandIn, made: Any) -> None:
+    server.delay_s = 0.02
+    generator = made(stop_text=Four(), max_new_tokens=500, max_prompt_tokens=3)
+    generator.submit(GroupRequest(0, PROMPT, 2, (1,)))
+    found = [each.rollout for each in drained(generator)]
+    for rollout in found:
+        assert rollout.tokens == [2, 3, 4] and rollout.finish_reason == "stop"
+        assert len(rollout.weight_versions) == len(rollout.generator_logprobs) == 3
+    assert not +server.open, "the server was told to end"
+
+
+def test_work_is_counted(server: StandIn, made: Any) -> None:
+    generator = made()
+    generator.submit(GroupRequest(0, PROMPT, 2, (1,)))
+    reports = []
+    while generator.in_flight:
+        reports.append(generator.step())
+    prefill, _, decoded, context, prefilled, _ = (
+        sum(counts) for counts in zip(*(report.computed for report in reports), strict=True)
+    )
+    # One token of each prompt was cached; the first token of each rollout comes out of its prefill.
+    assert (prefill, decoded, prefilled) == (2 * 2, 2 * 5, 2)
+    assert context == 2 * sum(range(4, 9))
+
+
+# --- aside, states, sleep -----------------------------------------------------------------------------------------
+
+
+def test_what_is_in_flight_waits_while_something_else_is_done(server: StandIn, made: Any, model: Any) -> None:
+    server.delay_s = 0.02
+    generator = made()
+    generator.submit(GroupRequest(0, PROMPT, 6, (1,)))
+    stepped(generator, 6)
+    other = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    with generator.aside():
+        assert generator.in_flight == 0 and not +server.open
+        generator.publish(other, 9)
+        generator.submit(GroupRequest(0, PROMPT, 1, (2,)))
+        (inside,) = drained(generator)
+        assert set(inside.rollout.weight_versions) == {9}
+    assert generator.version == 0 and server.label == "0"
+    assert torch.equal(server.tensors["lm_head.weight"], model.state_dict()["lm_head.weight"])
+    found = drained(generator)
+    assert sorted(each.index for each in found) == list(range(6))
+    assert all(len(each.rollout.tokens) == 6 and set(each.rollout.weight_versions) == {0} for each in found)
+
+
+def test_a_state_holds_partial_rollouts(server: StandIn, made: Any, model: Any, tmp_path: Any) -> None:
+    server.delay_s = 0.02
+    generator = made()
+    generator.submit(GroupRequest(0, PROMPT, 5, (1,)))
+    stepped(generator, 6)
+    torch.save(generator.state_dict(), tmp_path / "state.pt")
+    generator.close()
+    before = [len(each.rollout.tokens) for each in generator._under_way()]
+    other = made()
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    server.bodies.clear()
+    found = drained(other)
+    assert sorted(each.index for each in found) == list(range(5)) and max(before) > 0
+    assert max(len(body["token_ids"]) for body in server.bodies) > len(PROMPT), "it goes on behind what it has"
+
+
+def test_weights_that_change_behind_its_back_are_noticed(made: Any, model: Any) -> None:
+    generator = made()
+    mine = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generator.publish(mine, 1)
+    next(iter(mine.values())).add_(1.0)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        generator.state_dict()
+    generator.publish(mine, 2)
+
+
+def test_asleep_nothing_is_sampled(server: StandIn, made: Any) -> None:
+    server.delay_s = 0.02
+    generator = made()
+    generator.submit(GroupRequest(0, PROMPT, 2, (1,)))
+    stepped(generator, 2)
+    generator.sleep()
+    assert server.calls[-1] == "/sleep?level=1&mode=abort" and not +server.open
+    asked = len(server.bodies)
+    for _ in range(3):
+        generator.step()
+    assert len(server.bodies) == asked
+    generator.wake()
+    assert server.calls[-1] == "/wake_up" and len(drained(generator)) == 2
+    server.config["model_config"]["enable_sleep_mode"] = False
+    with pytest.raises(ConfigurationError, match="--enable-sleep-mode"):
+        made().sleep()
+
+
+# --- failures -----------------------------------------------------------------------------------------------------
+
+
+def failing(**failures: list[Any]) -> Any:
+    def change(server: StandIn) -> None:
+        server.failures["/inference/v1/generate"] = failures["generate"]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (failing(generate=[503]), "answers 503: not now"),
+        (failing(generate=["garbage"]), "no JSON"),
+        (told(manner="breaks"), "broke off"),
+        (told(manner="too many"), "more tokens than asked for"),
+        (told(manner="no labels"), "names the weights of 0 of"),
+        (told(manner="other tokens"), "log-probabilities of other tokens"),
+    ],
+)
+def test_an_answer_that_cannot_be_used(server: StandIn, made: Any, change: Any, says: str) -> None:
+    generator = made()
+    change(server)
+    generator.submit(GroupRequest(0, PROMPT, 1, (1,)))
+    with pytest.raises(EngineLostError, match=says) as caught:
+        drained(generator)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_answer_that_comes_twice_is_one_rollout(server: StandIn, made: Any) -> None:
+    generator = made()
+    server.manner = "twice"
+    generator.submit(GroupRequest(0, PROMPT, 3, (1,)))
+    found = drained(generator)
+    generator.submit(GroupRequest(1, PROMPT, 3, (1,)))
+    found += drained(generator)
+    assert [(each.key, each.index) for each in found] == [(key, index) for key in (0, 1) for index in range(3)]
+    assert all(len(each.rollout.tokens) == 6 for each in found)
+
+
+def test_a_server_that_answers_slowly_is_waited_for(server: StandIn, made: Any) -> None:
+    server.delay_s = 0.5
+    generator = made(max_new_tokens=4)
+    generator.submit(GroupRequest(0, PROMPT, 2, (1,)))
+    assert len(drained(generator)) == 2  # two seconds, at a limit of one and a half for any sign of life
+
+
+def test_a_server_that_hangs_is_lost(server: StandIn, made: Any) -> None:
+    generator = made(silence_s=1.0)
+    server.failures = {"/inference/v1/generate": ["hang"], "/health": ["hang"]}
+    generator.submit(GroupRequest(0, PROMPT, 1, (1,)))
+    began = time.monotonic()
+    with pytest.raises(EngineLostError, match="has said nothing for"):
+        drained(generator)
+    assert 0.9 < time.monotonic() - began < 5
+    server.failures = {"/pause": ["hang"]}
+    with pytest.raises(EngineLostError, match="/pause has not answered for 1 s"):
+        generator.publish({}, 5)
+    server.failures = {}
+
+
+def test_a_server_that_goes_away_is_lost(server: StandIn, made: Any) -> None:
+    server.delay_s = 0.05
+    generator = made()
+    generator.submit(GroupRequest(0, PROMPT, 4, (1,)))
+    stepped(generator, 4)
+    server.down()
+    with pytest.raises(EngineLostError, match="broke off"):
+        drained(generator)
+    server.up()
+    server.tensors.clear()
+    server.bodies.clear()
+    again = made()
+    assert server.tensors and not any(body.get("stream") for body in server.bodies), "weights before prompts"
+    again.submit(GroupRequest(0, PROMPT, 4, (1,)))
+    assert len(drained(again)) == 4
+
+
+# --- weights ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sees_files", [True, False], ids=["file", "HTTP"])
+def test_weights_go_in_the_policys_type_a_bucket_at_a_time(
+    server: StandIn, made: Any, model: Any, sees_files: bool
+) -> None:
+    server.sees_files = sees_files
+    server.config["model_config"] |= {"dtype": "torch.bfloat16", "hf_overrides": {"head_dtype": "float32"}}
+    generator = made(precision=Precision("bf16"), bucket_mib=0.01)
+    sender = generator._sender
+    assert sender.way.startswith("files in" if sees_files else "HTTP from 127.0.0.1")
+    weights = dict(model.state_dict())
+    wanted = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    assert {name: tensor.dtype for name, tensor in server.tensors.items()} == dict.fromkeys(wanted, torch.bfloat16)
+    assert all(torch.equal(server.tensors[name], tensor) for name, tensor in wanted.items())
+    bytes_of_type = sum(tensor.numel() * 2 for tensor in weights.values())
+    assert sender.bytes_sent == bytes_of_type and sender.buckets >= bytes_of_type // 10486
+    largest = max(tensor.numel() * 2 for tensor in weights.values())
+    assert sender.allocated == max(int(0.01 * 2**20), largest) < bytes_of_type, "one bucket, and no more"
+    if not sees_files:
+        # Two updates' bytes: headers are small, and nothing goes as FP32.
+        assert bytes_of_type < sender.wire_bytes < 1.3 * bytes_of_type
+    before = sender.digest
+    generator.publish(weights, 1)
+    assert sender.digest == before
+    weights["lm_head.weight"] = weights["lm_head.weight"] + 0.01
+    generator.publish(weights, 2)
+    assert sender.digest != before
+
+
+def test_nobody_without_the_key_gets_weights(server: StandIn, made: Any) -> None:
+    from urllib.error import HTTPError
+    from urllib.request import urlopen
+
+    server.sees_files = False
+    made()
+    with pytest.raises(HTTPError, match="401"):
+        urlopen(server.inits[-1]["url"], timeout=5)
