@@ -44,6 +44,7 @@ test-components:
 
 test-vllm:
 	$(PYTEST) -m "vllm$(if $(FULL),, and not full)" tests/generator/test_vllm.py
+	$(PYTEST) -m "vllm$(if $(FULL),, and not full)" tests/generator/test_vllm_http.py tests/generator/test_vllm_transfer.py tests/generator/test_vllm_nodes.py
 
 test-slurm:
 	$(PYTEST) -m "$(MARKERS)" tests/slurm

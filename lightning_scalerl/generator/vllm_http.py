@@ -49,11 +49,12 @@ class Connection:
         self._session: ClientSession = self.run(self._opened(), CONNECT_S)
 
     async def _opened(self) -> ClientSession:
-        # No limit of connections: as many as rollouts are in flight, each a stream of its own.
+        # No limit of connections: as many as rollouts are in flight, each a stream of its own. And none is used again:
+        # a server closes one that has been idle for some seconds, and a call that meets that is lost.
         return ClientSession(
             self.address,
             headers=self._headers,
-            connector=TCPConnector(limit=0),
+            connector=TCPConnector(limit=0, force_close=True),
             timeout=ClientTimeout(total=None, sock_connect=CONNECT_S),
         )
 

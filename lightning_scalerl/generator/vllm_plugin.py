@@ -8,6 +8,8 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -16,16 +18,33 @@ from typing import Any
 BACKEND = "scalerl"
 # Environment variable that holds the server's token: vLLM's own, so that its routes and ours ask for the same.
 TOKEN = "VLLM_API_KEY"
+# Environment variable that holds the process id of the program that has started the server, if one has.
+PARENT = "SCALERL_SERVER_PARENT"
 
 
 def register() -> None:
-    """Make the backend known to vLLM; called in each of its processes, some of them more than once."""
+    """Make the backend known to vLLM; called in each of its processes, some of them more than once.
+
+    In those of a server that a program has started, also see to it that they end with that program, kill -9 included.
+    """
+    if parent := os.environ.get(PARENT):
+        threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     with suppress(ValueError):  # it is known already
         WeightTransferEngineFactory.register_engine(
             BACKEND, "lightning_scalerl.generator.vllm_worker", "ScaleRLWeightTransferEngine"
         )
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the one that asked for the server is gone."""
+    while True:
+        try:
+            os.kill(parent, 0)
+        except ProcessLookupError:
+            os._exit(1)
+        time.sleep(1.0)
 
 
 class Guard:

@@ -30,7 +30,7 @@ from torch import nn
 from lightning_scalerl.axes.precision import DTYPES, Precision
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.generator.vllm_engine import check_vllm, engine_settings, save_shape
-from lightning_scalerl.generator.vllm_plugin import BACKEND, TOKEN
+from lightning_scalerl.generator.vllm_plugin import BACKEND, PARENT, TOKEN
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # vLLM ends its engine's processes when it is told to end; after this long it is killed with them.
@@ -68,11 +68,8 @@ class Server:
 
     def start(self) -> None:
         """Start the process, in a group of its own: its engine's processes end with it."""
-        environment = {
-            **os.environ,
-            **self.environment,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        }
+        places = os.pathsep.join(path for path in sys.path if path)
+        environment = {**os.environ, **self.environment, "PYTHONPATH": places, PARENT: str(os.getpid())}
         if self.token:
             environment[TOKEN] = self.token
         with self.log.open("ab") as log:

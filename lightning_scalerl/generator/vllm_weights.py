@@ -63,7 +63,7 @@ class Control:
         self._post("/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """Begin an update."""
+        """Begin an update of the weights."""
         self._post("/start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:

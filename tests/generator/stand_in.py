@@ -47,6 +47,7 @@ class StandIn:
         self.delay_s = 0.0
         # Answers before the route works: a status, "garbage", or "hang"; the last one stays if it is in `forever`.
         self.failures: dict[str, list[Any]] = {}
+        self.spans: list[str] | None = None  # labels that it gives instead of those of the moment
         self.manner = ""  # "twice", "too many", "breaks", "no labels", "other tokens"
         self.paused = asyncio.Event()
         self.label = "default"
@@ -204,6 +205,8 @@ class StandIn:
         await answer.write(f"data: {json.dumps({'choices': choices, 'usage': usage})}\n\n".encode())
 
     def _choice(self, tokens: list[int], reason: str | None, labels: list[str]) -> dict[str, Any]:
+        if self.spans is not None and len(labels) > 1:
+            labels = self.spans
         spans = [{"version": label, "start": at, "end": at + 1} for at, label in enumerate(labels)]
         named = [token + (self.manner == "other tokens") for token in tokens]
         return {

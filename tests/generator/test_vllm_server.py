@@ -179,7 +179,9 @@ def test_tokens_of_a_publish_in_mid_flight_have_the_labels_that_the_server_gives
     generator.submit(GroupRequest(0, PROMPT, 4, (1,)))
     stepped(generator, 8)
     generator.publish(dict(model.state_dict()), 2)
+    server.spans = ["0", "0", "0", "0", "2", "2"]
     found = drained(generator)
+    assert [each.rollout.weight_versions for each in found] == [[0, 0, 0, 0, 2, 2]] * 4, "whenever they came"
     for each in found:
         versions = each.rollout.weight_versions
         assert len(versions) == 6 and versions == sorted(versions) and set(versions) == {0, 2}

@@ -1,0 +1,238 @@
+"""vLLM's own HTTP server, on this machine: what it samples is what the trainer computes, at every publish.
+
+One server for most tests (starting one takes half a minute), of a model with a head that is tied to the embeddings:
+vLLM on a CPU has to pack it again at every reload.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+import torch
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
+from lightning_scalerl.generator.vllm_http import EngineLostError
+from lightning_scalerl.generator.vllm_serve import Server, prepare, serve
+from lightning_scalerl.generator.vllm_server import VLLMServerGenerator
+from lightning_scalerl.generator.vllm_weights import Control
+from tests.generator.test_vllm import FP32, LONG, SHORT, STOP, drained, gap, generator_of, new_model, trainers
+
+pytestmark = pytest.mark.vllm
+
+FAMILY = "Qwen2, tied"
+TOKEN = "secret"
+START_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The package's entry point, also where it was installed before it had one."""
+    place = tmp_path_factory.mktemp("plugin")
+    folder = place / "scalerl_plugin_of_tests-0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: scalerl-plugin-of-tests\nVersion: 0\n")
+    (folder / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nlightning_scalerl_of_tests = lightning_scalerl.generator.vllm_plugin:register\n"
+    )
+    sys.path.insert(0, str(place))
+    yield
+    sys.path.remove(str(place))
+
+
+def served(model: Any, **given: Any) -> Server:
+    return serve(model, FP32, slots=16, capacity=177, cache_gib=0.25, token=TOKEN, start_s=START_S, **given)
+
+
+@pytest.fixture(scope="module")
+def server(plugin: None) -> Iterator[Server]:
+    running = served(new_model(FAMILY))
+    yield running
+    running.close()
+
+
+def connected(server: Server, model: Any, **given: Any) -> VLLMServerGenerator:
+    values = {"slots": 8, "max_prompt_tokens": 160, "max_new_tokens": 16, "stop_tokens": [STOP], **given}
+    return VLLMServerGenerator(model, FP32, address=server.address, token=TOKEN, away_s=5.0, **values)
+
+
+@pytest.fixture
+def generator(server: Server) -> Iterator[VLLMServerGenerator]:
+    made = connected(server, new_model(FAMILY), phrase=[6, 7])
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("transfer", ["file", "http"])
+def test_log_probabilities_are_the_trainers_at_every_publish(server: Server, transfer: str) -> None:
+    old, new = new_model(FAMILY, 1), new_model(FAMILY, 2)
+    generator = connected(server, old, transfer=transfer, bucket_mib=0.1)
+    digests, checksums = [], []
+    try:
+        for number, (ours, other) in enumerate([(old, new), (new, old), (old, new)]):
+            generator.publish(dict(ours.state_dict()), number)
+            digests.append(generator._sender.digest)
+            checksums.append(generator._call("POST", "/weight_checker", {"action": "checksum"})["checksums"])
+            generator.submit(GroupRequest(number, LONG, 6, (0, number)))
+            generator.submit(GroupRequest(10 + number, SHORT, 3, (1, number)))
+            found = drained(generator)
+            assert len(found) == 9 and {v for each in found for v in each.rollout.weight_versions} == {number}
+            assert max(gap(ours, LONG, found[:6]), gap(ours, SHORT, found[6:])) < 1e-4
+            assert gap(other, LONG, found[:6]) > 1e-2
+            tokens = found[0].rollout.tokens
+            assert float((generator.score(LONG, tokens) - trainers(ours, LONG, tokens)).abs().max()) < 1e-4
+        assert generator._sender.buckets > 1
+        for taken in (digests, checksums):
+            assert taken[0] == taken[2] != taken[1]
+    finally:
+        generator.close()
+
+
+def test_the_same_seeds_give_the_same_tokens_as_in_this_process(generator: VLLMServerGenerator) -> None:
+    """vLLM promises it of requests with seeds where nothing rounds otherwise: in FP32, at this size, it does not."""
+    inside = generator_of(new_model(FAMILY), phrase=[6, 7])
+    try:
+        for each in (inside, generator):
+            each.submit(GroupRequest(0, LONG, 6, (3, 1)))
+            each.submit(GroupRequest(1, SHORT, 4, (3, 2), (4,) * 4))
+        ours, theirs = drained(inside), drained(generator)
+    finally:
+        inside.close()
+    assert [each.rollout.tokens for each in ours] == [each.rollout.tokens for each in theirs]
+    assert [each.rollout.forced for each in ours] == [each.rollout.forced for each in theirs]
+    assert any(any(each.rollout.forced) for each in theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.rollout.generator_logprobs == pytest.approx(other.rollout.generator_logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_change_within_rollouts_that_go_on(server: Server, recompute: bool) -> None:
+    old, new = new_model(FAMILY), new_model(FAMILY, 5)
+    generator = connected(server, old, max_prompt_tokens=12, max_new_tokens=160, stop_tokens=[])
+    try:
+        # More than there are slots, so that some are in the middle whenever this thread gets to publish.
+        generator.submit(GroupRequest(0, SHORT, 32, (3, 3)))
+        found: list[FinishedRollout] = []
+        while generator.sampled_in_flight < 60 and not found:
+            found += generator.step().finished
+        generator.publish(dict(new.state_dict()), 7, recompute)
+        found += drained(generator)
+        assert sorted(each.index for each in found) == list(range(32))
+        mixed = 0
+        for rollout in (each.rollout for each in found):
+            before = rollout.weight_versions.count(0)
+            assert rollout.weight_versions == [0] * before + [7] * (160 - before)
+            recorded = torch.tensor(rollout.generator_logprobs)
+            # To the token: those that the server says the old weights have sampled have their log-probabilities.
+            if before:
+                assert float((trainers(old, SHORT, rollout.tokens) - recorded).abs()[:before].max()) < 1e-4
+            if before < 150:
+                beyond = float((trainers(new, SHORT, rollout.tokens) - recorded).abs()[before:].max())
+                # Keys and values of the old weights, under the new ones: neither policy's, as long as it went on.
+                assert beyond < 1e-4 if recompute or not before else beyond > 1e-2
+            mixed += 0 < before < 150
+        assert mixed > 1
+    finally:
+        generator.close()
+
+
+def test_an_update_that_broke_off_leaves_nothing_behind(server: Server) -> None:
+    """Neither one that was refused nor one whose sender has died in the middle."""
+    ours, other = new_model(FAMILY, 1), new_model(FAMILY, 2)
+    generator = connected(server, other)
+    wrong = {name: tensor[:, :3] if tensor.ndim == 2 else tensor for name, tensor in ours.state_dict().items()}
+    with pytest.raises(EngineLostError, match=r"update_weights answers 500.*stays paused"):
+        generator.publish(wrong, 1)
+    assert generator._call("GET", "/is_paused") == {"is_paused": True}
+    generator.close()
+
+    half = connected(server, other, bucket_mib=0.02)
+    control = Control(half._connection, 30.0)
+    finish, control.finish_weight_update = control.finish_weight_update, lambda *_: None  # type: ignore[method-assign]
+    assert finish
+    half._sender._control = control
+    state = dict(other.state_dict())
+    half._sender.send(half._model, dict(list(state.items())[:5]), "9")
+    half._connection.close()
+
+    last = connected(server, ours)
+    try:
+        last.submit(GroupRequest(0, LONG, 4, (1,)))
+        found = drained(last)
+        assert gap(ours, LONG, found) < 1e-4 and gap(other, LONG, found) > 1e-2
+    finally:
+        last.close()
+
+
+def test_nobody_without_the_token_gets_in(server: Server, generator: VLLMServerGenerator) -> None:
+    for path in ("/pause", "/collective_rpc", "/update_weights", "/inference/v1/generate"):
+        with pytest.raises(HTTPError, match="401"):
+            urlopen(Request(f"{server.address}{path}", data=b"{}"), timeout=10)
+    with urlopen(f"{server.address}/health", timeout=10) as answer:
+        assert answer.status == 200
+    with pytest.raises(ConfigurationError, match="without a token takes weights from everybody"):
+        prepare(new_model(FAMILY), FP32, slots=1, capacity=177, cache_gib=0.25, host="0.0.0.0")
+    assert TOKEN not in server.line
+
+
+def test_a_server_that_is_killed_is_lost_and_another_gets_weights_before_prompts(server: Server) -> None:
+    """The last test of this server."""
+    ours = new_model(FAMILY, 3)
+    generator = connected(server, ours, max_prompt_tokens=12, max_new_tokens=160, stop_tokens=[])
+    generator.submit(GroupRequest(0, SHORT, 32, (7,)))
+    while not generator.sampled_in_flight:
+        generator.step()
+    assert server.process is not None
+    os.killpg(server.process.pid, signal.SIGKILL)
+    server.process.wait()
+    with pytest.raises(EngineLostError, match="broke off") as caught:
+        drained(generator)
+    assert "\n" not in str(caught.value)
+    generator.close()
+    server.start()
+    server.wait(START_S)
+    again = connected(server, ours)
+    try:
+        again.submit(GroupRequest(0, LONG, 6, (7,)))
+        found = drained(again)
+        assert len(found) == 6 and gap(ours, LONG, found) < 1e-4
+    finally:
+        again.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Gemma2"])
+def test_a_family_agrees_before_and_after_an_update(plugin: None, family: str) -> None:
+    old, new = new_model(family, 1), new_model(family, 2)
+    running = served(old)
+    try:
+        generator = connected(running, old, bucket_mib=0.05)
+        for number, (ours, other) in enumerate([(old, new), (new, old), (old, new)]):
+            generator.publish(dict(ours.state_dict()), number)
+            generator.submit(GroupRequest(number, LONG, 4, (0, number)))
+            found = drained(generator)
+            assert gap(ours, LONG, found) < 1e-4 and gap(other, LONG, found) > 1e-2
+        generator.close()
+    finally:
+        running.close()
+
+
+def test_the_process_group_is_gone_after_close(plugin: None, tmp_path: Path) -> None:
+    server = prepare(new_model(FAMILY), FP32, slots=1, capacity=177, cache_gib=0.25)
+    server.command = [sys.executable, "-c", "import subprocess; subprocess.Popen(['sleep', '77']).wait()"]
+    server.start()
+    assert server.process is not None
+    time.sleep(0.5)
+    server.close()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(server.process.pid, 0)
+    assert not server.folder.exists()
