@@ -47,6 +47,7 @@ _HOME_OF = {
     "Generator": "generator.base",
     "TorchGenerator": "generator.torch_generator",
     "VLLMGenerator": "generator.vllm_generator",
+    "VLLMServerGenerator": "generator.vllm_server",
     "plan_members": "member.identify",
     "run_member": "member.run",
     "Chat": "model.chat",

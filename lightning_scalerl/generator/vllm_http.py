@@ -56,6 +56,8 @@ class Connection:
             headers=self._headers,
             connector=TCPConnector(limit=0, force_close=True),
             timeout=ClientTimeout(total=None, sock_connect=CONNECT_S),
+            # Longest line: vLLM puts all tokens into one part that were sampled while nobody read.
+            read_bufsize=2**23,
         )
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:

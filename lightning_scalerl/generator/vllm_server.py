@@ -85,8 +85,10 @@ class VLLMServerGenerator:
         EngineLostError: the server cannot be reached.
     """
 
-    # How much memory there is changes no result, and no identity.
-    remarks: ClassVar[tuple[str, ...]] = ("cache_gib",)
+    # Where it is, and how weights get there, changes no result, and no identity.
+    remarks: ClassVar[tuple[str, ...]] = tuple(
+        ["cache_gib", "address", "token", "transfer", "folder", "bucket_mib", "silence_s", "away_s"]
+    )
 
     def __init__(
         self,

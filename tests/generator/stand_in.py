@@ -52,6 +52,7 @@ class StandIn:
         self.paused = asyncio.Event()
         self.label = "default"
         self.open: Counter[str] = Counter()
+        self.sampled = 0
         self._aborted: set[str] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -182,6 +183,7 @@ class StandIn:
                 if name in self._aborted:
                     break
                 labels.append(self.label)
+                self.sampled += 1
                 last = len(labels) == wanted["max_tokens"]
                 token = 1 + len(labels)
                 await self._part(answer, [self._choice([token], "length" if last else None, labels)])

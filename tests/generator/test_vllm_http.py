@@ -7,6 +7,7 @@ vLLM on a CPU has to pack it again at every reload.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import time
@@ -22,7 +23,7 @@ import torch
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.generator.vllm_http import EngineLostError
-from lightning_scalerl.generator.vllm_serve import Server, prepare, serve
+from lightning_scalerl.generator.vllm_serve import Server, main, prepare, serve
 from lightning_scalerl.generator.vllm_server import VLLMServerGenerator
 from lightning_scalerl.generator.vllm_weights import Control
 from tests.generator.test_vllm import FP32, LONG, SHORT, STOP, drained, gap, generator_of, new_model, trainers
@@ -50,7 +51,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def served(model: Any, **given: Any) -> Server:
-    return serve(model, FP32, slots=16, capacity=177, cache_gib=0.25, token=TOKEN, start_s=START_S, **given)
+    return serve(model, FP32, slots=16, capacity=500, cache_gib=0.25, token=TOKEN, start_s=START_S, **given)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def test_the_same_seeds_give_the_same_tokens_as_in_this_process(generator: VLLMS
 @pytest.mark.parametrize("recompute", [False, True])
 def test_weights_change_within_rollouts_that_go_on(server: Server, recompute: bool) -> None:
     old, new = new_model(FAMILY), new_model(FAMILY, 5)
-    generator = connected(server, old, max_prompt_tokens=12, max_new_tokens=160, stop_tokens=[])
+    generator = connected(server, old, max_prompt_tokens=12, max_new_tokens=480, stop_tokens=[])
     try:
         # More than there are slots, so that some are in the middle whenever this thread gets to publish.
         generator.submit(GroupRequest(0, SHORT, 32, (3, 3)))
@@ -130,16 +131,16 @@ def test_weights_change_within_rollouts_that_go_on(server: Server, recompute: bo
         mixed = 0
         for rollout in (each.rollout for each in found):
             before = rollout.weight_versions.count(0)
-            assert rollout.weight_versions == [0] * before + [7] * (160 - before)
+            assert rollout.weight_versions == [0] * before + [7] * (480 - before)
             recorded = torch.tensor(rollout.generator_logprobs)
             # To the token: those that the server says the old weights have sampled have their log-probabilities.
             if before:
                 assert float((trainers(old, SHORT, rollout.tokens) - recorded).abs()[:before].max()) < 1e-4
-            if before < 150:
+            if before < 460:
                 beyond = float((trainers(new, SHORT, rollout.tokens) - recorded).abs()[before:].max())
                 # Keys and values of the old weights, under the new ones: neither policy's, as long as it went on.
                 assert beyond < 1e-4 if recompute or not before else beyond > 1e-2
-            mixed += 0 < before < 150
+            mixed += 0 < before < 460
         assert mixed > 1
     finally:
         generator.close()
@@ -187,7 +188,7 @@ def test_nobody_without_the_token_gets_in(server: Server, generator: VLLMServerG
 def test_a_server_that_is_killed_is_lost_and_another_gets_weights_before_prompts(server: Server) -> None:
     """The last test of this server."""
     ours = new_model(FAMILY, 3)
-    generator = connected(server, ours, max_prompt_tokens=12, max_new_tokens=160, stop_tokens=[])
+    generator = connected(server, ours, max_prompt_tokens=12, max_new_tokens=480, stop_tokens=[])
     generator.submit(GroupRequest(0, SHORT, 32, (7,)))
     while not generator.sampled_in_flight:
         generator.step()
@@ -233,6 +234,38 @@ def test_the_process_group_is_gone_after_close(plugin: None, tmp_path: Path) -> 
     assert server.process is not None
     time.sleep(0.5)
     server.close()
-    with pytest.raises(ProcessLookupError):
-        os.killpg(server.process.pid, 0)
+    fields = [
+        stat.read_text().rpartition(")")[2].split() for stat in Path("/proc").glob("[0-9]*/stat") if stat.exists()
+    ]
+    group = str(server.process.pid)
+    assert not [state for state, _, grouped, *_ in fields if grouped == group and state != "Z"]
     assert not server.folder.exists()
+
+
+def test_the_printed_command_is_one_that_vllm_takes(tiny_model_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    arguments = [
+        "--max-tokens",
+        "25",
+        "--policy",
+        "bf16",
+        "--print",
+        "--backend",
+        "ipc",
+        "--sleep",
+        "--tensor-parallel",
+        "2",
+    ]
+    assert main([tiny_model_path, *arguments]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[:2] == ["VLLM_SERVER_DEV_MODE=1", "VLLM_ALLOW_INSECURE_SERIALIZATION=1"] and words[3] == "-m"
+    given = make_arg_parser(FlexibleArgumentParser()).parse_args(words[5:])
+    assert (given.dtype, given.hf_overrides) == ("bfloat16", {"head_dtype": "float32"})
+    assert (given.max_model_len, given.tensor_parallel_size, given.port) == (26, 2, 8000)
+    assert given.enable_sleep_mode and given.enable_scale_out and given.enable_prompt_tokens_details
+    assert given.weight_transfer_config.backend == "ipc" and given.logprobs_mode == "processed_logprobs"
+    assert given.middleware == ["lightning_scalerl.generator.vllm_plugin.Guard"]
+    assert main([tiny_model_path, "--max-tokens", "25", "--host", "0.0.0.0"]) == 1
+    assert "without a token" in capsys.readouterr().err

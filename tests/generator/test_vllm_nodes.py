@@ -67,7 +67,7 @@ def servers(node: None, plugin: None, tiny_model_path: str) -> Iterator[list[Ser
                 model,
                 Precision("fp32"),
                 slots=16,
-                capacity=128,
+                capacity=64,
                 cache_gib=0.125,
                 host=THERE,
                 port=port,
@@ -117,9 +117,10 @@ def test_a_run_survives_a_server_that_is_killed_one_that_hangs_and_a_cut_link(
         os.killpg(other.process.pid, signal.SIGCONT)
 
     def cut() -> None:
-        ip("link", "set", LINK, "down")
+        # At the other end: here the route stays, and no gateway of this machine's answers in the servers' place.
+        ip("-n", SPACE, "link", "set", "eth0", "down")
         time.sleep(2 * SILENCE_S)
-        ip("link", "set", LINK, "up")
+        ip("-n", SPACE, "link", "set", "eth0", "up")
 
     keep, trained = Keep(), Trained({8: kill, 20: hang, 30: cut})
     module = fit(
@@ -145,8 +146,9 @@ def test_a_run_survives_a_server_that_is_killed_one_that_hangs_and_a_cut_link(
     for thread in trained.threads:
         thread.join()
     assert not trained.harm and module.driver.generator.lost >= 3  # type: ignore[union-attr]
-    gaps = keep.of(P99)
-    assert len(gaps) == 40 and max(gaps) < 1e-4, "the server samples from what the trainer has published"
+    # Where no server is up, trainer and servers are compared at the next turn.
+    gaps = [metrics[P99] for kind, _, metrics in keep.records if kind == "train" and P99 in metrics]
+    assert len(gaps) > 20 and max(gaps) < 1e-4, "the servers sample from what the trainer has published"
     assert max(keep.of("train/staleness_max")) <= 8
     stream = module.stream
     everywhere = [*trained.groups, *(group.admission for group in stream._ready), *stream._open]
