@@ -8,6 +8,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -18,7 +19,8 @@ from typing import Any
 BACKEND = "scalerl"
 # Environment variable that holds the server's token: vLLM's own, so that its routes and ours ask for the same.
 TOKEN = "VLLM_API_KEY"
-# Environment variable that holds the process id of the program that has started the server, if one has.
+# Environment variable that holds who has started the server, if a program has: process id @ host. A server that is
+# started on another node (by srun, with this environment) does not see that program's processes.
 PARENT = "SCALERL_SERVER_PARENT"
 
 
@@ -27,7 +29,8 @@ def register() -> None:
 
     In those of a server that a program has started, also see to it that they end with that program, kill -9 included.
     """
-    if parent := os.environ.get(PARENT):
+    parent, _, host = os.environ.get(PARENT, "").partition("@")
+    if parent and host == socket.gethostname():
         threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 

@@ -69,7 +69,12 @@ class Server:
     def start(self) -> None:
         """Start the process, in a group of its own: its engine's processes end with it."""
         places = os.pathsep.join(path for path in sys.path if path)
-        environment = {**os.environ, **self.environment, "PYTHONPATH": places, PARENT: str(os.getpid())}
+        environment = {
+            **os.environ,
+            **self.environment,
+            "PYTHONPATH": places,
+            PARENT: f"{os.getpid()}@{socket.gethostname()}",
+        }
         if self.token:
             environment[TOKEN] = self.token
         with self.log.open("ab") as log:

@@ -452,3 +452,31 @@ def test_nobody_without_the_key_gets_weights(server: StandIn, made: Any) -> None
     made()
     with pytest.raises(HTTPError, match="401"):
         urlopen(server.inits[-1]["url"], timeout=5)
+
+
+def test_a_server_ends_with_the_program_that_started_it() -> None:
+    """The plugin's watch, in a process that stands for one of the server's."""
+    import os
+    import socket
+    import subprocess
+    import sys
+
+    from lightning_scalerl.generator.vllm_plugin import PARENT
+
+    code = (
+        "import sys, types, time; known = types.ModuleType('vllm.distributed.weight_transfer');"
+        "known.WeightTransferEngineFactory = types.SimpleNamespace(register_engine=lambda *given: None);"
+        "sys.modules |= {'vllm': known, 'vllm.distributed': known, 'vllm.distributed.weight_transfer': known};"
+        "from lightning_scalerl.generator.vllm_plugin import register; register(); time.sleep(60)"
+    )
+    with subprocess.Popen(["sleep", "0.2"]) as parent:
+        here, elsewhere = (
+            subprocess.Popen([sys.executable, "-c", code], env={**os.environ, PARENT: f"{parent.pid}@{host}"})
+            for host in (socket.gethostname(), "another-node")
+        )
+    try:
+        assert here.wait(30) == 1
+        assert elsewhere.poll() is None, "it does not see that program's processes"
+    finally:
+        elsewhere.kill()
+        elsewhere.wait()
