@@ -17,6 +17,7 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.generator.vllm_http import EngineLostError
 from lightning_scalerl.generator.vllm_server import VLLMServerGenerator
+from lightning_scalerl.generator.vllm_stream import Tokens
 from lightning_scalerl.model.load import load_model
 from tests.generator.stand_in import TOKEN, StandIn
 
@@ -370,6 +371,7 @@ def test_an_answer_that_comes_twice_is_one_rollout(server: StandIn, made: Any) -
     generator.submit(GroupRequest(0, PROMPT, 3, (1,)))
     found = drained(generator)
     generator.submit(GroupRequest(1, PROMPT, 3, (1,)))
+    generator._streams.events.put(Tokens("a request that was given up", [9], [-1.0]))
     found += drained(generator)
     assert [(each.key, each.index) for each in found] == [(key, index) for key in (0, 1) for index in range(3)]
     assert all(len(each.rollout.tokens) == 6 for each in found)
