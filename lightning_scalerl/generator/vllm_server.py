@@ -69,7 +69,7 @@ class VLLMServerGenerator:
         model: the trainer's model, or one of its class: its configuration and first weights are used.
         precision: types of the engine's weights and of its head, which the server must have been started with.
         address: the server's, such as `http://node7:8000`.
-        token: the server's token; empty if it asks for none.
+        token: the server's token; None if it asks for none.
         slots: number of rollouts that are kept in flight there.
         cache_gib: not used; the server has its cache (`vllm_serve`).
         max_prompt_tokens, max_new_tokens, stop_tokens, temperature, phrase, thinking_ended, stop_text: as
@@ -96,7 +96,7 @@ class VLLMServerGenerator:
         precision: Precision,
         *,
         address: str,
-        token: str = "",
+        token: str | None = None,
         slots: int,
         max_prompt_tokens: int,
         max_new_tokens: int,
@@ -139,7 +139,7 @@ class VLLMServerGenerator:
         self._asleep = False
         self._healthy = time.monotonic()
         with ExitStack() as undo:
-            self._connection = Connection(address, token)
+            self._connection = Connection(address, token or "")
             undo.callback(self._connection.close)
             self._streams = Streams(self._connection)
             wait_for_server(self._connection, away_s)
