@@ -48,7 +48,7 @@ class StandIn:
         # Answers before the route works: a status, "garbage", or "hang"; the last one stays if it is in `forever`.
         self.failures: dict[str, list[Any]] = {}
         self.spans: list[str] | None = None  # labels that it gives instead of those of the moment
-        self.manner = ""  # "twice", "too many", "breaks", "no labels", "other tokens"
+        self.manner = ""  # "twice", "too many", "breaks", "ends early", "no labels", "other tokens"
         self.paused = asyncio.Event()
         self.label = "default"
         self.open: Counter[str] = Counter()
@@ -187,6 +187,8 @@ class StandIn:
                 last = len(labels) == wanted["max_tokens"]
                 token = 1 + len(labels)
                 await self._part(answer, [self._choice([token], "length" if last else None, labels)])
+                if self.manner == "ends early" and len(labels) == 2:
+                    return answer
                 if self.manner == "breaks" and len(labels) == 2:
                     request.transport.close()  # type: ignore[union-attr]
                     return answer

@@ -351,6 +351,7 @@ def failing(**failures: list[Any]) -> Any:
         (failing(generate=[503]), "answers 503: not now"),
         (failing(generate=["garbage"]), "no JSON"),
         (told(manner="breaks"), "broke off"),
+        (told(manner="ends early"), "broke off in the middle of an answer"),
         (told(manner="too many"), "more tokens than asked for"),
         (told(manner="no labels"), "names the weights of 0 of"),
         (told(manner="other tokens"), "log-probabilities of other tokens"),
