@@ -238,7 +238,9 @@ class BucketSender:
         self._dtype, self.bytes_sent, self.buckets, self.digest, self.way = dtype, 0, 0, "", ""
         shared = Path("/dev/shm")
         place = folder or (shared if shared.is_dir() else None)
-        self._folder = Path(tempfile.mkdtemp(prefix="scalerl-weights-", dir=place))
+        # Removed at the end of the process too, which a failure ends without `close`.
+        self._owned = tempfile.TemporaryDirectory(prefix="scalerl-weights-", dir=place, ignore_cleanup_errors=True)
+        self._folder = Path(self._owned.name)
         self._shelf: _Shelf | None = None
         try:
             refused = self._tried_file() if transfer != "http" else "not tried"
@@ -319,8 +321,7 @@ class BucketSender:
 
     def close(self) -> None:
         """Remove the folder and the address."""
-        with suppress(OSError):
-            self._folder.rmdir()
+        self._owned.cleanup()
         if self._shelf is not None:
             self._shelf.close()
 
