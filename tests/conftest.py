@@ -27,6 +27,7 @@ GROUPS = {
     "tests/slurm/": "slurm",
     "tests/member/test_identity.py": "identity",
     "tests/sweeps/report/test_report.py": "report",
+    "tests/test_docs_site.py": "docs",
 }
 
 

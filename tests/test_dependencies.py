@@ -66,7 +66,7 @@ def test_dependencies_are_what_is_imported() -> None:
     optional = project["optional-dependencies"]
     extras = {extra: {name_of(each) for each in optional[extra]} for extra in ("tensorboard", "excel", "wandb", "lora")}
     extra = set().union(*extras.values())
-    assert set(optional) == {*VLLM, *extras, "dev"}
+    assert set(optional) == {*VLLM, *extras, "docs", "dev"}
     assert imported() - extra - VLLM == plain and VLLM & imported()
     assert extra - {"openpyxl"} <= imported() and not extra & plain  # openpyxl is pandas' to import
 

@@ -1,0 +1,62 @@
+"""Builds the documentation site: `python -m docs.site build`, `serve` to look at it, `figures` to draw the figures.
+
+Needs the extra `docs`; `figures` only matplotlib. `build` is strict: a link or anchor that leads nowhere is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+
+from docs.site.figures import draw
+from docs.site.source import ROOT
+from docs.site.stage import finish, stage
+
+TARGET = ROOT / "build" / "docs"
+
+
+def build(target: Path = TARGET) -> int:
+    """Build the site strictly below `target`; return Zensical's exit code."""
+    if find_spec("zensical") is None:
+        print("docs: Zensical is not installed; pip install -e '.[docs]'", file=sys.stderr)
+        return 1
+    config = stage(target)
+    command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean", "--config-file", str(config)]
+    code = subprocess.run(command, check=False).returncode
+    finish(target / "site")
+    return code
+
+
+def serve(port: int, target: Path = TARGET) -> int:
+    """Serve the site that was built, on this machine alone."""
+    handler = partial(SimpleHTTPRequestHandler, directory=str(target / "site"))
+    with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+        print(
+            f"http://127.0.0.1:{server.server_port}/  (Ctrl-C ends it; {target / 'site' / 'index.html'} opens without)"
+        )
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+def main() -> int:
+    """Do what the command line says."""
+    parser = argparse.ArgumentParser(prog="python -m docs.site", description=__doc__)
+    parser.add_argument("what", choices=("build", "serve", "figures"))
+    parser.add_argument("--port", type=int, default=8000, help="of serve; 0 for any that is free")
+    options = parser.parse_args()
+    if options.what == "figures":
+        draw(ROOT / "docs" / "reference" / "figures")
+        return 0
+    return build() if options.what == "build" else serve(options.port)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,324 @@
+"""The documentation site: what it is made of is complete and true, and it is built without a broken link.
+
+Commands, keys, recipes and public names come from code when the site is built; here it is held that none is left out,
+and that pages written by hand (metrics, messages, commands in blocks of code) say what the code does. Only the build
+itself needs the extra `docs` (mark `docs`, run by .ci/run).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import yaml
+
+import lightning_scalerl
+from docs.site.generate import ROWS, commands, pages, setting_groups
+from docs.site.stage import CONFIG, completed, finish, navigated, site_pages, stage
+from sweeps.cli.main import make_parser
+from tests.paths import ROOT
+from tests.sweeps.cli.test_commands import COMMANDS
+
+CONF = ROOT / "conf"
+METRICS = ROOT / "docs" / "reference" / "metrics.md"
+MESSAGES = ROOT / "docs" / "guide" / "troubleshooting.md"
+METRIC = re.compile(r"(train|eval|eval_cost|compute|time|verify|mechanism|virtual|live|alarm|reward|fit|rank)/[^\s]")
+
+
+@cache
+def generated() -> dict[str, str]:
+    return pages()
+
+
+@cache
+def site() -> dict[str, str]:
+    return {**site_pages(), **generated()}
+
+
+def leaves(value: object, name: str) -> Iterator[str]:
+    """Yield the dotted names of a configuration's values; an empty mapping is a value."""
+    if isinstance(value, dict) and value and name not in ("", "hydra"):
+        for key, each in value.items():
+            yield from leaves(each, f"{name}.{key}")
+    else:
+        yield name
+
+
+def keys_of(file: Path) -> set[str]:
+    text = file.read_text()
+    package = "" if "# @package _global_" in text or file == CONF / "train.yaml" else ".".join(
+        file.parent.relative_to(CONF).parts
+    )  # fmt: skip
+    raw = yaml.safe_load(text) or {}
+    raw.pop("defaults", None)
+    prefix = f"{package}." if package else ""
+    found = {name for key, value in raw.items() for name in leaves(value, f"{prefix}{key}")}
+    return {name for name in found if not name.endswith("_target_")}
+
+
+# --- what comes from code is complete ------------------------------------------------------------------------------
+
+
+def test_every_command_has_a_page_with_each_of_its_options() -> None:
+    assert list(commands()) == list(COMMANDS)
+    for name, parser in commands().items():
+        page = site()[f"commands/{name}.md"]
+        assert f"[`scalerl {name}`]({name}.md)" in site()["commands/index.md"]
+        for action in parser._actions:
+            if action.help != "==SUPPRESS==" and "--help" not in action.option_strings:
+                shown = action.option_strings or [str(action.metavar or next(iter(action.choices or [action.dest])))]
+                assert all(re.search(rf"`[^`]*(?<![\w-]){re.escape(flag)}(?![\w-])[^`]*`", page) for flag in shown), (
+                    f"scalerl {name}: {shown} is not on its page"
+                )
+
+
+def test_every_key_of_the_configuration_is_on_a_page() -> None:
+    where = {"": "configuration/run.md", **{group: f"configuration/{group.replace('/', '_')}.md" for group in
+                                           setting_groups()}}  # fmt: skip
+    for file in sorted(CONF.rglob("*.yaml")):
+        group = "" if file.parent == CONF else file.parent.relative_to(CONF).as_posix()
+        if file == CONF / "data_set_rows.yaml":
+            continue  # a part of the files of task/
+        if group in ROWS:
+            continue
+        page = site()[where[group]]
+        missing = {key for key in keys_of(file) if f"`{key}`" not in page and not key.startswith("hydra")}
+        assert not missing, f"{file.relative_to(ROOT)}: {sorted(missing)} not on {where[group]}"
+
+
+def test_every_choice_recipe_and_variant_is_on_a_page() -> None:
+    for folder in [path for path in CONF.iterdir() if path.is_dir() and path.name != "hydra"]:
+        for file in folder.glob("*.yaml"):
+            if folder.name == "variant":
+                assert f"| `{file.stem}` |" in site()["recipes/variant.md"]
+            elif folder.name in ROWS:
+                assert f"\n## {file.stem}\n" in site()[f"recipes/{folder.name}.md"]
+            else:
+                assert f"\n## {folder.name}={file.stem}\n" in site()[f"configuration/{folder.name}.md"]
+
+
+def test_recipes_and_variants_name_a_source_or_say_what_they_are() -> None:
+    rows = re.findall(r"^\| (`.+?`) \| (.+?) \|(.*)\|$", site()["recipes/variant.md"], flags=re.MULTILINE)
+    assert len(rows) == len(list((CONF / "variant").glob("*.yaml")))
+    unsaid = {name for name, _, said in rows if not said.strip()}
+    # What they set is a number of the optimizer, and the recipe itself.
+    assert unsaid <= {"`clip_0.3`", "`clip_1.0`", "`lr_0`", "`none`"}
+    parts = re.split(r"^## ", site()["recipes/recipe.md"], flags=re.MULTILINE)[1:]
+    unsourced = {part.split()[0] for part in parts if not re.search(r"arXiv|\d{4}\.\d{5}|section|https?:", part)}
+    # Put together here, each row with what is assumed; scalerl_core is scalerl with less.
+    assert unsourced <= {"ppo", "ppo_large", "scalerl_core"}
+
+
+def test_every_public_name_has_its_docstring_on_a_page_of_the_python_interface() -> None:
+    named = re.findall(r"^::: lightning_scalerl\.([\w.]+)$", "\n".join(generated().values()), flags=re.MULTILINE)
+    assert sorted(named) == sorted(f"{home}.{name}" for name, home in lightning_scalerl._HOME_OF.items())
+
+
+# --- what is written by hand is true -------------------------------------------------------------------------------
+
+
+def strings(folder: str) -> Iterator[str]:
+    """Yield every string of the code that is no docstring; a value within an f-string becomes `*`."""
+    for file in (ROOT / folder).rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        skipped |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in ast.walk(tree):
+            if id(node) in skipped:
+                continue
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values)
+
+
+def metrics_on_the_page() -> set[str]:
+    cells = re.findall(r"^\| (`.+?`) \|", METRICS.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"<\w+>", "*", name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def test_every_metric_that_the_code_names_is_on_the_page_and_no_other() -> None:
+    listed = metrics_on_the_page()
+    written = {text for text in strings("lightning_scalerl") if METRIC.match(text) and re.fullmatch(r"[\w/*]+", text)}
+    written |= {text for text in strings("sweeps/tracking") if re.match(r"(fit|rank)/\w", text) and "*" not in text}
+    assert {name for name in written if "*" not in name and not name.endswith("_")} <= listed
+    patterns = {name for name in written if "*" in name}
+    assert {pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in listed)} == set()
+    stale = {name for name in listed if not any(fnmatchcase(name, pattern) for pattern in written)}
+    assert stale == set(), "the page names metrics that no code writes"
+
+
+def test_every_metric_of_a_short_run_is_on_the_page(tiny_model_path: str) -> None:
+    from tests.helpers import undisturbed
+
+    records, _ = undisturbed(tiny_model_path, 2)
+    listed = metrics_on_the_page()
+    recorded = {name for _, _, metrics in records for name in metrics}
+    assert len(recorded) > 30
+    assert {name for name in recorded if not any(fnmatchcase(name, pattern) for pattern in listed)} == set()
+
+
+def test_messages_of_the_troubleshooting_page_are_the_codes_own() -> None:
+    said = [text for folder in ("lightning_scalerl", "sweeps") for text in strings(folder)]
+    quoted = re.findall(r"^\| `(.+?)` \|", MESSAGES.read_text(), flags=re.MULTILINE)
+    assert len(quoted) > 30
+    hydras = {"Could not override"}
+    assert [words for words in quoted if words not in hydras and not any(words in text for text in said)] == []
+
+
+def blocks() -> Iterator[tuple[str, str, str]]:
+    """Yield place, language and text of each block of code of the written pages."""
+    for place, text in site_pages().items():
+        for language, code in re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+            if place != "changelog.md":
+                yield place, language, code
+
+
+def commands_shown() -> Iterator[tuple[str, list[str]]]:
+    """Yield place and words of each `scalerl` command in the blocks of code, without remarks and redirections."""
+    for place, language, code in blocks():
+        if language not in ("", "sh", "bash", "console"):
+            continue
+        for line in re.sub(r"\\\n\s*", " ", code).splitlines():
+            # What follows one blank and a word is a command; tables of output have recipes called `scalerl`.
+            if found := re.match(r"(?:\$ )?(?:[A-Z_]+=\S+ )*scalerl ([a-z]+(?:\s.*)?)$", line):
+                yield place, shlex.split(re.split(r"\s#|\s{2,}\(|\s[|>]|\s&&|;", found[1])[0])
+
+
+def test_python_in_the_pages_compiles() -> None:
+    found = 0
+    for place, language, code in blocks():
+        if language == "python":
+            compile(code, place, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            found += 1
+    assert found > 10
+
+
+def test_commands_in_the_pages_are_taken_by_the_real_parser(capsys: pytest.CaptureFixture[str]) -> None:
+    found = list(commands_shown())
+    assert len(found) > 100
+    parser, refused = make_parser(), []
+    for place, words in found:
+        if words[0] == "train":
+            continue
+        try:
+            # A single capital stands for a number, SOURCE... for one or several.
+            parser.parse_args(["1" if re.fullmatch(r"[A-Z]", word) else word for word in words if word != "..."])
+        except SystemExit as stop:
+            if stop.code:
+                refused.append(f"{place}: scalerl {' '.join(words)}: {capsys.readouterr().err.splitlines()[-1]}")
+    assert refused == []
+
+
+def test_choices_and_keys_of_training_commands_in_the_pages_exist() -> None:
+    """A group's choice is a file of conf/, a key stands in one; commands with a folder of one's own may name others."""
+    keys = {key for file in CONF.rglob("*.yaml") for key in keys_of(file)}
+    roots = {key.split(".")[0] for key in keys} | {"hydra"}
+    groups = {path.relative_to(CONF).as_posix() for path in CONF.rglob("*") if path.is_dir()}
+    wrong = []
+    for place, words in commands_shown():
+        if words[0] != "train" or "--config-dir" in words:
+            continue
+        for word in words[1:]:
+            name, equals, value = word.partition("=")
+            if not equals or word.startswith(("-", "+")):
+                continue
+            if name in groups:
+                chosen = re.findall(r"[\w.]+", value) if re.fullmatch(r"[\w.,]+", value) else []
+                wrong += [f"{place}: {word}" for each in chosen if not (CONF / name / f"{each}.yaml").is_file()]
+            elif name.split(".")[0] not in roots:
+                wrong.append(f"{place}: {word}")
+    assert wrong == []
+
+
+# --- the site itself -----------------------------------------------------------------------------------------------
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    configured = completed(yaml.safe_load(CONFIG.read_text()), sorted(site()))
+    listed = list(navigated(configured["nav"]))
+    assert sorted(listed) == sorted(site())
+
+
+class Page(HTMLParser):
+    """Links, anchors and what is fetched of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.fetched: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attributes}
+        self.anchors |= {given[name] for name in ("id", "name") if name in given}
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        elif tag == "link" and given.get("rel") not in ("canonical", "prev", "next"):
+            self.fetched.append(given.get("href", ""))
+        elif "src" in given:
+            self.fetched.append(given["src"])
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built strictly: Zensical ends with an error for a link or an anchor in a page that leads nowhere."""
+    try:
+        import zensical  # noqa: F401
+    except ImportError:
+        (pytest.fail if os.environ.get("CI_ALL") == "1" else pytest.skip)("the extra docs is not installed")
+    target = tmp_path_factory.mktemp("docs")
+    config = stage(target)
+    done = subprocess.run(
+        [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", str(config)],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    finish(target / "site")
+    return target / "site"
+
+
+@pytest.mark.docs
+def test_the_built_site_is_whole_and_stands_alone(built: Path) -> None:
+    parsed = {file: Page(file.read_text()) for file in built.rglob("*.html")}
+    assert len(parsed) > len(site())  # and the page for what is not there
+    broken, foreign = [], []
+    for file, page in parsed.items():
+        foreign += [f"{file.name}: {url}" for url in page.fetched if re.match(r"(https?:)?//", url)]
+        if file.name == "404.html":
+            continue
+        for url in [*page.links, *page.fetched]:
+            if re.match(r"[a-z]+:", url) or not url:
+                continue
+            path, _, anchor = unquote(url).partition("#")
+            there = (file.parent / path.partition("?")[0]).resolve() if path else file
+            there = there / "index.html" if there.is_dir() else there
+            if not there.exists() or (
+                anchor and there in parsed and anchor not in parsed[there].anchors | {"__comments"}
+            ):
+                broken.append(f"{file.relative_to(built)}: {url}")
+    assert foreign == [] and broken == []
+    for style in built.rglob("*.css"):
+        assert not re.search(r"url\([\"']?(https?:)?//", style.read_text()), style
+
+
+@pytest.mark.docs
+def test_the_search_of_the_built_site_knows_every_public_name_and_command(built: Path) -> None:
+    found = json.loads((built / "search.json").read_text())["items"]
+    text = " ".join(f"{item['title']} {item['text']}" for item in found)
+    missing = [name for name in lightning_scalerl.public_names() if not re.search(rf"\b{name}\b", text)]
+    missing += [command for command in COMMANDS if f"scalerl {command}" not in text]
+    assert missing == []
