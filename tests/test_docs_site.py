@@ -12,8 +12,11 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import time
+import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import cache
@@ -322,3 +325,107 @@ def test_the_search_of_the_built_site_knows_every_public_name_and_command(built:
     missing = [name for name in lightning_scalerl.public_names() if not re.search(rf"\b{name}\b", text)]
     missing += [command for command in COMMANDS if f"scalerl {command}" not in text]
     assert missing == []
+
+
+# Text of every kind, its colour and that of what lies under it, as [r, g, b, a]; the page and its own frames of search.
+COLOURS = """
+const parse = text => { const n = text.match(/[\\d.]+/g).map(Number); return n.length < 4 ? [...n, 1] : n };
+const under = e => { for (; e; e = e.parentElement) {
+  const c = parse(getComputedStyle(e).backgroundColor); if (c[3] > 0.99) return c } return [255, 255, 255, 1] };
+return ["h1", "h2", "p", ".md-content p a", ".md-content td", ".md-content code", ".md-nav__link"].flatMap(kind => {
+  const e = [...document.querySelectorAll(kind)].find(e => e.offsetParent !== null);
+  return e ? [[kind, parse(getComputedStyle(e).color), under(e)]] : [] });
+"""
+SEARCH = """
+const roots = [document, ...[...document.querySelectorAll("*")].filter(e => e.shadowRoot).map(e => e.shadowRoot)];
+return [roots.slice(1).flatMap(root => [...root.querySelectorAll("input")]).find(e => e.offsetParent !== null),
+        roots.slice(1).map(root => root.textContent).join(" ")];
+"""
+
+
+def contrast(text: list[float], under: list[float]) -> float:
+    """Return WCAG's contrast ratio of a colour, perhaps transparent, on an opaque one."""
+
+    def luminance(colour: list[float]) -> float:
+        parts = [value / 255 for value in colour]
+        return sum(
+            weight * (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4)
+            for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True)
+        )
+
+    blended = [above * text[3] + below * (1 - text[3]) for above, below in zip(text[:3], under[:3], strict=True)]
+    lighter, darker = sorted((luminance(blended), luminance(under[:3])), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.docs
+@pytest.mark.browser
+@pytest.mark.timeout(420)
+def test_opened_from_a_folder_it_is_searched_and_fits_a_screen_and_a_phone(built: Path, tmp_path: Path) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    from tests.sweeps.tracking.test_browser import chromium, need
+
+    need(shutil.which("chromium") and shutil.which("chromedriver"), "chromium with its driver")
+    with chromium(tmp_path / "profile") as browser:
+        for width, scheme in ((1400, "light"), (1400, "dark"), (390, "light"), (390, "dark")):
+            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+            for page in ("index.html", "commands/fit.html", "recipes/variant.html", "api/axis_loss.html"):
+                browser.get((built / page).as_uri())
+                reach, screen = browser.execute_script(
+                    "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+                )
+                assert reach <= screen, f"{page}: {reach} px on a screen of {screen}"
+                colours = browser.execute_script(COLOURS)
+                assert len(colours) >= 3 and {kind: contrast(text, under) for kind, text, under in colours
+                                              if contrast(text, under) < 4.5} == {}, (page, scheme)  # fmt: skip
+                names = browser.execute_script("return performance.getEntriesByType('resource').map(each => each.name)")
+                assert [name for name in names if not name.startswith(("file:", "data:"))] == []
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        browser.get((built / "index.html").as_uri())
+        next(
+            button for button in browser.find_elements("css selector", "header button") if button.is_displayed()
+        ).click()
+        deadline = time.monotonic() + 60
+        while (field := browser.execute_script(SEARCH)[0]) is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+        for letter in "staleness":
+            ActionChains(browser).send_keys(letter).perform()
+            time.sleep(0.1)
+        while (
+            "train/staleness_mean" not in (shown := browser.execute_script(SEARCH)[1]) and time.monotonic() < deadline
+        ):
+            time.sleep(0.2)
+        assert field.get_property("value") == "staleness" and "Staleness" in shown
+        assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+# --- metadata ------------------------------------------------------------------------------------------------------
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert project["version"] == lightning_scalerl.__version__ == cited["version"]
+    assert project["license"] == cited["license"]
+    assert {"cff-version", "message", "title", "authors"} <= set(cited)
+
+
+def test_issue_templates_ask_for_what_a_report_needs() -> None:
+    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
+    for name, asked in (("bug", {"command", "version", "journal"}), ("source", {"head", "said", "meant"})):
+        form = yaml.safe_load((folder / f"{name}.yml").read_text())
+        fields = [field for field in form["body"] if field["type"] != "markdown"]
+        assert {"name", "description", "body"} <= set(form) and asked <= {field["id"] for field in fields}
+        assert all(field["type"] in ("input", "textarea") and field["attributes"]["label"] for field in fields)
+
+
+def test_hooks_before_a_commit_are_the_checks_of_ci() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    called = {" ".join(word for word in hook["entry"].split() if word[0] != "-") for hook in hooks}
+    script = (ROOT / ".ci" / "run").read_text()
+    assert called == {".venv/bin/ruff check", ".venv/bin/ruff format", ".venv/bin/mypy"}
+    assert all(command in script for command in called)

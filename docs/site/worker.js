@@ -14,7 +14,7 @@ if (location.protocol === "file:") {
         inside.importScripts = (...urls) =>
           urls.reduce((before, each) => before.then(() => this.load(each)), Promise.resolve())
         inside.postMessage = (data) => {
-          const event = new MessageEvent("message", { data })
+          const event = new MessageEvent("message", { data: structuredClone(data) })
           this.dispatchEvent(event)
           if (this.onmessage) this.onmessage(event)
         }
@@ -35,7 +35,7 @@ if (location.protocol === "file:") {
     postMessage(data) {
       this.ready.then(() => {
         const inside = this.frame.contentWindow
-        inside.dispatchEvent(new inside.MessageEvent("message", { data }))
+        inside.dispatchEvent(new inside.MessageEvent("message", { data: inside.structuredClone(data) }))
       })
     }
     terminate() {
