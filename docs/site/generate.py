@@ -10,6 +10,7 @@ import argparse
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from docs.site.source import CONF, HOME_OF, Choice, Key, choices, find, groups, loaded, read
 from sweeps.cli.main import make_parser
@@ -182,6 +183,11 @@ def _group(group: str) -> str:
     parts = [f"# {group}"]
     flag = group.removeprefix("hydra/")
     parts.append(f"Choices of the group `{group}`: `{group}=NAME` takes another file of `conf/{group}/`.")
+    for base in sorted({choice.base for choice in choices(group)} - {""}):
+        shared = read(CONF / f"{base}.yaml")
+        keys = [replace(key, name=f"{group}.{key.name}") for key in shared.keys if not plumbing(key)]
+        names = ", ".join(_code(choice.name) for choice in choices(group) if choice.base == base)
+        parts += [f"## Shared by {names}", _plain(shared.about), _key_table(keys, _arguments(shared))]
     for choice in choices(group):
         parts.append(f"## {flag}={choice.name}")
         documented = find(choice.target) if choice.target else None
@@ -194,10 +200,20 @@ def _group(group: str) -> str:
                 parts.append("Source: " + "; ".join(map(_plain, documented.sources)) + ".")
         if choice.overrides:
             parts.append(_overrides_table(choice))
-        keys = [key for key in choice.keys if not key.name.endswith("_target_")]
+        keys = [key for key in choice.keys if not plumbing(key)]
         if keys:
-            parts.append(_key_table(keys, documented.arguments if documented else {}))
+            parts.append(_key_table(keys, _arguments(choice)))
     return "\n\n".join(parts) + "\n"
+
+
+def _arguments(choice: Choice) -> dict[str, str]:
+    documented = find(choice.target) if choice.target else None
+    return documented.arguments if documented else {}
+
+
+def plumbing(key: Key) -> bool:
+    """Return whether a key tells Hydra how to make an object, and is no setting."""
+    return re.search(r"(^|\.)_\w+_$", key.name) is not None
 
 
 def _key_table(keys: Iterable[Key], arguments: dict[str, str]) -> str:

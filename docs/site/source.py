@@ -110,14 +110,15 @@ class Choice:
     group: str
     name: str
     about: str
-    package: str
     keys: tuple[Key, ...]
     overrides: tuple[tuple[str, str, str], ...]
+    base: str = ""
 
     @property
     def target(self) -> str:
-        """Class or function that the file names, "" for none."""
-        return next((key.value for key in self.keys if key.name.split(".")[-1] == "_target_"), "")
+        """Class or function that the file names, or the file that it begins with; "" for none."""
+        named = next((key.value for key in self.keys if key.name.split(".")[-1] == "_target_"), "")
+        return named or (read(CONF / f"{self.base}.yaml").target if self.base else "")
 
 
 def choices(group: str) -> list[Choice]:
@@ -140,7 +141,9 @@ def read(path: Path) -> Choice:
     package = "" if any(line.startswith("# @package _global_") for line in lines) else _package(path)
     node = yaml.compose(text)
     keys = tuple(_keys(node, package, lines)) if isinstance(node, yaml.MappingNode) else ()
-    return Choice(path.parent.relative_to(CONF).as_posix(), path.stem, about, package, keys, tuple(_overrides(lines)))
+    group = path.parent.relative_to(CONF).as_posix()
+    base = re.search(r"^defaults: \[/(\w+)@_here_", text, flags=re.MULTILINE)
+    return Choice(group, path.stem, about, keys, tuple(_overrides(lines)), base[1] if base else "")
 
 
 def _leading(lines: list[str]) -> Iterator[str]:
@@ -163,9 +166,7 @@ def _overrides(lines: list[str]) -> Iterator[tuple[str, str, str]]:
 
 def _keys(node: yaml.MappingNode, prefix: str, lines: list[str]) -> Iterator[Key]:
     for key, value in node.value:
-        if not prefix and key.value in ("defaults", "hydra") and key.start_mark.column == 0 and key.value == "defaults":
-            continue
-        if prefix and key.value == "defaults" and key.start_mark.column == 0:
+        if key.value == "defaults" and key.start_mark.column == 0:
             continue
         name = f"{prefix}.{key.value}" if prefix else str(key.value)
         if isinstance(value, yaml.MappingNode) and value.value and not value.flow_style:
@@ -188,6 +189,10 @@ def _comment(value: yaml.Node, key: yaml.Node, lines: list[str]) -> str:
     end = value.end_mark
     if end.line < len(lines) and (behind := re.fullmatch(r"\s*# (.*)", lines[end.line][end.column :])):
         return behind[1]
+    # A list on lines of its own has its comment behind the key.
+    begun = key.end_mark
+    if value.start_mark.line > begun.line and (said := re.fullmatch(r":\s*# (.*)", lines[begun.line][begun.column :])):
+        return said[1]
     above: list[str] = []
     number = key.start_mark.line - 1
     while number >= 0 and re.match(r"\s+# ", lines[number]):
