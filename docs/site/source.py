@@ -68,6 +68,11 @@ def _documented(module: ast.Module, name: str) -> Documented | None:
     for base in [each for each in bases if each in nodes]:
         inherited = _documented(module, base)
         arguments |= {} if inherited is None else inherited.arguments
+    for line in module.body:
+        if isinstance(line, ast.ImportFrom) and line.module:
+            for imported in [alias.name for alias in line.names if alias.name in bases]:
+                inherited = find(f"{line.module}.{imported}")
+                arguments |= {} if inherited is None else inherited.arguments
     arguments |= _arguments(docstring)
     # A choice's pure function stands beside its class and has the equation's source.
     names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
