@@ -18,17 +18,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_scalerl.callbacks.predict import Prediction, predictions
+from lightning_scalerl.callbacks.predict import Prediction, predicted
 from lightning_scalerl.callbacks.trainer import refuse_pytorch_lightning
-from lightning_scalerl.data import PREDICT
 from lightning_scalerl.distributed.checkpoint_folder import is_folder
 from lightning_scalerl.distributed.ranks import Follower, Ranks
 from lightning_scalerl.distributed.sharded import whole_tensor
@@ -112,8 +111,6 @@ class ScaleRL(LightningModule):
     # Set by `setup`, on every rank.
     meter: ComputeMeter
     sigterm_handler: Any
-    # Of the last `Trainer.predict`.
-    _predictions: Sequence[Prediction]
 
     def __init__(
         self,
@@ -186,7 +183,9 @@ class ScaleRL(LightningModule):
             optimizer.step()  # type: ignore[union-attr]
             self.meter.trained(batch, self.choices.passes)
         self.stream.step_completed()
-        recorded = self.records.record(self, "train", lambda: self._step_metrics(batch, passes, gaps))
+        recorded = self.records.record(
+            self, "train", lambda: {**metrics_of(self, batch, passes), **probe_metrics(gaps)}
+        )
         check_probe(recorded, self.choices.precision, self.completed_steps - 1)
         self.health.check(recorded, self.completed_steps)
 
@@ -224,10 +223,6 @@ class ScaleRL(LightningModule):
         if not finite:
             self.optimizers().zero_grad(set_to_none=True)  # type: ignore[union-attr]
         return Pass(gathered, {term.name: total for term, total in zip(self.terms, totals, strict=True)}, norms, finite)
-
-    def _step_metrics(self, batch: TrainBatch, passes: Sequence[Pass], gaps: Tensor) -> dict[str, Any]:
-        rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
-        return {"train/learning_rate": rate, **metrics_of(self, batch, passes), **probe_metrics(gaps)}
 
     # --- what callbacks and scripts ask of a run ---------------------------------------------------------
 
@@ -308,10 +303,7 @@ class ScaleRL(LightningModule):
         """Make a module with the weights of a checkpoint of either form: a file, or a folder of shards.
 
         Args:
-            checkpoint_path: of the checkpoint.
-            map_location, hparams_file: as of Lightning's; a folder's weights are read to the host.
-            strict: whether the names of all weights must agree.
-            weights_only: whether torch may read plain values and tensors only.
+            checkpoint_path, map_location, hparams_file, strict, weights_only: as of Lightning's own.
             arguments: of this class, in place of those that the checkpoint holds.
 
         Raises:
@@ -380,12 +372,7 @@ class ScaleRL(LightningModule):
 
     def on_predict_start(self) -> None:
         """Sample completions of all prompts of `Trainer.predict`, and have them graded."""
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        unknown, samples = data.predicted.unknown, data.samples
-        plain = self.ranks.share(
-            lambda: [asdict(each) for each in predictions(self, self.eval_sets[PREDICT], unknown, samples)]
-        )
-        self._predictions = [Prediction.of(each) for each in plain]
+        self._predictions = predicted(self)
 
     def predict_step(self, place: int) -> Prediction:
         """Return one prompt with its completions and their rewards."""

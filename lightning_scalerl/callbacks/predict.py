@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_scalerl.callbacks.evaluate import EvaluationStoppedError, sampled
+from lightning_scalerl.data import PREDICT
 from lightning_scalerl.generator.base import GroupRequest
 from lightning_scalerl.run import Run
 from lightning_scalerl.stream.prompts import PromptSet
@@ -59,6 +60,18 @@ UNKNOWN = Outcome(
     "abstain",
     why="the prompt is none of the task's, so there is no answer to compare with; give a row of the task's form",
 )
+
+
+def predicted(module: Any) -> Sequence[Prediction]:
+    """Return the predictions for the prompts that a module's Trainer was given, the same on every rank."""
+    data = module.trainer.datamodule
+    plain = module.ranks.share(
+        lambda: [
+            asdict(each)
+            for each in predictions(module, module.eval_sets[PREDICT], data.predicted.unknown, data.samples)
+        ]
+    )
+    return [Prediction.of(each) for each in plain]
 
 
 def predictions(run: Run, prompts: PromptSet, unknown: Collection[str], samples: int) -> list[Prediction]:

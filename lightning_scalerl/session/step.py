@@ -45,11 +45,13 @@ def _asking(module: Parts) -> Iterator[None]:
 
 
 def metrics_of(module: Parts, batch: TrainBatch, passes: Sequence[Pass]) -> dict[str, Any]:
-    """Return the metrics of the step on `batch`, on rank 0, but for its learning rate and the generator's gaps."""
+    """Return the metrics of the step on `batch`, on rank 0, but for the generator's gaps."""
+    assert module.optimizer is not None
     metrics = step_metrics(batch, passes, module.choices, module.completed_steps - 1, module.stream.dropped_for_batch)
     clip = module.recipe.optimizer.clip_norm
     clipped = [clip is not None and float(each.norms["gradient_norm"]) > clip for each in passes]
     return {
+        "train/learning_rate": module.optimizer.param_groups[0]["lr"],
         "train/epoch": module.prompts.epoch,
         "train/prompts_retired": module.prompts.retired,
         **metrics,

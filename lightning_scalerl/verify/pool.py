@@ -230,21 +230,7 @@ class VerifierPool:
 
     def _started(self) -> _Worker:
         """Start a worker process; it has `START_S` seconds to load the grader."""
-        ours, theirs = Pipe()
-        with os.fdopen(os.memfd_create("grader"), "w+b") as handed:
-            handed.write(self._message)
-            handed.flush()
-            handed.seek(0)
-            numbers = [theirs.fileno(), handed.fileno()]
-            command = [sys.executable, "-m", "lightning_scalerl.verify.worker", str(numbers[0]), str(os.getpid())]
-            scratch = secrets.token_hex(8)
-            # A group of its own: it is killed as one, and Ctrl-C is not for it.
-            process = subprocess.Popen(
-                [*command, str(numbers[1])], pass_fds=numbers, stdin=subprocess.DEVNULL, start_new_session=True,
-                env=_environment() | {SCRATCH: scratch},
-            )  # fmt: skip
-        # Open here as well it would hide the end of the process: no end of file, only a time-out.
-        theirs.close()
+        process, ours, scratch = _process(self._message)
         self._readable.register(ours, select.POLLIN)
         return _Worker(process, ours, scratch, time.monotonic() + START_S)
 
@@ -388,6 +374,26 @@ class VerifierPool:
             self._shared.error = self._shared.error or ConfigurationError(" ".join(why.split()))
             self._shared.closing = True
             self._changed.notify_all()
+
+
+def _process(message: bytes) -> tuple[subprocess.Popen[bytes], Connection[Any, Any], str]:
+    """Start a worker's process with what it loads; return it, our end of its pipe, and its sandboxes' mark."""
+    ours, theirs = Pipe()
+    with os.fdopen(os.memfd_create("grader"), "w+b") as handed:
+        handed.write(message)
+        handed.flush()
+        handed.seek(0)
+        numbers = [theirs.fileno(), handed.fileno()]
+        command = [sys.executable, "-m", "lightning_scalerl.verify.worker", str(numbers[0]), str(os.getpid())]
+        scratch = secrets.token_hex(8)
+        # A group of its own: it is killed as one, and Ctrl-C is not for it.
+        process = subprocess.Popen(
+            [*command, str(numbers[1])], pass_fds=numbers, stdin=subprocess.DEVNULL, start_new_session=True,
+            env=_environment() | {SCRATCH: scratch},
+        )  # fmt: skip
+    # Open here as well it would hide the end of the process: no end of file, only a time-out.
+    theirs.close()
+    return process, ours, scratch
 
 
 def _kill(worker: _Worker) -> int:
