@@ -9,14 +9,13 @@ import json
 import math
 import os
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,12 @@ import pytest
 
 from sweeps.run.journal import Journal
 from sweeps.tracking import FitSummary, Member, Published, Shipper, TrackedSweep, Tracker, publish, ui_command
+from tests.chromium import chromium, need_chromium, wait_for
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
 
 Y, X = "eval/heldout/pass_rate", "eval/heldout/log10_compute"
 RECIPES = {"scalerl": (0.61, 1.8, 2e9), "scalerl+loss=dapo": (0.55, 1.5, 3e9)}
-FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--disable-dev-shm-usage", "--window-size=1600,1100",
-)  # fmt: skip
-
 # A plot's name, dash, fill and the ends of its x for every trace of the first chart.
 TRACES = """
 const plot = document.querySelector('.js-plotly-plot');
@@ -48,13 +42,6 @@ return JSON.stringify((plot && plot.data || []).map(t => ({
 
 def sigmoid(C: Any, A: float, B: float, C_mid: float) -> Any:
     return 0.2 + (A - 0.2) / (1 + (C_mid / C) ** B)
-
-
-def need(present: object, what: str) -> None:
-    if not present:
-        if os.environ.get("CI_ALL") == "1":
-            pytest.fail(f"{what} is missing, and CI_ALL=1 asks for every test")
-        pytest.skip(f"{what} is missing")
 
 
 def study(root: Path) -> tuple[Tracker, TrackedSweep, Published]:
@@ -116,40 +103,8 @@ def interface(command: str, url: str, cwd: Path) -> Iterator[None]:
                 process.wait(20)
 
 
-@contextlib.contextmanager
-def chromium(profile: Path) -> Iterator[Any]:
-    """A headless Chromium with an empty profile."""
-    from selenium import webdriver
-
-    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    assert binary and driver
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    for flag in (*FLAGS, f"--user-data-dir={profile}"):
-        options.add_argument(flag)
-    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    try:
-        yield browser
-    finally:
-        browser.quit()
-
-
-def wait_for(what: Callable[[], Any], seconds: float = 120) -> Any:
-    """Ask until the answer is true; the last answer either way."""
-    deadline = time.monotonic() + seconds
-    while not (answer := what()) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return answer
-
-
 def test_the_link_opens_points_curve_and_band(tmp_path: Path) -> None:
-    try:
-        import selenium
-    except ImportError:
-        selenium = None
-    need(selenium, "selenium")
-    need(shutil.which("chromium") and shutil.which("chromedriver"), "chromium or chromedriver")
-
+    need_chromium()
     tracker, _, published = study(tmp_path)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
