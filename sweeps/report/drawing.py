@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from sweeps.curve import Array, Curve
 from sweeps.decide.rank import Ranking
 from sweeps.errors import UserError
+from sweeps.report.thinning import smaller
 
 # Okabe and Ito's colours: told apart by most colour-blind readers, legible on white and on near-black.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#C28F00", "#56A0D9")
@@ -30,6 +31,8 @@ INK, RULE = "#1b1f24", "#d7dadf"
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "scalerl",
+    # It would take dots, lines of no length, for superfluous.
+    "path.simplify": False,
     "font.family": "sans-serif",
     "font.size": 9.0,
     "text.color": INK,
@@ -127,6 +130,14 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
+def pdf(figure: Figure) -> bytes:
+    """Render the figure as a PDF on white, with text as text, byte by byte reproducible."""
+    buffer = io.BytesIO()
+    with rc_context({**STYLE, "pdf.fonttype": 42}):
+        figure.savefig(buffer, format="pdf", dpi=160, facecolor="white", metadata={"CreationDate": None})
+    return buffer.getvalue()
+
+
 def inline_svg(document: str, prefix: str, description: str) -> str:
     """Convert an SVG document to an element of a page, with unique ids, and ink and rules in the page's colours.
 
@@ -135,7 +146,7 @@ def inline_svg(document: str, prefix: str, description: str) -> str:
         prefix: unique on the page, for ids.
         description: what a screen reader says; already escaped.
     """
-    body = document[document.index("<svg") :]
+    body = smaller(document[document.index("<svg") :])
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r'\bid="', f'id="{prefix}-', body)
     body = re.sub(r'href="#', f'href="#{prefix}-', body)

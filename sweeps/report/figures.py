@@ -15,9 +15,16 @@ from sweeps.fit.fit import Fit
 from sweeps.fit.history import Snapshot
 from sweeps.fit.points import select
 from sweeps.fit.predict import confidence_curve, fitted, predict, spacing
-from sweeps.report.drawing import REFUSED, RULE, STYLE, colours, draw_points, label, limits, log_axis, multiples
+from sweeps.report.drawing import INK, REFUSED, RULE, STYLE, colours, draw_points, label, limits, log_axis, multiples
+from sweeps.report.labels import shortened
 
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
+
+
+def _short(order: Sequence[str], ranking: Ranking) -> list[str]:
+    """Return the short labels of some recipes of a ranking, see `sweeps.report.labels`."""
+    short = shortened([entry.recipe for entry in ranking.ranking])
+    return [short[recipe] for recipe in order]
 
 
 def residuals_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
@@ -32,7 +39,7 @@ def residuals_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
     colour = colours(ranking)
     left, right = limits([by_recipe[recipe].curve for recipe in order])
     with rc_context(STYLE):
-        figure, panels = multiples(order, fits[0].curve.unit, "reward less the curve")
+        figure, panels = multiples(_short(order, ranking), fits[0].curve.unit, "reward less the curve")
         reach = max(
             _draw_residuals(panel=panel, fit=by_recipe[recipe], left=left, right=right, colour=colour[recipe])
             for recipe, panel in zip(order, panels, strict=True)
@@ -81,11 +88,18 @@ def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
         size = (6.6 if len(groups) == 1 else 9.4, 2.9 + 0.19 * -(-longest // 2))
         figure = Figure(figsize=size, layout="constrained")
         panels = figure.subplots(1, len(groups), sharey=True, squeeze=False).ravel()
+        short = shortened([entry.recipe for entry in ranking.ranking])
         for (title, group), panel in zip(groups, panels, strict=True):
             for index, fit in enumerate(group):
                 # Colours repeat after six ranked recipes, and refused ones are all grey: dashes tell them apart.
                 turn = index if not fit.identifiable else index // 6
-                _draw_profile(panel, fit, colour[fit.recipe], _DASHES[turn % len(_DASHES)])
+                _draw_profile(
+                    panel=panel,
+                    fit=fit,
+                    colour=colour[fit.recipe],
+                    dash=_DASHES[turn % len(_DASHES)],
+                    name=_legend(short[fit.recipe]),
+                )
             panel.axhline(0.05, color=REFUSED, linewidth=0.8, linestyle=":")
             panel.set_ylim(0, 1.04)
             panel.set_title(title, loc="left", fontsize=9.5, fontweight="bold")
@@ -100,16 +114,16 @@ def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
     return figure
 
 
-def _draw_profile(panel: Axes, fit: Fit, colour: str, dash: object) -> None:
+def _draw_profile(panel: Axes, fit: Fit, colour: str, dash: object, name: str) -> None:
     x, p = confidence_curve(fit)
-    panel.plot(x, p, color=colour, linewidth=1.4, linestyle=dash, label=_legend(fit.recipe))
+    panel.plot(x, p, color=colour, linewidth=1.4, linestyle=dash, label=name)
     for end, known in ((0, fit.A.low), (-1, fit.A.high)):
         if known is None:
             panel.plot([x[end], x[end]], [0, p[end]], color=colour, linewidth=1.4, linestyle=(0, (2, 2)))
             panel.annotate(
                 "open",
                 (x[end], p[end]),
-                color=colour,
+                color=INK,
                 fontsize=8,
                 xytext=(0, 3),
                 textcoords="offset points",
@@ -146,7 +160,7 @@ def history_figure(histories: Mapping[str, Sequence[Snapshot]], ranking: Ranking
     heights = [value for s in sure for value in (s.A.value, s.A.low, s.A.high) if value is not None]
     pad = 0.12 * (max(heights) - min(heights)) + 1e-3
     with rc_context(STYLE):
-        figure, panels = multiples(order, unit, "asymptote A, as fitted up to there")
+        figure, panels = multiples(_short(order, ranking), unit, "asymptote A, as fitted up to there")
         panels[0].set_ylim(min(heights) - pad, max(heights) + pad)
         ends = [snapshot.compute_end for snapshot in every]
         for recipe, panel in zip(order, panels, strict=True):
@@ -181,7 +195,7 @@ def curves_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking
     left, right = limits(curves)
     colour = colours(ranking)
     with rc_context(STYLE):
-        figure, panels = multiples(order, curves[0].unit, curves[0].metric)
+        figure, panels = multiples(_short(order, ranking), curves[0].unit, curves[0].metric)
         for recipe, panel in zip(order, panels, strict=True):
             log_axis(panel, left, right)
             base = by_recipe.get(ranking.baseline or "")
@@ -199,7 +213,7 @@ def _draw_fit(panel: Axes, fit: Fit, left: float, right: float, colour: str, gho
     """Draw a fitted curve, solid within the window and dashed beyond it, with its band, and A if identifiable."""
     if fit.draws is None or fit.window is None:
         return
-    x = np.geomspace(left, right, 120)
+    x = np.geomspace(left, right, 80)
     band = predict(fit, x)
     if ghost:
         panel.plot(x, band.value, color=colour, linewidth=0.9, alpha=0.8)
@@ -212,9 +226,9 @@ def _draw_fit(panel: Axes, fit: Fit, left: float, right: float, colour: str, gho
         panel.axhline(fit.A.value, color=colour, linewidth=0.7, linestyle=":")
         note = f"A {fit.A.value:.3f}"
         where = (x[2], fit.A.value)
-        panel.annotate(note, where, color=colour, fontsize=8.5, xytext=(0, 3), textcoords="offset points")
+        panel.annotate(note, where, color=INK, fontsize=8.5, xytext=(0, 3), textcoords="offset points")
     else:
-        panel.text(0.03, 0.94, fit.verdict, transform=panel.transAxes, va="top", fontsize=8.5, color=colour)
+        panel.text(0.03, 0.94, fit.verdict, transform=panel.transAxes, va="top", fontsize=8.5, color=INK)
 
 
 def _named(fit: Fit) -> float:
@@ -243,7 +257,8 @@ def asymptotes_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
                 panel.plot(at, np.full(2, row), color=colour[fit.recipe], linewidth=width, alpha=0.7)
             panel.plot([_named(fit)], [row], "o", color=colour[fit.recipe], markersize=5)
         panel.set_yticks(range(len(ranked)))
-        panel.set_yticklabels([label(fit.recipe).replace("$", r"\$") for fit in ranked])
+        names = _short([fit.recipe for fit in ranked], ranking)
+        panel.set_yticklabels([label(name).replace("$", r"\$") for name in names])
         panel.set_ylim(len(ranked) - 0.5, -0.5)
         panel.grid(axis="x", color=RULE, linewidth=0.6)
         panel.tick_params(axis="y", length=0)

@@ -14,6 +14,7 @@ from sweeps.decide.rank import Ranking
 from sweeps.fit.fit import Fit
 from sweeps.fit.predict import predict, readable
 from sweeps.report.drawing import COLOURS, INK, REFUSED, RULE, STYLE, label, limits
+from sweeps.report.labels import shortened
 
 # Beyond so many recipes colours repeat, and lines tell them apart.
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
@@ -35,8 +36,9 @@ def overlay_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Rankin
     return figure
 
 
-def _style(index: int) -> tuple[str, object]:
-    return COLOURS[index % len(COLOURS)], _DASHES[(index // len(COLOURS)) % len(_DASHES)]
+def style(index: int) -> tuple[str, int]:
+    """Return the colour of the recipe at a place of the ranking, and the number of its dash: colours repeat."""
+    return COLOURS[index % len(COLOURS)], (index // len(COLOURS)) % len(_DASHES)
 
 
 def _draw_curves(panel: Axes, order: Sequence[str], fits: Mapping[str, Fit], points: Mapping[str, Curve]) -> None:
@@ -44,12 +46,12 @@ def _draw_curves(panel: Axes, order: Sequence[str], fits: Mapping[str, Fit], poi
     panel.set_xlim(0, end / 1.5 * 1.02)
     panel.grid(axis="y", color=RULE, linewidth=0.6)
     for index, recipe in enumerate(order):
-        colour, dash = _style(index)
+        colour, dash = style(index)
         curve, fit = points[recipe], fits[recipe]
         panel.plot(curve.compute, curve.reward, "o", color=colour, markersize=2.2, alpha=0.35, markeredgewidth=0)
         if readable(fit) and fit.window is not None:
             x = np.linspace(fit.window[0], fit.window[1], 120)
-            panel.plot(x, predict(fit, x).value, color=colour, linewidth=1.8, linestyle=dash)
+            panel.plot(x, predict(fit, x).value, color=colour, linewidth=1.8, linestyle=_DASHES[dash])
     panel.set_xlabel(label(points[order[0]].unit, 50), parse_math=False)
     panel.set_ylabel(label(points[order[0]].metric, 50), parse_math=False)
 
@@ -63,7 +65,7 @@ def _draw_ranking(
     if best is not None:
         panel.axvspan(best - ranking.margin, best, color=REFUSED, alpha=0.15, linewidth=0)
     for row, recipe in enumerate(order):
-        (colour, _), fit, curve = _style(row), fits[recipe], points[recipe]
+        (colour, _), fit, curve = style(row), fits[recipe], points[recipe]
         if fit.identifiable and fit.A.value is not None:
             ends = [bound if bound is not None else end for bound, end in zip(fit.A_total, fit.bounds, strict=True)]
             panel.plot(ends, [row, row], color=colour, linewidth=2.2, solid_capstyle="round")
@@ -77,10 +79,9 @@ def _draw_ranking(
             text, (1.0, row), xycoords=("axes fraction", "data"), xytext=(4, 0), textcoords="offset points",
             va="center", fontsize=8.5, color=INK,
         )  # fmt: skip
+    short = shortened(order)
     panel.set_yticks(range(len(order)))
-    panel.set_yticklabels([label(recipe, 44).replace("$", r"\$") for recipe in order])
-    for tick, row in zip(panel.get_yticklabels(), range(len(order)), strict=True):
-        tick.set_color(_style(row)[0])
+    panel.set_yticklabels([label(short[recipe], 44).replace("$", r"\$") for recipe in order])
     panel.set_ylim(len(order) - 0.5, -0.5)
     panel.grid(axis="x", color=RULE, linewidth=0.6)
     panel.tick_params(axis="y", length=0)

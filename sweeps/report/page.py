@@ -21,6 +21,9 @@ from sweeps.fit.fit import Fit
 from sweeps.fit.history import Snapshot, departure
 from sweeps.fit.sensitivity import MAIN, Row, signed, summary
 from sweeps.report.drawing import colours, inline_svg
+from sweeps.report.facts import Facts
+from sweeps.report.interactive import library, study_data
+from sweeps.report.labels import shortened
 from sweeps.report.plan_text import gain
 from sweeps.run.health import code_changes, idle_variants, mechanism_counters, truncation_alarms
 from sweeps.run.journal import JournalView
@@ -70,9 +73,17 @@ def render(
     documents: Mapping[str, str],
     warnings: Sequence[str],
     findings: Findings | None = None,
+    dots: Mapping[str, int] | None = None,
 ) -> str:
-    """Render the whole page; documents are the figures as SVG. The rest is as for `report.write_report`."""
+    """Render the whole page; documents are the figures as SVG. The rest is as for `report.write_report`.
+
+    dots: by figure, how many of its points became dots of a path.
+    """
     found = findings or Findings()
+    facts = Facts(runs)
+    short = shortened([entry.recipe for entry in ranking.ranking])
+    script = library()
+    study = None if script is None else study_data(curves, fits, ranking, runs, short, found.rollouts, facts.rate)
     counters = mechanism_counters(runs)
     departed = {recipe: departure(snapshots) for recipe, snapshots in found.histories.items()}
     notes = [
@@ -95,7 +106,17 @@ def render(
         notes=notes,
         departed=departed,
         headers=_headers(runs),
+        dots=dots or {},
+        facts=facts,
+        short=short,
+        study="" if study is None else _inert_json(study),
+        library=script or "",
     )  # fmt: skip
+
+
+def _inert_json(content: Any) -> str:
+    """Write JSON that may stand in a script element: without `<`, so no text in it ends the element."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _templates() -> Environment:
@@ -111,6 +132,8 @@ def _templates() -> Environment:
     called = (number, compact, gain, signed, summary, colours, inline_svg, columns, identifiable_from)
     templates.globals |= {function.__name__: function for function in called}
     templates.globals |= {"NAMED": NAMED, "MAIN": MAIN, "TALL": _TALL, "FAMILIES": FAMILIES}
+    assert templates.loader is not None
+    templates.globals["own_script"] = templates.loader.get_source(templates, "report.js")[0]
     templates.filters["shape_names"] = lambda family: FAMILIES[family].names
     return templates
 

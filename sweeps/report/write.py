@@ -18,8 +18,9 @@ from sweeps.fit.compare import Comparison, compare
 from sweeps.fit.constants import MIN_COMPUTES
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.history import GROWTH, Snapshot, history
-from sweeps.fit.sensitivity import sensitivity
+from sweeps.fit.sensitivity import Row, sensitivity
 from sweeps.launch.resume_command import command
+from sweeps.parallel import mapped
 from sweeps.run.journal import JournalView
 from sweeps.run.rollouts import a_few
 from sweeps.search.race_log import RaceRecord
@@ -42,8 +43,9 @@ def write_report(
     comparisons: Sequence[Comparison] = (),
     mapping: Sequence[str] = (),
     histories: Mapping[str, Sequence[Snapshot]] | None = None,
+    workers: int = 1,
 ) -> list[Path]:
-    """Write the page, and beside it each figure as `<stem>_<figure>.svg` and `.png`.
+    """Write the page, and beside it each figure as `<stem>_<figure>.svg`, `.png` and `.pdf`.
 
     The sensitivity of every recipe whose A is identifiable or open, and what to run next, are computed here: about
     half a second a recipe.
@@ -58,6 +60,7 @@ def write_report(
         comparisons: of the families, a recipe each; those of the ranking if none are given.
         mapping: how each source was read, a line each.
         histories: snapshots by recipe, from `histories`; none are shown if not given.
+        workers: number of processes that share the refits, see `sweeps.parallel`.
 
     Returns:
         What was written, the page first.
@@ -67,7 +70,7 @@ def write_report(
     """
     for package in ("matplotlib", "jinja2"):
         require(package, "the report")
-    from sweeps.report.drawing import png, svg
+    from sweeps.report.drawing import pdf, png, svg
     from sweeps.report.figures import (
         asymptotes_figure,
         curves_figure,
@@ -77,13 +80,15 @@ def write_report(
     )
     from sweeps.report.overlay import overlay_figure
     from sweeps.report.page import NAMED, Findings, render
+    from sweeps.report.thinning import points_as_dots
 
     page = Path(path)
     settlements = [settle(_choice(group, fits, ranking)) for group in comparable(fits) if len(group) > 1]
     steps = [step for settlement in settlements for step in settlement.steps]
     commands = [(step, command(step, runs, curves[0].axis)) for step in steps]
+    named = [fit for fit in fits if fit.verdict in NAMED]
     findings = Findings(
-        sensitivity={fit.recipe: sensitivity(fit.curve, fit.options) for fit in fits if fit.verdict in NAMED},
+        sensitivity=dict(zip((fit.recipe for fit in named), mapped(_refits, named, workers), strict=True)),
         settlements=settlements,
         comparisons=comparisons or ranking.comparisons,
         histories=histories or {},
@@ -101,7 +106,17 @@ def write_report(
         "history": history_figure(findings.histories, ranking, curves[0].unit),
     }
     drawn = {name: figure for name, figure in figures.items() if figure is not None}
-    documents = {name: svg(figure) for name, figure in drawn.items()}
+    files: dict[Path, bytes] = {page: b""}
+    documents, dots = {}, {}
+    for name, figure in drawn.items():
+        files[page.with_name(f"{page.stem}_{name}.pdf")] = pdf(figure)
+        # Laid out by now: the layout is most of the time of a drawing, and would be found again at each.
+        figure.set_layout_engine("none")
+        files[page.with_name(f"{page.stem}_{name}.png")] = png(figure)
+        # The SVG comes last, for dots take the place of markers.
+        dots[name] = points_as_dots(figure)
+        documents[name] = svg(figure)
+        files[page.with_name(f"{page.stem}_{name}.svg")] = documents[name].encode("utf-8", errors="replace")
     html = render(
         title=title or page.stem,
         curves=curves,
@@ -111,14 +126,20 @@ def write_report(
         documents=documents,
         warnings=warnings,
         findings=findings,
+        dots=dots,
     )
-    files: dict[Path, bytes] = {page: html.encode("utf-8", errors="replace")}
-    for name, figure in drawn.items():
-        files[page.with_name(f"{page.stem}_{name}.svg")] = documents[name].encode("utf-8", errors="replace")
-        files[page.with_name(f"{page.stem}_{name}.png")] = png(figure)
+    files[page] = html.encode("utf-8", errors="replace")
     for target, content in files.items():
         _write(target, content)
     return list(files)
+
+
+def _refits(fit: Fit) -> tuple[Row, ...]:
+    return sensitivity(fit.curve, fit.options)
+
+
+def _compared(fit: Fit) -> Comparison:
+    return compare(fit.curve, fit.options)
 
 
 def _choice(group: Sequence[Fit], fits: Sequence[Fit], ranking: Ranking) -> Choice:
@@ -135,10 +156,13 @@ def _races(runs: Sequence[JournalView]) -> list[RaceRecord]:
     return [record for record in found if record.looks or record.pruned]
 
 
-def all_comparisons(fits: Sequence[Fit], ranking: Ranking) -> list[Comparison]:
+def all_comparisons(fits: Sequence[Fit], ranking: Ranking, workers: int = 1) -> list[Comparison]:
     """Compare the families on every recipe whose A has a value; those that the ranking holds are not made again."""
     known = {comparison.recipe: comparison for comparison in ranking.comparisons}
-    return [known.get(fit.recipe) or compare(fit.curve, fit.options) for fit in fits if fit.A.value is not None]
+    valued = [fit for fit in fits if fit.A.value is not None]
+    others = [fit for fit in valued if fit.recipe not in known]
+    known |= dict(zip((fit.recipe for fit in others), mapped(_compared, others, workers), strict=True))
+    return [known[fit.recipe] for fit in valued]
 
 
 def histories(fits: Sequence[Fit]) -> dict[str, list[Snapshot]]:

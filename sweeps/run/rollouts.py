@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from sweeps.errors import UserError
 from sweeps.run.files import append_lines, parse_lines, write_atomically
 
 ROLLOUTS_FILE = "rollouts.jsonl"
+
+_STEP = re.compile(rb'\{\s*"step":\s*(\d+)')
 
 # {"step", "admission", "prompt_id", "source", "difficulty", "prompt", "answer", "rollouts": [{"completion", "reward",
 # "grade", "correct", "outcome", "parts", "extra", "finish_reason", "tokens", "ids", "forced", "versions": [[version,
@@ -53,11 +56,25 @@ def read_groups(run_dir: Path) -> list[Group]:
     return [entry for entry in entries if "step" in entry and "rollouts" in entry]
 
 
+def kept_steps(run_dir: Path) -> list[int]:
+    """Return the steps of which a run keeps rollouts, in order; none if it keeps none that can be read.
+
+    Only the beginning of each line is read: `step` is its first field.
+    """
+    try:
+        with (run_dir / ROLLOUTS_FILE).open("rb") as lines:
+            found = [_STEP.match(line) for line in lines]
+    except OSError:
+        return []
+    return sorted({int(match.group(1)) for match in found if match})
+
+
 @dataclass(frozen=True)
 class Shown:
     """A prompt with its best and its worst completion, shortened for a report."""
 
     recipe: str
+    run: str  # name of the run's folder
     step: int
     prompt_id: str
     prompt: str
@@ -86,6 +103,7 @@ def a_few(runs: Iterable[tuple[str, Path]], most: int = 4, characters: int = 700
         ends = ordered if len(ordered) == 1 else [ordered[0], ordered[-1]]
         found[recipe] = Shown(
             recipe,
+            run_dir.name,
             int(group["step"]),
             str(group["prompt_id"]),
             _cut(str(group["prompt"]), characters),

@@ -1,0 +1,140 @@
+"""Facts at the top of a report: date, model, task, the command that launched the study, cost, and failed runs."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sweeps.curve import DEVICE_HOURS, UNITS
+from sweeps.run.files import read_json
+from sweeps.run.journal import JournalView
+from sweeps.run.spec import SPEC_FILE
+
+# So many different models or tasks are named.
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Crash:
+    """A run that failed, and why."""
+
+    run: str
+    recipe: str
+    seed: str
+    step: int
+    reason: str
+
+
+class Facts:
+    """Facts about the runs behind a report; those of tables and foreign logs have none."""
+
+    def __init__(self, runs: Sequence[JournalView]) -> None:
+        self._runs = runs
+
+    @cached_property
+    def configs(self) -> list[Mapping[str, Any]]:
+        """The resolved configuration of each run, empty where it has none that can be read."""
+        return [_part(read_json(view.path.parent / SPEC_FILE), "config") for view in self._runs]
+
+    @cached_property
+    def rate(self) -> float | None:
+        """The price of a device hour (`launch.rate`) if the runs name one and the same."""
+        rates = {_number(_part(config, "launch").get("rate")) for config in self.configs}
+        return rates.pop() if len(rates) == 1 else None
+
+    @cached_property
+    def lines(self) -> list[tuple[str, str]]:
+        """Pairs of a name and what stands beside it: date, model, task, runs and cost."""
+        if not self._runs:
+            return []
+        pairs = [
+            ("Date", self._dates()),
+            ("Model", _several(_named(_part(config, "model")) for config in self.configs)),
+            ("Task", _several(_named(_part(config, "task")) for config in self.configs)),
+            ("Cost", self._cost()),
+        ]
+        return [(name, text) for name, text in pairs if text]
+
+    @cached_property
+    def commands(self) -> list[str]:
+        """The command that launched each study, as far as Hydra kept it."""
+        studies = dict.fromkeys(view.path.parent.parent.parent for view in self._runs)
+        found = []
+        for study in studies:
+            overrides = _part(_part(_yaml(study / "multirun.yaml"), "hydra"), "overrides").get("task")
+            if isinstance(overrides, list):
+                found.append("scalerl train --multirun " + " ".join(shlex.quote(str(one)) for one in overrides))
+        return found
+
+    @cached_property
+    def crashes(self) -> list[Crash]:
+        """The runs that failed, each with its reason."""
+        return [
+            Crash(
+                run=view.path.parent.name,
+                recipe=str(view.header.get("recipe", "")),
+                seed=str(view.header.get("seed", "")),
+                step=max((record.step for record in view.records), default=0),
+                reason=view.reason or "no reason recorded",
+            )
+            for view in self._runs
+            if view.status == "failed"
+        ]
+
+    def _dates(self) -> str:
+        times = [record.time for view in self._runs for record in (*view.records[:1], *view.records[-1:])]
+        if not times:
+            return ""
+        first, last = (datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d") for at in (min(times), max(times)))
+        return first if first == last else f"{first} to {last}"
+
+    def _cost(self) -> str:
+        spent = {axis: sum(_last(view, axis) for view in self._runs) for axis in UNITS}
+        texts = [f"{spent[axis]:.3g} {unit}" for axis, unit in UNITS.items() if spent[axis]]
+        if self.rate and spent[DEVICE_HOURS]:
+            texts.insert(0, f"{self.rate * spent[DEVICE_HOURS]:,.2f} at {self.rate:g} a device hour")
+        return ", ".join(texts)
+
+
+def _last(view: JournalView, axis: str) -> float:
+    return max((float(record.metrics.get(axis, 0.0)) for record in view.records[-2:]), default=0.0)
+
+
+def _yaml(path: Path) -> Mapping[str, Any]:
+    """Read a YAML file's mapping; an empty one where there is none, or no PyYAML: a light installation has none."""
+    try:
+        import yaml
+
+        content = yaml.safe_load(path.read_bytes())
+    except (ImportError, OSError, ValueError):
+        return {}
+    except yaml.YAMLError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = config.get(name)
+    return part if isinstance(part, dict) else {}
+
+
+def _named(part: Mapping[str, Any]) -> str:
+    """Describe a configured object: its class or function, and the path, data or name that it is given."""
+    target = str(part.get("_target_", "")).rsplit(".", 1)[-1]
+    given = [str(part[key]) for key in ("path", "name", "train", "dataset") if isinstance(part.get(key), str)]
+    return f"{target} ({', '.join(given)})" if target and given else target
+
+
+def _several(texts: Iterable[str]) -> str:
+    different = list(dict.fromkeys(text for text in texts if text))
+    more = f" and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
+    return ", ".join(different[:_NAMED]) + more
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

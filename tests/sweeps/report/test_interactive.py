@@ -1,0 +1,167 @@
+"""Truths about what the page adds to its figures: short labels, small SVG, data to hover, and facts at its top."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from sweeps.curve import Curve
+from sweeps.decide.rank import rank
+from sweeps.fit.fit import fit_curves
+from sweeps.report import page as report_page
+from sweeps.report.drawing import inline_svg, svg
+from sweeps.report.facts import Facts
+from sweeps.report.interactive import library, study_data
+from sweeps.report.labels import shortened
+from sweeps.report.thinning import MANY_POINTS, MOST_HOVERED, evenly, points_as_dots
+from sweeps.report.write import write_report
+from sweeps.run.files import write_json
+from sweeps.run.journal import Journal, read_journal
+from sweeps.run.rollouts import kept_steps, write_groups
+
+
+@pytest.mark.parametrize(
+    ("labels", "short"),
+    [
+        (["scalerl", "scalerl+loss=dapo"], ["scalerl", "loss=dapo"]),
+        (["a+x=1+y=2", "a+x=1+z=3"], ["y=2", "z=3"]),
+        (["a+x=1", "b+x=1"], ["a+x=1", "b+x=1"]),
+        (["a+x=1"], ["a+x=1"]),
+        # Two labels never become one.
+        (["a", "a+a"], ["a", "a+a"]),
+        (["a+x=1", "a+x=1+y=2"], ["a", "y=2"]),
+    ],
+)
+def test_labels_leave_out_what_all_share(labels: list[str], short: list[str]) -> None:
+    assert list(shortened(labels).values()) == short
+
+
+def test_crowded_points_become_dots_and_none_is_lost() -> None:
+    figure = Figure()
+    panel = figure.subplots()
+    x = np.arange(MANY_POINTS + 1.0)
+    panel.plot(x, np.sin(x), "o", markersize=3)
+    panel.plot(x[:3], x[:3] / 3, "s")  # too few to matter: they keep their markers
+    panel.plot(x, np.cos(x), label="a curve")
+    before = len(inline_svg(svg(figure), "p", ""))
+    assert points_as_dots(figure) == len(x)
+    element = inline_svg(svg(figure), "p", "")
+    assert element.count("h0") == len(x) and len(element) < before / 2
+    assert len(panel.lines[2].get_xdata()) == len(x)
+    drawing = ElementTree.fromstring(svg(figure))
+    assert drawing.tag.endswith("svg")
+    few = Figure()
+    few.subplots().plot(x[:-1], x[:-1], "o")
+    assert points_as_dots(few) == 0
+
+
+def test_an_svg_is_shortened_in_its_coordinates_only() -> None:
+    figure = Figure()
+    panel = figure.subplots()
+    panel.plot([0.0, 1.0], [0.0, 1.0])
+    panel.text(0.5, 0.5, "0.0001234 L 5")
+    element = inline_svg(svg(figure), "p", "")
+    assert "0.0001234 L 5" in element and "font-family" not in element
+    assert not re.search(r"\d\.\d{3}", re.sub(r">[^<]*<|viewBox=\"[^\"]*\"", "", element))
+    names = set(re.findall(r'\bid="([^"]*)"', element))
+    assert names == set(re.findall(r'(?:url\(#|href="#)([^)"]+)', element)) and names
+
+
+def test_picked_points_are_spread_evenly() -> None:
+    assert list(evenly(5, 1.0)) == [0, 1, 2, 3, 4]
+    picked = evenly(101, 0.11)
+    assert picked[0] == 0 and picked[-1] == 100 and len(picked) == 11 and set(np.diff(picked)) == {10}
+
+
+def test_the_library_is_one_packed_script() -> None:
+    packed = library()
+    assert packed is not None
+    script = gzip.decompress(base64.b64decode(packed)).decode()
+    assert "window.vegaEmbed=" in script and len(packed) < 500_000
+
+
+def run(folder: Path, recipe: str, seed: int, reward: float, config: dict[str, object] | None = None) -> None:
+    journal = Journal(folder)
+    journal.header(run=folder.name, curve=recipe, recipe=recipe, seed=seed, baseline="a", departures={})
+    for step in range(4):
+        if step:
+            journal.record("train", step, {"train/credited_tokens": 10.0})
+        spent = {"compute/flops": 100.0 * step, "compute/device_hours": 0.5 * step}
+        journal.record("eval", step, {"eval/heldout/pass_rate": reward + 0.01 * step, **spent})
+    journal.end(3, "failed" if seed else "finished", "out of memory" if seed else None)
+    journal.close()
+    if config is not None:
+        write_json(folder / "spec.json", {"config": config})
+
+
+def test_points_are_joined_to_their_journals(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        run(tmp_path / "runs" / f"r{seed}", "a", seed, 0.1 + seed)
+    write_groups(tmp_path / "runs" / "r1", [{"step": 2, "rollouts": []}, {"step": 1, "rollouts": []}])
+    views = [read_journal(tmp_path / "runs" / f"r{seed}") for seed in (0, 1)]
+    c = np.array([0.0, 100.0, 200.0, 300.0] * 2)
+    y = np.array([0.1 + seed + 0.01 * step for seed in (0, 1) for step in range(4)])
+    # The last point is of no journal.
+    y[-1] = 0.5
+    data = Curve("a", c, y, np.repeat(["0", "1"], 4), axis="compute/flops", metric="eval/heldout/pass_rate")
+    fits = fit_curves([data])
+    found = study_data([data], fits, rank(fits), views, {"a": "a"}, [], rate=3.0)
+    assert found["axes"] == [
+        *(["c", "FLOPs"], ["step", "optimizer steps"], ["tokens", "tokens trained on"]),
+        *(["compute/device_hours", "device hours"], ["cost", "cost"]),
+    ]
+    points = found["points"]
+    assert points["run"] == [0, 0, 0, 0, 1, 1, 1, None] and points["step"] == [0, 1, 2, 3, 0, 1, 2, None]
+    assert points["tokens"] == [0, 10, 20, 30, 0, 10, 20, None] and points["cost"][:3] == [0, 1.5, 3]
+    assert "compute/flops" not in points and found["thinned"] is None
+    assert [kept for _, kept in found["runs"]] == [[], [1, 2]] == [kept_steps(view.path.parent) for view in views]
+    json.dumps(found, allow_nan=False)
+
+
+def test_many_points_are_thinned_and_counted() -> None:
+    c = np.arange(MOST_HOVERED + 500.0)
+    data = Curve("a", c, 0.1 + 0.0 * c, np.full(len(c), "0"))
+    fits = fit_curves([data])
+    found = study_data([data], fits, rank(fits), [], {"a": "a"}, [])
+    count, every = found["thinned"]
+    assert every == len(c) and count == len(found["points"]["c"]) <= MOST_HOVERED
+    assert found["points"]["c"][0] == 0 and found["axes"] == [["c", "compute"]]
+
+
+def test_what_stands_at_the_top(tmp_path: Path) -> None:
+    config: dict[str, object] = {
+        "model": {"_target_": "lightning_scalerl.model_path", "path": "mine/model"},
+        "task": {"_target_": "lightning_scalerl.ArithmeticTask", "train": [1, 2]},
+        "launch": {"rate": 2.0},
+    }
+    for seed in (0, 1):
+        run(tmp_path / "runs" / f"r{seed}", "a", seed, 0.1, config)
+    (tmp_path / "multirun.yaml").write_text("hydra: {overrides: {task: [seed=0, 'x=a b']}}")
+    facts = Facts([read_journal(tmp_path / "runs" / f"r{seed}") for seed in (0, 1)])
+    lines = dict(facts.lines)
+    assert lines["Model"] == "model_path (mine/model)" and lines["Task"] == "ArithmeticTask"
+    assert lines["Cost"].startswith("6.00 at 2 a device hour, 3 device hours") and re.match(r"\d{4}-", lines["Date"])
+    assert facts.commands == ["scalerl train --multirun seed=0 'x=a b'"]
+    (crash,) = facts.crashes
+    assert (crash.run, crash.seed, crash.step, crash.reason) == ("r1", "1", 3, "out of memory")
+    nothing = Facts([])
+    assert not nothing.lines and not nothing.commands and not nothing.crashes and nothing.rate is None
+
+
+def test_without_the_library_the_page_is_static_and_says_how_to_change_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_page, "library", lambda: None)
+    curves = [Curve(name, np.arange(3.0), np.array([0.1, 0.2, 0.3]), np.full(3, "0")) for name in ("a", "b")]
+    fits = fit_curves(curves)
+    text = write_report(tmp_path / "x.html", curves, fits, rank(fits))[0].read_text(encoding="utf-8")
+    assert "pip install vl-convert-python" in text and 'class="static"' in text
+    assert 'id="study"' not in text and 'id="library"' not in text and text.count("<script>") == 1
