@@ -113,14 +113,17 @@ const axisName = () => study.axes.find(([id]) => id === state.axis)[1];
 
 // Ink and rules are the stylesheet's, so that one drawing serves light, dark and print.
 const look = {background: null, font: "system-ui, sans-serif", view: {stroke: null},
-  axis: {labelFontSize: 12, titleFontSize: 13, titleFontWeight: "normal", labelLimit: 190}};
+  axis: {labelFontSize: 12, titleFontSize: 13, titleFontWeight: "normal", labelLimit: 240}};
+const about = recipe => recipe.named ? `${recipe.a} [${recipe.low}, ${recipe.high}]`
+  : `not named (${recipe.verdict}); reward so far ${recipe.a}`;
 function curvesChart() {
   const x = {field: "x", type: "quantitative", title: axisName(), scale: {type: state.log ? "log" : "linear", nice: false},
     axis: {grid: false, format: ",.6~g", labelOverlap: true, tickCount: 6}};
   const y = field => ({field, type: "quantitative", title: study.metric, scale: {zero: false}});
   const rows = points.filter(point => shown[point.r]).map(point => ({...point, x: point[state.axis], low: point.y, high: point.y}));
+  // A tooltip of a line is of all of it, so it names the recipe, and no place on it.
   const fitted = study.recipes.flatMap((recipe, r) => !shown[r] || !recipe.curve?.[state.axis] ? [] :
-    recipe.curve.c.map((_, at) => ({label: recipe.label, short: recipe.short, x: recipe.curve[state.axis][at], y: recipe.curve.y[at],
+    recipe.curve.c.map((_, at) => ({label: recipe.label, about: about(recipe), x: recipe.curve[state.axis][at], y: recipe.curve.y[at],
       low: recipe.curve.low[at], high: recipe.curve.high[at]})));
   const others = study.axes.filter(([id]) => id !== state.axis && id !== "step" && id in study.points);
   const tooltip = [{field: "label", title: "recipe"}, {field: "s", title: "seed"},
@@ -135,9 +138,7 @@ function curvesChart() {
     mark: {type: "point", filled: true, size: 22, opacity: .45, stroke: "transparent", strokeWidth: 6, aria: false, cursor: "pointer"},
     encoding: {x, y: y("y"), fill: {...colours}, tooltip}});
   layer.push({data: {values: visible(fitted)}, mark: {type: "line", strokeWidth: 2, clip: true, aria: false},
-    encoding: {x, y: y("y"), color: colours, strokeDash: dashes, tooltip: [{field: "label", title: "fit of"},
-      {field: "x", title: axisName(), format: ",.5~g"}, {field: "y", title: study.metric, format: ".4f"},
-      {field: "low", title: "95% from", format: ".4f"}, {field: "high", title: "to", format: ".4f"}]}});
+    encoding: {x, y: y("y"), color: colours, strokeDash: dashes, tooltip: [{field: "label", title: "fit of"}, {field: "about", title: "asymptote A"}]}});
   return {width: "container", height: 420, autosize: {type: "fit", contains: "padding"}, layer,
     description: `${study.metric} against ${axisName()}: evaluations and fitted curves of ${labels.length} recipes`};
 }
@@ -149,7 +150,7 @@ function asymptotesChart() {
   const y = {field: "label", type: "nominal", sort: null, title: null, scale: {domain: rows.map(recipe => recipe.label)},
     axis: {domain: false, ticks: false, labelExpr: `datum.value === null ? "" : ${JSON.stringify(Object.fromEntries(rows.map(r => [r.label, cut(r.short, most)])))}[datum.value]`}};
   const tooltip = [{field: "label", title: "recipe"}, {field: "about", title: "asymptote A"}];
-  for (const row of rows) row.about = row.named ? `${row.a} [${row.low}, ${row.high}]` : `not named (${row.verdict}); reward so far ${row.a}`;
+  for (const row of rows) row.about = about(row);
   const x = field => ({field, type: "quantitative", title: "asymptote A, 95%", scale: {zero: false}});
   const named = rows.filter(row => row.named);
   const best = Math.max(...named.map(row => row.a));

@@ -22,7 +22,9 @@ from tests.sweeps.fit.simulate import curve
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
 
-RECIPES = ("scalerl", "scalerl+loss=dapo", "scalerl+kl=fixed")
+# A label that no telephone is wide enough for.
+LONG = "context.max_new_tokens=12+thinking.interrupt_from=5+thinking.interrupt_to=7"
+RECIPES = ("scalerl", "scalerl+loss=dapo", f"scalerl+{LONG}")
 # Relative luminance and contrast as WCAG 2 defines them; the background is the nearest one painted.
 CONTRAST = """
 const parse = text => text.match(/[\\d.]+/g).map(Number);
@@ -50,6 +52,14 @@ const names = wide.slice(0, 5).map(node => `${node.tagName}.${node.className} ${
 return document.documentElement.scrollWidth > innerWidth ? ["the page", ...names] : names;
 """
 
+UNCOVERED = """
+const paths = document.querySelectorAll("#chart-curves .mark-symbol path");
+return arguments[0].find(at => {
+  const {left, top, width, height} = paths[at].getBoundingClientRect();
+  return document.elementFromPoint(left + width / 2, top + height / 2) === paths[at];
+});
+"""
+
 
 def write_page(folder: Path) -> Path:
     """A study of three recipes, two seeds each, with journals and rollouts, and its page."""
@@ -69,8 +79,8 @@ def write_page(folder: Path) -> Path:
             journal.close()
             rollout = {"completion": "4", "reward": 1.0, "outcome": "score", "tokens": 1, "finish_reason": "stop"}
             lost = rollout | {"completion": "5", "reward": 0.0}
-            group = {"step": 8, "prompt_id": "p", "prompt": "2 + 2?", "answer": "4", "rollouts": [rollout, lost]}
-            write_groups(run, [group])
+            group = {"prompt_id": "p", "prompt": "2 + 2?", "answer": "4", "rollouts": [rollout, lost]}
+            write_groups(run, [{"step": kept, **group} for kept in range(1, step + 1)])
     study = load([folder / "study"], x="compute/virtual_device_hours")
     fits = fit_curves(study.curves)
     return write_report(folder / "page.html", study.curves, fits, rank(fits), study.runs, title="Three recipes")[0]
@@ -141,7 +151,7 @@ def test_recipes_axes_and_scales_are_switched_by_the_keyboard(browser: Any, page
 
     every = count()
     labels = browser.find_elements(By.CSS_SELECTOR, ".recipes label")
-    assert {label.text.strip() for label in labels} == {"scalerl", "loss=dapo", "kl=fixed"}
+    assert {label.text.strip() for label in labels} == {"scalerl", "loss=dapo", LONG}
     assert browser.execute_script("return document.querySelector('.static').hidden") is True
     labels[0].find_element(By.TAG_NAME, "input").send_keys(Keys.SPACE)
     assert wait_for(lambda: 0 < count() < every, 20)
@@ -167,13 +177,15 @@ def test_a_point_tells_of_itself_and_leads_to_its_rollouts(browser: Any, page: P
     from selenium.webdriver.common.by import By
 
     opened(browser, page)
-    best = browser.execute_script("return JSON.parse(document.getElementById('study').textContent).shown[0]")
-    # Of the run whose rollouts are on the page, the evaluation of that step.
     data = browser.execute_script("return JSON.parse(document.getElementById('study').textContent)")
-    number = next(n for n, (run, _) in enumerate(data["runs"]) if Path(run).name == best[0])
-    at = next(i for i, r in enumerate(data["points"]["run"]) if r == number and data["points"]["step"][i] == best[1])
+    run, shown = data["shown"][0]
+    number = next(number for number, (folder, _) in enumerate(data["runs"]) if Path(folder).name == run)
+    # An evaluation of that run which no curve and no other evaluation lies on.
+    points = [at for at, of in enumerate(data["points"]["run"]) if of == number and data["points"]["step"][at]]
+    browser.execute_script("document.getElementById('chart-curves').scrollIntoView({block: 'center'})")
+    at = browser.execute_script(UNCOVERED, points)
+    step = data["points"]["step"][at]
     point = browser.find_elements(By.CSS_SELECTOR, "#chart-curves .mark-symbol path")[at]
-    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", point)
     ActionChains(browser).move_to_element(point).perform()
     tooltip = wait_for(lambda: browser.find_element(By.ID, "vg-tooltip-element").text, 20)
     for word in ("recipe", "seed", "step", "virtual device hours", "eval/heldout/pass_rate", "FLOPs"):
@@ -181,8 +193,11 @@ def test_a_point_tells_of_itself_and_leads_to_its_rollouts(browser: Any, page: P
     ActionChains(browser).click(point).perform()
     picked = browser.find_element(By.ID, "picked")
     assert wait_for(lambda: "scalerl rollouts" in picked.text, 20)
-    assert f"study/runs/{best[0]} --step {best[1]}" in picked.text
-    target = picked.find_element(By.TAG_NAME, "a").get_attribute("href").split("#")[1]
+    assert f"study/runs/{run} --step {step}" in picked.text
+    link = picked.find_element(By.TAG_NAME, "a")
+    assert link.get_attribute("href").endswith(f"#rollouts-{run}-{shown}")
+    link.click()
+    target = f"rollouts-{run}-{shown}"
     place = "return document.getElementById(arguments[0]).getBoundingClientRect().top"
     assert wait_for(lambda: 0 <= browser.execute_script(place, target) < 900, 20)
 
