@@ -286,6 +286,7 @@ def _showing(command: Command) -> None:
     _add_source(report)
     _add_ranking(report)
     report.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: %(default)s")
+    report.add_argument("--beside", metavar="SOURCE", help="another study, fitted alike, to stand beside this one")
     report.add_argument("--title", help="the study's name; default: the first source's")
     report.add_argument(
         "--history",

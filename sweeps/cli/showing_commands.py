@@ -19,6 +19,7 @@ from sweeps.source.places import Place
 
 if TYPE_CHECKING:
     from sweeps.decide.watch import News
+    from sweeps.report.page import Beside
 
 
 def report_command(options: argparse.Namespace) -> int:
@@ -44,6 +45,7 @@ def report_command(options: argparse.Namespace) -> int:
         mapping=study.mapping,
         histories=histories(fits) if options.history else None,
         workers=workers,
+        beside=None if options.beside is None else _beside(options),
     )
     written.append(write_ranking_csv(page.with_name("ranking.csv"), fits, ranking))
     warn(study.warnings)
@@ -51,6 +53,16 @@ def report_command(options: argparse.Namespace) -> int:
     for path in written:
         print(path)
     return 0
+
+
+def _beside(options: argparse.Namespace) -> Beside:
+    """Load, fit and rank the study of `--beside` by the options of the report's own."""
+    from sweeps.decide.rank import rank
+    from sweeps.report.page import Beside
+
+    study, fits = fitted(argparse.Namespace(**vars(options) | {"sources": [options.beside]}), regions=True)
+    ranking = rank(fits, margin=margin(options), budget=options.budget, workers=cores())
+    return Beside(Place(options.beside).title, study.curves, fits, ranking)
 
 
 def watch_command(options: argparse.Namespace) -> int:

@@ -57,6 +57,16 @@ class Findings:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Another study that stands beside the report's own, with the fits and the ranking of its curves."""
+
+    title: str
+    curves: Sequence[Curve]
+    fits: Sequence[Fit]
+    ranking: Ranking
+
+
+@dataclass(frozen=True)
 class Headers:
     """The header fields of all runs as text by name: those that every run shares, and a text a run for the others."""
 
@@ -74,6 +84,7 @@ def render(
     warnings: Sequence[str],
     findings: Findings | None = None,
     dots: Mapping[str, int] | None = None,
+    beside: Beside | None = None,
 ) -> str:
     """Render the whole page; documents are the figures as SVG. The rest is as for `report.write_report`.
 
@@ -107,6 +118,7 @@ def render(
         departed=departed,
         headers=_headers(runs),
         dots=dots or {},
+        beside=beside,
         facts=facts,
         short=short,
         study="" if study is None else _inert_json(study),

@@ -6,7 +6,7 @@ import csv
 from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from sweeps.parallel import mapped
 from sweeps.run.journal import JournalView
 from sweeps.run.rollouts import a_few
 from sweeps.search.race_log import RaceRecord
+
+if TYPE_CHECKING:
+    from sweeps.report.page import Beside
 
 # Fits a recipe in `histories`, about: they are most of a report's time.
 _PREFIXES = 12
@@ -44,6 +47,7 @@ def write_report(
     mapping: Sequence[str] = (),
     histories: Mapping[str, Sequence[Snapshot]] | None = None,
     workers: int = 1,
+    beside: Beside | None = None,
 ) -> list[Path]:
     """Write the page, and beside it each figure as `<stem>_<figure>.svg`, `.png` and `.pdf`.
 
@@ -61,6 +65,7 @@ def write_report(
         mapping: how each source was read, a line each.
         histories: snapshots by recipe, from `histories`; none are shown if not given.
         workers: number of processes that share the refits, see `sweeps.parallel`.
+        beside: another study that stands beside this one.
 
     Returns:
         What was written, the page first.
@@ -99,6 +104,7 @@ def write_report(
     )
     figures = {
         "overlay": overlay_figure(curves, fits, ranking),
+        "beside": None if beside is None else overlay_figure(beside.curves, beside.fits, beside.ranking),
         "curves": curves_figure(curves, fits, ranking),
         "asymptotes": asymptotes_figure(fits, ranking),
         "profile": profile_figure(fits, ranking),
@@ -127,6 +133,7 @@ def write_report(
         warnings=warnings,
         findings=findings,
         dots=dots,
+        beside=beside,
     )
     files[page] = html.encode("utf-8", errors="replace")
     for target, content in files.items():

@@ -165,3 +165,21 @@ def test_without_the_library_the_page_is_static_and_says_how_to_change_that(
     text = write_report(tmp_path / "x.html", curves, fits, rank(fits))[0].read_text(encoding="utf-8")
     assert "pip install vl-convert-python" in text and 'class="static"' in text
     assert 'id="study"' not in text and 'id="library"' not in text and text.count("<script>") == 1
+
+
+def test_two_studies_stand_side_by_side(tmp_path: Path) -> None:
+    def curves(*names: str) -> list[Curve]:
+        return [Curve(name, np.arange(3.0), np.array([0.1, 0.2, 0.3]), np.full(3, "0")) for name in names]
+
+    ours, theirs = curves("a", "b"), curves("b", "<c>")
+    fits, others = fit_curves(ours), fit_curves(theirs)
+    beside = report_page.Beside("their <study>", theirs, others, rank(others))
+    written = write_report(tmp_path / "x.html", ours, fits, rank(fits), title="mine", beside=beside)
+    text = written[0].read_text(encoding="utf-8")
+    assert "How does it compare with their &lt;study&gt;?" in text and tmp_path / "x_beside.pdf" in written
+    table = text.split("A, their &lt;study&gt;")[1].split("</table>")[0]
+    cells = re.findall(r"<tr><td>(.*?)</td>", table)
+    assert cells == ["a", "b", "&lt;c&gt;"]
+    assert re.findall(r'class="soft">([^<]*)<', table)[0].endswith(", –")
+    identifiers = re.findall(r'\bid="([^"]*)"', text)
+    assert len(identifiers) == len(set(identifiers))
