@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
+from lightning_scalerl.callbacks.predict import PREDICT
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.composition import build, compose, use_folders
 from lightning_scalerl.prompt import Prompt
@@ -109,9 +110,6 @@ class PredictedTask:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
-
-
-PREDICT = "predict"
 
 
 class _PlaceLoader:

@@ -193,7 +193,9 @@ def _group(group: str) -> str:
         documented = find(choice.target) if choice.target else None
         if choice.about:
             parts.append(_plain(choice.about))
-        if documented is not None:
+        if choice.sibling:
+            parts.append(f"As `{flag}={choice.sibling}` but for what follows.")
+        elif documented is not None:
             made = f"Made into `{choice.target}`. " if choice.target else ""
             parts.append(made + _plain(documented.summary))
             if documented.sources:
@@ -249,6 +251,8 @@ def _rows(group: str) -> str:
         parts.append(f"## {choice.name}")
         if choice.about:
             parts.append(_plain(choice.about))
+        if choice.sibling:
+            parts.append(f"As `{group}={choice.sibling}` but for what follows.")
         if choice.overrides:
             parts.append(_overrides_table(choice))
         if choice.keys:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 import lightning_scalerl
+from lightning_scalerl.composition import plain_variants
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -110,7 +111,10 @@ class Key:
 
 @dataclass(frozen=True)
 class Choice:
-    """A file of `conf/`: what it sets, what it is made into, and what its first comment says."""
+    """A file of `conf/`: what it sets, what it is made into, and what its first comment says.
+
+    It may begin with a file outside of its group (`base`), or with another one of its group (`sibling`).
+    """
 
     group: str
     name: str
@@ -118,17 +122,25 @@ class Choice:
     keys: tuple[Key, ...]
     overrides: tuple[tuple[str, str, str], ...]
     base: str = ""
+    sibling: str = ""
 
     @property
     def target(self) -> str:
         """Class or function that the file names, or the file that it begins with; "" for none."""
         named = next((key.value for key in self.keys if key.name.split(".")[-1] == "_target_"), "")
-        return named or (read(CONF / f"{self.base}.yaml").target if self.base else "")
+        begun_with = f"{self.group}/{self.sibling}" if self.sibling else self.base
+        return named or (read(CONF / f"{begun_with}.yaml").target if begun_with else "")
 
 
 def choices(group: str) -> list[Choice]:
-    """Return the files of a group of the configuration, by name."""
-    return [read(path) for path in sorted((CONF / group).glob("*.yaml"))]
+    """Return the files of a group of the configuration, by name; variants that need none among them."""
+    found = {path.stem: read(path) for path in (CONF / group).glob("*.yaml")}
+    if group == "variant":
+        plain = {
+            name: Choice(group, name, "", (), ((axis, file, ""),)) for name, (axis, file) in plain_variants().items()
+        }
+        found = plain | found
+    return [found[name] for name in sorted(found)]
 
 
 def groups() -> list[str]:
@@ -148,7 +160,11 @@ def read(path: Path) -> Choice:
     keys = tuple(_keys(node, package, lines)) if isinstance(node, yaml.MappingNode) else ()
     group = path.parent.relative_to(CONF).as_posix()
     base = re.search(r"^defaults: \[/(\w+)@_here_", text, flags=re.MULTILINE)
-    return Choice(group, path.stem, about, keys, tuple(_overrides(lines)), base[1] if base else "")
+    first = (yaml.safe_load(text) or {}).get("defaults", [""])[0]
+    sibling = (
+        first if isinstance(first, str) and first != "_self_" and (path.parent / f"{first}.yaml").is_file() else ""
+    )
+    return Choice(group, path.stem, about, keys, tuple(_overrides(lines)), base[1] if base else "", sibling)
 
 
 def _leading(lines: list[str]) -> Iterator[str]:

@@ -7,13 +7,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_scalerl.callbacks.evaluate import EvaluationStoppedError, sampled
-from lightning_scalerl.data import PREDICT
 from lightning_scalerl.generator.base import GroupRequest
 from lightning_scalerl.run import Run
 from lightning_scalerl.stream.prompts import PromptSet
 from lightning_scalerl.stream.random_streams import PREDICTION_STREAM
 from lightning_scalerl.task.base import passes
 from lightning_scalerl.verify.grade import Outcome, Sample
+
+# Name of the set of prompts that `Trainer.predict` samples completions of.
+PREDICT = "predict"
 
 
 # Not frozen: Lightning goes through the fields of what `predict_step` returns.
