@@ -101,7 +101,8 @@ def wait_for_a_signal(run_dir: Path) -> None:
 
 def hang(run_dir: Path) -> None:
     """As one that waits for a peer that is gone."""
-    with activity.watched(Patience(2.0, 0.3)):
+    # Python's own watchdog ends it with another code, if the thread that watches gets no turn for twice as long.
+    with activity.watched(Patience(2.0, 2.0)):
         activity.note("decode")
         threading.Event().wait(60)
 
