@@ -10,8 +10,10 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -115,38 +117,79 @@ def test_the_same_seeds_give_the_same_tokens_as_in_this_process(generator: VLLMS
         assert one.rollout.generator_logprobs == pytest.approx(other.rollout.generator_logprobs, abs=1e-5)
 
 
+def signal_engine(server: Server, number: signal.Signals) -> None:
+    """Send a signal to the server's workers, which compute; not to the process that answers."""
+    assert server.process is not None
+    found = []
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            name, _, rest = place.read_text().partition("(")[2].rpartition(")")
+            if "Worker" in name and int(rest.split()[2]) == server.process.pid:  # its group
+                found.append(int(place.parent.name))
+    assert found
+    for pid in found:
+        os.kill(pid, number)
+
+
+@contextmanager
+def running(server: Server) -> Iterator[None]:
+    """Let the server's workers run in the `with` block, and stand still behind it."""
+    signal_engine(server, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        signal_engine(server, signal.SIGSTOP)
+
+
+def in_the_middle(server: Server, generator: VLLMServerGenerator, tokens: int) -> list[FinishedRollout]:
+    """Have rollouts begin, and the engine stand still in the middle of them; return those that have ended already.
+
+    It runs in slices, and stands still while this process reads: else it would have sampled the whole before the
+    beginnings are seen.
+    """
+    found: list[FinishedRollout] = []
+    while generator.sampled_in_flight < tokens and not found:
+        with running(server):
+            time.sleep(0.02)
+        read_until = time.monotonic() + 0.5  # for what was sampled to arrive
+        while time.monotonic() < read_until:
+            found += generator.step().finished
+    return found
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_weights_change_within_rollouts_that_go_on(server: Server, recompute: bool) -> None:
     old, new = new_model(FAMILY), new_model(FAMILY, 5)
-    # Two at a time: of more, the server has sampled the whole before this process has read their beginnings.
-    generator = connected(server, old, slots=2, max_prompt_tokens=12, max_new_tokens=480, stop_tokens=[])
+    generator = connected(server, old, max_prompt_tokens=12, max_new_tokens=480, stop_tokens=[])
     try:
-        for attempt in range(6):  # the server may still be too quick
+        for attempt in range(5):  # whoever gets no turn for half a second finds it done
             generator.publish(dict(old.state_dict()), 0)
-            generator.submit(GroupRequest(attempt, SHORT, 6, (3, attempt)))
-            found: list[FinishedRollout] = []
-            while generator.sampled_in_flight < 20 and not found:
-                found += generator.step().finished
+            generator.submit(GroupRequest(attempt, SHORT, 12, (3, attempt)))
+            found = in_the_middle(server, generator, 60)
+            # The engine runs again once the request to pause waits for it.
+            goes_on = threading.Timer(1.0, lambda: signal_engine(server, signal.SIGCONT))
+            goes_on.start()
             generator.publish(dict(new.state_dict()), 7, recompute)
+            goes_on.join()
             found += drained(generator)
-            assert sorted(each.index for each in found) == list(range(6))
-            mixed = 0
-            for rollout in (each.rollout for each in found):
-                before = rollout.weight_versions.count(0)
-                assert rollout.weight_versions == [0] * before + [7] * (480 - before)
-                recorded = torch.tensor(rollout.generator_logprobs)
-                # To the token: those that the server says the old weights have sampled have their log-probabilities.
-                if before:
-                    assert float((trainers(old, SHORT, rollout.tokens) - recorded).abs()[:before].max()) < 1e-4
-                if before < 460:
-                    beyond = float((trainers(new, SHORT, rollout.tokens) - recorded).abs()[before:].max())
-                    # Keys and values of the old weights, under the new ones: neither policy's, as long as it went on.
-                    assert beyond < 1e-4 if recompute or not before else beyond > 1e-2
-                mixed += 0 < before < 460
-            if mixed > 1:
-                return
-        pytest.fail("no publish came into the middle of two rollouts")
+            assert sorted(each.index for each in found) == list(range(12))
+            if sum(0 < each.rollout.weight_versions.count(0) < 460 for each in found) > 1:
+                break
+        else:
+            pytest.fail("no publish came into the middle of two rollouts")
+        for rollout in (each.rollout for each in found):
+            before = rollout.weight_versions.count(0)
+            assert rollout.weight_versions == [0] * before + [7] * (480 - before)
+            recorded = torch.tensor(rollout.generator_logprobs)
+            # To the token: those that the server says the old weights have sampled have their log-probabilities.
+            if before:
+                assert float((trainers(old, SHORT, rollout.tokens) - recorded).abs()[:before].max()) < 1e-4
+            if before < 460:
+                beyond = float((trainers(new, SHORT, rollout.tokens) - recorded).abs()[before:].max())
+                # Keys and values of the old weights, under the new ones: neither policy's, as long as it went on.
+                assert beyond < 1e-4 if recompute or not before else beyond > 1e-2
     finally:
+        signal_engine(server, signal.SIGCONT)
         generator.close()
 
 
