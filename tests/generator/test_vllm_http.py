@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -24,6 +25,8 @@ import torch
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
+from lightning_scalerl.generator.fleet import Fleet
+from lightning_scalerl.generator.vllm_generator import VLLMGenerator
 from lightning_scalerl.generator.vllm_http import EngineLostError
 from lightning_scalerl.generator.vllm_serve import Server, main, prepare, serve
 from lightning_scalerl.generator.vllm_server import VLLMServerGenerator
@@ -191,6 +194,25 @@ def test_weights_change_within_rollouts_that_go_on(server: Server, recompute: bo
     finally:
         signal_engine(server, signal.SIGCONT)
         generator.close()
+
+
+def test_a_run_names_a_server_by_its_address(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`driver.engines=[http://...]` with `generator=vllm`: a child of the run asks the server."""
+    assert server.address is not None
+    monkeypatch.setenv("SCALERL_ENGINE_TOKEN", TOKEN)
+    model, other = new_model(FAMILY, 1), new_model(FAMILY, 2)
+    settings = {"max_prompt_tokens": 160, "max_new_tokens": 16, "stop_tokens": [STOP], "precision": FP32}
+    sampled = partial(VLLMGenerator, slots=8)
+    limits: dict[str, Any] = {"generators": 1, "silence_s": 20, "start_s": START_S}
+    fleet = Fleet(sampled, model, settings, engines=[server.address], **limits)
+    try:
+        for number, (ours, theirs) in enumerate([(model, other), (other, model)]):
+            fleet.publish(dict(ours.state_dict()), number)
+            fleet.submit(GroupRequest(number, LONG, 6, (0, number)))
+            found = drained(fleet)
+            assert gap(ours, LONG, found) < 1e-4 and gap(theirs, LONG, found) > 1e-2
+    finally:
+        fleet.close()
 
 
 def test_an_update_that_broke_off_leaves_nothing_behind(server: Server) -> None:

@@ -159,7 +159,7 @@ def test_another_reward_has_the_columns_and_ids_that_it_asks_for(place: Path, tm
     theirs.write_text(
         "def reward(completions, completion_ids, question, gold, **kwargs):\n"
         "    assert question[0].endswith('=') and gold[0].isdigit()\n"
-        "    return [float(len(completion_ids[0]))]\n"
+        "    return [float(len(ids)) for ids in completion_ids]\n"
     )
     lengths = [each["tokens"] for group in read_groups(run_dir) for each in group["rollouts"]]
     (row,) = rescore_run(run_dir, f"{theirs}:reward")
@@ -190,7 +190,7 @@ def test_a_mixture_is_graded_anew_with_its_columns_and_errors_say_why(
         "def reward(completions, question, gold, **kwargs):\n"
         "    if question[0][1] in '02468':\n"
         "        raise OSError('the judge is out')\n"
-        "    return [float(gold[0].isdigit())]\n"
+        "    return [float(each.isdigit()) for each in gold]\n"
     )
     words = [each for each in overrides(place, "rollouts.groups=4") if not each.startswith("task")]
     words += ["task=both", "context.max_prompt_tokens=32", "verify.max_error_share=1"]

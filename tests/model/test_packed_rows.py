@@ -356,7 +356,7 @@ def test_a_run_whose_model_cannot_is_the_padded_one_bit_for_bit(
     tiny_model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes are cut as ever too: what would be packed would be cut elsewhere."""
-    monkeypatch.setattr(trials, "packs_rows", lambda model: False)
+    monkeypatch.setattr(trials, "packs_rows", lambda model, dtype: False)
     limit = "batch.micro_tokens=40"
     padded, packed = trained(tiny_model_path, limit), trained(tiny_model_path, limit, "batch.packed=true")
     assert all(torch.equal(packed[name], padded[name]) for name in padded)

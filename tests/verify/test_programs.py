@@ -151,6 +151,7 @@ def test_settings_go_through_and_bad_ones_name_themselves() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.live
 def test_a_completion_with_many_cases_is_given_its_time() -> None:
     """40 cases of a third of a second are more than a verifier's usual time."""
     answer = {"cases": [["", "1"]] * 40}
