@@ -236,6 +236,7 @@ def test_tables_are_sorted_and_copied(browser: Any, page: Path) -> None:
 def test_without_script_the_static_figure_and_every_table_are_there(browser: Any, page: Path) -> None:
     from selenium.webdriver.common.by import By
 
+    opened(browser, page)  # as wide as the other tests of a screen, whichever came before
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
         browser.get(page.as_uri())
