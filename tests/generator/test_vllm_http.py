@@ -164,6 +164,9 @@ def in_the_middle(server: Server, generator: VLLMServerGenerator, tokens: int) -
 def test_weights_change_within_rollouts_that_go_on(server: Server, recompute: bool) -> None:
     old, new = new_model(FAMILY), new_model(FAMILY, 5)
     generator = connected(server, old, max_prompt_tokens=12, max_new_tokens=480, stop_tokens=[])
+    assert server.process is not None
+    # Whoever reads goes first, on a busy machine too.
+    os.setpriority(os.PRIO_PGRP, server.process.pid, 19)
     try:
         for attempt in range(5):  # whoever gets no turn for half a second finds it done
             generator.publish(dict(old.state_dict()), 0)
@@ -193,6 +196,7 @@ def test_weights_change_within_rollouts_that_go_on(server: Server, recompute: bo
                 assert beyond < 1e-4 if recompute or not before else beyond > 1e-2
     finally:
         signal_engine(server, signal.SIGCONT)
+        os.setpriority(os.PRIO_PGRP, server.process.pid, 0)
         generator.close()
 
 
@@ -303,11 +307,19 @@ def test_the_process_group_is_gone_after_close(plugin: None, tmp_path: Path) -> 
     assert server.process is not None
     time.sleep(0.5)
     server.close()
-    fields = [
-        stat.read_text().rpartition(")")[2].split() for stat in Path("/proc").glob("[0-9]*/stat") if stat.exists()
-    ]
-    group = str(server.process.pid)
-    assert not [state for state, _, grouped, *_ in fields if grouped == group and state != "Z"]
+    group, until = str(server.process.pid), time.monotonic() + 60
+
+    def alive() -> list[str]:
+        found = []
+        for place in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                state, _, grouped, *_ = place.read_text().rpartition(")")[2].split()
+                found += [state] if grouped == group and state != "Z" else []
+        return found
+
+    while alive():  # the kernel ends a killed process when it has a turn
+        assert time.monotonic() < until, alive()
+        time.sleep(0.05)
     assert not server.folder.exists()
 
 
