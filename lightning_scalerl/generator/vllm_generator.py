@@ -7,7 +7,6 @@ behind the tokens that they have, whose log-probabilities and versions stay thos
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
@@ -19,9 +18,9 @@ from torch import Tensor, nn
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.generator import memory
-from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport, StopText, set_aside
+from lightning_scalerl.generator.base import FinishedRollout, StepReport, StopText, set_aside
 from lightning_scalerl.generator.vllm_engine import load_weights, names_of, new_engine
-from lightning_scalerl.generator.vllm_rollouts import Computed, Sampled, Sampling, from_state, report, state_of
+from lightning_scalerl.generator.vllm_rollouts import Computed, InFlight, Sampled, Sampling, report
 from lightning_scalerl.model.head import text_config
 from lightning_scalerl.model.windows import attention_windows
 
@@ -31,7 +30,7 @@ SCORING = 8
 DEFAULT_CACHE_GIB = 4.0
 
 
-class VLLMGenerator:
+class VLLMGenerator(InFlight):
     """Generator that samples rollouts with an engine of vLLM.
 
     Args:
@@ -78,57 +77,17 @@ class VLLMGenerator:
         self._model = names_of(model)
         self._dtype = precision.policy_dtype
         self._engine = new_engine(model, precision, slots=slots + SCORING, capacity=capacity, cache_gib=cache_gib)
-        self._slots = slots
-        self.max_prompt_tokens, self.max_new_tokens, self.temperature = max_prompt_tokens, max_new_tokens, temperature
-        self._sampling = Sampling(
+        sampling = Sampling(
             max_prompt_tokens, max_new_tokens, stop_tokens, temperature, phrase, thinking_ended, stop_text
         )
-        # vLLM gives log-probabilities of prompt tokens at temperature 1 only.
-        self.can_score = temperature == 1.0
-        self._version = 0
+        super().__init__(sampling, slots)
         self._names = (f"r{number}" for number in count())
-        self._waiting: deque[Sampled] = deque()
         self._running: dict[str, Sampled] = {}
         self._scored: dict[str, Any] = {}
-        self._ahead: deque[StepReport] = deque()  # of steps that scoring had to take
         self._windows = attention_windows(text_config(model))
-        # Work of recomputing caches, not reported yet.
-        self._owed = Computed()
-        self._weights: dict[str, Tensor] = {}
-        self._closed: dict[str, Any] | None = None
         self.publish(dict(model.state_dict()), 0)
 
     # --- the protocol of a generator ---------------------------------------------------------------------
-
-    @property
-    def version(self) -> int:
-        """Version of the weights in use: the optimizer steps behind them."""
-        return self._version
-
-    @property
-    def in_flight(self) -> int:
-        """Number of rollouts submitted and not reported as finished."""
-        unreported = sum(len(report.finished) for report in self._ahead)
-        return len(self._waiting) + len(self._running) + unreported
-
-    @property
-    def sampled_in_flight(self) -> int:
-        """Number of tokens that rollouts in flight have so far."""
-        return sum(len(each.rollout.tokens) for each in (*self._running.values(), *self._waiting))
-
-    @property
-    def free_slots(self) -> int:
-        """Number of slots that no rollout has or waits for."""
-        return max(0, self._slots - self.in_flight)
-
-    def submit(self, request: GroupRequest) -> None:
-        """Queue a group; its rollouts start as slots become free.
-
-        Raises:
-            ConfigurationError: the prompt is empty or longer than the engine was made for, or an interruption is
-                asked for and there is no phrase.
-        """
-        self._waiting += self._sampling.queue(request)
 
     def step(self) -> StepReport:
         """Sample one token of every rollout that has a slot, then hand out those that ended."""
@@ -236,6 +195,9 @@ class VLLMGenerator:
         prompt = {"prompt_token_ids": each.sequence, "cache_salt": str(self._version)}
         self._engine.add_request(name, prompt, wanted)
 
+    def _started(self) -> list[Sampled]:
+        return list(self._running.values())
+
     def _restart(self, names: Sequence[str]) -> None:
         if names:
             self._engine.abort_request(list(names))
@@ -257,14 +219,10 @@ class VLLMGenerator:
         """Return everything in flight, with the weights; keys and values are recomputed on resuming."""
         if self._closed is not None:
             return self._closed
-        ahead = [finished for report in self._ahead for finished in report.finished]
-        return state_of([*self._running.values(), *self._waiting], ahead, self._weights, self._version)
+        return self._state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume the rollouts with the tokens they had."""
         self.clear()
         self.publish(state["weights"], state["version"])
-        under_way, ended = from_state(state)
-        self._waiting += under_way
-        if ended:
-            self._ahead.append(StepReport(ended, 0, 0, 0, 0))
+        self._restore(state)

@@ -6,6 +6,7 @@ follows goes on behind the tokens that are there, whose log-probabilities and ve
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,6 +143,78 @@ class Sampling:
                 # Nothing was sampled: forced tokens are in neither loss nor ratio, and have no log-probability.
                 each.append(phrase, [0.0] * len(phrase), version, forced=True)
         return len(tokens) >= limit
+
+
+class InFlight:
+    """Books of a generator that samples with vLLM: rollouts that wait, those under way, and reports not taken yet.
+
+    Args:
+        sampling: of the run.
+        slots: number of rollouts that are under way together.
+    """
+
+    def __init__(self, sampling: Sampling, slots: int) -> None:
+        self._sampling, self._slots = sampling, slots
+        self.max_prompt_tokens, self.max_new_tokens = sampling.max_prompt_tokens, sampling.max_new_tokens
+        self.temperature = sampling.temperature
+        # vLLM gives log-probabilities of prompt tokens at temperature 1 only.
+        self.can_score = sampling.temperature == 1.0
+        self._version = 0
+        self._waiting: deque[Sampled] = deque()
+        self._ahead: deque[StepReport] = deque()
+        # Work of recomputing caches, not reported yet.
+        self._owed = Computed()
+        self._weights: dict[str, Tensor] = {}
+        # The last state, once the generator is closed.
+        self._closed: dict[str, Any] | None = None
+
+    def _started(self) -> list[Sampled]:
+        """Return the rollouts that have a slot."""
+        raise NotImplementedError
+
+    def _under_way(self) -> list[Sampled]:
+        return [*self._started(), *self._waiting]
+
+    @property
+    def version(self) -> int:
+        """Version of the weights in use: the optimizer steps behind them."""
+        return self._version
+
+    @property
+    def in_flight(self) -> int:
+        """Number of rollouts submitted and not reported as finished."""
+        return len(self._under_way()) + sum(len(report.finished) for report in self._ahead)
+
+    @property
+    def sampled_in_flight(self) -> int:
+        """Number of tokens that rollouts in flight have so far."""
+        return sum(len(each.rollout.tokens) for each in self._under_way())
+
+    @property
+    def free_slots(self) -> int:
+        """Number of slots that no rollout has or waits for."""
+        return max(0, self._slots - self.in_flight)
+
+    def submit(self, request: GroupRequest) -> None:
+        """Queue a group; its rollouts start as slots become free.
+
+        Raises:
+            ConfigurationError: the prompt is empty or longer than the run allows, or an interruption is asked for and
+                there is no phrase.
+        """
+        self._waiting += self._sampling.queue(request)
+
+    def _state(self) -> dict[str, Any]:
+        """Return everything in flight and the weights, for a checkpoint."""
+        ahead = [finished for report in self._ahead for finished in report.finished]
+        return state_of(self._under_way(), ahead, self._weights, self._version)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Queue the rollouts of a state, with the tokens they had; what had ended is reported first."""
+        under_way, ended = from_state(state)
+        self._waiting += under_way
+        if ended:
+            self._ahead.append(StepReport(ended, 0, 0, 0, 0))
 
 
 def state_of(

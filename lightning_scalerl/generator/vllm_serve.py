@@ -68,19 +68,21 @@ class Server:
 
     def start(self) -> None:
         """Start the process, in a group of its own: its engine's processes end with it."""
-        places = os.pathsep.join(path for path in sys.path if path)
-        environment = {
-            **os.environ,
-            **self.environment,
-            "PYTHONPATH": places,
-            PARENT: f"{os.getpid()}@{socket.gethostname()}",
-        }
-        if self.token:
-            environment[TOKEN] = self.token
+        nothing = subprocess.DEVNULL
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                self.command, env=self.started_by_us(), stdin=nothing, stdout=log, stderr=log, start_new_session=True
             )
+
+    def started_by_us(self) -> dict[str, str]:
+        """Return the environment of a server that this process starts, with which it ends."""
+        found = {
+            **os.environ,
+            **self.environment,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            PARENT: f"{os.getpid()}@{socket.gethostname()}",
+        }
+        return {**found, TOKEN: self.token} if self.token else found
 
     def wait(self, start_s: float) -> None:
         """Wait until the server answers.
@@ -251,9 +253,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(server.line, flush=True)
     if given.print:
         return 0
-    os.environ.update(server.environment)
     try:
-        return subprocess.call(server.command)
+        return subprocess.call(server.command, env=server.started_by_us())
     except KeyboardInterrupt:
         return 0
     finally:

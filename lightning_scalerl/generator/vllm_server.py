@@ -11,7 +11,6 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,7 +29,7 @@ from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, Step
 from lightning_scalerl.generator.vllm_checks import CALL_S, check_answer, checked, wait_for_server
 from lightning_scalerl.generator.vllm_engine import names_of
 from lightning_scalerl.generator.vllm_http import Connection, EngineLostError, RefusedError
-from lightning_scalerl.generator.vllm_rollouts import Computed, Sampled, Sampling, from_state, report, state_of
+from lightning_scalerl.generator.vllm_rollouts import Computed, InFlight, Sampled, Sampling, report
 from lightning_scalerl.generator.vllm_stream import ROUTE, End, Lost, Streams, Tokens
 from lightning_scalerl.generator.vllm_weights import TRANSFERS, Control, new_sender
 from lightning_scalerl.model.head import text_config
@@ -59,7 +58,7 @@ class _Stream:
     received: int = 0
 
 
-class VLLMServerGenerator:
+class VLLMServerGenerator(InFlight):
     """Generator that samples rollouts with a server of vLLM.
 
     Weights that are published are kept by reference: they must stay as they are until others are, as those do that
@@ -117,25 +116,17 @@ class VLLMServerGenerator:
             raise ConfigurationError(f"generator.transfer: {transfer!r} is unknown; valid: {', '.join(TRANSFERS)}")
         positive("generator.silence_s", silence_s)
         positive("generator.bucket_mib", bucket_mib)
-        self._sampling = Sampling(
+        sampling = Sampling(
             max_prompt_tokens, max_new_tokens, stop_tokens, temperature, phrase, thinking_ended, stop_text
         )
-        # vLLM gives log-probabilities of prompt tokens at temperature 1 only.
-        self.can_score = temperature == 1.0
-        self.max_prompt_tokens, self.max_new_tokens, self.temperature = max_prompt_tokens, max_new_tokens, temperature
+        super().__init__(sampling, slots)
         self._model = names_of(model)
-        self._slots, self._silence_s = slots, silence_s
+        self._silence_s = silence_s
         self._windows = attention_windows(text_config(model))
         self._run = secrets.token_hex(4)
         self._number = count()
-        self._version = 0
-        self._waiting: deque[Sampled] = deque()
         self._running: dict[str, _Stream] = {}
-        self._ahead: deque[StepReport] = deque()
-        self._owed = Computed()
-        self._weights: dict[str, Tensor] = {}
         self._changes: dict[str, int] = {}
-        self._closed: dict[str, Any] | None = None
         self._asleep = False
         self._healthy = time.monotonic()
         with ExitStack() as undo:
@@ -169,36 +160,6 @@ class VLLMServerGenerator:
         self._connection.start(self._watch())
 
     # --- the protocol of a generator ---------------------------------------------------------------------
-
-    @property
-    def version(self) -> int:
-        """Version of the weights in use: the optimizer steps behind them."""
-        return self._version
-
-    @property
-    def in_flight(self) -> int:
-        """Number of rollouts submitted and not reported as finished."""
-        unreported = sum(len(report.finished) for report in self._ahead)
-        return len(self._waiting) + len(self._running) + unreported
-
-    @property
-    def sampled_in_flight(self) -> int:
-        """Number of tokens that rollouts in flight have so far."""
-        return sum(len(each.rollout.tokens) for each in self._under_way())
-
-    @property
-    def free_slots(self) -> int:
-        """Number of slots that no rollout has or waits for."""
-        return max(0, self._slots - self.in_flight)
-
-    def submit(self, request: GroupRequest) -> None:
-        """Queue a group; its rollouts start as slots become free.
-
-        Raises:
-            ConfigurationError: the prompt is empty or longer than the run allows, or an interruption is asked for and
-                there is no phrase.
-        """
-        self._waiting += self._sampling.queue(request)
 
     def step(self) -> StepReport:
         """Return what the server has sampled since the last step; wait a moment for it if that is nothing.
@@ -290,8 +251,8 @@ class VLLMServerGenerator:
 
     # --- state -------------------------------------------------------------------------------------------
 
-    def _under_way(self) -> list[Sampled]:
-        return [*(stream.each for stream in self._running.values()), *self._waiting]
+    def _started(self) -> list[Sampled]:
+        return [stream.each for stream in self._running.values()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything in flight, with the weights; keys and values are recomputed on resuming.
@@ -304,18 +265,14 @@ class VLLMServerGenerator:
         changed = [name for name, tensor in self._weights.items() if tensor._version != self._changes[name]]
         if changed:
             raise RuntimeError(f"weights were changed in place after they were published: {changed[0]}")
-        ahead = [finished for report in self._ahead for finished in report.finished]
-        return state_of(self._under_way(), ahead, self._weights, self._version)
+        return self._state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume the rollouts with the tokens they had."""
         self._clear()
         self.publish(state["weights"], state["version"])
         self._ahead.clear()
-        under_way, ended = from_state(state)
-        self._waiting += under_way
-        if ended:
-            self._ahead.append(StepReport(ended, 0, 0, 0, 0))
+        self._restore(state)
 
     def _clear(self) -> None:
         """Drop everything in flight."""
