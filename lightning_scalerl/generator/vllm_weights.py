@@ -7,7 +7,6 @@ where both sides see one folder and over HTTP elsewhere; `ipc` and `nccl` are vL
 from __future__ import annotations
 
 import hmac
-import json
 import secrets
 import socket
 import tempfile
@@ -28,21 +27,10 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.vllm_engine import checkpoint_format
 from lightning_scalerl.generator.vllm_http import Connection, EngineLostError, RefusedError
 from lightning_scalerl.generator.vllm_plugin import BACKEND
+from lightning_scalerl.generator.weights import SHARED_MEMORY, TYPE_NAMES, start_of_file
 
 # Ways that a server with our engine takes.
 TRANSFERS = ("auto", "file", "http")
-# safetensors' names of types.
-_TYPES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 class Control:
@@ -138,7 +126,11 @@ class Bucket:
                 entries, end = {}, 0
             self._reserve(length)
             self._buffer[end : end + length].view(dtype).view(tensor.shape).copy_(tensor)
-            entries[name] = {"dtype": _TYPES[dtype], "shape": list(tensor.shape), "data_offsets": [end, end + length]}
+            entries[name] = {
+                "dtype": TYPE_NAMES[dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [end, end + length],
+            }
             end, kind = end + length, dtype
         if entries:
             yield self._bucket(entries, end)
@@ -149,9 +141,7 @@ class Bucket:
             self._buffer = torch.empty(max(self._size, length), dtype=torch.uint8)
 
     def _bucket(self, entries: dict[str, Any], end: int) -> tuple[bytes, memoryview]:
-        header = json.dumps(entries).encode()
-        header += b" " * (-len(header) % 8)
-        return len(header).to_bytes(8, "little") + header, memoryview(self._buffer[:end].numpy())  # type: ignore[arg-type]
+        return start_of_file(entries), memoryview(self._buffer[:end].numpy())  # type: ignore[arg-type]
 
 
 class _Shelf:
@@ -236,8 +226,7 @@ class BucketSender:
     ) -> None:
         self._control, self._bucket = control, Bucket(bucket_bytes, dtype)
         self._dtype, self.bytes_sent, self.buckets, self.digest, self.way = dtype, 0, 0, "", ""
-        shared = Path("/dev/shm")
-        place = folder or (shared if shared.is_dir() else None)
+        place = folder or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
         # Removed at the end of the process too, which a failure ends without `close`.
         self._owned = tempfile.TemporaryDirectory(prefix="scalerl-weights-", dir=place, ignore_cleanup_errors=True)
         self._folder = Path(self._owned.name)

@@ -34,8 +34,8 @@ SHARED_MEMORY = Path("/dev/shm")
 MIB = 2**20
 # File that marks a folder of weights as in use.
 LOCK = "lock"
-# Names of types in a file's header.
-_TYPES = {
+# safetensors' names of types, in a file's header.
+TYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -47,7 +47,7 @@ _TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_BY_NAME = {name: dtype for dtype, name in _TYPES.items()}
+_BY_NAME = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,12 @@ def _header(entries: list[Entry]) -> bytes:
     places, end = {}, 0
     for name, tensor, dtype in entries:
         start, end = end, end + tensor.numel() * dtype.itemsize
-        places[name] = {"dtype": _TYPES[dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        places[name] = {"dtype": TYPE_NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    return start_of_file(places)
+
+
+def start_of_file(places: Mapping[str, Any]) -> bytes:
+    """Return the bytes before the tensors of a file of safetensors: type, shape and place of each by name."""
     text = json.dumps(places).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
