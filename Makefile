@@ -4,6 +4,8 @@ PYTHON ?= python3
 unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
+# What an editable install is made of.
+BUILD := pyproject.toml sweeps/pyproject.toml sweeps/__init__.py hatch_build.py
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 # What `make test` leaves out: ALL=1 runs what .ci/run asks for, FULL=1 everything; a missing component is then a failure.
 MARKERS := not vllm$(if $(FULL),, and not full$(if $(ALL),, and not slow and not browser and not peers and not slurm and not docs))
@@ -12,7 +14,7 @@ MARKERS := not vllm$(if $(FULL),, and not full$(if $(ALL),, and not slow and not
 TEST_ARGS ?= --dist loadgroup
 PYTEST := $(if $(FULL),TEST_FULL=1 )$(if $(ALL)$(FULL),CI_ALL=1 )OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: bench demo docs test test-components test-full test-rooms test-slurm test-study test-training test-vllm
+.PHONY: bench demo dist docs test test-components test-full test-rooms test-slurm test-study test-training test-vllm
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.user
@@ -58,6 +60,12 @@ test-slurm:
 test-full:
 	$(MAKE) test FULL=1
 
+# Both distributions, each a source archive and a wheel made of it: scalerl-curves and lightning-scalerl.
+dist: $(VENV)/.developer
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist sweeps
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
 # torch first and by pip: pip alone may know of a CPU build; the rest then keeps it, under the constraints.
 $(VENV)/.torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -66,15 +74,15 @@ $(VENV)/.torch: constraints.txt
 	$(BIN)/python -m pip install --quiet "$(TORCH)" uv
 	@touch $@
 
-$(VENV)/.user: $(VENV)/.torch pyproject.toml
+$(VENV)/.user: $(VENV)/.torch $(BUILD)
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt --editable .
 	@touch $@
 
-$(VENV)/.developer: $(VENV)/.torch pyproject.toml
+$(VENV)/.developer: $(VENV)/.torch $(BUILD)
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(VENV)/.user
 
-$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+$(VENV)/.docs: $(VENV)/.torch $(BUILD)
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@ $(VENV)/.user
 

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_scalerl.torchmetrics_on_demand import torchmetrics_on_demand
+from sweeps import __version__ as __version__
 
 if TYPE_CHECKING:
     from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from lightning_scalerl.prompt import Prompt
     from lightning_scalerl.rollout import Group, Rollout, TrainBatch
     from lightning_scalerl.task.base import Task
-
-__version__ = "0.2.0"
 
 torchmetrics_on_demand()
 
