@@ -47,7 +47,8 @@ class Dependencies(MetadataHookInterface):
             return
         needed = list(self.config["dependencies"])
         if os.environ.get(EDITABLE):
-            curves = tomllib.loads((Path(self.root) / "sweeps" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+            file = Path(self.root) / "sweeps" / "pyproject.toml"
+            curves = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
             metadata["scripts"] = curves["scripts"]
             named = {re.split(r"[^\w-]", each)[0] for each in needed}
             needed += [each for each in curves["dependencies"] if re.split(r"[^\w-]", each)[0] not in named]

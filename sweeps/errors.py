@@ -34,6 +34,19 @@ def require(module: str, what: str, install: str | None = None) -> None:
         raise UserError(f"{what}: needs the package {module}, which is not installed; pip install {install or module}")
 
 
+def require_training(what: str) -> None:
+    """Check that what trains is installed: lightning-scalerl, not its study tool `sweeps` alone.
+
+    Args:
+        what: the user wanted, to begin the sentence with.
+
+    Raises:
+        UserError: it, or what it trains with, is not installed.
+    """
+    for package in ("lightning_scalerl", "hydra", "torch", "lightning", "transformers"):
+        require(package, what, "lightning-scalerl (in a checkout: pip install -e .)")
+
+
 @contextmanager
 def naming(field: str) -> Iterator[None]:
     """Context manager: turn an OSError raised inside into a UserError that names this field.

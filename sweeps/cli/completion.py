@@ -5,19 +5,12 @@ from __future__ import annotations
 import argparse
 
 from sweeps.cli.main import make_parser
-from sweeps.errors import UserError
 
 
 def completion_command(options: argparse.Namespace) -> int:
-    """Print the completion script for a shell (`scalerl completion bash|zsh|tcsh`).
+    """Print the completion script for a shell (`scalerl completion bash|zsh|tcsh`)."""
+    import shtab
 
-    Raises:
-        UserError: shtab is not installed.
-    """
-    try:
-        import shtab
-    except ImportError as error:
-        raise UserError("completion: shtab is not installed; pip install shtab") from error
     parser = make_parser()
     for words in _parsers(parser):
         for action in words._actions:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from sweeps import __version__
 from sweeps.cli.study_commands import ROWS, train_command
 from sweeps.decide.margin import MARGIN
 from sweeps.decide.rules import Rules
@@ -90,27 +91,6 @@ def _later(module: str, function: str) -> Handler:
     return handler
 
 
-class _Version(argparse.Action):
-    """Action of `--version`: print the installed version and exit."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        # An import of its own, slow enough to be left out of every other command.
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            found = version("lightning-scalerl")
-        except PackageNotFoundError:
-            found = "(a checkout that is not installed)"
-        print(f"scalerl {found}")
-        parser.exit()
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Make the argument parser of all commands; `scalerl completion` uses it too."""
     parser = argparse.ArgumentParser(
@@ -118,7 +98,9 @@ def make_parser() -> argparse.ArgumentParser:
         description="Run RL recipes, fit their compute curves, rank them and say how sure that is.",
         epilog=EPILOG,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument(
+        "--version", action="version", version=f"scalerl {__version__}", help="print the version and exit"
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from sweeps.cli.output import print_json
+from sweeps.errors import require_training
 from sweeps.executor.base import load_entry
 from sweeps.report.plain import table
 
@@ -17,6 +18,7 @@ def memory_command(options: argparse.Namespace) -> int:
     Raises:
         UserError: overrides that do not compose, or a model whose memory cannot be foretold.
     """
+    require_training("scalerl memory")
     memory_of = load_entry("lightning_scalerl.member.memory:memory_of")
     limit = None if options.gib is None else round(options.gib * GIB)
     found, devices, strategy, remedy = memory_of(options.overrides, options.devices, limit)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.cli.output import print_json
-from sweeps.errors import UserError
+from sweeps.errors import UserError, require_training
 from sweeps.executor.base import load_entry
 from sweeps.report.plain import one_line, table
 from sweeps.run.rollouts import Group, read_groups
@@ -97,6 +97,7 @@ def _wrapped(text: str, indent: str, width: int, most: int | None) -> list[str]:
 def rescore_command(options: argparse.Namespace) -> int:
     """Grade a run's stored rollouts again and print rewards before and after (`scalerl rescore`)."""
     run = run_folder(options.run)
+    require_training("scalerl rescore")
     rescore = load_entry("lightning_scalerl.member.rescore:rescore_run")
     found: list[dict[str, Any]] = rescore(
         run, options.reward, None if options.out is None else Path(options.out), options.trust
@@ -124,6 +125,7 @@ def rescore_command(options: argparse.Namespace) -> int:
 
 def noise_command(options: argparse.Namespace) -> int:
     """Repeat an evaluation at fixed weights and print its sampling error (`scalerl noise`)."""
+    require_training("scalerl noise")
     noise = load_entry("lightning_scalerl.member.noise:measure_noise")
     words: Sequence[str] = options.overrides
     # The task's name may stand there by itself.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sweeps.cli.curves import check_place, check_window, fit_options, fitted, load_sources, margin
 from sweeps.cli.output import warn
-from sweeps.errors import UserError
+from sweeps.errors import UserError, require
 from sweeps.parallel import cores
 from sweeps.report.plain import one_line
 from sweeps.source import LoadedStudy
@@ -128,6 +128,7 @@ def _print_news(news: News, as_json: bool) -> None:
 
 def publish_command(options: argparse.Namespace) -> int:
     """Log fits, bands and figures to MLflow and print the link to the chart (`scalerl publish`)."""
+    require("mlflow", "scalerl publish")
     # MLflow is slow to import and not needed elsewhere.
     from sweeps.report.publish import publish
 

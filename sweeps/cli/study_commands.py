@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sweeps.cli.output import show_chart, show_ranking, warn
-from sweeps.errors import UserError, require
+from sweeps.errors import UserError, require_training
 from sweeps.executor.base import load_entry
 from sweeps.report.plain import one_line, table
 from sweeps.terminal import duration
@@ -28,10 +28,9 @@ def train_command(overrides: Sequence[str]) -> int:
     """Replace this process by the training process (exec), so that signals and the exit code are its own.
 
     Raises:
-        UserError: this installation only looks at curves (docs/reference/sources.md, "Without training").
+        UserError: this installation only looks at curves (docs/guide/installation.md).
     """
-    for package in ("hydra", "torch", "lightning", "transformers"):
-        require(package, "scalerl train", "lightning-scalerl, without --no-deps")
+    require_training("scalerl train")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "lightning_scalerl.train", *overrides])
 
@@ -127,6 +126,7 @@ def export_command(options: argparse.Namespace) -> int:
     from sweeps.run.spec import run_folder
 
     run = run_folder(options.run)
+    require_training("scalerl export")
     export = load_entry("lightning_scalerl.member.export:export_run")
     print(export(run, Path(options.directory), options.dtype, options.step, options.trust))
     return 0
@@ -150,6 +150,7 @@ def collect_command(options: argparse.Namespace) -> int:
             warn([f"{directory} runs on one machine; --wait goes on with what is not done"])
         else:
             # A race takes its looks only under --wait, where this process stays up to conduct it.
+            require_training("scalerl collect")
             if not options.trust:
                 check_study(study, plan)
             decider = decider_of(study, plan) if options.wait else None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.curve import Curve
-from sweeps.errors import UserError, require
+from sweeps.errors import UserError
 from sweeps.fit.fit import FitOptions
 from sweeps.fit.history import GROWTH, Snapshot, _history, departure
 from sweeps.run.files import append_lines, parse_lines
@@ -88,7 +88,6 @@ class Watch:
         """Follow a curve under a file lock, for two watchers of one study must not both write a snapshot."""
         if self._path is None:
             return self._follow(curve)
-        require("filelock", str(self._path))
         from filelock import FileLock  # only whoever writes needs it
 
         try:

@@ -106,14 +106,12 @@ def _last(view: JournalView, axis: str) -> float:
 
 
 def _yaml(path: Path) -> Mapping[str, Any]:
-    """Read a YAML file's mapping; an empty one where there is none, or no PyYAML: a light installation has none."""
-    try:
-        import yaml
+    """Read a YAML file's mapping; an empty one where there is none."""
+    import yaml
 
+    try:
         content = yaml.safe_load(path.read_bytes())
-    except (ImportError, OSError, ValueError):
-        return {}
-    except yaml.YAMLError:
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
 

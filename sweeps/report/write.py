@@ -13,7 +13,7 @@ import numpy as np
 from sweeps.curve import Curve
 from sweeps.decide.next_run import Choice, choice_of, comparable, settle
 from sweeps.decide.rank import Ranking
-from sweeps.errors import UserError, require
+from sweeps.errors import UserError
 from sweeps.fit.compare import Comparison, compare
 from sweeps.fit.constants import MIN_COMPUTES
 from sweeps.fit.fit import Fit, Interval
@@ -71,10 +71,8 @@ def write_report(
         What was written, the page first.
 
     Raises:
-        UserError: a file cannot be written, or a package that draws or writes the page is not installed.
+        UserError: a file cannot be written.
     """
-    for package in ("matplotlib", "jinja2"):
-        require(package, "the report")
     from sweeps.report.drawing import pdf, png, svg
     from sweeps.report.figures import (
         asymptotes_figure,

@@ -60,10 +60,8 @@ def read(file: File, into: Collected) -> None:
 
 def _parameters(path: Path) -> dict[str, Any]:
     """Return the plain hyper-parameters; of classes that YAML would have to make, none."""
-    try:
-        import yaml
-    except ImportError:  # curves are fitted without it
-        return {}
+    import yaml  # only where there are hyper-parameters
+
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

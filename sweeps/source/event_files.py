@@ -58,7 +58,7 @@ def read_directory(directory: Path, files: list[Path], into: Collected) -> None:
 
 
 def _add(runs: dict[str, list[Path]], where: str, into: Collected, named: str) -> None:
-    require("tensorboard", f"{where} (event files)", "'lightning-scalerl[tensorboard]'")
+    require("tensorboard", f"{where} (event files)")
     logs = []
     alone = sum(map(len, runs.values())) == 1
     for name, paths in runs.items():

@@ -329,7 +329,7 @@ def _parquet(file: File) -> Table:
 
 def _excel(file: File) -> Table | None:
     """Rows of the first sheet of an Excel file; rows without a filled cell are passed over."""
-    require("openpyxl", f"{file.path} (Excel)", "'lightning-scalerl[excel]'")
+    require("openpyxl", f"{file.path} (Excel)")
     import pandas
 
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sweeps.curve import FLOPS, UNITS, default_axis
-from sweeps.errors import UserError, require
+from sweeps.errors import UserError
 from sweeps.fit.schedule import at_peak_rate
 from sweeps.run.files import parse_json
 from sweeps.run.journal import CONFIG_FILE, JournalError, JournalView, Record, finite, read_journal
@@ -150,7 +150,6 @@ def _config(run_dir: Path) -> Any:
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         return None
-    require("yaml", str(path), "PyYAML")
     import yaml  # only where a factor is asked for
 
     try:

@@ -51,7 +51,7 @@ def read_all(paths: list[Path], where: str, into: Collected) -> None:
     Raises:
         UserError: none of them holds metrics, or wandb is not installed.
     """
-    require("wandb", f"{where} (a log of W&B)", "'lightning-scalerl[wandb]'")
+    require("wandb", f"{where} (a log of W&B)")
     logs = [log for path in paths if (log := _log(path)) is not None]
     if not logs:
         raise UserError(f"{where}: no metric in {len(paths)} logs of W&B; give another source")
