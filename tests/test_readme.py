@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,17 @@ def test_the_tree_names_what_exists() -> None:
         assert f"{room.name}/" in tree and f"**`{room.name}/`**" in contributing, f"{room} is in no tree"
     known = {f"{path.name}/" for path in (*rooms, *ROOT.iterdir())}
     assert set(re.findall(r"\b\w+/", tree)) <= known
+
+
+def test_badges_say_what_pyproject_says() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    versions = [each.rpartition(" ")[2] for each in project["classifiers"] if re.fullmatch(r".*:: 3\.\d+", each)]
+    shown = {
+        name: re.findall(r"<title>\w+: (.+)</title>", (ROOT / f"docs/badges/{name}.svg").read_text())
+        for name in re.findall(r"docs/badges/(\w+)\.svg", README)
+    }
+    assert shown == {"python": [" | ".join(versions)], "licence": [project["license"]]}
+    assert f"![Python {', '.join(versions)}]" in README and f"![licence: {project['license']}]" in README
 
 
 def test_links_lead_somewhere() -> None:
