@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
-import zipfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -375,17 +373,6 @@ def test_settings_are_compared_with_annotations() -> None:
         with pytest.raises(ConfigurationError) as error:
             check_arguments("own", Own, {**good, **bad})
         assert str(error.value) == told
-
-
-@pytest.mark.slow
-def test_the_wheel_carries_conf(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
-    subprocess.run(command, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    assert {f"lightning_scalerl/conf/{p.relative_to(CONF)}" for p in CONF.rglob("*.yaml")} <= names
-    plugins = {f"hydra_plugins/{path.name}" for path in (ROOT / "hydra_plugins").glob("*.py")}
-    assert {"sweeps/cli/main.py", "hydra_plugins/scalerl_axes.py"} | plugins <= names
 
 
 def test_a_file_of_a_variant_says_more_than_its_name() -> None:
