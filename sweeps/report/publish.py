@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from sweeps.decide.rank import Ranking, rank
+from sweeps.decide.rank import Ranked, Ranking, rank
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, fit_curves
 from sweeps.fit.predict import predict
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.settings import LaunchSettings
+from sweeps.report.labels import shortened
 from sweeps.run.journal import find_runs, read_journal
 from sweeps.run.spec import SPEC_FILE
 from sweeps.search.race_log import RACE_FILE
@@ -38,12 +39,12 @@ ARTIFACTS = (
 
 
 def publish(sources: Sequence[str], uri: str, ranked: Callable[[Ranking], None] = lambda ranking: None) -> None:
-    """Publish one sweep to MLflow and print the command and link that show it.
+    """Publish one sweep to MLflow and print the command that opens its interface, and the links of both views.
 
     Args:
         sources: exactly one run or sweep directory.
         uri: tracking URI, such as `sqlite:///mlflow.db`.
-        ranked: called with the ranking, before the link is printed.
+        ranked: called with the ranking, before the links are printed.
 
     Raises:
         UserError: no such directory, nothing to fit, or MLflow cannot be reached.
@@ -71,23 +72,26 @@ def publish(sources: Sequence[str], uri: str, ranked: Callable[[Ranking], None] 
             with tracker.reaching("removing a tag"):
                 tracker.remove_tag(member.mlflow_run_id, STOPPED_TAG)
     ranking = rank(fits, margin=LaunchSettings.margin_of(directory))
-    link = publish_into(tracker=tracker, sweep=sweep, loaded=loaded, fits=fits, ranking=ranking)
+    links = publish_into(tracker=tracker, sweep=sweep, loaded=loaded, fits=fits, ranking=ranking)
     ranked(ranking)
-    print(link)
+    print(links)
 
 
 def publish_into(
     tracker: Tracker, sweep: TrackedSweep, loaded: LoadedStudy, fits: Sequence[Fit], ranking: Ranking
 ) -> str:
-    """Publish fits of a sweep that is tracked already; return the command and link that open the chart."""
-    chances = {entry.recipe: entry.p_best for entry in ranking.ranking}
-    summaries = [summary(fit, chances.get(fit.recipe)) for fit in fits]
+    """Publish fits of a sweep that is tracked already; return the command and links that open chart and run list."""
+    entries = {entry.recipe: entry for entry in ranking.ranking}
+    labels = shortened([fit.recipe for fit in fits])
+    summaries = [summary(fit, entries.get(fit.recipe), labels[fit.recipe]) for fit in fits]
     artifacts = [path for name in ARTIFACTS if (path := sweep.directory / name).is_file()]
     table = ranking.to_json()["ranking"]
     eval_set = loaded.curves[0].metric.split("/")[1]
     published = publish_fits(summaries, tracker, sweep, eval_set=eval_set, ranking=table, artifacts=artifacts)
     tracker.set_status(sweep.parent_id, "FINISHED")
-    return str(ui_command(tracker.uri, published.link))
+    chart, runs = (ui_command(tracker.uri, link) for link in (published.link, published.ranking_link))
+    lines = [f"points, curves and bands: {chart.url}", f"runs by rank:             {runs.url}"]
+    return "\n".join(lines if chart.command is None else [chart.command, *lines])
 
 
 def member_of(run_dir: Path) -> Member:
@@ -104,22 +108,25 @@ def member_of(run_dir: Path) -> Member:
     )
 
 
-def summary(fit: Fit, p_best: float | None) -> FitSummary:
+def summary(fit: Fit, entry: Ranked | None, label: str) -> FitSummary:
     """Make the summary of a fit for MLflow; it has parameters, curve and band only if A is identifiable."""
     common: dict[str, Any] = {
         "recipe": fit.recipe,
         "verdict": fit.verdict,
         "axis": fit.curve.axis,
         "reason": fit.reason,
+        "window": fit.window,
+        "label": label,
+        "p_best": None if entry is None else entry.p_best,
+        "rank": None if entry is None else entry.rank,
     }
     if not fit.identifiable:
-        return FitSummary(**common, window=fit.window)
+        return FitSummary(**common)
     positive = fit.curve.compute[fit.curve.compute > 0]
     compute = np.geomspace(positive.min(), positive.max(), CURVE_POINTS)
     band = predict(fit, compute)
     return FitSummary(
         **common,
-        window=fit.window,
         A=fit.A.value,
         A_low=fit.A.low,
         A_high=fit.A.high,
@@ -127,7 +134,6 @@ def summary(fit: Fit, p_best: float | None) -> FitSummary:
         C_mid=fit.C_mid.value,
         R0=fit.R0,
         rmse=fit.rmse,
-        p_best=p_best,
         curve_x=compute,
         curve_y=band.value,
         band_low=band.low,

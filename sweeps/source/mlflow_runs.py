@@ -142,8 +142,10 @@ def _log(run: Run, client: MlflowClient, ours: bool) -> Log:
     names = keys
     series = fetch
     if ours:
+        from sweeps.tracking.common import is_chart_key
+
         axis = run.data.tags.get("compute.axis", "compute/flops")
-        names = [key for key in keys if not key.startswith("compute/")]
+        names = [key for key in keys if not key.startswith("compute/") and not is_chart_key(key)]
         names = [re.sub(r"/initial_pass_rate$", "/pass_rate", key) for key in names]
         names = [*dict.fromkeys(names), axis]
         series = _member(fetch, keys, axis)

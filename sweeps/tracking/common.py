@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from sweeps.errors import UserError
 
+# Metrics that repeat others for MLflow's charts: the axis with its unit, the pass rate from the start on.
+_CHART_KEY = re.compile(r"Pass rate/.+|eval/.+/(log10 )?compute in .+")
 _REMEDY = "use sqlite:////absolute/path/mlflow.db, or the address of a server (http://host:port)"
 
 
@@ -63,3 +67,56 @@ def one_line(error: BaseException) -> str:
     """Format an exception as one short line: type, then the first line of its message."""
     message = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {message}"[:300]
+
+
+def entity_key(name: str) -> str:
+    """Sanitize a metric or parameter name for MLflow: other characters become underscores, 250 at most."""
+    return re.sub(r"[^/\w.\- :]", "_", name).strip("/")[:250]
+
+
+def is_chart_key(name: str) -> bool:
+    """Return whether a metric of ours repeats another one for the sake of a chart."""
+    return _CHART_KEY.fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class ChartKeys:
+    """Metrics that the charts of one evaluation set draw; `unit` is that of compute.
+
+    MLflow writes an axis's key below it, so the axes that are drawn (`log10`, `compute`) name their unit in theirs.
+    `rate` and `x` have the evaluations at compute above 0, `start` the one at 0, `whole` all of them: its section comes
+    first on a run's page, where sections are sorted and capitals come before small letters.
+    """
+
+    eval_set: str
+    unit: str
+
+    @property
+    def rate(self) -> str:
+        """Pass rate at compute above 0."""
+        return entity_key(f"eval/{self.eval_set}/pass_rate")
+
+    @property
+    def x(self) -> str:
+        """Decimal logarithm of compute, by a name that does not depend on its unit."""
+        return entity_key(f"eval/{self.eval_set}/log10_compute")
+
+    @property
+    def start(self) -> str:
+        """Pass rate at compute 0."""
+        return entity_key(f"eval/{self.eval_set}/initial_pass_rate")
+
+    @property
+    def whole(self) -> str:
+        """Pass rate of every evaluation, the one before training included."""
+        return entity_key(f"Pass rate/{self.eval_set}")
+
+    @property
+    def log10(self) -> str:
+        """Decimal logarithm of compute, where `rate` is."""
+        return entity_key(f"eval/{self.eval_set}/log10 compute in {self.unit}")
+
+    @property
+    def compute(self) -> str:
+        """Compute, where `whole` is."""
+        return entity_key(f"eval/{self.eval_set}/compute in {self.unit}")

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from sweeps.curve import UNITS
 from sweeps.errors import UserError
-from sweeps.tracking.common import now_ms
-from sweeps.tracking.store import SWEEP_TAG, TrackedSweep, Tracker
-from sweeps.tracking.views import VIEW_TAG, ChartRange, encode_view, link, ranking_state, scaling_state
+from sweeps.tracking.colours import LINE_TAG, RUN_COLOUR_TAG, line_value, recipe_colours
+from sweeps.tracking.common import ChartKeys, now_ms
+from sweeps.tracking.store import SWEEP_TAG, TrackedSweep, Tracker, run_colours
+from sweeps.tracking.views import RANK_KEY, VIEW_TAG, ChartRange, encode_view, link, ranking_state, scaling_state
 
 if TYPE_CHECKING:
-    from mlflow.entities import Run
+    from mlflow.entities import Metric, Run
 
 Array = npt.NDArray[np.float64]
 
@@ -31,7 +33,8 @@ _NOTE_START = "[Scaling curves]("
 class FitSummary:
     """Summary of one recipe's fit for MLflow. Open ends are None; without a curve, none is drawn.
 
-    `curve_x` holds compute (not its logarithm), log-spaced; `band_low` and `band_high` are pass rates there.
+    `curve_x` holds compute (not its logarithm), log-spaced; `band_low` and `band_high` are pass rates there. `label`
+    is what the chart calls the recipe, if not by its whole name.
     """
 
     recipe: str
@@ -51,9 +54,11 @@ class FitSummary:
     curve_y: Array | None = None
     band_low: Array | None = None
     band_high: Array | None = None
+    rank: int | None = None
+    label: str | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics `fit/*` and `rank/p_best` that are known and finite."""
+        """Return the metrics `fit/*` and `rank/*` that are known and finite."""
         log10_c_mid = math.log10(self.C_mid) if self.C_mid is not None and 0 < self.C_mid < math.inf else None
         values = {
             "fit/A": self.A,
@@ -64,6 +69,7 @@ class FitSummary:
             "fit/R0": self.R0,
             "fit/rmse": self.rmse,
             "rank/p_best": self.p_best,
+            RANK_KEY: self.rank,
         }
         return {key: float(v) for key, v in values.items() if v is not None and math.isfinite(v)}
 
@@ -120,15 +126,17 @@ def publish(
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
         raise UserError(f"artifacts {', '.join(missing)}: no such file; nothing was published")
-    y_key, x_key = f"eval/{eval_set}/pass_rate", f"eval/{eval_set}/log10_compute"
+    keys = ChartKeys(eval_set, UNITS.get(tracker.axis, tracker.axis.removeprefix("compute/")))
     created: list[str] = []
     with tracker.reaching("publishing fits"):
         runs = tracker.sweep_runs(sweep)
         earlier = [r.info.run_id for r in runs if r.data.tags.get("kind") in ("fit", "band")]
         parent = next((r for r in runs if r.info.run_id == sweep.parent_id), None)
         count = 1 + int(parent.data.tags.get("scalerl.published", "0") if parent is not None else 0)
+        members = [run for run in runs if run.data.tags.get("kind") == "member"]
+        lines = _lines(fits, members)
         try:
-            fit_runs = {fit.recipe: _fit_runs(fit, tracker, sweep, x_key, y_key, created) for fit in fits}
+            fit_runs = {fit.recipe: _fit_runs(fit, tracker, sweep, keys, lines, created) for fit in fits}
         except BaseException:
             for run_id in created:
                 with contextlib.suppress(Exception):
@@ -136,37 +144,64 @@ def publish(
             raise
         for run_id in earlier:
             tracker.client.delete_run(run_id)
-        members = [run for run in runs if run.data.tags.get("kind") == "member"]
+        points = [_complete(run, tracker, keys) for run in members]
         for fit in fits:
             for run in members:
                 if run.data.tags.get("recipe") == fit.recipe:
-                    _copy_to_member(fit, tracker, run, count)
+                    _copy_to_member(fit, tracker, run, count, lines.tags(run))
         for file in files:
             tracker.client.log_artifact(sweep.parent_id, str(file))
         if ranking:
             _ranking_table(ranking, tracker, sweep)
         tracker.set_tags(sweep.parent_id, {"scalerl.published": str(count)})
-        shown = _range(fits, tracker, members, x_key, y_key)
-        return _views(fits, tracker, sweep, fit_runs, shown, x_key, y_key)
+        return _views(fits, tracker, sweep, fit_runs, members, points, keys, lines)
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """What the chart calls the lines of a sweep, and the colours of its recipes."""
+
+    labels: Mapping[str, str]
+    colours: Mapping[str, str]
+
+    def value(self, recipe: str, what: str) -> str:
+        """Return the value of the tag `line` for a seed, or the fit, of a recipe."""
+        return line_value(f"{self.labels.get(recipe, recipe)} {what}", self.colours[recipe])
+
+    def tags(self, member: Run) -> dict[str, str]:
+        """Return the tags `line` and, if it has none, the colour of a member."""
+        own = member.data.tags
+        what = own.get("series", "").removeprefix(f"{own['recipe']} ") or member.info.run_id
+        tags = {LINE_TAG: self.value(own["recipe"], what)}
+        return tags if RUN_COLOUR_TAG in own else tags | {RUN_COLOUR_TAG: self.colours[own["recipe"]]}
+
+
+def _lines(fits: Sequence[FitSummary], members: Sequence[Run]) -> _Lines:
+    """Return the lines of all recipes, in the colours that their members have already."""
+    recipes = [run.data.tags["recipe"] for run in reversed(members)] + [fit.recipe for fit in fits]
+    labels = {fit.recipe: fit.label or fit.recipe for fit in fits}
+    return _Lines(labels, recipe_colours(dict.fromkeys(recipes), run_colours(members)))
 
 
 def _fit_runs(
-    fit: FitSummary, tracker: Tracker, sweep: TrackedSweep, x_key: str, y_key: str, created: list[str]
+    fit: FitSummary, tracker: Tracker, sweep: TrackedSweep, keys: ChartKeys, lines: _Lines, created: list[str]
 ) -> str:
     """Create the fit run of one recipe and its band runs; return the fit run's id, add all ids to `created`."""
     from mlflow.entities import Metric, Param
 
     curve = fit.curve()
-    lines = ["fit"] if curve is None else [name for name in ("low", "high", "fit") if name in curve]
+    drawn = ["fit"] if curve is None else [name for name in ("low", "high", "fit") if name in curve]
     at = now_ms()
     fit_id = ""
-    for name in lines:
+    for name in drawn:
         tags = {
             "mlflow.parentRunId": sweep.parent_id,
             "kind": "fit" if name == "fit" else "band",
             "series": f"{fit.recipe} fit",
             "recipe": fit.recipe,
             SWEEP_TAG: sweep.key,
+            LINE_TAG: lines.value(fit.recipe, "fit"),
+            RUN_COLOUR_TAG: lines.colours[fit.recipe],
         }
         tags |= {key: value[:8000] for key, value in fit.tags().items()}
         run = tracker.client.create_run(sweep.experiment_id, run_name=f"{fit.recipe} {name}", tags=tags)
@@ -176,8 +211,11 @@ def _fit_runs(
         if name == "fit":
             fit_id = run_id
             metrics += [Metric(key, value, at, 0) for key, value in fit.metrics().items()]
+        elif fit.rank is not None:
+            metrics.append(Metric(RANK_KEY, fit.rank, at, 0))  # a band is sorted with its fit
         if curve is not None:
-            columns = {x_key: curve["x"], y_key: curve[name]}
+            columns = {keys.x: curve["x"], keys.log10: curve["x"], keys.compute: 10 ** curve["x"]}
+            columns |= {keys.rate: curve[name], keys.whole: curve[name]}
             if name == "fit":
                 columns |= {f"curve/{c}": curve[c] for c in ("fit", "low", "high") if c in curve}
             metrics += [
@@ -185,27 +223,77 @@ def _fit_runs(
                 for key, column in columns.items()
                 for step, value in enumerate(column)
             ]
-        for start in range(0, len(metrics), 1000):
-            tracker.client.log_batch(run_id, metrics=metrics[start : start + 1000])
+        _log(tracker, run_id, metrics)
         if name == "fit":
             tracker.client.log_batch(run_id, params=[Param("recipe", fit.recipe[:6000])])
         tracker.client.set_terminated(run_id, status="FINISHED")
     return fit_id
 
 
-def _copy_to_member(fit: FitSummary, tracker: Tracker, member: Run, count: int) -> None:
-    """Copy `fit/*` to a member run, only what changed; a metric that this fit no longer has is named in a tag."""
+def _log(tracker: Tracker, run_id: str, metrics: Sequence[Metric]) -> None:
+    """Send metrics in requests of a size that MLflow takes."""
+    for start in range(0, len(metrics), 1000):
+        tracker.client.log_batch(run_id, metrics=metrics[start : start + 1000])
+
+
+@dataclass(frozen=True)
+class _Points:
+    """Evaluations of a member as MLflow has them; `log10` is of those at compute above 0, `compute` of all."""
+
+    log10: list[float]
+    rate: list[float]
+    compute: list[float]
+    whole: list[float]
+
+
+def _complete(member: Run, tracker: Tracker, keys: ChartKeys) -> _Points:
+    """Return the evaluations of a member, and log under the charts' keys those that it has not there yet.
+
+    The axes are logged nowhere else: exactly at the steps of what is drawn over them. What an earlier version has
+    shipped gets its whole curve here too; nothing that is stored is changed.
+    """
+    from mlflow.entities import Metric
+
+    def history(key: str) -> list[Metric]:
+        return tracker.client.get_metric_history(member.info.run_id, key) if key in member.data.metrics else []
+
+    rates = {point.step: point for point in history(keys.rate)}
+    after = [(rates[x.step], x.value) for x in history(keys.x) if x.step in rates]
+    every = [(point, 0.0) for point in history(keys.start)] + [(point, 10**x) for point, x in after]
+    wanted = [(keys.log10, point, x) for point, x in after]
+    wanted += [(keys.compute, point, compute) for point, compute in every]
+    wanted += [(keys.whole, point, point.value) for point, _ in every]
+    stored = {(key, point.step) for key in (keys.log10, keys.compute, keys.whole) for point in history(key)}
+    missing = [
+        Metric(key, value, point.timestamp, point.step)
+        for key, point, value in wanted
+        if (key, point.step) not in stored
+    ]
+    _log(tracker, member.info.run_id, missing)
+    return _Points(
+        log10=[x for _, x in after],
+        rate=[point.value for point, _ in after],
+        compute=[compute for _, compute in every],
+        whole=[point.value for point, _ in every],
+    )
+
+
+def _copy_to_member(fit: FitSummary, tracker: Tracker, member: Run, count: int, more_tags: Mapping[str, str]) -> None:
+    """Copy `fit/*` and `rank/*` to a member run, only what changed.
+
+    A metric that this fit no longer has becomes NaN, for a table would show, and sort by, the earlier value; a tag
+    names it.
+    """
     from mlflow.entities import Metric
 
     values = fit.metrics()
     known = {k: v for k, v in member.data.metrics.items() if k.startswith(("fit/", "rank/"))}
+    stale = sorted(set(known) - set(values))
     at = now_ms()
     metrics = [Metric(key, value, at, count) for key, value in values.items() if known.get(key) != value]
-    if metrics:
-        tracker.client.log_batch(member.info.run_id, metrics=metrics)
-    tracker.set_tags(
-        member.info.run_id, fit.tags() | {"fit.stale": ", ".join(sorted(set(known) - set(values))) or "none"}
-    )
+    metrics += [Metric(key, math.nan, at, count) for key in stale if not math.isnan(known[key])]
+    _log(tracker, member.info.run_id, metrics)
+    tracker.set_tags(member.info.run_id, {**fit.tags(), "fit.stale": ", ".join(stale) or "none", **more_tags})
 
 
 def _ranking_table(ranking: Sequence[Mapping[str, Any]], tracker: Tracker, sweep: TrackedSweep) -> None:
@@ -225,18 +313,16 @@ def _cell(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, str)) else json.dumps(value, default=str)
 
 
-def _range(fits: Sequence[FitSummary], tracker: Tracker, members: Sequence[Run], x_key: str, y_key: str) -> ChartRange:
-    """Return the chart range that covers MLflow's points, the curves and their bands."""
-    xs: list[float] = []
-    ys: list[float] = []
-    for run in members:
-        if x_key in run.data.metrics:
-            xs += [m.value for m in tracker.client.get_metric_history(run.info.run_id, x_key)]
-            ys += [m.value for m in tracker.client.get_metric_history(run.info.run_id, y_key)]
-    for fit in fits:
-        for name, column in (fit.curve() or {}).items():
-            (xs if name == "x" else ys).extend(column.tolist())
-    return ChartRange.around(xs, ys)
+def _ranges(fits: Sequence[FitSummary], points: Sequence[_Points]) -> tuple[ChartRange, ChartRange]:
+    """Return the ranges, over log10 of compute and over compute, that cover points, curves and bands."""
+    curves = [curve for fit in fits if (curve := fit.curve())]
+    log10 = [x for own in points for x in own.log10] + [x for curve in curves for x in curve["x"].tolist()]
+    compute = [x for own in points for x in own.compute] + [10**x for curve in curves for x in curve["x"].tolist()]
+    drawn = [y for curve in curves for name, column in curve.items() if name != "x" for y in column.tolist()]
+    return (
+        ChartRange.around(log10, [*(y for own in points for y in own.rate), *drawn]),
+        ChartRange.around(compute, [*(y for own in points for y in own.whole), *drawn]),
+    )
 
 
 def _views(
@@ -244,27 +330,37 @@ def _views(
     tracker: Tracker,
     sweep: TrackedSweep,
     fit_runs: dict[str, str],
-    shown: ChartRange,
-    x_key: str,
-    y_key: str,
+    members: Sequence[Run],
+    points: Sequence[_Points],
+    keys: ChartKeys,
+    lines: _Lines,
 ) -> Published:
     """Save both views as experiment tags and put their links into line 1 of the experiment's note."""
     client, experiment_id = tracker.client, sweep.experiment_id
     fitted = [set(fit.metrics()) for fit in fits if "fit/A" in fit.metrics()] or [set()]
     order = ("fit/log10_C_mid", "fit/B", "rank/p_best", "fit/A_low", "fit/A_high", "fit/A")
     charted = [key for key in order if key in set.intersection(*fitted)]  # an open end must not hide a recipe
-    columns = [key for key in order if key in set.union(*fitted)]
-    states = {
-        f"scaling-{sweep.key}": ("Scaling curves", scaling_state(sweep.key, y_key, x_key, shown)),
+    columns = [_column(key) for key in (RANK_KEY, "rank/p_best", "fit/A", "fit/A_low", "fit/A_high", keys.whole)]
+    columns.insert(2, "tags.`fit.verdict`")
+    shown = [lines.tags(run)[LINE_TAG] for run in members] + [lines.value(fit.recipe, "fit") for fit in fits]
+    logarithmic, linear = _ranges(fits, points)
+    views = {
+        f"scaling-{sweep.key}": ("Scaling curves", scaling_state(sweep.key, keys, logarithmic, linear, shown)),
         f"ranking-{sweep.key}": ("Ranking", ranking_state(sweep.key, charted, columns)),
     }
-    for view_id, (name, state) in states.items():
+    for view_id, (name, state) in views.items():
         value = encode_view(f"{name}: {sweep.name}", state, now_ms())
         client.set_experiment_tag(experiment_id, VIEW_TAG + view_id, value)
-    scaling, ranking = (link(experiment_id, view_id) for view_id in states)
+    scaling = link(experiment_id, f"scaling-{sweep.key}")
+    ranking = link(experiment_id, f"ranking-{sweep.key}", "TABLE")
     note = client.get_experiment(experiment_id).tags.get("mlflow.note.content", "")
     first, _, rest = note.partition("\n")
     kept = rest if first.startswith(_NOTE_START) else f"\n{note}" if note else ""
     line = f"{_NOTE_START}{scaling}) and [ranking]({ranking}) of {sweep.name}"
     client.set_experiment_tag(experiment_id, "mlflow.note.content", f"{line}\n{kept}")
     return Published(scaling, ranking, fit_runs)
+
+
+def _column(metric: str) -> str:
+    """Return what MLflow's table of runs calls the column of a metric."""
+    return f"metrics.`{metric}`"

@@ -27,6 +27,7 @@ from sweeps.run.journal import (
     Record,
     read_journal,
 )
+from sweeps.tracking.common import ChartKeys, entity_key
 from sweeps.tracking.store import DEFAULT_AXIS
 
 if TYPE_CHECKING:
@@ -42,17 +43,13 @@ MAX_REQUEST_BYTES = 900_000
 _PASS_RATE = re.compile(r"^eval/(.+)/pass_rate$")
 
 
-def entity_key(name: str) -> str:
-    """Sanitize a metric or parameter name for MLflow: other characters become underscores, 250 at most."""
-    return re.sub(r"[^/\w.\- :]", "_", name).strip("/")[:250]
-
-
 def points(record: Record, axis: str) -> dict[str, float]:
     """Return the metrics of one journal record under their MLflow keys.
 
     Train records keep everything outside `eval/`, eval records only `eval/`, so no key comes from both. A
     pass rate at compute C > 0 brings `eval/<set>/log10_compute` with it; one at C = 0 becomes
-    `eval/<set>/initial_pass_rate`, for the chart pairs x and y by their index and has no place for C = 0.
+    `eval/<set>/initial_pass_rate`, for the chart pairs x and y by their index and has no place for C = 0. Each also
+    comes as `Pass rate/<set>`, the whole curve, which a run's page shows first.
 
     Raises:
         UserError: an evaluation without the compute axis.
@@ -60,7 +57,8 @@ def points(record: Record, axis: str) -> dict[str, float]:
     finite = {key: float(value) for key, value in record.metrics.items() if math.isfinite(value)}
     if record.kind != "eval":
         return {entity_key(k): v for k, v in finite.items() if not k.startswith("eval/")}
-    out: dict[str, float] = {}
+    # A run's page lists metrics as they came: the pass rate before its parts and before training's own.
+    out = {ChartKeys(m[1], unit="").whole: value for key, value in finite.items() if (m := _PASS_RATE.match(key))}
     for key, value in finite.items():
         match = _PASS_RATE.match(key)
         if match is None:
@@ -73,11 +71,12 @@ def points(record: Record, axis: str) -> dict[str, float]:
                 f"compute axis {axis!r} is not in the evaluation at step {record.step}; "
                 f"recorded there: {', '.join(axes) or 'none'}"
             )
+        keys = ChartKeys(match[1], unit="")
         if finite[axis] > 0:
-            out[entity_key(key)] = value
-            out[entity_key(f"eval/{match[1]}/log10_compute")] = math.log10(finite[axis])
+            out[keys.rate] = value
+            out[keys.x] = math.log10(finite[axis])
         else:
-            out[entity_key(f"eval/{match[1]}/initial_pass_rate")] = value
+            out[keys.start] = value
     return out
 
 

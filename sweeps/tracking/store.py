@@ -19,6 +19,7 @@ from filelock import FileLock
 
 from sweeps.errors import UserError
 from sweeps.run.files import read_json, write_json
+from sweeps.tracking.colours import RUN_COLOUR_TAG, recipe_colours
 from sweeps.tracking.common import now_ms, one_line, quiet_environment, resolve_uri, without_credentials
 
 if TYPE_CHECKING:
@@ -199,8 +200,10 @@ class Tracker:
             self._add(sweep, members, self.sweep_runs(sweep))
 
     def _add(self, sweep: TrackedSweep, members: Iterable[Member], runs: Sequence[Run]) -> None:
+        members = list(members)
         ids = {r.data.tags[RUN_TAG]: str(r.info.run_id) for r in runs if RUN_TAG in r.data.tags}
         series = {r.data.tags.get("series") for r in runs}
+        colours = recipe_colours((member.recipe for member in members), run_colours(runs))
         for member in members:
             run_id = ids.get(member.run)
             if run_id is None:
@@ -217,6 +220,7 @@ class Tracker:
                     RUN_TAG: member.run,
                     SWEEP_TAG: sweep.key,
                     "compute.axis": self.axis,
+                    RUN_COLOUR_TAG: colours[member.recipe],
                     **({"baseline": member.baseline} if member.baseline else {}),
                 }
                 run = self.client.create_run(sweep.experiment_id, run_name=label, tags=tags)
@@ -273,6 +277,12 @@ class Tracker:
         """Remove a tag of a run, if it has it."""
         if name in self.client.get_run(mlflow_run_id).data.tags:
             self.client.delete_tag(mlflow_run_id, name)
+
+
+def run_colours(runs: Sequence[Run]) -> dict[str, str]:
+    """Return each recipe's colour, that of its oldest member; `runs` are the newest first."""
+    tags = [run.data.tags for run in runs if run.data.tags.get("kind") == "member"]
+    return {own["recipe"]: own[RUN_COLOUR_TAG] for own in tags if {"recipe", RUN_COLOUR_TAG} <= own.keys()}
 
 
 # Tag with the reason for which the study has stopped a member.

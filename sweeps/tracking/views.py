@@ -16,16 +16,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from sweeps.run.files import parse_json
-from sweeps.tracking.common import resolve_uri, without_credentials
+from sweeps.tracking.colours import LINE_TAG, group_id
+from sweeps.tracking.common import ChartKeys, resolve_uri, without_credentials
 from sweeps.tracking.store import SWEEP_TAG
 
 VIEW_TAG = "mlflow.sharedViewState."
+RANK_KEY = "rank/place"
 _DEFLATE = "deflate;"
 
 
 @dataclass(frozen=True)
 class ChartRange:
-    """Axis limits of a chart: log10 compute in x, pass rate in y."""
+    """Axis limits of a chart: compute or its logarithm in x, pass rate in y."""
 
     x_min: float
     x_max: float
@@ -74,70 +76,95 @@ def _state(**changes: Any) -> dict[str, Any]:
     return base | changes
 
 
-def _section(name: str) -> dict[str, Any]:
+def _section(uuid: str, name: str) -> dict[str, Any]:
     return {
-        "uuid": "s",
+        "uuid": uuid,
         "name": name,
         "display": True,
         "isReordered": False,
         "deleted": False,
         "isGenerated": False,
         "columns": 1,
-        "cardHeight": 440,
+        "cardHeight": 400,
     }
 
 
-_CHART = {
-    "uuid": "c1",
-    "metricSectionId": "s",
-    "deleted": False,
-    "isGenerated": False,
-    "runsCountToCompare": 100,
-}
+def _chart(uuid: str, **more: Any) -> dict[str, Any]:
+    """Return a chart of the section with the same uuid."""
+    common = {"uuid": f"chart-{uuid}", "metricSectionId": uuid, "deleted": False, "isGenerated": False}
+    return common | {"runsCountToCompare": 100} | more
 
 
-def scaling_state(sweep_key: str, y_key: str, x_key: str, shown: ChartRange) -> dict[str, Any]:
-    """Make the view state with points, curve and band of one sweep: grouped by `series`, x the logged log10 compute.
+def _line_chart(uuid: str, y_key: str, x_key: str, shown: ChartRange) -> dict[str, Any]:
+    """Return a chart of one metric over another one.
 
     `curve/fit` is drawn too (dashed): in a band that is not symmetric the group's line is the mean of three.
     """
-    chart = _CHART | {
-        "type": "LINE",
-        "metricKey": y_key,
-        "selectedMetricKeys": [y_key, "curve/fit"],
-        "xAxisKey": "metric",
-        "selectedXAxisMetricKey": x_key,
-        "useGlobalXaxisKey": False,
-        "useGlobalLineSmoothing": False,
-        "lineSmoothness": 0,
-        "xAxisScaleType": "linear",
-        "scaleType": "linear",
-        "range": {"xMin": shown.x_min, "xMax": shown.x_max, "yMin": shown.y_min, "yMax": shown.y_max},
-        "yAxisKey": "metric",
-        "yAxisExpressions": [],
-        "ignoreOutliers": False,
-    }
+    return _chart(
+        uuid,
+        type="LINE",
+        metricKey=y_key,
+        selectedMetricKeys=[y_key, "curve/fit"],
+        xAxisKey="metric",
+        selectedXAxisMetricKey=x_key,
+        useGlobalXaxisKey=False,
+        useGlobalLineSmoothing=False,
+        lineSmoothness=0,
+        xAxisScaleType="linear",
+        scaleType="linear",
+        range={"xMin": shown.x_min, "xMax": shown.x_max, "yMin": shown.y_min, "yMax": shown.y_max},
+        yAxisKey="metric",
+        yAxisExpressions=[],
+        ignoreOutliers=False,
+    )
+
+
+def scaling_state(
+    sweep_key: str, keys: ChartKeys, logarithmic: ChartRange, linear: ChartRange, lines: Sequence[str]
+) -> dict[str, Any]:
+    """Make the view state with points, curve and band of one sweep, grouped by `line`: first over log10, then linear.
+
+    `lines` are the values of that tag: their groups are closed, so that the list beside has one row a line and no
+    run of a band. Sorted by rank, the first hundred runs, which are all that MLflow draws, are whole recipes.
+    """
     return _state(
         # Runs without the metric (the parent, a recipe whose fit was refused) would only crowd the legend.
-        searchFilter=f"tags.`{SWEEP_TAG}` = '{sweep_key}' AND metrics.`{y_key}` >= 0",
-        groupBy={"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": "series"}]},
-        compareRunSections=[_section("Scaling")],
-        compareRunCharts=[chart],
+        searchFilter=f"tags.`{SWEEP_TAG}` = '{sweep_key}' AND metrics.`{keys.rate}` >= 0",
+        orderByKey=f"metrics.`{RANK_KEY}`",
+        orderByAsc=True,
+        groupBy={"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": LINE_TAG}]},
+        groupsExpanded={group_id(value): False for value in lines},
+        compareRunSections=[
+            # A title is cut at some 35 characters; the axes below the charts name their unit.
+            _section("log", "Pass rate over log10 of compute"),
+            _section("linear", "Pass rate over compute, from 0 on"),
+        ],
+        compareRunCharts=[
+            _line_chart("log", keys.rate, keys.log10, logarithmic),
+            _line_chart("linear", keys.whole, keys.compute, linear),
+        ],
     )
 
 
 def ranking_state(sweep_key: str, charted: Sequence[str], columns: Sequence[str]) -> dict[str, Any]:
-    """Make the view state of a sweep's fit runs, best A first: parallel coordinates of `charted`, table of `columns`.
+    """Make the view state of a sweep's members by their recipes' rank: a table of `columns`, then parallel coordinates.
 
-    A run that lacks a charted metric is not drawn; the last one gives the colour.
+    `columns` are metrics and tags as MLflow's table names them; their widths fit a page of 1400 pixels. A run that
+    lacks one of the metrics `charted` is not drawn; the last one gives the colour.
     """
-    chart = _CHART | {"type": "PARALLEL", "selectedParams": ["recipe"], "selectedMetrics": list(charted)}
+    widths = {"attributes.`Run Name`": 240, "runDateAndNestInfo": 140}
+    order = [*widths, *columns]
+    widths |= {column: 80 if column.startswith("metrics.`fit/") else 105 for column in columns}
+    widths[columns[-1]] = 130
     return _state(
-        searchFilter=f"tags.`{SWEEP_TAG}` = '{sweep_key}' AND tags.kind = 'fit'",
-        orderByKey="metrics.`fit/A`",
-        selectedColumns=[*(f"metrics.`{key}`" for key in columns), "tags.`fit.verdict`"],
-        compareRunSections=[_section("Ranking")],
-        compareRunCharts=[chart],
+        searchFilter=f"tags.`{SWEEP_TAG}` = '{sweep_key}' AND tags.kind = 'member'",
+        orderByKey=f"metrics.`{RANK_KEY}`",
+        orderByAsc=True,
+        selectedColumns=list(columns),
+        columnOrder=order,
+        columnWidths=widths,
+        compareRunSections=[_section("ranking", "Ranking")],
+        compareRunCharts=[_chart("ranking", type="PARALLEL", selectedParams=[], selectedMetrics=list(charted))],
     )
 
 
@@ -162,11 +189,11 @@ def decode_view(value: str) -> dict[str, Any]:
     return decoded
 
 
-def link(experiment_id: str, view_id: str) -> str:
-    """Return the URL fragment after the host that opens a view as charts."""
+def link(experiment_id: str, view_id: str, mode: str = "CHART") -> str:
+    """Return the URL fragment after the host that opens a view as charts, or as a list of runs (mode TABLE)."""
     return (
         f"#/experiments/{experiment_id}/runs?viewStateShareKey={view_id}"
-        "&compareRunsMode=CHART&workflowType=machine_learning"
+        f"&compareRunsMode={mode}&workflowType=machine_learning"
     )
 
 

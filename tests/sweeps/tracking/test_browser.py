@@ -1,21 +1,16 @@
-"""The printed link opens a finished chart: points, curve and band, in Chromium, with no click.
+"""MLflow's own interface behind the printed links, in Chromium, with no click.
 
+The chart has points, curve and band, one colour a recipe; the list has the members by rank.
 Debian: `apt-get install --no-install-recommends chromium chromium-driver`; selenium is a dev dependency.
 Skipped without them, unless CI_ALL=1.
 """
 
-import contextlib
-import json
 import math
-import os
-import shlex
-import signal
-import socket
-import subprocess
-import sys
+import re
+import shutil
 import time
-import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +20,15 @@ import pytest
 from sweeps.run.journal import Journal
 from sweeps.tracking import FitSummary, Member, Published, Shipper, TrackedSweep, Tracker, publish, ui_command
 from tests.chromium import chromium, need_chromium, wait_for
+from tests.mlflow_ui import charts, console_errors, free_port, interface, show, table
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
 
-Y, X = "eval/heldout/pass_rate", "eval/heldout/log10_compute"
+Y, X = "eval/heldout/pass_rate", "eval/heldout/log10 compute in FLOPs"
+WHOLE, COMPUTE = "Pass rate/heldout", "eval/heldout/compute in FLOPs"
 RECIPES = {"scalerl": (0.61, 1.8, 2e9), "scalerl+loss=dapo": (0.55, 1.5, 3e9)}
-# A plot's name, dash, fill and the ends of its x for every trace of the first chart.
-TRACES = """
-const plot = document.querySelector('.js-plotly-plot');
-return JSON.stringify((plot && plot.data || []).map(t => ({
-  name: t.name || '', metric: t.metricKey || '', mode: t.mode || '', fill: t.fill || '',
-  color: t.fillcolor || '', x: Array.from(t.x || []), y: Array.from(t.y || []),
-})));
-"""
+RANKED, REFUSED = ((1, "scalerl", 0.9), (2, "loss=dapo", 0.1)), "scalerl+kl=fixed"
+LABELS = [label for _, label, _ in RANKED]
 
 
 def sigmoid(C: Any, A: float, B: float, C_mid: float) -> Any:
@@ -61,6 +52,7 @@ def study(root: Path) -> tuple[Tracker, TrackedSweep, Published]:
             journal.end(150, "finished")
             journal.close()
             members.append(member)
+    members.append(Member("refused", REFUSED, 0, root / "sweep" / "refused"))  # has not evaluated yet
     tracker = Tracker(f"sqlite:///{root}/mlflow.db", "browser study")
     sweep = tracker.open_sweep(root / "sweep", members)
     assert Shipper(tracker, sweep).run_once()
@@ -68,96 +60,179 @@ def study(root: Path) -> tuple[Tracker, TrackedSweep, Published]:
     fits = [
         FitSummary(
             recipe, "identifiable", "compute/flops", (1e9, 3e10), None, A, A - 0.01, A + 0.02, B, C_mid,
-            0.2, 0.008, 0.5, C, *(sigmoid(C, A, B, C_mid) + shift for shift in (0.0, -0.02, 0.03)),
+            0.2, 0.008, p_best, C, *(sigmoid(C, A, B, C_mid) + shift for shift in (0.0, -0.02, 0.03)),
+            rank, label,
         )
-        for recipe, (A, B, C_mid) in RECIPES.items()
+        for (recipe, (A, B, C_mid)), (rank, label, p_best) in zip(RECIPES.items(), RANKED, strict=True)
     ]  # fmt: skip
-    fits.append(FitSummary("scalerl+kl=fixed", "pre_inflection", "compute/flops", reason="no bend seen"))
+    fits.append(FitSummary(REFUSED, "pre_inflection", "compute/flops", reason="no bend seen", label="kl=fixed"))
     return tracker, sweep, publish(fits, tracker, sweep)
 
 
-@contextlib.contextmanager
-def interface(command: str, url: str, cwd: Path) -> Iterator[None]:
-    """Run the printed command until it answers; ended by its own process group."""
-    env = os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true"}
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    with (cwd / "ui.log").open("w") as log:
-        process = subprocess.Popen(
-            shlex.split(command), cwd=cwd, env=env, stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            deadline = time.monotonic() + 180
-            while True:
-                assert process.poll() is None, (cwd / "ui.log").read_text()[-2000:]
-                assert time.monotonic() < deadline, (cwd / "ui.log").read_text()[-2000:]
-                with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-                    break
-                time.sleep(0.5)
-            yield
-        finally:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(20)
+@dataclass(frozen=True)
+class Pages:
+    """A browser, the addresses of both views and of a member's charts, and where screenshots go."""
+
+    browser: Any
+    chart: str
+    runs: str
+    member: str
+    folder: Path
+
+    def drawn(self, expected: int) -> list[dict[str, Any]]:
+        """The first charts of the page, once their lines stand still; a screenshot either way."""
+        before: list[list[int]] = []
+
+        def still() -> list[dict[str, Any]]:
+            found = charts(self.browser)[:expected]
+            before.append([len(trace["x"]) for chart in found for trace in chart["traces"]])
+            done = len(found) == expected and all(chart["traces"] and chart["x"] for chart in found)
+            return found if done and before[-1:] == before[-2:-1] else []
+
+        found = wait_for(still)
+        self.browser.save_screenshot(str(self.folder / "charts.png"))
+        assert found, f"no chart; see {self.folder}/charts.png"
+        return list(found)
+
+    def listed(self, rows: int) -> dict[str, Any]:
+        """The list of runs once it has so many rows; a screenshot either way."""
+        found = wait_for(lambda: seen if len((seen := table(self.browser))["rows"]) == rows else None)
+        self.browser.save_screenshot(str(self.folder / "runs.png"))
+        assert found, f"no list of {rows} runs; see {self.folder}/runs.png"
+        return dict(found)
 
 
-def test_the_link_opens_points_curve_and_band(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def pages(schema: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     need_chromium()
-    tracker, _, published = study(tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ui = ui_command(tracker.uri, published.link, port=port)
-    ranking = ui_command(tracker.uri, published.ranking_link, port=port).url
+    root = tmp_path_factory.mktemp("mlflow")
+    shutil.copy(schema, root / "mlflow.db")
+    tracker, sweep, published = study(root)
+    ui = ui_command(tracker.uri, published.link, port=free_port())
     assert ui.command is not None
-    with (
-        interface(ui.command, f"http://127.0.0.1:{port}", tmp_path),
-        chromium(tmp_path / "profile") as browser,
-    ):
+    base = ui.url.partition("/#")[0]
+    run = sweep.members["scalerl-0"].mlflow_run_id
+    with interface(ui.command, base, root), chromium(root / "profile", logs=True) as browser:
+        member = f"{base}/#/experiments/{sweep.experiment_id}/runs/{run}/model-metrics"
+        yield Pages(browser, ui.url, f"{base}/{published.ranking_link}", member, root)
 
-        def traces() -> list[dict[str, Any]]:
-            found: list[dict[str, Any]] = json.loads(browser.execute_script(TRACES))
-            return found if {len(t["x"]) for t in found if t["metric"] == Y} == {30, 75} else []
 
-        browser.get(ui.url)
-        drawn = wait_for(traces)
-        time.sleep(2)  # the last repaint
-        browser.save_screenshot(str(tmp_path / "scaling.png"))
-        assert drawn, f"no chart; see {tmp_path}/scaling.png"
+def of_group(chart: dict[str, Any], name: str, metric: str) -> list[dict[str, Any]]:
+    """The lines of a metric in a group of that name: the drawn one, then its pale double."""
+    group = f"tag.line.{name}"
+    return [t for t in chart["traces"] if t["group"].rstrip() == group and t["metric"] == metric]
 
-        # Four member lines along the logged log10 compute, each its own group.
-        points = [t for t in drawn if t["metric"] == Y and len(t["x"]) == 30 and "markers" in t["mode"]]
-        log10_C = [math.log10(1e9 * (i + 1)) for i in range(30)]
-        assert len(points) == 4
-        for line in points:
-            assert sorted(line["x"]) == pytest.approx(log10_C)
-        # Two fitted curves: the group's mean of the three runs, and the exact curve.
-        curves = [t for t in drawn if t["metric"] == Y and len(t["x"]) == 75]
-        exact = [t for t in drawn if t["metric"] == "curve/fit" and len(t["x"]) == 75]
-        assert curves and exact
-        tops = {round(max(t["y"]), 3) for t in exact}
-        assert tops == {round(float(sigmoid(2e11, *planted)), 3) for planted in RECIPES.values()}
-        # A filled band each, as wide at its end as logged (0.05); those of curve/fit have no width.
-        widths = []
-        for band in (t for t in drawn if t["fill"] and len(t["x"]) == 151):
-            outline = [(x, y) for x, y in zip(band["x"], band["y"], strict=True) if x is not None]
-            end = [y for x, y in outline if x == max(x for x, _ in outline)]
-            widths.append(max(end) - min(end))
-        assert sum(width == pytest.approx(0.05, abs=1e-6) for width in widths) == len(RECIPES)
 
-        browser.get("about:blank")  # a change of the fragment alone does not load the page again
-        browser.get(ranking)
+def test_the_link_opens_points_curve_and_band_in_one_colour_a_recipe(pages: Pages) -> None:
+    show(pages.browser, pages.chart)
+    first, linear = pages.drawn(2)
+    assert (first["x"], linear["x"]) == (X, COMPUTE)
+    drawn = first["traces"]
 
-        def text() -> str:
-            body = str(browser.execute_script("return document.body.innerText"))
-            wanted = ("3 matching runs", "Parallel Coordinates", "fit/log10_C_mid", "fit/B", "fit/A")
-            return body if all(words in body for words in wanted) else ""
+    # Four member lines along the logged log10 compute, each its own group.
+    points = [t for t in drawn if t["metric"] == Y and len(t["x"]) == 30 and "markers" in t["mode"]]
+    log10_C = [math.log10(1e9 * (i + 1)) for i in range(30)]
+    assert len(points) == 4
+    for line in points:
+        assert sorted(line["x"]) == pytest.approx(log10_C)
+    # Two fitted curves: the group's mean of the three runs, and the exact curve.
+    curves = [t for t in drawn if t["metric"] == Y and len(t["x"]) == 75]
+    exact = [t for t in drawn if t["metric"] == "curve/fit" and len(t["x"]) == 75]
+    assert curves and exact
+    tops = {round(max(t["y"]), 3) for t in exact}
+    assert tops == {round(float(sigmoid(2e11, *planted)), 3) for planted in RECIPES.values()}
+    # A filled band each, as wide at its end as logged (0.05); those of curve/fit have no width.
+    bands = []
+    for band in (t for t in drawn if t["fill"] and len(t["x"]) == 151):
+        outline = [(x, y) for x, y in zip(band["x"], band["y"], strict=True) if x is not None]
+        end = [y for x, y in outline if x == max(x for x, _ in outline)]
+        if max(end) - min(end) == pytest.approx(0.05, abs=1e-6):
+            bands.append((round(min(end), 3), band["color"]))
+    assert len(bands) == len(RECIPES)
 
-        page = wait_for(text)
-        time.sleep(2)
-        browser.save_screenshot(str(tmp_path / "ranking.png"))
-        assert page, f"no ranking; see {tmp_path}/ranking.png"
-        assert page.index("scalerl fit") < page.index("scalerl+loss=dapo fit") < page.index("scalerl+kl=fixed fit")
-    print(f"screenshots: {tmp_path}/scaling.png, {tmp_path}/ranking.png")
+    # One colour a recipe, for seeds, fit and band, in both charts, and another one for the other recipe.
+    colours = {}
+    for label, planted in zip(LABELS, RECIPES.values(), strict=True):
+        names = (f"{label} seed 0", f"{label} seed 1", f"{label} fit")
+        lines = [of_group(first, name, Y)[0] for name in names] + [of_group(linear, name, WHOLE)[0] for name in names]
+        colours[label] = {line["color"] for line in lines}
+        colours[label] |= {of_group(first, names[2], "curve/fit")[0]["color"]}
+        low = round(float(sigmoid(2e11, *planted)) - 0.02, 3)
+        colours[label] |= {color[:7] for end, color in bands if end == low}
+    assert [len(own) for own in colours.values()] == [1, 1] and len(set.union(*colours.values())) == 2
+
+    # The evaluation before training stands at compute 0 of the linear chart.
+    for label in LABELS:
+        line = of_group(linear, f"{label} seed 0", WHOLE)[0]
+        assert len(line["x"]) == 31 and line["x"][0] == 0 and line["y"][0] == pytest.approx(0.2, abs=0.03)
+
+    # The list beside names recipes' seeds and fits, closed: no run of a band.
+    rows = [" ".join(row.values()) for row in pages.listed(6)["rows"]]
+    assert all("Group: " in row for row in rows) and not any(word in "".join(rows) for word in (" low", " high"))
+    assert [row.count(next(iter(colours[label]))) for label, row in zip(np.repeat(LABELS, 3), rows, strict=True)] == [
+        1
+    ] * 6
+    assert console_errors(pages.browser) == []
+
+
+def test_the_other_link_lists_members_by_rank(pages: Pages) -> None:
+    show(pages.browser, pages.runs, height=900)
+    shown = pages.listed(5)
+    columns = [f"metrics.`{key}`" for key in ("fit/A", "fit/A_low", "fit/A_high", WHOLE)]
+    wanted = ["metrics.`rank/place`", "metrics.`rank/p_best`", "tags.`fit.verdict`", *columns]
+    heads = dict(shown["heads"])
+    assert [head for head in heads if head in wanted] == wanted and heads[wanted[-1]] <= 1400
+    rows = shown["rows"]
+    names = [row["attributes.`Run Name`"].splitlines()[-1] for row in rows]
+    assert [name.rpartition(" seed ")[0] for name in names] == [*np.repeat(list(RECIPES), 2), REFUSED]
+    assert [row["metrics.`rank/place`"] for row in rows] == ["1", "1", "2", "2", "-"]
+    assert [row["metrics.`rank/p_best`"] for row in rows] == ["0.9", "0.9", "0.1", "0.1", "-"]
+    assert [row["tags.`fit.verdict`"] for row in rows] == ["identifiable"] * 4 + ["pre_inflection"]
+    assert len({row["attributes.`Run Name`"].splitlines()[0] for row in rows}) == 3  # a colour a recipe
+    assert console_errors(pages.browser) == []
+
+
+def test_pass_rate_comes_first_on_a_members_page(pages: Pages) -> None:
+    show(pages.browser, pages.member, height=900)
+    [first] = pages.drawn(1)
+    text = pages.browser.execute_script("return document.body.innerText")
+    sections = re.findall(r"^(Pass rate|compute|eval/heldout|fit|train)\s*\(\d+\)", text, re.MULTILINE)
+    assert sections[:2] == ["Pass rate", "compute"] and sections.count("Pass rate") == 1
+    line = next(t for t in first["traces"] if t["metric"] == WHOLE)
+    assert line["x"] == list(range(0, 151, 5)) and first["x"] == "Step"
+    assert console_errors(pages.browser) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1400, 390])
+def test_both_views_light_and_dark_and_on_a_phone(pages: Pages, width: int, dark: bool) -> None:
+    """MLflow's own layout leaves the chart of a telephone off the screen: there the lists are what is seen."""
+    show(pages.browser, pages.chart, width, dark=dark)
+    groups = [" ".join(row.values()) for row in pages.listed(6)["rows"]]
+    assert len({row[row.index("#") :][:7] for row in groups}) == 2
+    if width == 1400:
+        lines = pages.drawn(2)[0]["traces"]
+        assert len({line["color"] for line in lines if line["metric"] == Y and len(line["color"]) == 7}) == 2
+    body = "return getComputedStyle(document.body).colorScheme"
+    assert (pages.browser.execute_script(body) == "dark") is dark
+    assert console_errors(pages.browser) == []
+    show(pages.browser, pages.runs, width, dark=dark)
+    rows = pages.listed(5)["rows"]
+    assert not any(word in str(rows) for word in (" low", " high", " fit"))
+    assert console_errors(pages.browser) == []
+
+
+@pytest.mark.full
+def test_the_list_as_charts_is_parallel_coordinates(pages: Pages) -> None:
+    show(pages.browser, pages.runs.replace("=TABLE", "=CHART"))
+    wanted = ("5 matching runs", "Parallel Coordinates", "fit/log10_C_mid", "fit/B", "fit/A")
+
+    def text() -> str:
+        body = str(pages.browser.execute_script("return document.body.innerText"))
+        return body if all(words in body for words in wanted) else ""
+
+    assert wait_for(text)
+    time.sleep(2)
+    pages.browser.save_screenshot(str(pages.folder / "parallel.png"))
+    assert console_errors(pages.browser) == []

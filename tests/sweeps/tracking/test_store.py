@@ -17,7 +17,9 @@ import pytest
 from sweeps.errors import UserError
 from sweeps.run import tail
 from sweeps.run.journal import Journal
+from sweeps.source import load
 from sweeps.tracking import FitSummary, Member, Shipper, TrackedSweep, Tracker, publish, ship, ui_command
+from sweeps.tracking.colours import COLOURS, group_colour, line_value, recipe_colours
 from sweeps.tracking.common import resolve_uri
 from sweeps.tracking.ship import CURSOR_FILE, flatten, points
 from sweeps.tracking.store import IDS_FILE, SWEEP_TAG
@@ -205,7 +207,7 @@ def test_x_is_logged_at_exactly_the_steps_of_y(tracker: Tracker, tmp_path: Path)
 def test_nothing_is_sent_twice(tracker: Tracker, tmp_path: Path) -> None:
     _, run_dir, run_id = one_run(tracker, tmp_path)
     write_run(run_dir, range(0, 11), checkpoint=10).close()
-    assert ship(run_dir, tracker.client, run_id) == 37
+    assert ship(run_dir, tracker.client, run_id) == 43
     before = {key: history(tracker, run_id, key) for key in (X, Y, "train/loss")}
     assert ship(run_dir, tracker.client, run_id) == 0
     (run_dir / CURSOR_FILE).unlink()
@@ -313,7 +315,8 @@ def test_flatten_and_points_are_pure() -> None:
 
     record = Record("eval", 3, 0.0, {"eval/a/pass_rate": 0.5, "eval/b/pass_rate": 0.4, "compute/flops": 100.0})
     assert set(points(record, "compute/flops")) == {
-        f"eval/{s}/{k}" for s in "ab" for k in ("pass_rate", "log10_compute")
+        *(f"eval/{s}/{k}" for s in "ab" for k in ("pass_rate", "log10_compute")),
+        *("Pass rate/a", "Pass rate/b"),
     }
 
 
@@ -464,10 +467,80 @@ def test_publish_makes_one_set_of_fits(tracker: Tracker, tmp_path: Path) -> None
     assert done.link in tags["mlflow.note.content"].splitlines()[0]
     assert tags["mlflow.note.content"].endswith(note) and tags["mlflow.note.content"].count("Scaling curves") == 1
     state = decode_view(tags[f"{VIEW_TAG}scaling-{sweep.key}"])
-    [chart] = state["compareRunCharts"]
-    assert (chart["metricKey"], chart["selectedXAxisMetricKey"]) == (Y, X)
+    [chart, linear] = state["compareRunCharts"]
+    named = "eval/heldout/log10 compute in FLOPs", "eval/heldout/compute in FLOPs"
+    assert (chart["metricKey"], chart["selectedXAxisMetricKey"]) == (Y, named[0])
+    assert (linear["metricKey"], linear["selectedXAxisMetricKey"]) == ("Pass rate/heldout", named[1])
     assert chart["range"]["xMin"] < 5 < 8 < chart["range"]["xMax"] and sweep.key in state["searchFilter"]
-    assert "fit/A" in decode_view(tags[f"{VIEW_TAG}ranking-{sweep.key}"])["orderByKey"]
+    assert linear["range"]["xMin"] < 0 and linear["range"]["xMax"] > 1e8
+    ranking_view = decode_view(tags[f"{VIEW_TAG}ranking-{sweep.key}"])
+    assert "rank/place" in ranking_view["orderByKey"] and "tags.kind = 'member'" in ranking_view["searchFilter"]
+    assert ranking_view["selectedColumns"][1:4] == ["metrics.`rank/p_best`", "tags.`fit.verdict`", "metrics.`fit/A`"]
+
+
+def test_a_recipes_runs_share_a_colour_and_the_chart_does_too(tracker: Tracker, tmp_path: Path) -> None:
+    root = tmp_path / "sweep"
+    sweep = tracker.open_sweep(root, members(root, ("a", 0), ("b", 0)))
+    tracker.add_members(sweep, members(root, ("a", 1), ("c", 0)))  # a search proposes them later
+    by_hand = sweep.members["c-0"].mlflow_run_id
+    tracker.client.set_tag(by_hand, "mlflow.runColor", "#123456")
+    publish([summary("a", 0.6, label="short"), summary("b", 0.5), summary("c", 0.4)], tracker, sweep)
+    own = [run.data.tags for run in tracker.sweep_runs(sweep) if run.data.tags["kind"] != "sweep"]
+    colours = {recipe: {tags["mlflow.runColor"] for tags in own if tags["recipe"] == recipe} for recipe in "abc"}
+    assert colours["a"] == {COLOURS[0]} and colours["b"] == {COLOURS[1]}
+    assert colours["c"] == {"#123456", COLOURS[2]}  # what somebody chose stays
+    for tags in own:
+        assert group_colour(tags["line"]) == COLOURS["abc".index(tags["recipe"])]
+    lines = [tags["line"].rstrip() for tags in own if tags["recipe"] == "a"]
+    assert sorted(lines) == ["short fit", "short fit", "short fit", "short seed 0", "short seed 1"]
+
+
+@pytest.mark.parametrize("label", ["scalerl seed 0", "s", "rezept+größe=7 seed 12", "scalerl+" + "loss=dapo+" * 30])
+def test_every_colour_is_reached_by_blanks(label: str) -> None:
+    assert len(set(COLOURS)) == 29
+    for colour in COLOURS:
+        value = line_value(label, colour)
+        assert group_colour(value) == colour and value.rstrip() == label
+
+
+def test_more_recipes_than_colours_take_them_again() -> None:
+    colours = recipe_colours([str(number) for number in range(40)], {"5": COLOURS[3], "6": "#123456"})
+    assert colours["5"] == COLOURS[3] and colours["0"] == COLOURS[0] and colours["3"] == COLOURS[4]
+    assert len(colours) == 40 and set(colours.values()) == set(COLOURS)
+
+
+def test_what_an_earlier_version_has_stored_stays_and_is_completed(tracker: Tracker, tmp_path: Path) -> None:
+    from mlflow.entities import Metric
+
+    sweep, _, run_id = one_run(tracker, tmp_path)
+    tracker.client.delete_tag(run_id, "mlflow.runColor")
+    steps = range(2, 12, 2)
+    old = [Metric("eval/heldout/initial_pass_rate", 0.2, 900, 0)]
+    old += [Metric(Y, 0.2 + step / 100, 1000 + step, step) for step in steps]
+    old += [Metric(X, math.log10(1e6 * step), 1000 + step, step) for step in steps]
+    tracker.client.log_batch(run_id, metrics=old)
+    before = {key: history(tracker, run_id, key) for key in (X, Y, "eval/heldout/initial_pass_rate")}
+    read = load([f"mlflow:{tracker.uri}#study"]).curves[0]
+    fit = summary("scalerl", 0.6, rank=1)
+    for _ in range(2):  # the second finds everything there
+        publish([fit], tracker, sweep)
+        assert {key: history(tracker, run_id, key) for key in before} == before
+        whole = history(tracker, run_id, "Pass rate/heldout")
+        assert [(step, at) for step, _, at in whole] == [(0, 900), *((step, 1000 + step) for step in steps)]
+        assert [value for _, value, _ in whole] == pytest.approx([0.2 + step / 100 for step in (0, *steps)])
+        compute = history(tracker, run_id, "eval/heldout/compute in FLOPs")
+        assert [step for step, _, _ in compute] == [step for step, _, _ in whole]
+        assert [value for _, value, _ in compute] == pytest.approx([1e6 * step for step in (0, *steps)])
+        assert history(tracker, run_id, "eval/heldout/log10 compute in FLOPs") == before[X]
+    again = load([f"mlflow:{tracker.uri}#study"]).curves[0]
+    assert np.array_equal(again.compute, read.compute) and np.array_equal(again.reward, read.reward)
+    assert tracker.client.get_run(run_id).data.tags["mlflow.runColor"] == COLOURS[0]
+
+    # A recipe that is refused now has no place: the table does not sort it by the earlier one.
+    publish([FitSummary("scalerl", "pre_inflection", "compute/flops", reason="no bend")], tracker, sweep)
+    member = tracker.client.get_run(run_id).data
+    assert math.isnan(member.metrics["rank/place"]) and "rank/place" in member.tags["fit.stale"]
+    assert history(tracker, run_id, "rank/place")[0][1] == 1
 
 
 def test_a_publish_that_fails_midway_leaves_the_old_chart(tracker: Tracker, tmp_path: Path) -> None:
