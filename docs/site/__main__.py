@@ -1,6 +1,7 @@
-"""Builds the documentation site: `python -m docs.site build`, `serve` to look at it, `figures` to draw the figures.
+"""Builds the documentation site: `python -m docs.site build`, `serve` to look at it, `figures` and `screenshots`.
 
-Needs the extra `docs`; `figures` only matplotlib. `build` is strict: a link or anchor that leads nowhere is an error.
+Needs the extra `docs`; `figures`, those of the concepts, only matplotlib, `screenshots` Chromium. `build` is strict: a
+link or anchor that leads nowhere is an error.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from docs.site.figures import draw
+from docs.site.screenshots import take
 from docs.site.source import ROOT
 from docs.site.stage import finish, stage
 
@@ -49,11 +51,15 @@ def serve(port: int, target: Path = TARGET) -> int:
 def main() -> int:
     """Do what the command line says."""
     parser = argparse.ArgumentParser(prog="python -m docs.site", description=__doc__)
-    parser.add_argument("what", choices=("build", "serve", "figures"))
+    parser.add_argument("what", choices=("build", "serve", "figures", "screenshots"))
     parser.add_argument("--port", type=int, default=8000, help="of serve; 0 for any that is free")
     options = parser.parse_args()
     if options.what == "figures":
         draw(ROOT / "docs" / "reference" / "figures")
+        return 0
+    if options.what == "screenshots":
+        for path in take(ROOT / "docs" / "guide" / "figures"):
+            print(path.relative_to(ROOT), f"{path.stat().st_size / 1000:.0f} kB")
         return 0
     return build() if options.what == "build" else serve(options.port)
 
