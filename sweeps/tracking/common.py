@@ -113,10 +113,10 @@ class ChartKeys:
 
     @property
     def log10(self) -> str:
-        """Decimal logarithm of compute, where `rate` is."""
+        """Decimal logarithm of the compute of those that `rate` has."""
         return entity_key(f"eval/{self.eval_set}/log10 compute in {self.unit}")
 
     @property
     def compute(self) -> str:
-        """Compute, where `whole` is."""
+        """Compute of the evaluations that `whole` has."""
         return entity_key(f"eval/{self.eval_set}/compute in {self.unit}")

@@ -203,6 +203,15 @@ def test_pass_rate_comes_first_on_a_members_page(pages: Pages) -> None:
     assert console_errors(pages.browser) == []
 
 
+def test_the_printed_command_listens_at_loopback_alone(pages: Pages) -> None:
+    port = f"{int(pages.runs.split('/')[2].rpartition(':')[2]):04X}"
+    sockets = [
+        line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]
+    ]
+    listening = {own[1] for own in sockets if own[3] == "0A" and own[1].endswith(f":{port}")}
+    assert listening == {f"0100007F:{port}"}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1400, 390])
