@@ -8,6 +8,7 @@ lead to the wanted colour. In another version the colours may differ again, and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from itertools import product
 
 RUN_COLOUR_TAG = "mlflow.runColor"
@@ -52,6 +53,7 @@ def group_colour(value: str) -> str:
     return _PALETTE[(low | high << 8) % len(_PALETTE)]
 
 
+@cache
 def line_value(label: str, colour: str) -> str:
     """Return the label followed by the fewest blanks that give its group this colour; without, if none does."""
     for length in range(7):

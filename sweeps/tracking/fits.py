@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[np.float64]
 
 RANKING_FILE = "ranking.json"
+MAX_LINES = 200  # closed in the chart's list; 4,000 characters of a view at most
 _NOTE_START = "[Scaling curves]("
 
 
@@ -342,10 +343,16 @@ def _views(
     charted = [key for key in order if key in set.intersection(*fitted)]  # an open end must not hide a recipe
     columns = [_column(key) for key in (RANK_KEY, "rank/p_best", "fit/A", "fit/A_low", "fit/A_high", keys.whole)]
     columns.insert(2, "tags.`fit.verdict`")
-    shown = [lines.tags(run)[LINE_TAG] for run in members] + [lines.value(fit.recipe, "fit") for fit in fits]
+    shown = []  # the best first: of a large study MLflow shows, and the tag of a view holds, only so many
+    for fit in sorted(fits, key=lambda fit: fit.rank or math.inf):
+        shown.append(lines.value(fit.recipe, "fit"))
+        shown += [lines.tags(run)[LINE_TAG] for run in members if run.data.tags["recipe"] == fit.recipe]
     logarithmic, linear = _ranges(fits, points)
     views = {
-        f"scaling-{sweep.key}": ("Scaling curves", scaling_state(sweep.key, keys, logarithmic, linear, shown)),
+        f"scaling-{sweep.key}": (
+            "Scaling curves",
+            scaling_state(sweep.key, keys, logarithmic, linear, shown[:MAX_LINES]),
+        ),
         f"ranking-{sweep.key}": ("Ranking", ranking_state(sweep.key, charted, columns)),
     }
     for view_id, (name, state) in views.items():

@@ -20,10 +20,11 @@ from sweeps.run.journal import Journal
 from sweeps.source import load
 from sweeps.tracking import FitSummary, Member, Shipper, TrackedSweep, Tracker, publish, ship, ui_command
 from sweeps.tracking.colours import COLOURS, group_colour, line_value, recipe_colours
-from sweeps.tracking.common import resolve_uri
+from sweeps.tracking.common import ChartKeys, resolve_uri
+from sweeps.tracking.fits import MAX_LINES
 from sweeps.tracking.ship import CURSOR_FILE, flatten, points
 from sweeps.tracking.store import IDS_FILE, SWEEP_TAG
-from sweeps.tracking.views import VIEW_TAG, decode_view, encode_view
+from sweeps.tracking.views import VIEW_TAG, ChartRange, decode_view, encode_view, scaling_state
 from tests.paths import ROOT
 
 Y, X = "eval/heldout/pass_rate", "eval/heldout/log10_compute"
@@ -501,6 +502,14 @@ def test_every_colour_is_reached_by_blanks(label: str) -> None:
     for colour in COLOURS:
         value = line_value(label, colour)
         assert group_colour(value) == colour and value.rstrip() == label
+
+
+def test_a_view_of_a_large_study_fits_an_older_servers_tag() -> None:
+    recipes = [f"context.max_new_tokens={at}+optimizer.lr={1 / (at + 3):.6f}+loss=dapo" for at in range(MAX_LINES // 4)]
+    lines = [line_value(f"{recipe} seed {seed}", COLOURS[seed]) for recipe in recipes for seed in range(4)]
+    shown = ChartRange.around([1.0, 2.0], [0.1, 0.2])
+    state = scaling_state("0123456789ab", ChartKeys("heldout", "virtual device hours"), shown, shown, lines)
+    assert len(lines) == MAX_LINES and len(encode_view("Scaling curves", state, 10**12)) < 5000
 
 
 def test_more_recipes_than_colours_take_them_again() -> None:
