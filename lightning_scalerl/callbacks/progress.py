@@ -56,7 +56,7 @@ class StepProgress(Recorder, ProgressBar):
         hours = metrics["compute/device_hours"]
         self._shown["spent"] = f"{metrics['compute/flops']:.2e} FLOPs, {hours:.2f} device hours"
         known = ("eval", "train", "spent")
-        self._bar.update(step, ", ".join(self._shown[part] for part in known if part in self._shown))
+        self._bar.update(step, *(self._shown[part] for part in known if part in self._shown))
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Close the bar and leave its last state on the terminal."""

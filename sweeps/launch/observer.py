@@ -8,11 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from sweeps.launch.time_left import TimeLeft
 from sweeps.run.progress import last_metrics
 from sweeps.run.spec import RunSpec
-from sweeps.terminal import NeverBlocking, duration
+from sweeps.terminal import Cell, Column, NeverBlocking, duration, fitted, on_screen, one_line, shortened
 
 SHOWN = 6  # members a line of progress
+_TITLE = 24  # cells that a member's title is given beside a long reason
+_BAR = 16  # characters of a member's bar
+# Colours of what becomes of members, wherever they are shown.
+STYLES = {
+    "finished": "green", "running": "cyan", "queued": "blue", "waiting": "bright_black", "paused": "bright_black",
+    "again": "yellow", "stopped": "yellow", "ended": "yellow", "cancelled": "red", "failed": "bold red",
+}  # fmt: skip
+_COLUMNS = (
+    Column("recipe", least=12), Column("seed", 3, right=True), Column("", 4), Column("step", 0, right=True),
+    Column("pass rate", 2, right=True),
+)  # fmt: skip
 LOOKS = 32  # journals opened at a time: a cluster may run a thousand members, on files that are far away
 
 
@@ -63,12 +75,13 @@ class Progress(Observer):
 
     Args:
         total: number of members.
-        steps: mean budget of a member in optimizer steps, from which the time left is estimated.
+        steps: mean budget of a member in optimizer steps, for the time that members take of which no more is known.
         every_s: seconds between lines, or between updates of a table; None for 10, and 2 on a terminal.
         metric: metric of the newest evaluation that is shown for each running member.
         preface: lines to print, without a time, when the launch is accepted: a refusal is one line.
         write: called with each line. None for stderr, so that stdout stays free for data, or for a live table where
             stderr is a terminal; a pipe that nobody reads blocks nobody.
+        specs: members of the study, as far as they are known.
     """
 
     def __init__(
@@ -79,17 +92,20 @@ class Progress(Observer):
         metric: str = "pass_rate",
         preface: Sequence[str] = (),
         write: Callable[[str], object] | None = None,
+        specs: Sequence[RunSpec] = (),
     ) -> None:
         self._total = total
         self._steps = steps
-        self._live = _Live(sys.stderr) if write is None and sys.stderr.isatty() else None
+        self._specs = {spec.run: spec for spec in specs}
+        self._over: set[str] = set()  # members that have ended, in whatever way
+        self._left = TimeLeft()
+        self._live = _Live(sys.stderr) if write is None and on_screen(sys.stderr) else None
         self._write = write or NeverBlocking(sys.stderr).write
         self._every_s = every_s if every_s is not None else (2.0 if self._live else 10.0)
         self._metric = metric
         self._preface = preface
         self._begin = self._last = time.monotonic()
         self._directories: dict[str, Path] = {}
-        self._first: dict[str, int] = {}  # steps that a member had behind it when this process first saw it
         self._latest: dict[str, dict[str, float]] = {}  # of members that this process has seen run
         self._turn = 0
         self._stopped: set[str] = set()
@@ -104,21 +120,23 @@ class Progress(Observer):
         """Add the members to the total that the display counts."""
         self._steps = self._steps or sum(spec.steps for spec in specs) / len(specs)
         self._total += len(specs)
+        self._specs |= {spec.run: spec for spec in specs}
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
         """Remember the member's folder and its steps so far, from which its pace is measured."""
         self._stopped.discard(spec.run)
         self._directories[spec.run] = run_dir
+        self._over.discard(spec.run)
         self._latest[spec.run] = last_metrics(run_dir)
-        self._first.setdefault(spec.run, self._step(spec.run))
+        self._left.started(spec.run, spec.recipe, self._step(spec.run), spec.steps, time.monotonic())
 
     def retried(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
         """Print a line on the retry with its reason."""
-        self._line(f"{'again':9} {spec.title}: {reason}")
+        self._event("again", spec, reason)
 
     def paused(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
         """Print a line on the pause with its reason."""
-        self._line(f"{'paused':9} {spec.title}: {reason.removeprefix('paused: ')}")
+        self._event("paused", spec, reason.removeprefix("paused: "))
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
         """Print a line on the member's end, with the reason or its last metrics."""
@@ -128,8 +146,9 @@ class Progress(Observer):
         latest = last_metrics(run_dir)
         if spec.run in self._latest:
             self._latest[spec.run] = latest = {**self._latest[spec.run], **latest}
-        tail = f": {reason}" if reason else _described(spec, latest, self._metric)
-        self._line(f"{state:9} {spec.title}{tail}")
+            self._left.ended(spec.run, self._step(spec.run), time.monotonic())
+        self._over.add(spec.run)
+        self._event(state, spec, reason or _described(spec, latest, self._metric))
 
     def say(self, line: str) -> None:
         """Print the line, stamped with the time since the begin."""
@@ -148,9 +167,9 @@ class Progress(Observer):
         left_s = self._left_s(self._total - done - failed - stopped, running)
         summary = (f"about {duration(left_s)} left, " if left_s else "") + ended
         if self._live is not None:
-            self._live.show(summary, [(spec.title, self._describe(spec)[2:]) for spec in running])
+            self._live.show(summary, [self._row(spec) for spec in running])
             return
-        members = [f"{spec.title}{self._describe(spec)}" for spec in running[:SHOWN]]
+        members = [f"{spec.title}: {self._describe(spec)}" for spec in running[:SHOWN]]
         more = [f"{len(running) - SHOWN} more running"] if len(running) > SHOWN else []
         self._line(" | ".join([summary, *members, *more]))
 
@@ -179,29 +198,61 @@ class Progress(Observer):
 
     def _left_s(self, open_members: int, running: Sequence[RunSpec]) -> float | None:
         """Estimate the seconds left at the pace seen by this process; None before any member has made a step."""
-        made = sum(self._step(run) - first for run, first in self._first.items())
-        waiting = open_members - len(running)
-        to_do = waiting * self._steps + sum(max(0, spec.steps - self._step(spec.run)) for spec in running)
-        elapsed = time.monotonic() - self._begin
-        return elapsed / made * max(0, to_do) if made > 0 else None
+        now = time.monotonic()
+        for spec in running:
+            self._left.saw(spec.run, self._step(spec.run), now)
+        at_work = {spec.run: max(0, spec.steps - self._step(spec.run)) for spec in running}
+        waiting = [
+            (spec.recipe, float(spec.steps))
+            for run, spec in self._specs.items()
+            if run not in at_work and run not in self._over
+        ]
+        if len(waiting) != open_members - len(running):  # not all of them are known by name
+            waiting = [("", self._steps)] * (open_members - len(running))
+        return self._left.left_s(at_work, waiting, now)
 
     def _describe(self, spec: RunSpec) -> str:
         return _described(spec, self._latest[spec.run], self._metric)
 
-    def _line(self, text: str) -> None:
+    def _row(self, spec: RunSpec) -> list[Cell]:
+        """Return a running member's row of the live table."""
+        latest, step = self._latest[spec.run], self._step(spec.run)
+        full = _BAR * step // max(1, spec.steps)
+        rate = _rate(latest, self._metric)
+        return [
+            spec.recipe,
+            (str(spec.seed), "bright_black"),
+            ("━" * min(_BAR, full) + "╌" * (_BAR - full), "green"),
+            f"{step}/{spec.steps}" if "step" in latest else ("starting", "yellow"),
+            ("", "") if rate is None else (f"{rate:.3f}", "cyan"),
+        ]
+
+    def _event(self, state: str, spec: RunSpec, text: str) -> None:
+        """Print a line on what has become of a member."""
+        title = spec.title
+        if self._live is not None:  # a row fits the terminal; a reason is a sentence, and may take several lines
+            title = shortened(title, max(_TITLE, self._live.width - len(f"[00:00] {state:9} : {text}")))
+        self._line(f"{state:9} {title}: {text}", state)
+
+    def _line(self, text: str, state: str = "") -> None:
         minutes, seconds = divmod(int(time.monotonic() - self._begin), 60)
-        line = f"[{minutes:02d}:{seconds:02d}] {text}"
+        line = f"[{minutes:02d}:{seconds:02d}] {one_line(text)}"
         if self._live is not None:
-            self._live.line(line)
+            self._live.line(line, state)
         else:
             self._write(f"{line}\n")
 
 
 def _described(spec: RunSpec, metrics: Mapping[str, float], shown: str) -> str:
     """Describe a member's progress: its step of its own budget, and the pass rate if it was evaluated."""
-    text = f": step {int(metrics['step'])}/{spec.steps}" if "step" in metrics else ": starting"
-    rates = [value for key, value in metrics.items() if key.endswith(f"/{shown}")]
-    return text + (f", pass rate {rates[0]:.3f}" if rates else "")
+    text = f"step {int(metrics['step'])}/{spec.steps}" if "step" in metrics else "starting"
+    rate = _rate(metrics, shown)
+    return text + ("" if rate is None else f", pass rate {rate:.3f}")
+
+
+def _rate(metrics: Mapping[str, float], shown: str) -> float | None:
+    """Return the shown metric of the newest evaluation; None before the first."""
+    return next((value for key, value in metrics.items() if key.endswith(f"/{shown}")), None)
 
 
 class _Live:
@@ -215,23 +266,32 @@ class _Live:
         self._console = Console(file=stream)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
 
-    def show(self, summary: str, members: Sequence[tuple[str, str]]) -> None:
+    @property
+    def width(self) -> int:
+        """Width of the terminal in cells, as it is now."""
+        return self._console.width
+
+    def show(self, summary: str, members: Sequence[Sequence[Cell]]) -> None:
         """Draw the study's summary, and below it as many running members as fit on the terminal."""
-        from rich.table import Table
+        from rich.console import Group
         from rich.text import Text
 
-        table = Table(title=Text(summary), title_justify="left", box=None, show_header=False)
         room = max(1, self._console.height - 4)
-        for title, said in members[:room]:
-            table.add_row(Text(title), Text(said))
-        if len(members) > room:
-            table.add_row(Text(f"and {len(members) - room} more"), Text(""))
+        lines = fitted(_COLUMNS, members[:room], self._console.width) if members else []
+        head = Text(summary, style="bold", no_wrap=True, overflow="ellipsis")
+        more = [Text(f"and {len(members) - room} more", style="bright_black")] if len(members) > room else []
         self._live.start()
-        self._live.update(table, refresh=True)
+        self._live.update(Group(head, *lines, *more), refresh=True)
 
-    def line(self, text: str) -> None:
-        """Print a line above the table, to stay."""
-        self._console.print(text, markup=False, highlight=False)
+    def line(self, text: str, state: str = "") -> None:
+        """Print a line above the table, to stay; the state that it names is coloured."""
+        from rich.text import Text
+
+        line = Text(text)
+        if state:
+            begin = text.index(state)
+            line.stylize(STYLES.get(state, ""), begin, begin + len(state))
+        self._console.print(line)
 
     def close(self) -> None:
         """Remove the table; printed lines stay."""

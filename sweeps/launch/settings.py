@@ -175,7 +175,7 @@ def prepare_study(
     """
     executor = plan.executor(study.directory, scheduler)
     steps = mean([spec.steps for spec in study.specs] or [0])  # a search has no members before it begins
-    observers: list[Observer] = [Progress(len(study.specs), steps, preface=preface)]
+    observers: list[Observer] = [Progress(len(study.specs), steps, preface=preface, specs=study.specs)]
     if plan.tracking:
         # MLflow is slow to import and optional.
         from sweeps.launch.tracked import TrackingObserver

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-
-def one_line(text: str) -> str:
-    """Replace unprintable characters, line breaks among them, by spaces, whatever a message quotes."""
-    return "".join(ch if ch.isprintable() else " " for ch in text)
+from sweeps.terminal import one_line as one_line
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -721,6 +721,7 @@ def test_on_a_terminal_progress_is_a_table(tmp_path: Path, monkeypatch: pytest.M
 
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
     progress = Progress(total=3, steps=40, every_s=0)
     one = member("cispo", steps=40)
     record(tmp_path / "one", 7, rate=0.25)
@@ -730,7 +731,8 @@ def test_on_a_terminal_progress_is_a_table(tmp_path: Path, monkeypatch: pytest.M
     progress.close(0, 0)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     assert "1/3 done, 1 queued" in shown
-    assert re.search(r"scalerl seed 0 +step 7/40, pass rate 0\.250", shown)
+    assert re.search(r"recipe +seed +step +pass rate", shown)
+    assert re.search(r"scalerl +0 +━━╌+ +7/40 +0\.250", shown)
     assert "finished  scalerl seed 0: step 7/40, pass rate 0.250" in shown
 
 

@@ -1,0 +1,136 @@
+"""Time left of a study: each member at its own pace, those that wait at the pace of their like, over the free slots."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+# Before a member has been seen at work for so long, or has advanced so often, its pace is not known: the first steps
+# also load and compile.
+SEEN_S = 30.0
+ADVANCES = 3
+# The time told changes by this share of itself every `SETTLES_S` seconds at most, beside what the clock takes off it.
+STEADY = 0.2
+SETTLES_S = 10.0
+SAME_WORK = 0.01  # a change of the work by less than this share is one of what was seen of it
+_LATEST = 32  # members by whose ends the seconds beyond their steps are judged
+
+
+@dataclass
+class _Member:
+    """One member as it was seen: where it began, where its pace is measured from, and its latest advance."""
+
+    recipe: str
+    steps: int
+    begin: tuple[float, int]
+    first: tuple[float, int] | None = None
+    last: tuple[float, int] | None = None
+    advances: int = 0
+    running: bool = True
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds a step since the first advance, or since the begin where there are few; None while not known."""
+        if self.last is None or self.first is None:
+            return None
+        if self.advances < ADVANCES:
+            seconds = self.last[0] - self.begin[0]
+            return seconds / (self.last[1] - self.begin[1]) if seconds >= SEEN_S else None
+        return (self.last[0] - self.first[0]) / (self.last[1] - self.first[1])
+
+
+class TimeLeft:
+    """Estimate of the seconds until all members of a study have ended.
+
+    A running member goes on at its own pace. One that waits takes as long as others of its recipe would with its
+    budget, or as long as members take on average where none of its recipe has been seen: budgets are often matched, in
+    steps or in compute. It begins when a slot is free. What is told is held steady: it moves towards the estimate by
+    `STEADY` at most, so that one slow step does not turn hours into days, and at once where the work itself has
+    changed: members were added, or will not be run to their budgets.
+    """
+
+    def __init__(self) -> None:
+        self._members: dict[str, _Member] = {}
+        self._beyond: list[float] = []  # seconds that members took beside their steps: start, last evaluation
+        self._slots: list[int] = []
+        self._told: tuple[float, float] | None = None  # when, and what
+        self._work = 0.0  # steps of all members, made and to be made
+
+    def started(self, run: str, recipe: str, step: int, steps: int, now: float) -> None:
+        """Note that a member has begun to run, `step` of its budget of `steps` behind it."""
+        self._members[run] = _Member(recipe, steps, (now, step))
+
+    def saw(self, run: str, step: int, now: float) -> None:
+        """Note the step that a running member has come to."""
+        member = self._members.get(run)
+        if member is not None and step > (member.last or member.begin)[1]:
+            member.last = now, step
+            member.first = member.first or member.last
+            member.advances += 1
+
+    def ended(self, run: str, step: int, now: float) -> None:
+        """Note that a member has ended, and at which step."""
+        self.saw(run, step, now)
+        member = self._members.get(run)
+        if member is None or not member.running:
+            return
+        member.running = False
+        if member.pace is not None and member.last is not None:
+            made = member.last[1] - member.begin[1]
+            self._beyond = [*self._beyond, max(0.0, now - member.begin[0] - member.pace * made)][-_LATEST:]
+
+    def left_s(self, running: Mapping[str, int], waiting: Sequence[tuple[str, float]], now: float) -> float | None:
+        """Return the seconds left; None while no pace is known.
+
+        Args:
+            running: steps that each running member has to its budget.
+            waiting: recipe ("" where not known) and steps of each member that is still to be run.
+            now: seconds, by the clock of the other methods.
+        """
+        estimate = self._estimate(running, waiting)
+        if estimate is None:
+            return None
+        made = sum(member.last[1] - member.begin[1] for member in self._members.values() if member.last is not None)
+        work = made + sum(running.values()) + sum(steps for _, steps in waiting)
+        if self._told is not None and abs(work - self._work) <= SAME_WORK * self._work:
+            elapsed = now - self._told[0]
+            told = max(0.0, self._told[1] - elapsed)
+            reach = max(told, SETTLES_S) * STEADY * elapsed / SETTLES_S
+            estimate = min(max(estimate, told - reach), told + reach)
+        self._told, self._work = (now, estimate), work
+        return estimate
+
+    def _estimate(self, running: Mapping[str, int], waiting: Sequence[tuple[str, float]]) -> float | None:
+        """Return the time at which the last member ends if all go on as they do, by filling the slots in order."""
+        paces: dict[str, list[float]] = defaultdict(list)
+        lengths: dict[str, list[float]] = defaultdict(list)
+        for member in self._members.values():
+            if (pace := member.pace) is not None:
+                paces[member.recipe].append(pace)
+                lengths[member.recipe].append(pace * member.steps)
+        if not paces:
+            return None
+        usual = mean(mean(values) for values in lengths.values())
+        pace_of = {recipe: mean(values) for recipe, values in paces.items()}
+        beyond = median(self._beyond) if self._beyond else 0.0
+        ends = []
+        for run, steps in running.items():
+            known = self._members.get(run)
+            pace = None if known is None else known.pace or pace_of.get(known.recipe)
+            if pace is None:
+                pace = usual / max(1, steps if known is None else known.steps)
+            ends.append(pace * steps)
+        # A slot between two members is no slot less.
+        self._slots = [*self._slots, len(running)][-5:]
+        ends += [0.0] * (max(1, *self._slots) - len(ends))
+        heapq.heapify(ends)
+        last = max(ends)
+        for recipe, budget in waiting:
+            length = pace_of[recipe] * budget if recipe in pace_of else usual
+            end = heapq.heappop(ends) + beyond + length
+            heapq.heappush(ends, end)
+            last = max(last, end)
+        return last
