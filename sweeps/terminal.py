@@ -1,4 +1,4 @@
-"""What a person sees: a bar on a terminal, a line every `EVERY_S` seconds elsewhere, and tables that fit a terminal."""
+"""Terminal display: a bar, a line every `EVERY_S` seconds where there is no terminal, and tables that fit one."""
 
 from __future__ import annotations
 

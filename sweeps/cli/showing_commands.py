@@ -16,6 +16,7 @@ from sweeps.parallel import cores
 from sweeps.report.plain import one_line
 from sweeps.source import LoadedStudy
 from sweeps.source.places import Place
+from sweeps.terminal import on_screen
 
 if TYPE_CHECKING:
     from sweeps.decide.watch import News
@@ -66,13 +67,18 @@ def _beside(options: argparse.Namespace) -> Beside:
 
 
 def watch_command(options: argparse.Namespace) -> int:
-    """Fit again as evaluations arrive, and print a line for each new snapshot until interrupted (`scalerl watch`)."""
+    """Fit again as evaluations arrive until interrupted: a live screen, or a line a snapshot (`scalerl watch`)."""
     from sweeps.decide.watch import Watch, default_path, waiting
     from sweeps.run.tail import Tails
 
     if not options.interval > 0:
         raise UserError(f"--interval {options.interval:g}: must be positive; give seconds")
     path = default_path(options.sources) if options.out is None else Path(options.out)
+    if not options.once and not options.json and on_screen(sys.stdout):
+        from sweeps.cli.watch_live import watch_live
+
+        check_window(options)
+        return watch_live(options, path)
     noted: set[str] = set()
     journals = Tails({"train": sys.maxsize})  # only evaluations are fitted
 

@@ -74,15 +74,23 @@ class Watch:
         Raises:
             UserError: the sources cannot be read, or the file cannot be written.
         """
-        seen = _state(self._sources)
+        seen = sources_state(self._sources)
         if seen is not None and seen == self._seen:
             return
         for curve in self._load().curves:
-            if self._sizes.get(curve.recipe) != _size(curve):
-                yield from self._locked(curve)
-                self._sizes[curve.recipe] = _size(curve)
+            yield from self.follow(curve)
         # Only now: if the caller stops half-way through, the next poll gives the rest.
         self._seen = seen
+
+    def follow(self, curve: Curve) -> Iterator[News]:
+        """Give what was not given yet of one curve, for callers that load the sources themselves.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        if self._sizes.get(curve.recipe) != _size(curve):
+            yield from self._locked(curve)
+            self._sizes[curve.recipe] = _size(curve)
 
     def _locked(self, curve: Curve) -> list[News]:
         """Follow a curve under a file lock, for two watchers of one study must not both write a snapshot."""
@@ -153,7 +161,7 @@ def waiting(sources: Sequence[str | Path]) -> bool:
     return True
 
 
-def _state(sources: Sequence[str | Path]) -> object:
+def sources_state(sources: Sequence[str | Path]) -> object:
     """Return sizes and modification times of the files behind the sources, to detect changes; None if not known."""
     files: list[Path] = []
     for source in sources:

@@ -509,7 +509,14 @@ def fit_curves(
         workers: number of processes that share the work, see `sweeps.parallel`.
         regions: keep `Fit.law`, about half a megabyte per recipe, which figures are drawn from.
     """
-    fits = mapped(partial(_fit_one, options=options, regions=regions), curves, workers)
+    return with_shared(mapped(partial(_fit_one, options=options, regions=regions), curves, workers), curves)
+
+
+def with_shared(fits: Sequence[Fit], curves: Sequence[Curve]) -> list[Fit]:
+    """Return fits of single curves, as `fit_curve` makes them, with what recipes of one study share.
+
+    These are the spread between seeds and the prior of the kinds of curves. `fit_curves` does this too.
+    """
     scale = max((curve.scale for curve in curves), default=1.0)
     prior = shared_prior([fit.skill for fit in fits if fit.skill]) if len(fits) > 1 else None
     pooled = pooled_seed_spread([fit.seed_excess for fit in fits], scale)
