@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sweeps.errors import UserError
 from sweeps.report.plain import one_line
+from sweeps.terminal import on_screen
 
 if TYPE_CHECKING:
     from sweeps.decide.rank import Ranking
+    from sweeps.fit.fit import Fit
 
 
 def print_json(value: Any) -> None:
@@ -43,16 +47,47 @@ def show_chart(study: Path, tracking: str) -> None:
     from sweeps.report.publish import publish
 
     try:
-        publish([str(study)], tracking, print_ranking)
+        publish([str(study)], tracking, partial(print_ranking, study))
     except UserError as error:
         print(f"no chart in MLflow yet: {error}", file=sys.stderr)
 
 
-def print_ranking(ranking: Ranking) -> None:
-    """Print a ranking as the end of a study shows it."""
-    from sweeps.report.ranking_text import ranking_text
+def print_ranking(study: Path, fits: Sequence[Fit], ranking: Ranking) -> None:
+    """Print a ranking as the end of a study shows it; on a terminal one table that fits it, and where to see more."""
+    if not on_screen(sys.stdout):
+        from sweeps.report.ranking_text import ranking_text
 
-    print(ranking_text(ranking))
+        print(ranking_text(ranking))
+        return
+    from rich.console import Console
+
+    from sweeps.decide.live_ranking import as_places
+    from sweeps.report.watch_screen import mean_curve, ranking_lines
+
+    console = Console(file=sys.stdout, highlight=False)
+    ranked = as_places(ranking, sum(fit.n for fit in fits))
+    for line in ranking_lines(ranked, {fit.recipe: mean_curve(fit.curve) for fit in fits}, console.width):
+        console.print(line)
+    print()
+    if (figure := _figure(study, fits, ranking)) is not None:
+        print(f"figure: {one_line(str(figure))}")
+    place = shlex.quote(str(study))
+    print(f"report: scalerl report {place} -o {place}/report.html")
+
+
+def _figure(study: Path, fits: Sequence[Fit], ranking: Ranking) -> Path | None:
+    """Draw the study in one figure beside its runs; None where it cannot be drawn or written."""
+    path = study / "report_overlay.png"
+    try:
+        # Matplotlib takes a second to import.
+        from sweeps.report.drawing import write_figure
+        from sweeps.report.overlay import overlay_figure
+
+        write_figure(overlay_figure([fit.curve for fit in fits], fits, ranking), path)
+    except (ImportError, OSError) as error:
+        warn([f"no figure: {error}"])
+        return None
+    return path
 
 
 def show_ranking(study: Path) -> None:
@@ -71,4 +106,4 @@ def show_ranking(study: Path) -> None:
         warn([f"no ranking yet: {error}"])
     else:
         print()
-        print_ranking(ranking)
+        print_ranking(study, fits, ranking)

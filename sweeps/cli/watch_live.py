@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -32,7 +31,7 @@ from sweeps.launch.ledger import LEDGER_FILE
 from sweeps.launch.settings import LaunchSettings
 from sweeps.launch.status import MemberView, Overview
 from sweeps.launch.time_left import TimeLeft
-from sweeps.report.watch_screen import Member, Screen, draw
+from sweeps.report.watch_screen import Member, Screen, draw, mean_curve
 from sweeps.run.tail import Tails
 from sweeps.source import LoadedStudy
 from sweeps.source.places import Place
@@ -115,7 +114,7 @@ class _Reader:
             self.screen,
             members=tuple(members) or self.screen.members,
             left_s=self._time_left(views),
-            curves={curve.recipe: _mean_curve(curve) for curve in self._study.curves},
+            curves={curve.recipe: mean_curve(curve) for curve in self._study.curves},
             evaluations=sum(len(curve.compute) for curve in self._study.curves),
             waiting=none_yet,
             warnings=tuple(dict.fromkeys([*([] if none_yet else trouble), *notes])),
@@ -312,15 +311,6 @@ def _rewards(study: LoadedStudy) -> Mapping[str, tuple[float, ...]]:
         )
         for view in study.runs
     }
-
-
-def _mean_curve(curve: Curve) -> tuple[float, ...]:
-    """Return the mean reward of the seeds at their first, second, ... evaluation."""
-    by_place: dict[int, list[float]] = defaultdict(list)
-    for seed in dict.fromkeys(curve.seed.tolist()):
-        for place, reward in enumerate(curve.reward[curve.seed == seed].tolist()):
-            by_place[place].append(reward)
-    return tuple(sum(values) / len(values) for _, values in sorted(by_place.items()))
 
 
 @contextmanager

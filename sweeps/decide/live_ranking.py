@@ -21,6 +21,7 @@ from sweeps.errors import UserError
 
 if TYPE_CHECKING:
     from sweeps.curve import Curve
+    from sweeps.decide.rank import Ranking
     from sweeps.decide.watch import Watch
     from sweeps.fit.fit import Fit
     from sweeps.fit.points import FitOptions
@@ -149,23 +150,7 @@ class _Follower:
                 self._fits[curve.recipe] = content, replace(fit_curve(curve, self._options), law=None)
         fits = with_shared([self._fits[curve.recipe][1] for curve in curves], curves)
         ranking = rank(fits, margin=self._margin, brief=True)
-        rewards = {} if ranking.rewards is None else {row.recipe: row.R.value for row in ranking.rewards.rows}
-        places = [
-            Place(
-                recipe=entry.recipe,
-                rank=entry.rank,
-                p_best=entry.p_best,
-                A=(entry.A.value, entry.A.low, entry.A.high),
-                reward=rewards.get(entry.recipe),
-                verdict=entry.verdict,
-            )
-            # Of those that may not be ranked, first the one that is best most probably.
-            for entry in sorted(
-                ranking.ranking, key=lambda entry: (entry.rank or len(fits) + 1, -(entry.p_best or 0.0))
-            )
-        ]
-        compute = None if ranking.rewards is None else ranking.rewards.compute
-        return Ranked(tuple(places), ranking.sentence, compute, sum(len(curve.compute) for curve in curves))
+        return as_places(ranking, sum(len(curve.compute) for curve in curves))
 
     def _follow(self, curves: Sequence[Curve], again: float) -> None:
         """Take snapshots of curve after curve; leave the rest for later where others have come, and it is time."""
@@ -176,6 +161,27 @@ class _Follower:
                     return
             for news in self._watch.follow(curve):
                 self._connection.send(Departed(curve.recipe, news.warning))
+
+
+def as_places(ranking: Ranking, evaluations: int) -> Ranked:
+    """Return what a screen shows of a ranking that rests on so many evaluations."""
+    rewards = {} if ranking.rewards is None else {row.recipe: row.R.value for row in ranking.rewards.rows}
+    # Of those that may not be ranked, first the one that is best most probably.
+    last = len(ranking.ranking) + 1
+    entries = sorted(ranking.ranking, key=lambda entry: (entry.rank or last, -(entry.p_best or 0.0)))
+    places = [
+        Place(
+            recipe=entry.recipe,
+            rank=entry.rank,
+            p_best=entry.p_best,
+            A=(entry.A.value, entry.A.low, entry.A.high),
+            reward=rewards.get(entry.recipe),
+            verdict=entry.verdict,
+        )
+        for entry in entries
+    ]
+    compute = None if ranking.rewards is None else ranking.rewards.compute
+    return Ranked(tuple(places), ranking.sentence, compute, evaluations)
 
 
 def _digest(curve: Curve) -> bytes:

@@ -38,13 +38,15 @@ ARTIFACTS = (
 )
 
 
-def publish(sources: Sequence[str], uri: str, ranked: Callable[[Ranking], None] = lambda ranking: None) -> None:
+def publish(
+    sources: Sequence[str], uri: str, ranked: Callable[[Sequence[Fit], Ranking], None] = lambda fits, ranking: None
+) -> None:
     """Publish one sweep to MLflow and print the command that opens its interface, and the links of both views.
 
     Args:
         sources: exactly one run or sweep directory.
         uri: tracking URI, such as `sqlite:///mlflow.db`.
-        ranked: called with the ranking, before the links are printed.
+        ranked: called with fits and ranking, before the links are printed.
 
     Raises:
         UserError: no such directory, nothing to fit, or MLflow cannot be reached.
@@ -73,7 +75,7 @@ def publish(sources: Sequence[str], uri: str, ranked: Callable[[Ranking], None] 
                 tracker.remove_tag(member.mlflow_run_id, STOPPED_TAG)
     ranking = rank(fits, margin=LaunchSettings.margin_of(directory))
     links = publish_into(tracker=tracker, sweep=sweep, loaded=loaded, fits=fits, ranking=ranking)
-    ranked(ranking)
+    ranked(fits, ranking)
     print(links)
 
 

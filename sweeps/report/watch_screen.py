@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import wrap
@@ -15,6 +15,8 @@ from sweeps.terminal import BLOCKS, Cell, Column, counted, duration, fitted, one
 
 if TYPE_CHECKING:
     from rich.text import Text
+
+    from sweeps.curve import Curve
 
 # Order of the members' states: what needs somebody first, what is over last.
 STATES = ("failed", "cancelled", "running", "ended", "stopped", "queued", "waiting", "finished", "")
@@ -117,6 +119,28 @@ def draw(screen: Screen, width: int, height: int | None = None, page: int = 0, l
         return lines
     lines = lines[: height - 1]
     return [*lines, *[_line("", width)] * (height - 1 - len(lines)), _foot(screen, width)]
+
+
+def ranking_lines(ranked: Ranked, curves: Mapping[str, tuple[float, ...]], width: int) -> list[Text]:
+    """Lay out a ranking alone, as the end of a study shows it: its sentence, and one table of at most `width` cells."""
+    names = short_labels(list(curves))
+    values = [value for rewards in curves.values() for value in rewards]
+    screen = Screen("", curves=dict(curves), ranked=ranked)
+
+    def curve(rewards: Sequence[float]) -> str:
+        return sparkline(rewards, min(values), max(values), _CURVE)
+
+    rows = [_place(screen, place, names, curve) for place in ranked.places]
+    return [*_wrapped(ranked.sentence, width, 8), _line("", width), *fitted(_RANKING, rows, width)]
+
+
+def mean_curve(curve: Curve) -> tuple[float, ...]:
+    """Return the mean reward of a recipe's seeds at their first, second, ... evaluation."""
+    by_place: dict[int, list[float]] = defaultdict(list)
+    for seed in dict.fromkeys(curve.seed.tolist()):
+        for place, reward in enumerate(curve.reward[curve.seed == seed].tolist()):
+            by_place[place].append(reward)
+    return tuple(sum(values) / len(values) for _, values in sorted(by_place.items()))
 
 
 def _line(text: str, width: int, style: str = "") -> Text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -66,3 +67,27 @@ def test_a_study_is_ranked_with_the_margin_it_was_launched_with(
 def test_a_margin_that_is_none_is_refused_by_name(value: object) -> None:
     with pytest.raises(UserError, match=r"launch\.margin: .* positive number"):
         _margin(value)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("width", [60, pytest.param(120, marks=pytest.mark.slow)])
+def test_on_a_terminal_a_study_ends_with_one_table_and_the_figures_path(
+    study: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    screen = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(sys, "stdout", screen)
+    show_results(study, None)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).splitlines()
+    table = [line for line in lines if re.match(r"(rank| +\d) ", line)]
+    assert len(table) == 3 and "P(best)" in table[0] and all(len(line) <= width for line in table)
+    assert re.match(r" +1 +scalerl +1\.00 +0\.\d{3}", table[1]) and "loss=dapo" in table[2]
+    assert ("▁" in table[1]) is (width == 120)
+    assert f"figure: {study / 'report_overlay.png'}" in lines and (study / "report_overlay.png").stat().st_size > 10_000
+    assert lines[-1].startswith("report: scalerl report ")
