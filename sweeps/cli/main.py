@@ -279,7 +279,7 @@ def _showing(command: Command) -> None:
     watch = command(
         "watch",
         _later("showing_commands", "watch_command"),
-        "re-fit as evaluations come: A over time, forecasts against what came, a warning on departure",
+        "a live screen, or re-fits as lines: members, curves, P(best), A over time, a warning on departure",
         "scalerl watch examples/curves.csv --once",
     )
     _add_source(watch)

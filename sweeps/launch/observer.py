@@ -165,7 +165,7 @@ class Progress(Observer):
         counts = ((done, f"/{self._total} done"), (failed, " failed"), (stopped, " stopped"), (queued, " queued"))
         ended = ", ".join(f"{count}{what}" for count, what in counts if count or what.startswith("/"))
         left_s = self._left_s(self._total - done - failed - stopped, running)
-        summary = (f"about {duration(left_s)} left, " if left_s else "") + ended
+        summary = (f"about {duration(left_s)} left, " if left_s and left_s >= 1 else "") + ended
         if self._live is not None:
             self._live.show(summary, [self._row(spec) for spec in running])
             return

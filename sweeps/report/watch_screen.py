@@ -165,7 +165,7 @@ def _head(screen: Screen, width: int) -> Text:
 
     states = Counter(member.state for member in screen.members)
     counts = [f"{states[state]} {state}" for state in STATES if state and states[state]]
-    left = [f"about {duration(screen.left_s)} left"] if screen.left_s else []
+    left = [f"about {duration(screen.left_s)} left"] if screen.left_s and screen.left_s >= 1 else []
     told = ", ".join([*left, *(counts or [counted(len(screen.members), "run")])])
     title = shortened(screen.title, max(8, width - len(told) - 2))
     line = Text.assemble((title, "bold"), "  ", told, no_wrap=True, overflow="crop")
