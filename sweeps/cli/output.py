@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sweeps.errors import UserError
-from sweeps.report.plain import one_line
-from sweeps.terminal import on_screen
+from sweeps.report.plain import one_line, table
+from sweeps.terminal import Cell, Column, fitted, on_screen
 
 if TYPE_CHECKING:
     from sweeps.decide.rank import Ranking
@@ -28,6 +28,21 @@ def warn(notes: Sequence[str]) -> None:
     """Print warnings to stderr, so that piped stdout stays data."""
     for note in notes:
         print(f"warning: {one_line(note)}", file=sys.stderr)
+
+
+def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: whole where stdout is no terminal, else one that fits it, the first cells coloured by state."""
+    if not on_screen(sys.stdout):
+        print(table([column.name for column in columns], rows))
+        return
+    from rich.console import Console
+
+    from sweeps.launch.observer import STYLES
+
+    console = Console(file=sys.stdout, highlight=False)
+    coloured: list[list[Cell]] = [[(row[0], STYLES.get(row[0], "")), *row[1:]] for row in rows]
+    for line in fitted(columns, coloured, console.width):
+        console.print(line)
 
 
 def show_results(study: Path, tracking: str | None) -> None:

@@ -9,17 +9,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sweeps.cli.output import show_chart, show_ranking, warn
+from sweeps.cli.output import print_table, show_chart, show_ranking, warn
 from sweeps.errors import UserError, require_training
 from sweeps.executor.base import load_entry
 from sweeps.report.plain import one_line, table
-from sweeps.terminal import duration
+from sweeps.terminal import Column, duration
 
 if TYPE_CHECKING:
     from sweeps.executor.slurm.scheduler import Scheduler
     from sweeps.launch.status import MemberView
 
 ROWS = 40  # members in a table
+STATUS = (
+    Column("state"), Column("recipe", least=12), Column("seed", 1), Column("step", 3), Column("pass rate", 2),
+    Column("attempts", 6), Column("job", 5), Column("why", 4, least=20),
+)  # fmt: skip
 SILENT_S = 60.0  # without a heartbeat, after which `status` says so
 FAILURES = 3  # members whose logs are shown
 
@@ -45,7 +49,7 @@ def status_command(options: argparse.Namespace) -> int:
         print(to_json(study, views))
         return 0
     print(f"{study}: {counts(views)}\n")
-    print(table(*_status_rows(views, None if options.all else ROWS)))
+    print_table(STATUS, _status_rows(views, None if options.all else ROWS))
     changed = [view for view in views if view.code]
     for view in changed if options.all else changed[:FAILURES]:
         print(f"\n{view.recipe} seed {view.seed} went on with other code {one_line(view.code or '')}")
@@ -58,7 +62,7 @@ def status_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _status_rows(views: Sequence[MemberView], limit: int | None) -> tuple[list[str], list[list[str]]]:
+def _status_rows(views: Sequence[MemberView], limit: int | None) -> list[list[str]]:
     from sweeps.launch.status import STATES
 
     views = sorted(views, key=lambda view: STATES.index(view.state))
@@ -71,7 +75,7 @@ def _status_rows(views: Sequence[MemberView], limit: int | None) -> tuple[list[s
         rows.append([*row, view.reason or _silence(view)])
     if limit is not None and len(views) > limit:
         rows.append([f"and {len(views) - limit} more (--all)", *[""] * 7])
-    return ["state", "recipe", "seed", "step", "pass rate", "attempts", "job", "why"], rows
+    return rows
 
 
 def _silence(view: MemberView) -> str:

@@ -91,3 +91,19 @@ def test_on_a_terminal_a_study_ends_with_one_table_and_the_figures_path(
     assert ("▁" in table[1]) is (width == 120)
     assert f"figure: {study / 'report_overlay.png'}" in lines and (study / "report_overlay.png").stat().st_size > 10_000
     assert lines[-1].startswith("report: scalerl report ")
+
+
+def test_on_a_terminal_the_status_of_a_study_fits_it(
+    study: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["status", str(study)]) == 0
+    whole = capsys.readouterr().out
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert main(["status", str(study)]) == 0
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).splitlines()
+    rows = [line for line in lines if line.startswith("finished ")]
+    assert len(rows) == 4 and all(len(row) <= 40 for row in rows)
+    assert "attempts" in whole and len(max(whole.splitlines(), key=len)) > 40
