@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -191,8 +192,9 @@ def duration(seconds: float) -> str:
 
 
 def on_screen(stream: TextIO) -> bool:
-    """Return whether a stream is a terminal on which lines can be drawn anew: no pipe, no log, no TERM=dumb."""
-    return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    """Return whether lines can be drawn anew on a stream: no pipe, no log, no TERM=dumb, and rich is installed."""
+    dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    return stream.isatty() and not dumb and find_spec("rich") is not None
 
 
 def one_line(text: str) -> str:

@@ -134,6 +134,13 @@ def test_a_dumb_terminal_is_written_to_as_a_log_is(
     assert ("\x1b" in said.getvalue()) is is_terminal
 
 
+def test_without_rich_a_terminal_is_written_to_as_a_log_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five packages suffice for looking at curves, and it is none of them."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sweeps.terminal.find_spec", lambda name: None)
+    assert not on_screen(Terminal())
+
+
 # --- what fits a terminal --------------------------------------------------------------------------------------
 
 # Names as people and their tools make them: wide, combining, right to left, with line breaks and escape sequences.
