@@ -47,6 +47,7 @@ _HOME_OF = {
     "TorchGenerator": "generator.torch_generator",
     "VLLMGenerator": "generator.vllm_generator",
     "VLLMServerGenerator": "generator.vllm_server",
+    "plan_commands": "member.command",
     "plan_members": "member.identify",
     "run_member": "member.run",
     "Chat": "model.chat",

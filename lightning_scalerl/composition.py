@@ -48,6 +48,8 @@ _DEVICE = (
     "a run trains on the GPU that its process sees, else on the CPU: CUDA_VISIBLE_DEVICES=1 picks one, "
     "CUDA_VISIBLE_DEVICES= none; several by torchrun, or by cluster=slurm hydra.launcher.gpus_per_node=N"
 )
+# Lines of Hydra's and OmegaConf's errors that say nothing to a user.
+_NO_NEWS = ("full_key", "object_type", "reference_type", "Set the env")
 # Configurations that no choice of the user's stands in.
 _OURS = ("train", "scalerl_axes", "hydra/config")
 # Settings of Lightning's Trainer that a user looks for here, and where it is decided instead.
@@ -84,12 +86,13 @@ def use_folders(folders: Iterable[str | Path]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def compose(overrides: Sequence[str], folders: Folders = ()) -> Any:
+def compose(overrides: Sequence[str], folders: Folders = (), base: tuple[Path, str] | None = None) -> Any:
     """Compose `conf/train.yaml` with Hydra overrides.
 
     Args:
         overrides: as on the command line.
         folders: of the user's, beside `conf/`.
+        base: folder and name of another configuration than `train`, whose groups are not those of a run of ours.
 
     Raises:
         ConfigurationError: an unknown key, group or choice; one line that lists what is valid.
@@ -104,11 +107,14 @@ def compose(overrides: Sequence[str], folders: Folders = ()) -> Any:
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        check_choices(overrides, folders)
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            return hydra_compose("train", overrides=[*_searchpath(folders), *overrides])
+        if base is None:
+            check_choices(overrides, folders)
+        place, name = base or (conf_dir(), "train")
+        with initialize_config_dir(str(place), version_base="1.3"):
+            return hydra_compose(name, overrides=[*_searchpath(folders), *overrides])
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigurationError(explain(error, folders, overrides)) from error
+        said = explain(error, folders, overrides) if base is None else explain_other(error)
+        raise ConfigurationError(said) from error
     finally:
         GlobalHydra.instance().clear()
         GlobalHydra.instance().hydra = outer
@@ -204,6 +210,18 @@ def _valid_keys(error: Exception, folders: Folders, overrides: Sequence[str]) ->
     return f"{did_you_mean(wrong, [*keys, *groups], '.'.join([*path, '']))}; valid here: {', '.join(keys)}"
 
 
+def explain_other(error: Exception) -> str:
+    """Return Hydra's error on a configuration that is none of a run of ours, in one line."""
+    lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines() if line.strip()]
+    kept = [line for line in dict.fromkeys(lines) if not line.startswith(_NO_NEWS)]
+    hint = ""
+    if "No match in the defaults list" in str(error):
+        hint = "; the name of a folder of configurations is no key of your own: call the key otherwise"
+    elif unknown := _unknown_key(error):
+        hint = f"; give {unknown} a value in your file, or take it away"
+    return "; ".join(kept).replace(":;", ":").replace(".;", ";") + hint
+
+
 def explain(error: Exception, folders: Folders = (), overrides: Sequence[str] = ()) -> str:
     """Return Hydra's error in one line: what was wrong, and what would be valid beside these overrides."""
     from hydra.errors import MissingConfigException
@@ -220,7 +238,7 @@ def explain(error: Exception, folders: Folders = (), overrides: Sequence[str] = 
     cause = error.__cause__
     if cause is not None:
         lines += [line.strip() for line in str(cause).splitlines() if line.strip() and line.strip() not in lines]
-    kept = [line for line in lines if not line.startswith(("full_key", "object_type", "reference_type", "Set the env"))]
+    kept = [line for line in lines if not line.startswith(_NO_NEWS)]
     return "; ".join(kept).replace(":;", ":").replace(".;", ";") + _valid_keys(error, folders, overrides)
 
 

@@ -20,11 +20,14 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
-from lightning_scalerl.composition import check_choices, conf_dir, explain
+from lightning_scalerl.composition import check_choices, conf_dir, explain, explain_other
+from lightning_scalerl.member.command import named_study, plan_commands, register_shared, study_file
 from sweeps.errors import UserError, naming, of_the_system
+from sweeps.executor.base import load_entry
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.lease import LeaseLostError
 from sweeps.run.progress import check_own, is_done
+from sweeps.run.spec import RunSpec
 from sweeps.run.user_config_dirs import user_folders
 
 EXIT_INTERRUPTED = 85
@@ -42,6 +45,9 @@ def main() -> None:
     _single_runs.clear()
     try:
         folders, overrides = _given()
+        if (file := study_file(_config_name(), folders)) is not None:
+            _run_commands(file)
+            return
         check_choices(overrides, folders)
         if any(word in ("--cfg", "-c") or word.startswith("--cfg=") for word in sys.argv[1:]):
             _check_shown()
@@ -59,7 +65,9 @@ def main() -> None:
     except (ConfigurationError, UserError, CannotGoOnError) as error:
         sys.exit(_complain(str(error)))
     except (HydraException, OmegaConfBaseException) as error:
-        sys.exit(_complain(explain(error, *_given())))
+        folders, overrides = _given()
+        other = study_file(_config_name(), folders) is not None
+        sys.exit(_complain(explain_other(error) if other else explain(error, folders, overrides)))
     except OSError as error:
         # A file that is missing is a matter of the program that opens it: a task's, a verifier's.
         if (told := of_the_system(error, missing=False)) is None:
@@ -106,6 +114,26 @@ def _given() -> tuple[list[str], list[str]]:
     return [str(Path(folder).resolve()) for folder in folders if Path(folder).is_dir()], overrides
 
 
+def _config_name() -> str | None:
+    """Return what `--config-name` names on the command line; None if it is not given."""
+    words = sys.argv[1:]
+    named = [words[at + 1] for at, word in enumerate(words[:-1]) if word in ("--config-name", "-cn")]
+    named += [word.partition("=")[2] for word in words if word.startswith("--config-name=")]
+    return named[-1] if named else None
+
+
+def _run_commands(file: Path) -> None:
+    """Run a study, or a single member, that is another trainer's command."""
+    register_shared()
+    sys.argv[1:] = named_study(sys.argv[1:], file)
+    # Its own folder is the program's: no other file of that name is meant.
+    hydra.main(version_base="1.3", config_path=str(file.parent), config_name=file.stem)(_note_single)()
+    with interruption.on_signals([signal.SIGUSR2, signal.SIGTERM] if _single_runs else []):
+        for overrides, folders in _single_runs:
+            (spec,) = plan_commands([overrides], [*folders, str(file)])
+            _run_alone(spec, "sweeps.command.runner:run_member")
+
+
 def _complain(message: str) -> int:
     print(f"scalerl train: {' '.join(message.split())}", file=sys.stderr)
     return 1
@@ -118,6 +146,10 @@ _single_runs: list[tuple[list[str], list[str]]] = []
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")  # type: ignore[untyped-decorator]
 def _hydra_main(config: DictConfig) -> None:
+    _note_single(config)
+
+
+def _note_single(config: DictConfig) -> None:
     given = HydraConfig.get()
     _single_runs.append((list(given.overrides.task), user_folders(given)))
 
@@ -130,13 +162,17 @@ def _train(overrides: list[str], folders: list[str]) -> None:
     if elsewhere:
         raise UserError(f"{elsewhere[0]}: a single run runs in this process; add --multirun to submit it")
     (spec,) = plan_members([overrides], folders)
+    _run_alone(spec, "lightning_scalerl:run_member")
+
+
+def _run_alone(spec: RunSpec, entry: str) -> None:
+    """Run a member in this process, unless it is done already."""
     run_dir = Path(spec.config["output_dir"]) / "runs" / spec.run
     check_own(run_dir, spec.run)
     if is_done(run_dir, spec.steps, spec.run):
         print(f"{spec.title}: done already, {run_dir}; a larger budget.steps continues it")
         return
-    from lightning_scalerl.member.run import run_member
-
+    run_member = load_entry(entry)
     with naming("output_dir"):
         spec.write(run_dir)
     print(f"{spec.title}: {run_dir}")

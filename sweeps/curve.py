@@ -30,7 +30,15 @@ def default_axis(on_gpu: bool) -> str:
     return DEVICE_HOURS if on_gpu else VIRTUAL_HOURS
 
 
-UNITS = {DEVICE_HOURS: "device hours", VIRTUAL_HOURS: "virtual device hours", FLOPS: "FLOPs"}
+# Of other trainers' runs: what they count.
+TOKENS, STEPS = "compute/tokens", "compute/steps"
+UNITS = {
+    DEVICE_HOURS: "device hours",
+    VIRTUAL_HOURS: "virtual device hours",
+    FLOPS: "FLOPs",
+    TOKENS: "tokens",
+    STEPS: "steps",
+}
 
 
 @dataclass(frozen=True, eq=False)

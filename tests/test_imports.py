@@ -20,7 +20,7 @@ FLOORS = {
         {"curve", "run"},
         {"executor", "tracking", "fit"},
         {"source"},
-        {"decide", "launch"},
+        {"command", "decide", "launch"},
         {"search"},
         {"report"},
         {"cli"},

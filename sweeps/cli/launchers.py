@@ -31,7 +31,7 @@ from sweeps.launch.planning import Planner, plan_apart
 from sweeps.launch.settings import CLUSTER, LAUNCH_FILE, LaunchSettings, prepare_study, report_failures
 from sweeps.launch.study import Study
 from sweeps.run.spec import RunSpec
-from sweeps.run.user_config_dirs import user_folders
+from sweeps.run.user_config_dirs import study_files, user_folders
 from sweeps.search.deciders import decider_of
 from sweeps.search.settings import Axis, RaceSettings, SearchSettings
 
@@ -75,7 +75,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Store Hydra's context, and MLflow's address as given: a member's stored configuration has no login in it."""
         self._context, self._config = hydra_context, config
-        self._folders = user_folders(config.hydra)
+        self._folders = [*user_folders(config.hydra), *study_files(config.hydra)]
         self._tracking = OmegaConf.select(config, "mlflow.uri")
 
     def plan(self, config: Mapping[str, Any]) -> LaunchSettings:
@@ -90,7 +90,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             max_parallel=config["launch"]["max_parallel"],
             threads=config["launch"]["threads"],
             tracking=self._tracking,
-            axis=default_axis(gpu_here()),
+            axis=_axis(config) or default_axis(gpu_here()),
             race=self._race(config.get("race")),
             planner=self._planner,
             margin=_margin(config["launch"].get("margin")),
@@ -272,7 +272,7 @@ class SlurmStudyLauncher(StudyLauncher):
         settings = JobSettings.of(given)
         return replace(
             super().plan(config),
-            axis=default_axis(asks_for_gpus(settings.resources)),
+            axis=_axis(config) or default_axis(asks_for_gpus(settings.resources)),
             slurm=settings,
             retries=retry_policy(self._settings.get("retries")),
         )
@@ -291,6 +291,15 @@ class DebugStudyLauncher(StudyLauncher):
 
     def _search_planner(self) -> AbstractContextManager[Callable[[Sequence[Sequence[str]]], list[RunSpec]]]:
         return nullcontext(self.planned)
+
+
+def _axis(config: Mapping[str, Any]) -> str | None:
+    """Return the compute axis of members that are commands; None for members of ours."""
+    if "command" not in config:
+        return None
+    from sweeps.command.compute import AXIS_OF
+
+    return AXIS_OF[config["command"]["compute"]["unit"]]
 
 
 def _margin(value: Any) -> float | None:

@@ -138,7 +138,7 @@ SIGNATURES: Mapping[str, Signatures] = {
             "communicator was aborted": "torch's NCCLUtils",
             "remote process exited": "NVIDIA/nccl, ncclResult_t",
         },
-        types=("LeaseLostError",),
+        types=("LeaseLostError", "CommandKilledError"),
         of=RuntimeError,
     ),
     # The scheduler has lost sight of a job, and started it again.

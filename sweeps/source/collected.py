@@ -6,6 +6,7 @@ import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sweeps.curve import UNNAMED, Curve, make_curve
 from sweeps.errors import UserError
@@ -138,6 +139,10 @@ class Collected:
             if note not in found.warnings:
                 found.warnings.append(note)
         return found
+
+    def takes(self, logs: Sequence[Any]) -> bool:
+        """Return whether logs are wanted as they are and no points of them (`sweeps.source.raw`); here not."""
+        return False
 
     def run_label(self, points: CurvePoints, seed: str | None) -> str:
         """Return a unique seed label for a log's run: its seed if known, else `run N`, its number in the curve."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sweeps.curve import FLOPS, UNITS, default_axis
+from sweeps.curve import FLOPS, STEPS, UNITS, default_axis
 from sweeps.errors import UserError
 from sweeps.fit.schedule import at_peak_rate
 from sweeps.run.files import parse_json
@@ -189,11 +189,22 @@ def _seed_labels(views: Sequence[JournalView]) -> list[str]:
 def axes_of(views: Sequence[JournalView]) -> list[str]:
     """Return the axes along which runs can be compared: steps, and compute axes that all evaluations have."""
     records = [record for view in views for record in view.of_kind("eval")]
-    return [STEP, *(axis for axis in UNITS if records and all(axis in record.metrics for record in records))]
+    shared = [axis for axis in UNITS if records and all(axis in record.metrics for record in records)]
+    return [STEP, *(axis for axis in shared if axis != STEPS)]
 
 
 def _default_axis(views: Sequence[JournalView]) -> str:
     """Return the device's default compute axis, or FLOPs where not every evaluation has it."""
+    # A run of another trainer has one axis, and its header says which.
+    own = {str(view.header["axis"]) for view in views if view.header.get("axis")}
+    measured = {str(view.header.get("compute_is")) for view in views if view.header.get("axis")}
+    if len(own) > 1 or len(measured) > 1:
+        raise UserError(
+            f"{views[0].path}: runs measure compute in different ways ({listed(sorted(measured))}), and reward at "
+            "one of them says nothing of another; give runs of one way, or compare by --x step"
+        )
+    if own and all(axis in record.metrics for axis in own for view in views for record in view.of_kind("eval")):
+        return own.pop()
     on_gpu = all(str(view.header.get("device", "")).startswith("cuda") for view in views)
     for axis in (default_axis(on_gpu), FLOPS):
         if all(axis in record.metrics for view in views for record in view.of_kind("eval")):

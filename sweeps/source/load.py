@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sweeps.errors import UserError
 from sweeps.run.journal import JournalView, read_journal
@@ -58,7 +59,7 @@ def load(
         place = Place(source)
         place.check()
         run_dirs += place.runs
-        readings += _readings(place)
+        readings += readings_of(place, _read)
     study = LoadedStudy()
     asked = Asked(
         metric=metric,
@@ -86,8 +87,8 @@ def load(
     return study
 
 
-def _readings(place: Place) -> list[_Reading]:
-    """Return how to read what a place holds besides runs of ours."""
+def readings_of(place: Place, read: Callable[[File, Any], None]) -> list[_Reading]:
+    """Return how to read what a place holds besides runs of ours; `read` is what reads one file."""
     if place.kind is Kind.EXPERIMENT:
         return [(place.text, partial(mlflow_runs.read_experiment, place.text))]
     if place.kind is Kind.PROJECT:
@@ -97,7 +98,7 @@ def _readings(place: Place) -> list[_Reading]:
         return [(place.path.resolve(), partial(wandb_local.read_all, place.wandb_logs, where))]
     if place.event_files:
         return [(place.path.resolve(), partial(event_files.read_directory, place.path, place.event_files))]
-    return [(path.resolve(), partial(_read, File(path))) for path in place.files]
+    return [(path.resolve(), partial(read, File(path))) for path in place.files]
 
 
 def _read(file: File, into: Collected) -> None:

@@ -137,6 +137,8 @@ def add_logs(
     Raises:
         UserError: a metric that is not there, several that could be meant, or no point at all.
     """
+    if into.takes(logs):
+        return
     names = list(dict.fromkeys(name for log in logs for name in log.names))
     spoken = vocabulary or vocabulary_of(names)
     rewards = [reward] if reward is not None else _rewards(names, spoken, where, into)

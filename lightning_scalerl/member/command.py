@@ -1,0 +1,104 @@
+"""Planning of members that are commands of other trainers: composed by Hydra, identified by `sweeps.command`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.composition import Folders, compose, conf_dir, use_folders
+from sweeps.command.plan import Composed, make_specs
+from sweeps.errors import UserError
+from sweeps.run.spec import RunSpec
+
+BASE = "command"
+
+
+def command_conf_dir() -> Path:
+    """Return the folder of configurations whose members are commands: the base, and an example a trainer."""
+    return conf_dir() / BASE
+
+
+def named_study(overrides: Sequence[str], file: Path) -> list[str]:
+    """Return the overrides with the study's name, which is that of its file where neither says another."""
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    named = "study" in content or any(word.startswith("study=") for word in overrides)
+    return [*overrides] if named else [*overrides, f"study={file.stem}"]
+
+
+def study_file(name: str | None, folders: Folders) -> Path | None:
+    """Find the file of a study whose members are commands.
+
+    Args:
+        name: as given by `--config-name`.
+        folders: of the user's.
+
+    Returns:
+        Its path; None for a name that is none of such a file: it chooses no `member`.
+    """
+    if name is None:
+        return None
+    for folder in (*folders, command_conf_dir()):
+        path = Path(folder) / f"{name.removesuffix('.yaml')}.yaml"
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            continue
+        defaults = content.get("defaults") if isinstance(content, Mapping) else None
+        chosen = defaults if isinstance(defaults, list) else []
+        if any(isinstance(each, Mapping) and "member" in each for each in chosen):
+            return path.resolve()
+    return None
+
+
+def plan_commands(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> list[RunSpec]:
+    """Compose, check and identify members that are commands; nothing is started before all of it holds.
+
+    Args:
+        override_lists: one a member, as on the command line.
+        folders: of the user's, and behind them the study's file.
+
+    Raises:
+        ConfigurationError: the first problem found, in one line.
+    """
+    *own, file = folders
+    path = Path(file)
+    use_folders(own)
+    register_shared()
+    try:
+        plain = _composed(named_study([], path), path, own, complete=False)
+        members = [Composed(_composed(overrides, path, own), plain, tuple(overrides)) for overrides in override_lists]
+        return make_specs(members, path.stem, path.parent, tuple(map(str, folders)))
+    except UserError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+@cache
+def register_shared() -> None:
+    """Hand Hydra the groups that all studies have, from `conf/`; a command's study can choose no other group of it.
+
+    A key of the user's may then be called as a group of ours is: `loss`, `model`, `task`.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    groups = [(conf_dir(), group) for group in ("cluster", "hydra/launcher", "hydra/sweeper")]
+    for folder, group in [*groups, (command_conf_dir(), "member")]:
+        for path in sorted((folder / group).glob("*.yaml")):
+            text = path.read_text(encoding="utf-8")
+            package = "_global_" if "@package _global_" in text else None
+            store.store(path.stem, OmegaConf.create(text), group=group, package=package)
+
+
+def _composed(overrides: Sequence[str], path: Path, folders: Folders, complete: bool = True) -> dict[str, Any]:
+    config = compose(overrides, folders, base=(path.parent, path.stem))
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing and complete:
+        raise ConfigurationError(f"{missing[0]}: needs a value; give {missing[0]}=..., or a value in {path}")
+    values: Any = OmegaConf.to_container(config, resolve=complete)
+    return dict(values)

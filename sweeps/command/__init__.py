@@ -1,0 +1,9 @@
+"""Members that are commands: any trainer's run, started, followed and journalled as one of ours.
+
+In comes a configuration of a user's (conf/command/member/command.yaml says what it holds), out go specifications for a
+launch, and in a member's process a journal like that of our own runs, so that all that reads journals works on it.
+
+    plan.make_specs     settings (checked), template (values into words and files) -> RunSpec
+    runner.run_member   process.Tree (guard.py: a process of its own, which ends all that the command started)
+                        follow.Follower: sweeps.source.raw reads the command's metrics as they grow -> journal
+"""

@@ -1,0 +1,138 @@
+"""Compute of other trainers' runs: steps, tokens, device hours, or FLOPs from a model's size and its tokens.
+
+One axis a study: the journal's header names it (`axis`) and says how it was measured (`compute_is`), and journals that
+differ in it are not fitted together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sweeps.curve import DEVICE_HOURS, FLOPS, STEPS, TOKENS
+from sweeps.errors import UserError
+from sweeps.run.files import read_json
+
+AXIS_OF = {"steps": STEPS, "tokens": TOKENS, "device_hours": DEVICE_HOURS, "flops": FLOPS}
+# A multiplication and an addition a parameter and token, forward; twice that backward.
+FLOPS_A_TOKEN = 6
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How a member's compute is measured.
+
+    Attributes:
+        unit: `steps`, `tokens`, `device_hours` or `flops`.
+        column: metric that holds tokens, or seconds for device hours; None for the step, or the clock of the command.
+        per_step: whether the column holds what each step took, and is summed.
+        restarts: whether the column begins again from 0 in a resumed run.
+        factor: compute of one unit of what is counted.
+    """
+
+    unit: str
+    column: str | None
+    per_step: bool
+    restarts: bool
+    factor: float
+
+    @property
+    def axis(self) -> str:
+        """Name of the compute axis in the journal."""
+        return AXIS_OF[self.unit]
+
+    @property
+    def on_clock(self) -> bool:
+        """Whether the time is counted for which the command runs."""
+        return self.unit == "device_hours" and self.column is None
+
+    @property
+    def text(self) -> str:
+        """How compute is measured, in words: it is printed, and two journals that differ in it are not compared."""
+        if self.unit == "steps":
+            return "steps, which are an order and no compute: recipes may differ in what a step costs"
+        counted = f"{'the sum of ' if self.per_step else ''}{self.column}"
+        if self.unit == "tokens":
+            return f"tokens: {counted}"
+        if self.unit == "flops":
+            return f"FLOPs: {self.factor:.6g} (6 x parameters) x tokens, {counted}"
+        if self.on_clock:
+            return f"device hours: the time that the command runs x {self.factor * 3600:g} devices"
+        return f"device hours: seconds, {counted}, x {self.factor * 3600:g} devices"
+
+
+def compute_of(given: Mapping[str, Any], folder: Path) -> Compute:
+    """Make the measure from the settings under `command.compute`.
+
+    Args:
+        given: the settings, with all keys.
+        folder: that a path in them is seen from.
+
+    Raises:
+        UserError: an unknown unit, or something that it needs and that is not there.
+    """
+    unit, column = given["unit"], given["column"]
+    if unit not in AXIS_OF:
+        raise UserError(f"command.compute.unit: {unit!r} is unknown; valid: {', '.join(AXIS_OF)}")
+    if unit in ("tokens", "flops") and not column:
+        raise UserError(f"command.compute.column: {column!r}; name the column of the tokens, of which {unit} are made")
+    for name in ("per_step", "restarts"):
+        if not isinstance(given[name], bool):
+            raise UserError(f"command.compute.{name}: {given[name]!r} must be true or false")
+    if unit == "steps":
+        column = None
+    factor = 1.0
+    if unit == "device_hours":
+        factor = _positive("command.compute.devices", given["devices"]) / 3600
+    elif unit == "flops":
+        parameters, model = given["parameters"], given["model"]
+        if (parameters is None) == (model is None):
+            raise UserError(
+                "command.compute.parameters: FLOPs are 6 x parameters x tokens; give the number of parameters, or "
+                "command.compute.model, a folder with config.json, and one of them only"
+            )
+        size = _positive("command.compute.parameters", parameters) if model is None else parameters_of(folder / model)
+        factor = FLOPS_A_TOKEN * size
+    return Compute(unit, None if column is None else str(column), given["per_step"], given["restarts"], factor)
+
+
+def _positive(field: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UserError(f"{field}: {value!r} must be a number above 0")
+    return float(value)
+
+
+def parameters_of(path: Path) -> float:
+    """Count the parameters of a decoder by its configuration: those that a token passes, the output layer included.
+
+    Of a mixture of experts those are counted that are active. Norms, biases and the look-up of embeddings are left out,
+    which multiply nothing or little.
+
+    Args:
+        path: a `config.json` as transformers writes it, or the folder that holds one.
+
+    Raises:
+        UserError: there is none, or it lacks what the count needs.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    config = read_json(file)
+    config = config.get("text_config", config) if isinstance(config.get("text_config", {}), dict) else config
+    names = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size")
+    missing = [name for name in names if not isinstance(config.get(name), int)]
+    if missing:
+        raise UserError(
+            f"command.compute.model: {file}: no {', '.join(missing)} in it, so parameters cannot be counted; give "
+            "their number as command.compute.parameters"
+        )
+    width, layers, inner, heads, words = (int(config[name]) for name in names)
+    head = int(config.get("head_dim") or width // heads)
+    shared = int(config.get("num_key_value_heads") or heads)
+    attention = 2 * width * heads * head + 2 * width * shared * head
+    active = int(config.get("num_experts_per_tok") or 1)
+    if "num_experts_per_tok" in config:
+        inner = int(config.get("moe_intermediate_size") or inner)
+    # Gated: SiLU and its like multiply two projections up, and one down.
+    gated = 3 if str(config.get("hidden_act", "silu")) in ("silu", "swish", "gelu_pytorch_tanh") else 2
+    return float(layers * (attention + active * gated * width * inner) + words * width)

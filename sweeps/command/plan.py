@@ -1,0 +1,216 @@
+"""Specifications of members that are commands: identity, label and what is checked before anything is started.
+
+A recipe's identity is that of its command: its words, environment and files with all values filled in but the seed, the
+budget and the member's folder, and the content of the files that it names (its script). Where it runs, how it is
+followed and how long it trains are in no identity.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sweeps.command.settings import Command, command_of, own_values, used_names, written_by
+from sweeps.command.template import as_text, filled, flat
+from sweeps.errors import UserError
+from sweeps.run.activity import Patience
+from sweeps.run.spec import RunSpec, make_spec
+
+# Files that a command names are read for its identity up to this size: a script, a configuration, no weights.
+MOST_BYTES = 1 << 26
+ABSENT = "absent"
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A member's configuration, and what it was made of.
+
+    Attributes:
+        config: all values, resolved.
+        plain: the same without the command line's overrides: what the user's file says.
+        overrides: of the command line.
+    """
+
+    config: Mapping[str, Any]
+    plain: Mapping[str, Any]
+    overrides: tuple[str, ...]
+
+
+def make_specs(members: Sequence[Composed], name: str, folder: Path, folders: Sequence[str]) -> list[RunSpec]:
+    """Check members that are commands, and make their specifications.
+
+    Args:
+        members: composed configurations.
+        name: of the user's file, which a recipe without a departure is called.
+        folder: that holds the file; paths are seen from there.
+        folders: see `RunSpec`.
+
+    Raises:
+        UserError: the first problem found, in one line.
+    """
+    specs = []
+    for member in members:
+        config = _settled(member.config, folder)
+        _check(config)
+        identity = _identity(config)
+        departures = _departures(config, member.plain)
+        baseline = _label(config, member.plain, name)
+        specs.append(
+            replace(
+                make_spec(
+                    config=config,
+                    reference=config,
+                    identity=identity,
+                    label=_own_label(config) or "+".join(f"{key}={value}" for key, value in departures.items()) or name,
+                    baseline=baseline,
+                    departures=departures,
+                    folders=folders,
+                ),
+                overrides=tuple(word for word in member.overrides if not word.lstrip("+~").startswith("mlflow")),
+            )
+        )
+    runs_dir = Path(specs[0].config["output_dir"]) / "runs" if specs else Path()
+    written_by([(spec.title, resolved(spec, runs_dir / spec.run)) for spec in {s.run: s for s in specs}.values()])
+    measures = {command_of(spec.config, "", spec.run).compute.text for spec in specs}
+    if len(measures) > 1:
+        raise UserError(
+            f"command.compute: members measure compute in {len(measures)} ways ({'; '.join(sorted(measures))}); one "
+            "study has one axis"
+        )
+    return specs
+
+
+def resolved(spec: RunSpec, run_dir: Path) -> Command:
+    """Return the command of a member, for its folder."""
+    return command_of(spec.config, run_dir.resolve(), spec.run)
+
+
+def _settled(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the configuration with the command's folder as an absolute path, and the files that it names."""
+    command = config.get("command")
+    if not isinstance(command, Mapping):
+        raise UserError("command: missing; begin your file with defaults: [{member: command}, _self_]")
+    place = (folder / str(command.get("folder") or ".")).resolve()
+    if not place.is_dir():
+        raise UserError(f"command.folder: {place}: no such folder; give the one that the command is started in")
+    settled = {**config, "command": {**command, "folder": str(place)}}
+    settled["command"]["named"] = named_files(command_of(settled, "{run_dir}", only_symbols=True), settled)
+    return settled
+
+
+def named_files(command: Command, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digests of the files that a command's words name, by the name in the word, and of those it lists.
+
+    Raises:
+        UserError: a file that the configuration lists is not there.
+    """
+    found: dict[str, str] = {}
+    for word in command.words[1:]:
+        for text in (word, word.partition("=")[2]):
+            if text and (digest := _digest(command.folder / text)) != ABSENT:
+                found[text] = digest
+    for name in config["command"].get("identity") or []:
+        found[str(name)] = _digest(command.folder / str(name))
+        if found[str(name)] == ABSENT:
+            raise UserError(f"command.identity: {command.folder / str(name)}: no such file; name files that are there")
+    return found
+
+
+def _digest(path: Path) -> str:
+    try:
+        if not path.is_file() or path.stat().st_size > MOST_BYTES:
+            return ABSENT
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except (OSError, ValueError):
+        return ABSENT
+
+
+def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    command = command_of(config, "", only_symbols=True)
+    return {
+        "command": list(command.words),
+        "files": dict(command.files),
+        "env": dict(command.env),
+        "named": dict(config["command"]["named"]),
+    }
+
+
+def _check(config: Mapping[str, Any]) -> None:
+    """Check what a member's process would find out too late.
+
+    Raises:
+        UserError: a number out of range, a value that is used nowhere, or a file that its template does not make.
+    """
+    seed, steps = config.get("seed"), config["budget"].get("steps")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise UserError(f"seed: {seed!r} must be a whole number; give seed=0, or several: seed=0,1,2")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise UserError(f"budget.steps: {steps!r} must be a whole number of steps, 1 or more")
+    Patience.of(config)
+    used = used_names(config)
+    valid = flat(own_values(config))
+    for key, value in valid.items():
+        parents = {key.rsplit(".", n)[0] for n in range(1, key.count(".") + 1)}
+        if not isinstance(value, Mapping) and not used & {key, *parents}:
+            raise UserError(
+                f"{key}: {as_text(value)[:80]} is used nowhere; write {{{key}}} where it belongs in command.line, in a "
+                "file of command.files or in command.env, or leave the key out"
+            )
+    if "seed" not in used:
+        raise UserError(
+            f"seed: {seed} is used nowhere; write {{seed}} where the command takes its random seed, or members with "
+            "different seeds are the same run"
+        )
+    for name, text in command_of(config, "/").files.items():
+        _check_form(name, text)
+
+
+def _check_form(name: str, text: str) -> None:
+    try:
+        if name.endswith(".toml"):
+            tomllib.loads(text)
+        elif name.endswith(".json"):
+            json.loads(text)
+        elif name.endswith((".yaml", ".yml")):
+            import yaml
+
+            yaml.safe_load(text)
+    except Exception as error:  # of three parsers
+        said = " ".join(str(error).split())
+        raise UserError(
+            f"command.files.{name}: with its values filled in it is not {name.rpartition('.')[2]} ({said})"
+        ) from error
+
+
+def _departures(config: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, str]:
+    """Return the user's values that are not those of his file, in the order of his file."""
+    theirs = flat(own_values(plain))
+    return {
+        key: as_text(value)
+        for key, value in flat(own_values(config)).items()
+        if not isinstance(value, Mapping) and (key not in theirs or theirs[key] != value)
+    }
+
+
+def _own_label(config: Mapping[str, Any]) -> str | None:
+    """Return the label as the user's file words it; None if it does not."""
+    label = config.get("label")
+    if label is None:
+        return None
+    if not isinstance(label, str) or not label.strip():
+        raise UserError(f"label: {label!r} must be a text such as '{{loss}}', or null")
+    return filled(label, flat(own_values(config)), "label")
+
+
+def _label(config: Mapping[str, Any], plain: Mapping[str, Any], name: str) -> str:
+    """Return the label of the recipe that departs from the user's file in nothing."""
+    if config.get("label") is None:
+        return name
+    values = flat(own_values(plain))
+    missing = "???" in map(str, values.values())
+    return name if missing else filled(str(config["label"]), values, "label")

@@ -1,0 +1,303 @@
+"""Execution of a member that is a command: started, followed into a journal of ours, stopped when asked, and judged."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sweeps.command.follow import Follower, MetricsError, Source
+from sweeps.command.plan import named_files, resolved
+from sweeps.command.process import Ended, Tree
+from sweeps.command.settings import STDOUT, STDOUT_FILE, command_of
+from sweeps.errors import UserError
+from sweeps.run.activity import activity
+from sweeps.run.files import read_json, write_atomically, write_json
+from sweeps.run.interruption import RunInterruptedError, interruption
+from sweeps.run.journal import CONFIG_FILE, LOG_FILE, SEMANTICS_FILE, Journal, JournalView
+from sweeps.run.lease import Lease
+from sweeps.run.progress import check_own, is_done, journal_or_none
+from sweeps.run.provenance import code_changes, code_facts, said, versions
+from sweeps.run.repair import find_break, mend
+from sweeps.run.spec import RunSpec
+from sweeps.run.writer import sole_writer
+
+ATTEMPT_FILE = "command.json"  # what was started, and how often
+# Between two looks at the metrics, and how many times as long as a look takes.
+_LOOK_S, _LOOK_FACTOR, _REMOTE_LOOK_S = 0.5, 10.0, 30.0
+# Between two looks for a request to stop.
+_HEED_S = 0.5
+_TAIL_BYTES = 8192
+
+
+class CommandFailedError(UserError, RuntimeError):
+    """Error of a command: it ended in another way than as done; the message says how, and its last words."""
+
+
+class CommandKilledError(CommandFailedError):
+    """Error of a command that was killed by a signal that this process has not sent."""
+
+
+def run_member(run_dir: Path, progress: bool = False) -> None:
+    """Run the command of the member frozen in `run_dir`, and follow its metrics into the member's journal.
+
+    Raises:
+        RunInterruptedError: the run was asked to stop, and its command has ended.
+        CommandFailedError: the command failed, or ended before its budget.
+        UserError: another process is running it, its journal is another run's, or its metrics cannot be used.
+    """
+    spec = RunSpec.read(run_dir)
+    with sole_writer(run_dir, spec) as lease:
+        assert lease is not None, "a member that is a command is one process"
+        check_own(run_dir, spec.run)
+        if is_done(run_dir, spec.steps, spec.run):
+            print(f"{spec.title}: done already")
+            return
+        _write_config(run_dir, spec.config)
+        if (broken := find_break(run_dir)) is not None:
+            lease.check()
+            kept = mend(broken)
+            print(
+                f"{broken.why}; kept as {kept.name}, and what was lost is read again where it is still there",
+                flush=True,
+            )
+        _Member(run_dir, spec, lease, progress).run()
+
+
+class _Member:
+    """One attempt at a member's command."""
+
+    def __init__(self, run_dir: Path, spec: RunSpec, lease: Lease, progress: bool) -> None:
+        self._run_dir, self._spec, self._lease, self._progress = run_dir, spec, lease, progress
+        self._command = resolved(spec, run_dir)
+        self._source = Source(self._command, run_dir)
+        self._attempts = int(read_json(run_dir / ATTEMPT_FILE).get("attempts", 0))
+        self._asked: str | None = None  # the reason for which the command was asked to stop
+        self._log_at = 0
+
+    def run(self) -> None:
+        """Start the command, follow it to its end, and say in the journal how that was."""
+        earlier = self._begin()
+        checkpoint = self._command.newest_checkpoint()
+        again = earlier is not None and bool(earlier.records)
+        goes_on = not self._command.anew and (checkpoint is not None or (again and self._command.checkpoints is None))
+        journal = Journal(self._run_dir)
+        try:
+            facts = self._facts(earlier)
+            if earlier is None:
+                journal.header(**self._header(), code=facts)
+            follower = Follower(
+                journal,
+                [] if earlier is None else earlier.records,
+                self._command,
+                self._source,
+                began_anew=not goes_on,
+                resume={"code": facts},
+            )
+            follower.catch_up()
+            self._start_and_follow(follower, journal, goes_on, checkpoint)
+        finally:
+            journal.close()
+
+    # --- before it starts ----------------------------------------------------------------------------------------
+
+    def _begin(self) -> JournalView | None:
+        """Check that what is there is this run's own; return its journal, None if it has none."""
+        earlier = journal_or_none(self._run_dir)
+        if earlier is not None and earlier.header.get("compute_is") != self._command.compute.text:
+            raise UserError(
+                f"command.compute: {self._command.compute.text}, and {earlier.path} was begun with "
+                f"{earlier.header.get('compute_is')}; go back to that, or launch into a folder of its own (study=NAME)"
+            )
+        if not self._attempts and (there := self._source.read()).rows:
+            raise UserError(
+                f"command.metrics.source: {self._source.title} holds {there.rows} rows already, and this run has not "
+                "begun: another run writes there; put {run_dir} into its path, or move the file away"
+            )
+        return earlier
+
+    def _header(self) -> dict[str, Any]:
+        compute = self._command.compute
+        return {
+            **self._spec.header(),
+            "member": "command",
+            "axis": compute.axis,
+            "compute_is": compute.text,
+            "reward_is": dict(self._command.rewards),
+        }
+
+    def _facts(self, earlier: JournalView | None) -> dict[str, Any]:
+        """Return the code provenance, with the files that the command names; warn of what has changed since."""
+        symbols = command_of(self._spec.config, "", only_symbols=True)
+        named = named_files(symbols, self._spec.config)
+        facts = {**code_facts(), "folders": {f"{self._command.folder}/{name}": text for name, text in named.items()}}
+        frozen = self._spec.config["command"].get("named") or {}
+        changed = sorted(name for name in {*named, *frozen} if named.get(name) != frozen.get(name))
+        notes = [f"{name} is not as it was when the study was launched" for name in changed]
+        if earlier is not None:
+            before = [known for _, known in earlier.code][-1:]
+            notes += [] if changed or not before else list(code_changes(before[0], facts))
+        if notes and self._spec.config["launch"].get("strict_code"):
+            raise UserError(
+                f"launch.strict_code: {said(notes)}; go back to that, launch what you want under its own identity, or "
+                "go on with launch.strict_code=false"
+            )
+        if notes:
+            print(f"warning: {said(notes)}", flush=True)
+        return facts
+
+    # --- while it runs -------------------------------------------------------------------------------------------
+
+    def _start_and_follow(self, follower: Follower, journal: Journal, goes_on: bool, checkpoint: str | None) -> None:
+        command, run_dir = self._command, self._run_dir
+        words = [*command.words]
+        if goes_on:
+            words += [word.replace("{checkpoint}", checkpoint or "") for word in command.add]
+        for name, text in command.files.items():
+            (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(run_dir / name, text)
+        if command.stop_file is not None:
+            command.stop_file.unlink(missing_ok=True)
+        self._attempts += 1
+        self._lease.check()
+        attempt = {"attempts": self._attempts, "words": words, "folder": str(command.folder), "goes_on": goes_on}
+        write_json(run_dir / ATTEMPT_FILE, attempt)
+        self._write_semantics(words)
+        print(f"  {' '.join(words)}\n  compute is {command.compute.text}", flush=True)
+        with suppress(OSError):
+            self._log_at = (run_dir / LOG_FILE).stat().st_size
+        own = {"SCALERL_RUN_DIR": str(run_dir.resolve()), "SCALERL_RUN": self._spec.run}
+        out = run_dir / STDOUT_FILE if command.source == STDOUT else None
+        activity.note("the command was started")
+        try:
+            with Tree(words, {**own, **command.env}, command.folder, out) as tree:
+                ended = self._follow(tree, follower, journal)
+            follower.update(final=True)
+        except MetricsError as error:
+            self._fail(journal, follower, str(error))
+        self._judge(ended, follower, journal)
+
+    def _follow(self, tree: Tree, follower: Follower, journal: Journal) -> Ended:
+        """Follow the command to its end; ask it to stop once this run is asked to."""
+        wait_s = _LOOK_S
+        looked = time.monotonic()
+        checkpoint = -1
+        while (ended := tree.wait(min(wait_s, _HEED_S))) is None:
+            if self._asked is None and (reason := interruption.reason) is not None:
+                self._asked = reason
+                self._ask_to_stop(tree, reason)
+            if time.monotonic() - looked < wait_s:
+                continue
+            self._lease.check()
+            began = time.monotonic()
+            if follower.update() and self._progress:
+                print(f"  step {follower.last_step} of {self._spec.steps}", flush=True)
+            checkpoint = self._note_checkpoint(journal, follower, checkpoint)
+            looked = time.monotonic()
+            least_s = _REMOTE_LOOK_S if self._command.remote else _LOOK_S
+            wait_s = max(least_s, _LOOK_FACTOR * (looked - began))
+        return ended
+
+    def _ask_to_stop(self, tree: Tree, reason: str) -> None:
+        command = self._command
+        print(f"asked to stop ({reason}); the command has {command.stop_within_s:g} s for it", flush=True)
+        if command.stop_file is not None:
+            command.stop_file.parent.mkdir(parents=True, exist_ok=True)
+            command.stop_file.touch()
+        tree.stop(command.stop_signal, command.stop_within_s)
+
+    def _note_checkpoint(self, journal: Journal, follower: Follower, noted: int) -> int:
+        """Record a checkpoint of the command's whose steps the journal has; return the newest that is recorded."""
+        path = self._command.newest_checkpoint()
+        numbers = [int(part) for part in Path(path).name.replace(".", "-").split("-") if part.isdigit()] if path else []
+        numbers += [int(part) for part in Path(path).stem.split("_") if part.isdigit()] if path else []
+        step = max(numbers, default=-1)
+        if noted < step <= follower.last_step:
+            journal.checkpoint(step)
+            return step
+        return noted
+
+    # --- its end -------------------------------------------------------------------------------------------------
+
+    def _judge(self, ended: Ended, follower: Follower, journal: Journal) -> None:
+        """Record how the run has ended, and raise where it is not done."""
+        steps, last = self._spec.steps, follower.last_step
+        if ended.left:
+            print(f"the command left {ended.left} processes behind, which were killed", flush=True)
+        if ended.code == 0 and last >= steps - self._command.within and last >= 0:
+            if (why := follower.overdue()) is not None:
+                self._fail(journal, follower, why)
+            self._lease.check()
+            if last < steps:  # so many steps were asked for, and the last are not logged
+                follower.fill_to(steps)
+            journal.checkpoint(steps)
+            journal.end(steps if last < steps else last, "finished")
+            return
+        if self._asked is not None:
+            how = f" (it did not end within {self._command.stop_within_s:g} s: killed with all that it started)"
+            raise RunInterruptedError(
+                f"{self._asked} at step {last}; the command ended with {ended.how}{how if ended.killed else ''}"
+            )
+        if ended.code != 0:
+            words = self._last_words()
+            self._fail(
+                journal,
+                follower,
+                f"command.line: {self._command.words[0]} ended with {ended.how} at step {last} of {steps}"
+                f"{f': {words}' if words else ''}; its output is in {LOG_FILE}",
+                CommandKilledError if ended.code < 0 else CommandFailedError,
+            )
+        if last < 0:
+            self._fail(
+                journal,
+                follower,
+                f"command.metrics.source: the command ended with exit code 0, and {self._source.title} holds no "
+                "metrics; look where it writes them, and say it there",
+            )
+        self._fail(
+            journal,
+            follower,
+            f"budget.steps: the command ended with exit code 0 at step {last} of {steps}; give it {{steps}}, a smaller "
+            "budget.steps, or command.done.within for steps at the end that it does not log",
+        )
+
+    def _fail(
+        self, journal: Journal, follower: Follower, reason: str, kind: type[CommandFailedError] = CommandFailedError
+    ) -> None:
+        self._lease.check()
+        journal.end(max(follower.last_step, 0), "failed", reason)
+        raise kind(reason)
+
+    def _last_words(self) -> str:
+        """Return the last line that the command has written to its standard error, at most 300 characters."""
+        try:
+            with (self._run_dir / LOG_FILE).open("rb") as handle:
+                handle.seek(max(self._log_at, handle.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                lines = [line.strip() for line in handle.read().decode(errors="replace").splitlines() if line.strip()]
+        except OSError:
+            return ""
+        return lines[-1][:300] if lines else ""
+
+    def _write_semantics(self, words: list[str]) -> None:
+        compute = self._command.compute
+        content = {
+            "member": "command",
+            "command": words,
+            "folder": str(self._command.folder),
+            "reward": dict(self._command.rewards),
+            "compute": {"axis": compute.axis, "is": compute.text},
+            "metrics": self._command.source,
+            "named": dict(self._spec.config["command"].get("named") or {}),
+            "seed": self._spec.seed,
+            "versions": versions(()),
+        }
+        write_json(self._run_dir / SEMANTICS_FILE, content)
+
+
+def _write_config(run_dir: Path, config: Mapping[str, Any]) -> None:
+    import yaml
+
+    write_atomically(run_dir / CONFIG_FILE, yaml.safe_dump(dict(config), sort_keys=False))

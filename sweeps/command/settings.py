@@ -1,0 +1,245 @@
+"""Settings of a member that is a command, checked and with its values filled in."""
+
+from __future__ import annotations
+
+import glob
+import re
+import shlex
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sweeps.command.compute import Compute, compute_of
+from sweeps.command.template import filled, flat, names_in
+from sweeps.errors import UserError
+from sweeps.run.spec import OPERATIONAL_KEYS
+
+STDOUT = "stdout"
+STDOUT_FILE = "stdout.txt"  # in the member's folder
+# Keys of the configuration that are ours; all others are the user's values.
+OWN_KEYS = OPERATIONAL_KEYS | {"command", "cluster", "member"}
+_SECTIONS = {
+    "": {"line", "files", "env", "folder", "identity", "metrics", "compute", "resume", "stop", "done", "named"},
+    "metrics": {"source", "step", "reward", "keep"},
+    "compute": {"unit", "column", "per_step", "restarts", "devices", "parameters", "model"},
+    "resume": {"anew", "add", "checkpoints"},
+    "stop": {"signal", "file", "within_s"},
+    "done": {"within"},
+}
+DEFAULT_SET = "heldout"
+_REMOTE = ("mlflow:", "wandb:")
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A member's command with all values filled in.
+
+    Attributes:
+        words: of the command line.
+        files: text of each file to be written first, by its name in the member's folder.
+        env: environment variables beside those that are set.
+        folder: where it is started.
+        source: where its metrics lie: `stdout`, a path (with `*` for the newest of several) or an address.
+        step: column of the step; None for a tracker's usual name.
+        rewards: column of the reward of each evaluation set.
+        keep: other columns that are kept.
+        compute: how compute is measured.
+        anew: whether an interrupted run begins again from zero.
+        add: words that are added to a command that goes on; they may hold `{checkpoint}`.
+        checkpoints: pattern of its checkpoints; None if they are not known.
+        stop_signal, stop_file: how it is asked to stop, either may be None.
+        stop_within_s: seconds until it is killed.
+        within: steps by which the last one logged may lie before the budget.
+    """
+
+    words: tuple[str, ...]
+    files: Mapping[str, str]
+    env: Mapping[str, str]
+    folder: Path
+    source: str
+    step: str | None
+    rewards: Mapping[str, str]
+    keep: tuple[str, ...]
+    compute: Compute
+    anew: bool
+    add: tuple[str, ...]
+    checkpoints: str | None
+    stop_signal: signal.Signals | None
+    stop_file: Path | None
+    stop_within_s: float
+    within: int
+
+    @property
+    def remote(self) -> bool:
+        """Whether the metrics lie at an address and in no file."""
+        return self.source.startswith(_REMOTE)
+
+    def newest_checkpoint(self) -> str | None:
+        """Return the path of the checkpoint with the largest number in its name; None if there is none."""
+        return newest(self.checkpoints) if self.checkpoints is not None else None
+
+
+def newest(pattern: str) -> str | None:
+    """Return the path that matches a pattern with the largest numbers in it; None if none does."""
+    found = glob.glob(pattern)  # noqa: PTH207 (a pattern may be absolute)
+    return max(found, key=lambda path: [int(number) for number in _NUMBER.findall(path)], default=None)
+
+
+def own_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the user's own values of a configuration."""
+    return {key: value for key, value in config.items() if key not in OWN_KEYS}
+
+
+def command_of(config: Mapping[str, Any], run_dir: Path | str, run: str = "", only_symbols: bool = False) -> Command:
+    """Check a configuration's command and fill its values in.
+
+    Args:
+        config: resolved configuration of a member.
+        run_dir: the member's folder.
+        run: its identity.
+        only_symbols: leave seed, budget and the member's folder as placeholders: the form that identities are made of.
+
+    Raises:
+        UserError: a setting that cannot be used, or a placeholder without a value.
+    """
+    given = _sections(config)
+    # What is no part of what a recipe is.
+    apart = {"seed": config["seed"], "steps": config["budget"]["steps"], "run_dir": str(run_dir), "run": run}
+    if only_symbols:
+        apart = {key: f"{{{key}}}" for key in apart}
+    apart["study"] = "{study}" if only_symbols else config["study"]
+    values = {**flat(own_values(config)), **apart, "devices": given["compute"]["devices"]}
+
+    def text(field: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise UserError(f"command.{field}: {value!r} must be a text")
+        return filled(value, values, f"command.{field}")
+
+    folder = Path(given["folder"])
+    words = [text("line", word) for word in split("line", given["line"])]
+    if not words:
+        raise UserError("command.line: is empty; give the command that trains, with {seed} and your values in it")
+    source = text("metrics.source", given["metrics"]["source"])
+    if source != STDOUT and not source.startswith(_REMOTE):
+        source = str(folder / source)
+    stop, resume = given["stop"], given["resume"]
+    checkpoints = resume["checkpoints"]
+    within, seconds = given["done"]["within"], stop["within_s"]
+    if isinstance(within, bool) or not isinstance(within, int) or within < 0:
+        raise UserError(f"command.done.within: {within!r} must be a whole number of steps, 0 or more")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+        raise UserError(f"command.stop.within_s: {seconds!r} must be a number of seconds above 0")
+    if not isinstance(resume["anew"], bool):
+        raise UserError(f"command.resume.anew: {resume['anew']!r} must be true or false")
+    values["checkpoint"] = "{checkpoint}"
+    keep = given["metrics"]["keep"] or []
+    step = given["metrics"]["step"]
+    return Command(
+        words=tuple(words),
+        files={
+            text(f"files.{name}", name): filled(_template(name, path, folder), values, f"command.files.{name} ({path})")
+            for name, path in given["files"].items()
+        },
+        env={str(name): text(f"env.{name}", str(value)) for name, value in given["env"].items()},
+        folder=folder,
+        source=source,
+        step=None if step is None else str(step),
+        rewards=_rewards(given["metrics"]["reward"]),
+        keep=tuple(str(column) for column in keep),
+        compute=compute_of(given["compute"], folder),
+        anew=resume["anew"],
+        add=tuple(text("resume.add", word) for word in split("resume.add", resume["add"] or [])),
+        checkpoints=None if checkpoints is None else str(folder / text("resume.checkpoints", checkpoints)),
+        stop_signal=_signal(stop["signal"]),
+        stop_file=None if stop["file"] is None else folder / text("stop.file", stop["file"]),
+        stop_within_s=float(seconds),
+        within=within,
+    )
+
+
+def used_names(config: Mapping[str, Any]) -> set[str]:
+    """Return the names of all placeholders in the command's line, files and environment."""
+    given = _sections(config)
+    texts = [*split("line", given["line"]), *(str(value) for value in given["env"].values())]
+    texts += [_template(name, path, Path(given["folder"])) for name, path in given["files"].items()]
+    return {name for text in texts for name in names_in(text)}
+
+
+def split(field: str, line: Any) -> list[str]:
+    """Return the words of a line, as a shell parts them, or of a list.
+
+    Raises:
+        UserError: neither, or quotes that are not closed.
+    """
+    if isinstance(line, list | tuple):
+        return [str(word) for word in line]
+    try:
+        return shlex.split(line)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"command.{field}: {line!r} must be a command line, or a list of words ({error})") from error
+
+
+def _sections(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings under `command`, with all sections and no unknown key.
+
+    Raises:
+        UserError: a key that is not known, or a section that is none.
+    """
+    given = config.get("command")
+    if not isinstance(given, Mapping):
+        raise UserError("command: missing; begin your file with defaults: [{member: command}, _self_]")
+    for section, valid in _SECTIONS.items():
+        part = given.get(section) if section else given
+        if not isinstance(part, Mapping):
+            raise UserError(f"command.{section}: {part!r} must be a group of settings")
+        if unknown := sorted(set(map(str, part)) - valid):
+            at = f"command.{section}." if section else "command."
+            raise UserError(f"{at}{unknown[0]}: no such setting; valid: {', '.join(sorted(valid - {'named'}))}")
+    for name in ("files", "env"):
+        if not isinstance(given[name] or {}, Mapping):
+            raise UserError(f"command.{name}: {given[name]!r} must be a group of names and values")
+    return {**given, "files": given["files"] or {}, "env": given["env"] or {}}
+
+
+def _rewards(given: Any) -> dict[str, str]:
+    if isinstance(given, str) and given:
+        return {DEFAULT_SET: given}
+    if isinstance(given, Mapping) and given and all(isinstance(column, str) for column in given.values()):
+        return {str(name): column for name, column in given.items()}
+    raise UserError(f"command.metrics.reward: {given!r} must be the name of a column, or names by evaluation set")
+
+
+def _template(name: str, path: Any, folder: Path) -> str:
+    try:
+        return (folder / str(path)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"command.files.{name}: {folder / str(path)}: cannot be read ({error}); give a text") from error
+
+
+def _signal(name: Any) -> signal.Signals | None:
+    if name is None:
+        return None
+    try:
+        return signal.Signals[str(name)]
+    except KeyError:
+        raise UserError(
+            f"command.stop.signal: {name!r} is no signal; give SIGTERM, SIGINT, SIGUSR1, ... or null for none"
+        ) from None
+
+
+def written_by(commands: Sequence[tuple[str, Command]]) -> None:
+    """Check that no two members write their metrics to one place.
+
+    Raises:
+        UserError: two do; which, and where.
+    """
+    known: dict[str, str] = {}
+    for title, command in commands:
+        if command.source != STDOUT and (other := known.setdefault(command.source, title)) != title:
+            raise UserError(
+                f"command.metrics.source: {command.source}: {other} and {title} would both write it; put {{run_dir}}, "
+                "or {seed} and all values that vary, into its path"
+            )

@@ -1,0 +1,81 @@
+"""Logs of a source as they are, before reward and compute are chosen: for whoever follows a run of another trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sweeps.errors import UserError
+from sweeps.source import table, wandb_export, wide
+from sweeps.source.cells import numbers
+from sweeps.source.collected import Asked, Collected, LoadedStudy
+from sweeps.source.frame import Table, read_table
+from sweeps.source.load import readings_of
+from sweeps.source.log import Log, series_of
+from sweeps.source.places import Place
+from sweeps.source.readers import READERS
+from sweeps.source.text import File, listed, short
+from sweeps.source.vocabulary import STEP_NAMES, vocabulary_of
+
+# Readers of plain tables, in which a step is a column like any other.
+_TABLES = (wandb_export, wide, table)
+
+
+class _Logs(Collected):
+    """Collector that takes the logs of a source, and chooses nothing in them."""
+
+    def __init__(self) -> None:
+        super().__init__(Asked(), LoadedStudy())
+        self.logs: list[Log] = []
+
+    def takes(self, logs: Sequence[Any]) -> bool:
+        """Take the logs; return True, for nothing else is to be made of them."""
+        self.logs += logs
+        return True
+
+
+def read_logs(source: str | Path, step: str | None = None) -> list[Log]:
+    """Read the logs of a source that `scalerl fit` reads, each with all its metrics by step.
+
+    Args:
+        source: a file, a folder, `mlflow:URI#experiment` or `wandb:entity/project[/run]`; no journal of ours.
+        step: column of the step in a table; None for the first that a tracker or a framework calls so.
+
+    Raises:
+        UserError: nothing is there, or it cannot be read.
+    """
+    place = Place(source)
+    place.check()
+    into = _Logs()
+    for _, add in readings_of(place, partial(_read, step)):
+        add(into)
+    return into.logs
+
+
+def _read(step: str | None, file: File, into: _Logs) -> None:
+    """Read a file: by the reader of its format, or as a table with a column of steps."""
+    own = (reader for reader in READERS if reader not in _TABLES)
+    reader = next((reader for reader in own if reader.matches(file, into)), None)
+    if reader is not None:
+        reader.read(file, into)
+        return
+    rows = read_table(file, into.asked)
+    if rows is not None and rows.count:
+        into.logs.append(log_of_table(rows, file.run_name, str(file.path), step))
+
+
+def log_of_table(rows: Table, name: str, where: str, step: str | None = None) -> Log:
+    """Make a log from a table with a row a step.
+
+    Raises:
+        UserError: no column of steps.
+    """
+    spoken = vocabulary_of(rows.names)
+    known = (*(spoken.step if spoken else ()), *STEP_NAMES) if step is None else (step,)
+    column = next((each for each in known if each in rows.names), None)
+    if column is None:
+        asked = "of steps" if step is None else short(step)
+        raise UserError(f"{where}: no column {asked}; found {listed(rows.names)}")
+    return Log(name, rows.names, rows.count, series_of(rows, numbers(rows.column(column))))
