@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import hydra
@@ -21,9 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.composition import check_choices, conf_dir, explain, explain_other
-from lightning_scalerl.member.command import named_study, plan_commands, register_shared, study_file
+from lightning_scalerl.member.command import named_study, plan_commands, run_command, shared_groups, study_file
 from sweeps.errors import UserError, naming, of_the_system
-from sweeps.executor.base import load_entry
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.lease import LeaseLostError
 from sweeps.run.progress import check_own, is_done
@@ -124,14 +123,14 @@ def _config_name() -> str | None:
 
 def _run_commands(file: Path) -> None:
     """Run a study, or a single member, that is another trainer's command."""
-    register_shared()
     sys.argv[1:] = named_study(sys.argv[1:], file)
     # Its own folder is the program's: no other file of that name is meant.
-    hydra.main(version_base="1.3", config_path=str(file.parent), config_name=file.stem)(_note_single)()
+    with shared_groups():
+        hydra.main(version_base="1.3", config_path=str(file.parent), config_name=file.stem)(_note_single)()
     with interruption.on_signals([signal.SIGUSR2, signal.SIGTERM] if _single_runs else []):
         for overrides, folders in _single_runs:
             (spec,) = plan_commands([overrides], [*folders, str(file)])
-            _run_alone(spec, "sweeps.command.runner:run_member")
+            _run_alone(spec, run_command)
 
 
 def _complain(message: str) -> int:
@@ -162,21 +161,27 @@ def _train(overrides: list[str], folders: list[str]) -> None:
     if elsewhere:
         raise UserError(f"{elsewhere[0]}: a single run runs in this process; add --multirun to submit it")
     (spec,) = plan_members([overrides], folders)
-    _run_alone(spec, "lightning_scalerl:run_member")
+    _run_alone(spec, _run_ours)
 
 
-def _run_alone(spec: RunSpec, entry: str) -> None:
+def _run_ours(run_dir: Path, progress: bool) -> None:
+    # Heavy: torch, which a run that is done does not need.
+    from lightning_scalerl.member.run import run_member
+
+    run_member(run_dir, progress)
+
+
+def _run_alone(spec: RunSpec, run_member: Callable[[Path, bool], None]) -> None:
     """Run a member in this process, unless it is done already."""
     run_dir = Path(spec.config["output_dir"]) / "runs" / spec.run
     check_own(run_dir, spec.run)
     if is_done(run_dir, spec.steps, spec.run):
         print(f"{spec.title}: done already, {run_dir}; a larger budget.steps continues it")
         return
-    run_member = load_entry(entry)
     with naming("output_dir"):
         spec.write(run_dir)
     print(f"{spec.title}: {run_dir}")
-    run_member(run_dir, progress=True)
+    run_member(run_dir, True)
 
 
 if __name__ == "__main__":

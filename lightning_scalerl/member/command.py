@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from lightning_scalerl.checks import ConfigurationError
@@ -69,7 +71,6 @@ def plan_commands(override_lists: Sequence[Sequence[str]], folders: Folders = ()
     *own, file = folders
     path = Path(file)
     use_folders(own)
-    register_shared()
     try:
         plain = _composed(named_study([], path), path, own, complete=False)
         members = [Composed(_composed(overrides, path, own), plain, tuple(overrides)) for overrides in override_lists]
@@ -78,25 +79,43 @@ def plan_commands(override_lists: Sequence[Sequence[str]], folders: Folders = ()
         raise ConfigurationError(str(error)) from error
 
 
-@cache
-def register_shared() -> None:
-    """Hand Hydra the groups that all studies have, from `conf/`; a command's study can choose no other group of it.
+def run_command(run_dir: Path, progress: bool = False) -> None:
+    """Run a member that is a command, from its folder; see `sweeps.command.runner`."""
+    from sweeps.command.runner import run_member
+
+    run_member(run_dir, progress)
+
+
+@contextmanager
+def shared_groups() -> Iterator[None]:
+    """Context manager: Hydra finds the groups that all studies have, and the base of these, and no other of ours.
 
     A key of the user's may then be called as a group of ours is: `loss`, `model`, `task`.
     """
-    from hydra.core.config_store import ConfigStore
-
     store = ConfigStore.instance()
-    groups = [(conf_dir(), group) for group in ("cluster", "hydra/launcher", "hydra/sweeper")]
-    for folder, group in [*groups, (command_conf_dir(), "member")]:
-        for path in sorted((folder / group).glob("*.yaml")):
-            text = path.read_text(encoding="utf-8")
-            package = "_global_" if "@package _global_" in text else None
-            store.store(path.stem, OmegaConf.create(text), group=group, package=package)
+    before = store.repo
+    store.repo = copy.deepcopy(before)
+    try:
+        for folder, group in _shared():
+            for path in sorted(folder.glob("*.yaml")):
+                text = path.read_text(encoding="utf-8")
+                package = "_global_" if "@package _global_" in text else None
+                store.store(path.stem, OmegaConf.create(text), group=group, package=package)
+        yield
+    finally:
+        # Elsewhere they lie in `conf/`, and Hydra takes a configuration that it has twice for a schema of the other.
+        store.repo = before
+
+
+def _shared() -> list[tuple[Path, str]]:
+    """Return the folders of the shared groups, each with the group's name."""
+    of_all = [(conf_dir() / group, group) for group in ("cluster", "hydra/launcher", "hydra/sweeper")]
+    return [*of_all, (command_conf_dir() / "base", "member")]
 
 
 def _composed(overrides: Sequence[str], path: Path, folders: Folders, complete: bool = True) -> dict[str, Any]:
-    config = compose(overrides, folders, base=(path.parent, path.stem))
+    with shared_groups():
+        config = compose(overrides, folders, base=(path.parent, path.stem))
     missing = sorted(OmegaConf.missing_keys(config))
     if missing and complete:
         raise ConfigurationError(f"{missing[0]}: needs a value; give {missing[0]}=..., or a value in {path}")

@@ -22,7 +22,7 @@ FLOPS_A_TOKEN = 6
 
 @dataclass(frozen=True)
 class Compute:
-    """How a member's compute is measured.
+    """Measure of a member's compute, by what its trainer logs or by the clock.
 
     Attributes:
         unit: `steps`, `tokens`, `device_hours` or `flops`.
@@ -45,12 +45,12 @@ class Compute:
 
     @property
     def on_clock(self) -> bool:
-        """Whether the time is counted for which the command runs."""
+        """Return whether the time is counted for which the command runs."""
         return self.unit == "device_hours" and self.column is None
 
     @property
     def text(self) -> str:
-        """How compute is measured, in words: it is printed, and two journals that differ in it are not compared."""
+        """Return how compute is measured, in words: it is printed, and journals that differ in it are not compared."""
         if self.unit == "steps":
             return "steps, which are an order and no compute: recipes may differ in what a step costs"
         counted = f"{'the sum of ' if self.per_step else ''}{self.column}"

@@ -305,8 +305,8 @@ class Follower:
     def _refuse(self, first: int) -> None:
         raise MetricsError(
             f"command.resume: the command began again at step {first}, and the journal has steps up to "
-            f"{self.last_step}, so it has not resumed; say how it does (command.resume.add, command.resume.checkpoints), or "
-            "command.resume.anew=true for one that cannot; the journal is as it was"
+            f"{self.last_step}: it has not resumed; say how it does (command.resume.add, command.resume.checkpoints), "
+            "or command.resume.anew=true for one that cannot; the journal is as it was"
         )
 
     def _compute_at(

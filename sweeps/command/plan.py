@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sweeps.command.settings import Command, command_of, own_values, used_names, written_by
+from sweeps.command.settings import Command, command_of, own_values, templates, used_names, written_by
 from sweeps.command.template import as_text, filled, flat
 from sweeps.errors import UserError
 from sweeps.run.activity import Patience
@@ -98,7 +98,14 @@ def _settled(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     place = (folder / str(command.get("folder") or ".")).resolve()
     if not place.is_dir():
         raise UserError(f"command.folder: {place}: no such folder; give the one that the command is started in")
-    settled = {**config, "command": {**command, "folder": str(place)}}
+    files = command.get("files") or {}
+    if isinstance(files, Mapping):
+        files = {name: str(folder / str(path)) for name, path in files.items()}
+    settled = {**config, "command": {**command, "folder": str(place), "files": files}}
+    compute = command.get("compute")
+    if isinstance(compute, Mapping) and compute.get("model") is not None:
+        settled["command"]["compute"] = {**compute, "model": str(folder / str(compute["model"]))}
+    settled["command"]["texts"] = templates(settled)
     settled["command"]["named"] = named_files(command_of(settled, "{run_dir}", only_symbols=True), settled)
     return settled
 

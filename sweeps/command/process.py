@@ -22,7 +22,7 @@ _GUARD = Path(__file__).with_name("guard.py")
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: exit code, or minus the number of the signal that killed it.
+    """End of a command: exit code, or minus the number of the signal that killed it.
 
     left: processes that it left behind, which were killed; killed: whether it had to be killed when asked to stop.
     """

@@ -14,6 +14,7 @@ from sweeps.command.plan import named_files, resolved
 from sweeps.command.process import Ended, Tree
 from sweeps.command.settings import STDOUT, STDOUT_FILE, command_of
 from sweeps.errors import UserError
+from sweeps.run import slurm_job
 from sweeps.run.activity import activity
 from sweeps.run.files import read_json, write_atomically, write_json
 from sweeps.run.interruption import RunInterruptedError, interruption
@@ -50,8 +51,12 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
         UserError: another process is running it, its journal is another run's, or its metrics cannot be used.
     """
     spec = RunSpec.read(run_dir)
-    with sole_writer(run_dir, spec) as lease:
-        assert lease is not None, "a member that is a command is one process"
+    with sole_writer(run_dir, spec, slurm_job.rank()) as lease:
+        if lease is None:
+            raise UserError(
+                "hydra.launcher.tasks_per_node: a member that is a command is one task, and starts its ranks itself; "
+                "give tasks_per_node=1"
+            )
         check_own(run_dir, spec.run)
         if is_done(run_dir, spec.steps, spec.run):
             print(f"{spec.title}: done already")

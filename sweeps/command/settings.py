@@ -20,8 +20,10 @@ STDOUT = "stdout"
 STDOUT_FILE = "stdout.txt"  # in the member's folder
 # Keys of the configuration that are ours; all others are the user's values.
 OWN_KEYS = OPERATIONAL_KEYS | {"command", "cluster", "member"}
+# Added when a study is planned: digests of the files that the command names, and the texts of its templates.
+FROZEN = ("named", "texts")
 _SECTIONS = {
-    "": {"line", "files", "env", "folder", "identity", "metrics", "compute", "resume", "stop", "done", "named"},
+    "": {"line", "files", "env", "folder", "identity", "metrics", "compute", "resume", "stop", "done", *FROZEN},
     "metrics": {"source", "step", "reward", "keep"},
     "compute": {"unit", "column", "per_step", "restarts", "devices", "parameters", "model"},
     "resume": {"anew", "add", "checkpoints"},
@@ -74,7 +76,7 @@ class Command:
 
     @property
     def remote(self) -> bool:
-        """Whether the metrics lie at an address and in no file."""
+        """Return whether the metrics lie at an address and in no file."""
         return self.source.startswith(_REMOTE)
 
     def newest_checkpoint(self) -> str | None:
@@ -140,8 +142,8 @@ def command_of(config: Mapping[str, Any], run_dir: Path | str, run: str = "", on
     return Command(
         words=tuple(words),
         files={
-            text(f"files.{name}", name): filled(_template(name, path, folder), values, f"command.files.{name} ({path})")
-            for name, path in given["files"].items()
+            text(f"files.{name}", name): filled(template, values, f"command.files.{name} ({given['files'][name]})")
+            for name, template in _templates(given).items()
         },
         env={str(name): text(f"env.{name}", str(value)) for name, value in given["env"].items()},
         folder=folder,
@@ -164,8 +166,13 @@ def used_names(config: Mapping[str, Any]) -> set[str]:
     """Return the names of all placeholders in the command's line, files and environment."""
     given = _sections(config)
     texts = [*split("line", given["line"]), *(str(value) for value in given["env"].values())]
-    texts += [_template(name, path, Path(given["folder"])) for name, path in given["files"].items()]
+    texts += _templates(given).values()
     return {name for text in texts for name in names_in(text)}
+
+
+def templates(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of a configuration's templates, by the name of the file that is made of each."""
+    return _templates(_sections(config))
 
 
 def split(field: str, line: Any) -> list[str]:
@@ -197,7 +204,7 @@ def _sections(config: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"command.{section}: {part!r} must be a group of settings")
         if unknown := sorted(set(map(str, part)) - valid):
             at = f"command.{section}." if section else "command."
-            raise UserError(f"{at}{unknown[0]}: no such setting; valid: {', '.join(sorted(valid - {'named'}))}")
+            raise UserError(f"{at}{unknown[0]}: no such setting; valid: {', '.join(sorted(valid.difference(FROZEN)))}")
     for name in ("files", "env"):
         if not isinstance(given[name] or {}, Mapping):
             raise UserError(f"command.{name}: {given[name]!r} must be a group of names and values")
@@ -212,11 +219,17 @@ def _rewards(given: Any) -> dict[str, str]:
     raise UserError(f"command.metrics.reward: {given!r} must be the name of a column, or names by evaluation set")
 
 
-def _template(name: str, path: Any, folder: Path) -> str:
-    try:
-        return (folder / str(path)).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"command.files.{name}: {folder / str(path)}: cannot be read ({error}); give a text") from error
+def _templates(given: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the templates by the name of the file that is made, as they were frozen or else are."""
+    if "texts" in given:
+        return dict(given["texts"])
+    texts = {}
+    for name, path in given["files"].items():
+        try:
+            texts[str(name)] = Path(str(path)).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"command.files.{name}: {path}: cannot be read ({error}); name a template") from error
+    return texts
 
 
 def _signal(name: Any) -> signal.Signals | None:
