@@ -205,9 +205,15 @@ class Follower:
             final: whether the command has ended, so that nothing follows its last step.
 
         Raises:
-            MetricsError: a column is not there (any more), or the run has begun again from zero; nothing is voided.
+            MetricsError: a column is not there (any more), the run has begun again from zero, or the source of a
+                command that has ended cannot be read; nothing is voided.
         """
-        found = self._source.read()
+        try:
+            found = self._source.read()
+        except UserError as error:
+            if not final:  # half of it may be written
+                return False
+            raise MetricsError(f"command.metrics.source: {error}") from error
         self._check_columns(found, final)
         fresh: dict[str, Column] = {}
         for name, column in found.columns.items():

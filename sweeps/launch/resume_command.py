@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from sweeps.errors import UserError
@@ -55,4 +56,7 @@ def command(advice: Advice, runs: Sequence[JournalView], axis: str) -> str | Non
         seeds, budget = [seeds[-1] + 1], max(spec.steps for spec in specs)
     kept = [entry for entry in specs[0].overrides if entry.lstrip("+~").split("=")[0] not in _DECIDED]
     words = [*kept, f"seed={','.join(map(str, seeds))}", f"budget.steps={budget}"]
-    return "scalerl train --multirun " + " ".join(map(shlex.quote, words))
+    # A study of another trainer's commands has a file of its own.
+    files = [Path(folder) for folder in specs[0].folders if folder.endswith(".yaml")]
+    named = [word for file in files for word in ("--config-dir", str(file.parent), "--config-name", file.stem)]
+    return "scalerl train " + " ".join(map(shlex.quote, [*named, "--multirun", *words]))

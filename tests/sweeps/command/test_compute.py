@@ -1,0 +1,84 @@
+"""Truths about compute of other trainers: units, sums, counters that begin again, and FLOPs by a model's size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sweeps.command.compute import compute_of, parameters_of
+from sweeps.command.follow import MetricsError, counted_at
+from sweeps.errors import UserError
+
+GIVEN: dict[str, Any] = {
+    "unit": "tokens", "column": "tokens", "per_step": False, "restarts": False, "devices": 1, "parameters": None,
+    "model": None,
+}  # fmt: skip
+# Of Qwen3-0.6B's config.json, and of a mixture of experts like Qwen3-30B-A3B's.
+DENSE = {
+    "hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "hidden_act": "silu",
+}  # fmt: skip
+EXPERTS = {
+    "hidden_size": 2048, "num_hidden_layers": 48, "intermediate_size": 6144, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def test_a_sum_of_steps_goes_on_from_where_it_was() -> None:
+    compute = compute_of({**GIVEN, "per_step": True}, Path())
+    assert counted_at(compute, [11, 12, 13], [(11, 5.0), (12, 6.0), (13, 7.0)], (10, 100.0), "x") == [105, 111, 118]
+
+
+def test_compute_between_two_logged_steps_lies_between_theirs() -> None:
+    compute = compute_of(GIVEN, Path())
+    assert counted_at(compute, [0, 5, 10, 15], [(10, 100.0), (20, 300.0)], (0, 0.0), "x") == [0, 50, 100, 200]
+
+
+def test_a_counter_that_begins_again_is_added_or_refused() -> None:
+    column = [(11.0, 10.0), (12.0, 20.0)]
+    assert counted_at(compute_of({**GIVEN, "restarts": True}, Path()), [12], column, (10, 100.0), "x") == [120]
+    with pytest.raises(
+        MetricsError, match=r"^command.compute.column: tokens in x went back at step 11: .*restarts=true"
+    ):
+        counted_at(compute_of(GIVEN, Path()), [12], column, (10, 100.0), "x")
+
+
+def test_device_hours_are_seconds_of_all_devices() -> None:
+    compute = compute_of({**GIVEN, "unit": "device_hours", "column": "seconds", "devices": 8}, Path())
+    assert counted_at(compute, [1], [(1, 900.0)], (0, 0.0), "x") == pytest.approx([2.0])
+    assert compute.text == "device hours: seconds, seconds, x 8 devices"
+
+
+@pytest.mark.parametrize(("config", "billions"), [(DENSE, 0.596), (EXPERTS, 3.03)])
+def test_parameters_are_those_that_a_token_passes(tmp_path: Path, config: dict[str, Any], billions: float) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert parameters_of(tmp_path) == pytest.approx(billions * 1e9, rel=0.02)
+    compute = compute_of({**GIVEN, "unit": "flops", "model": str(tmp_path)}, Path())
+    assert counted_at(compute, [1], [(1, 10.0)], (0, 0.0), "x") == pytest.approx([6 * 10 * parameters_of(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"unit": "gpu_days"},
+            r"^command.compute.unit: 'gpu_days' is unknown; valid: steps, tokens, device_hours, flops",
+        ),
+        ({"column": None}, r"^command.compute.column: None; name the column of the tokens"),
+        ({"unit": "flops"}, r"^command.compute.parameters: FLOPs are 6 x parameters x tokens; give"),
+        ({"unit": "flops", "parameters": 0}, r"^command.compute.parameters: 0 must be a number above 0"),
+        (
+            {"unit": "flops", "model": "nowhere"},
+            r"^command.compute.model: nowhere: no hidden_size, .* give their number",
+        ),
+        ({"unit": "device_hours", "devices": -1}, r"^command.compute.devices: -1 must be a number above 0"),
+        ({"per_step": "yes"}, r"^command.compute.per_step: 'yes' must be true or false"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compute_of({**GIVEN, **changes}, Path())

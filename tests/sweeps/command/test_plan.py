@@ -1,0 +1,147 @@
+"""Truths about planning commands: identities, labels, and what is refused before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.member.command import command_conf_dir, plan_commands
+from sweeps.command.plan import resolved
+from tests.sweeps.command.toy import SCRIPT, planned, write_study
+
+LINE = "python -S train.py --steps={steps} --seed={seed} --out={run_dir} --loss={loss}"
+
+
+def test_a_recipe_is_its_command_without_seed_budget_and_place(tmp_path: Path) -> None:
+    file = write_study(tmp_path)
+    one, other, longer, dapo = planned(file, "seed=1", "seed=2", "seed=1 budget.steps=99", "seed=1 loss=dapo")
+    assert one.curve == other.curve == longer.curve != dapo.curve
+    assert one.run == longer.run != other.run
+    assert planned(file, "seed=1 output_dir=/elsewhere launch.max_parallel=7")[0].run == one.run
+    words = resolved(dapo, tmp_path / "out").words
+    assert words == ("python", "-S", "train.py", "--steps=30", "--seed=1", f"--out={tmp_path}/out", "--loss=dapo")
+
+
+def test_labels_are_the_values_that_differ_from_those_of_the_file(tmp_path: Path) -> None:
+    file = write_study(tmp_path, values={"loss": "grpo", "optim": {"lr": 1e-6}}, line=f"{LINE} {{optim.lr}}")
+    own, dapo, both = planned(file, "loss=grpo", "loss=dapo", "optim.lr=0.1 loss=dapo")
+    assert [spec.recipe for spec in (own, dapo, both)] == ["toy", "loss=dapo", "loss=dapo+optim.lr=0.1"]
+    assert (own.baseline, dict(both.departures)) == ("toy", {"loss": "dapo", "optim.lr": "0.1"})
+    content = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({**content, "label": "{loss} at {optim.lr}"}))
+    assert [spec.recipe for spec in planned(file, "", "loss=dapo")] == ["grpo at 1e-06", "dapo at 1e-06"]
+
+
+def test_a_value_that_the_file_leaves_open_is_in_every_label(tmp_path: Path) -> None:
+    file = write_study(tmp_path, values={"loss": "???"})
+    assert [spec.recipe for spec in planned(file, "loss=grpo", "loss=dapo")] == ["loss=grpo", "loss=dapo"]
+    with pytest.raises(ConfigurationError, match=r"^loss: needs a value; give loss=\.\.\., or a value in "):
+        planned(file)
+
+
+def test_the_content_of_the_script_and_of_a_template_counts(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text('loss = "{loss}"\nseed = {seed}\n')
+    line = "python -S train.py --config={run_dir}/c.toml --steps={steps}"
+    file = write_study(tmp_path, files={"c.toml": "base.toml"}, line=line)
+    first = planned(file)[0]
+    assert first.config["command"]["named"].keys() == {"train.py"}
+    (tmp_path / "base.toml").write_text('loss = "{loss}"\nseed = {seed}\nlr = 1\n')
+    second = planned(file)[0]
+    (tmp_path / "train.py").write_text(SCRIPT + "\n# another\n")
+    assert len({first.curve, second.curve, planned(file)[0].curve}) == 3
+    # What was planned is what is written, whatever becomes of the template.
+    assert resolved(first, tmp_path).files == {"c.toml": 'loss = "grpo"\nseed = 0\n'}
+
+
+def test_names_of_our_groups_are_free_for_values_of_ones_own(tmp_path: Path) -> None:
+    file = write_study(
+        tmp_path, values={"loss": "grpo", "model": "tiny", "batch": 8}, line=f"{LINE} {{model}} {{batch}}"
+    )
+    assert planned(file, "model=large batch=16")[0].recipe == "model=large+batch=16"
+
+
+@pytest.mark.parametrize(
+    ("settings", "overrides", "message"),
+    [
+        ({"line": LINE + " {lr}"}, "", r"^command.line: \{lr\} has no value; give the key lr one in your file"),
+        (
+            {"line": LINE.replace("--loss={loss}", "")},
+            "",
+            r"^loss: grpo is used nowhere; write \{loss\} where it belongs",
+        ),
+        ({"line": LINE.replace("{seed}", "1")}, "", r"^seed: 0 is used nowhere; write \{seed\}"),
+        ({"line": ""}, "", r"^command.line: is empty; give the command that trains"),
+        ({"line": "python 'train.py"}, "", r"^command.line: \"python 'train.py\" must be a command line"),
+        ({"files": {"c.toml": "no.toml"}}, "", r"^command.files.c.toml: .*/no.toml: cannot be read"),
+        ({"folder": "nowhere"}, "", r"^command.folder: .*/nowhere: no such folder"),
+        ({"identity": ["no.py"]}, "", r"^command.identity: .*/no.py: no such file"),
+        ({"stop": {"signal": "TERM"}}, "", r"^command.stop.signal: 'TERM' is no signal; give SIGTERM"),
+        ({"stop": {"within_s": 0}}, "", r"^command.stop.within_s: 0 must be a number of seconds above 0"),
+        ({"done": {"within": -1}}, "", r"^command.done.within: -1 must be a whole number of steps"),
+        ({"metrics": {"reward": 3}}, "", r"^command.metrics.reward: 3 must be the name of a column"),
+        (
+            {"metrics": {"reward": "r", "rewrd": "r"}},
+            "",
+            r"^command.metrics.rewrd: no such setting; valid: keep, reward",
+        ),
+        ({}, "command.retries=3", r"command\.retries.*give command\.retries a value in your file, or take it away"),
+        ({}, "cluster=mars", r"cluster"),
+        ({}, "seed=x", r"^seed: 'x' must be a whole number"),
+        ({}, "budget.steps=0", r"^budget.steps: 0 must be a whole number of steps"),
+        ({"env": {"TOKEN": "hf_abcdefghijklmnopqrstuvwxyz0123456789"}}, "", r"holds what looks like a secret"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_runs(
+    tmp_path: Path, settings: dict[str, Any], overrides: str, message: str
+) -> None:
+    file = write_study(tmp_path, **settings)
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        planned(file, overrides)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("c.toml", "lr = {loss}"), ("c.json", '{"a": "{loss}",}'), ("c.yaml", "a: [{loss}")]
+)
+def test_a_file_that_its_template_does_not_make_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "template").write_text(text)
+    file = write_study(tmp_path, files={name: "template"})
+    with pytest.raises(ConfigurationError, match=rf"^command.files.{name}: with its values filled in it is not "):
+        planned(file)
+
+
+def test_two_members_that_would_write_one_file_are_named(tmp_path: Path) -> None:
+    file = write_study(tmp_path, metrics={"reward": "r", "source": "out/{loss}.jsonl"})
+    with pytest.raises(ConfigurationError, match=r"out/grpo.jsonl: toy seed 1 and toy seed 2 would both write it; put"):
+        planned(file, "seed=1", "seed=2")
+    assert len(planned(file, "loss=grpo", "loss=dapo")) == 2
+
+
+def test_one_study_has_one_axis_of_compute(tmp_path: Path) -> None:
+    file = write_study(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"^command.compute: members measure compute in 2 ways \(.*one axis$"):
+        planned(file, "seed=1", "seed=2 command.compute.unit=steps")
+
+
+EXAMPLES = sorted(path.stem for path in command_conf_dir().glob("*.yaml"))
+
+
+def test_there_is_an_example_for_each_of_the_trainers() -> None:
+    assert EXAMPLES == ["open_instruct", "prime_rl", "skyrl", "trl", "verl"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_compose_and_every_option_has_its_value(name: str) -> None:
+    file = command_conf_dir() / f"{name}.yaml"
+    (spec, other) = plan_commands([[f"study={name}", f"seed={seed}"] for seed in (1, 2)], [str(file)])
+    assert spec.curve == other.curve and spec.recipe == name
+    command = resolved(spec, Path("/study/runs/one"))
+    text = " ".join([*command.words, *command.files.values(), *command.env.values()])
+    assert "{" not in text.replace("{checkpoint}", "") and "/study/runs/one" in text
+    if not command.remote:
+        assert command.source.startswith("/study/runs/one/")
+    assert file.read_text().startswith("# ") and f"--config-name {name} --multirun" in file.read_text()

@@ -1,0 +1,102 @@
+"""Truths about a command's processes: all of them end with it, with its time to stop, and with this one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sweeps.command.process import Ended, Tree
+from sweeps.errors import UserError
+from tests.paths import ROOT
+from tests.sweeps.command.toy import wait_until
+
+PYTHON = [sys.executable, "-S", "-c"]
+# A child in a session of its own, as Ray's are, that writes its number and does not heed SIGTERM.
+STUBBORN = """
+import os, signal, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with open("number.new", "w") as handle:
+            handle.write(str(os.getpid()))
+        os.rename("number.new", "number")
+        time.sleep(600)
+    os._exit(0)
+"""
+WAIT = "signal.signal(signal.SIGTERM, {}); open('ready', 'w').close(); time.sleep(600)"
+
+
+def number(folder: Path) -> int:
+    wait_until(lambda: (folder / "number").exists())
+    return int((folder / "number").read_text())
+
+
+def gone(process: int) -> bool:
+    """Whether a process has ended, or waits only for its parent to notice."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def test_exit_code_environment_folder_and_output_are_the_commands(tmp_path: Path) -> None:
+    code = "import os; print(os.getcwd(), os.environ['LOSS']); os._exit(3) if False else exit(3)"
+    with Tree([sys.executable, "-c", code], {"LOSS": "dapo"}, tmp_path, tmp_path / "out.txt") as tree:
+        assert tree.wait(60) == Ended(3, 0, False)
+    assert (tmp_path / "out.txt").read_text() == f"{tmp_path} dapo\n"
+
+
+def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^command.line: 'no-such-program' cannot be started in .*No such file"):
+        Tree(["no-such-program"], {}, tmp_path)
+
+
+def test_what_it_leaves_behind_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Tree([*PYTHON, f"{STUBBORN}\nwhile not os.path.exists('number'): time.sleep(0.01)"], {}, tmp_path) as tree:
+        left = number(tmp_path)
+        ended = tree.wait(60)
+    assert ended == Ended(0, 1, False) and gone(left)
+
+
+def test_a_command_that_stops_when_asked_has_its_time(tmp_path: Path) -> None:
+    code = "import signal, time, sys; " + WAIT.format("lambda *_: sys.exit(5)")
+    with Tree([*PYTHON, code], {}, tmp_path) as tree:
+        wait_until(lambda: (tmp_path / "ready").exists())
+        assert tree.wait(0.0) is None
+        tree.stop(signal.SIGTERM, 60)
+        assert tree.wait(60) == Ended(5, 0, False)
+
+
+def test_a_tree_that_does_not_stop_when_asked_is_killed(tmp_path: Path) -> None:
+    with Tree([*PYTHON, f"{STUBBORN}\n{WAIT.format('signal.SIG_IGN')}"], {}, tmp_path) as tree:
+        left = number(tmp_path)
+        wait_until(lambda: (tmp_path / "ready").exists())
+        tree.stop(signal.SIGTERM, 0.05)
+        ended = tree.wait(60)
+    assert ended is not None and (ended.code, ended.killed, ended.how) == (-9, True, "killed by SIGKILL") and gone(left)
+
+
+def test_all_is_killed_when_the_member_is(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path\nfrom sweeps.command.process import Tree\n"
+        f"Tree({[*PYTHON, STUBBORN + 'time.sleep(600)']!r}, {{}}, Path({str(tmp_path)!r})).wait(600)"
+    )
+    member = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    left = number(tmp_path)
+    member.kill()
+    member.wait()
+    wait_until(lambda: gone(left))
+
+
+def test_all_is_killed_when_the_process_between_is(tmp_path: Path) -> None:
+    with Tree([*PYTHON, "import time; time.sleep(600)"], {}, tmp_path) as tree:
+        os.kill(tree._guard.pid, signal.SIGKILL)
+        ended = tree.wait(60)
+    assert ended is not None and ended.code == -signal.SIGKILL
+    wait_until(lambda: gone(tree.pid))

@@ -1,0 +1,103 @@
+"""Studies of a toy command for tests: a script without torch that prints JSON lines, in a folder of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_scalerl.member.command import plan_commands
+from sweeps.run.journal import JournalView, read_journal
+from sweeps.run.spec import RunSpec
+
+PATIENCE_S = 60.0
+
+# Logs tokens at every step and a reward at every fifth, saves after every tenth, and goes on from there. It waits at a
+# step for the file `go` where it is told to.
+SCRIPT = """
+import json, os, sys, time
+given = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+steps, seed, out = int(given["steps"]), int(given["seed"]), given["out"]
+saved = os.path.join(out, "state-%d.json")
+step = max([int(name[6:-5]) for name in os.listdir(out) if name.startswith("state-")], default=0)
+best = {"grpo": 0.5, "dapo": 0.8}[given.get("loss", "grpo")]
+while step < steps:
+    step += 1
+    row = {"step": step, "tokens": 100 * step}
+    if step % 5 == 0:
+        row["eval_reward"] = best * step / (step + 10) + 0.001 * seed
+    print(json.dumps(row), flush=True)
+    if step % 10 == 0:
+        open(saved % step, "w").close()
+    if step == int(given.get("wait", -1)):
+        while not os.path.exists(os.path.join(out, "go")):
+            time.sleep(0.005)
+"""
+
+
+def write_study(folder: Path, /, script: str = SCRIPT, steps: int = 30, **settings: Any) -> Path:
+    """Write a study's file and its script; `settings` are keys of `command`, and `values` the user's own.
+
+    Returns:
+        Path of the file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train.py").write_text(script)
+    values: Mapping[str, Any] = settings.pop("values", {"loss": "grpo"})
+    command = {
+        "line": "python -S train.py --steps={steps} --seed={seed} --out={run_dir} --loss={loss}",
+        "metrics": {"reward": "eval_reward"},
+        "compute": {"unit": "tokens", "column": "tokens"},
+        **settings,
+    }
+    content = {
+        "defaults": [{"member": "command"}, "_self_"],
+        **values,
+        "command": command,
+        "budget": {"steps": steps},
+        "study": "toy",
+        "output_dir": str(folder / "outputs"),
+    }
+    path = folder / "toy.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def planned(file: Path, *override_lists: str) -> list[RunSpec]:
+    """Plan the members of a study, each by its overrides with blanks between them."""
+    return plan_commands([words.split() for words in override_lists or ("",)], [str(file)])
+
+
+def written(file: Path, overrides: str = "") -> tuple[RunSpec, Path]:
+    """Plan one member and freeze it in its folder, as a launch does."""
+    (spec,) = planned(file, overrides)
+    run_dir = file.parent / "outputs" / "runs" / spec.run
+    spec.write(run_dir)
+    return spec, run_dir
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline, "in vain"
+        time.sleep(0.01)
+
+
+def lines(run_dir: Path) -> int:
+    """Return how many lines the member's journal has, 0 without one."""
+    path = run_dir / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def steps_of(run_dir: Path, kind: str = "train") -> list[int]:
+    """Return the steps of the valid records of a kind, in their order."""
+    return [record.step for record in view(run_dir).of_kind(kind)]
+
+
+def view(run_dir: Path) -> JournalView:
+    """Return a member's journal."""
+    return read_journal(run_dir)
