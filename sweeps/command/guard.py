@@ -25,7 +25,7 @@ from pathlib import Path
 
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # of prctl
 _PROC = Path("/proc")
-_LEFT_S = 5.0  # what the command leaves behind may end itself for so long
+_LEFT_S = 2.0  # what the command leaves behind may end itself for so long
 
 
 def main() -> None:

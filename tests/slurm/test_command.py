@@ -1,0 +1,61 @@
+"""A study of another trainer's commands on a cluster: its controller and a member are killed, and it is finished."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sweeps.launch.ledger import Ledger
+from tests.paths import ROOT
+from tests.slurm.cluster import PATIENCE_S, Lab, eventually
+from tests.sweeps.command.toy import lines, steps_of, write_study
+
+pytestmark = [pytest.mark.slurm]
+
+LINE = f"{sys.executable} -S train.py --steps={{steps}} --seed={{seed}} --out={{run_dir}} --loss={{loss}} --wait=17"
+
+
+def test_a_study_of_commands_is_killed_twice_and_finished(tmp_path: Path, whole: Lab) -> None:
+    write_study(tmp_path, line=LINE)
+    words = [
+        *(sys.executable, "-m", "lightning_scalerl.train", "--config-dir", str(tmp_path), "--config-name", "toy"),
+        *("--multirun", "loss=grpo,dapo", "seed=1", "cluster=slurm"),
+        *("hydra.launcher.poll_s=1", "hydra.launcher.lost_after_s=10", "hydra.launcher.mem_gb=1"),
+    ]
+    environment = {**whole.environment, "PYTHONPATH": str(ROOT)}
+    runs = tmp_path / "outputs" / "runs"
+    with (tmp_path / "said.txt").open("w") as said:
+        launch = subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=said, stderr=said)
+    eventually(lambda: runs.is_dir() and len([each for each in runs.iterdir() if lines(each) > 10]) == 2, "journals")
+    launch.kill()
+    launch.wait()
+    # The command of one member, as the kernel kills: the job fails, and another attempt goes on from its checkpoint.
+    one, other = runs.iterdir()
+    (process,) = _commands_of(one)
+    os.kill(process, 9)
+    (other / "go").touch()
+    eventually(lambda: "ended with killed by SIGKILL" in (one / "metrics.jsonl").read_text(), "the end of an attempt")
+    (one / "go").touch()
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    states = Ledger(tmp_path / "outputs").fold().values()
+    assert {state.state for state in states} == {"finished"}
+    for run in (one, other):
+        assert steps_of(run) == list(range(1, 31)) and steps_of(run, "eval") == [5, 10, 15, 20, 25, 30]
+
+
+def _commands_of(run_dir: Path) -> list[int]:
+    """Return the processes on this machine that run the command of a member."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if "train.py" in words and f"--out={run_dir}" in words:
+            found.append(int(folder.name))
+    return found
