@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import csv
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
+from lightning_scalerl.member.command import plan_commands, run_command
 from sweeps.run.journal import read_journal
+from sweeps.run.progress import is_done
 from tests import forked
 from tests.paths import ROOT
 
@@ -22,6 +25,36 @@ def own_run(folder: Path, steps: int) -> str:
     done = forked.run(command, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_a_plain_loop_is_a_study_by_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file in the guide is that of the example; its grid is planned, and one member of it run and continued."""
+    source = ROOT / "examples" / "any_trainer"
+    text = (source / "study.yaml").read_text()
+    page = (ROOT / "docs" / "guide" / "any_trainer.md").read_text()
+    assert text[text.index("defaults:") :] in page
+    assert len((source / "loop.py").read_text().splitlines()) <= 60
+    (command,) = [
+        line for line in page.splitlines() if line.startswith("scalerl train") and "--config-name study" in line
+    ]
+    assert command in text and "loss=reinforce,ppo seed=1,2,3" in command
+    folder = Path(shutil.copytree(source, tmp_path / "mine"))
+    monkeypatch.chdir(folder)
+    grid = [[f"loss={loss}", f"seed={seed}", "budget.steps=30"] for loss in ("reinforce", "ppo") for seed in (1, 2, 3)]
+    specs = plan_commands(grid, [str(folder / "study.yaml")])
+    assert list(dict.fromkeys(spec.recipe for spec in specs)) == ["loss=reinforce", "loss=ppo"]
+    (spec,) = plan_commands([["loss=ppo", "seed=1", "budget.steps=60"]], [str(folder / "study.yaml")])
+    assert spec.run == specs[3].run
+    run_dir = folder / "run"
+    for member in (specs[3], spec):  # a larger budget continues it
+        member.write(run_dir)
+        run_command(run_dir)
+        assert is_done(run_dir, member.steps, member.run)
+    view = read_journal(run_dir)
+    assert [record.step for record in view.of_kind("train")] == list(range(1, 61))
+    rates = [record.metrics[RATE] for record in view.of_kind("eval")]
+    assert len(rates) == 6 and rates[-1] > rates[0]
+    assert '"step":30,"code"' in (run_dir / "metrics.jsonl").read_text(), "the second went on from the first's state"
 
 
 @pytest.mark.full

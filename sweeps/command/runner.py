@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,6 +33,7 @@ _LOOK_S, _LOOK_FACTOR, _REMOTE_LOOK_S = 0.5, 10.0, 30.0
 # Between two looks for a request to stop.
 _HEED_S = 0.5
 _TAIL_BYTES = 8192
+_NUMBER = re.compile(r"\d+")
 
 
 class CommandFailedError(UserError, RuntimeError):
@@ -217,9 +219,8 @@ class _Member:
     def _note_checkpoint(self, journal: Journal, follower: Follower, noted: int) -> int:
         """Record a checkpoint of the command's whose steps the journal has; return the newest that is recorded."""
         path = self._command.newest_checkpoint()
-        numbers = [int(part) for part in Path(path).name.replace(".", "-").split("-") if part.isdigit()] if path else []
-        numbers += [int(part) for part in Path(path).stem.split("_") if part.isdigit()] if path else []
-        step = max(numbers, default=-1)
+        numbers = _NUMBER.findall(Path(path).name) if path is not None else []
+        step = int(numbers[-1]) if numbers else -1
         if noted < step <= follower.last_step:
             journal.checkpoint(step)
             return step
