@@ -14,11 +14,11 @@ from omegaconf import OmegaConf
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import Folders, compose, conf_dir, use_folders
-from sweeps.command.plan import Composed, make_specs
 from sweeps.errors import UserError
 from sweeps.run.spec import RunSpec
 
 BASE = "command"
+_BEGIN = "defaults: [{member: command}, _self_]"
 
 
 def command_conf_dir() -> Path:
@@ -42,6 +42,9 @@ def study_file(name: str | None, folders: Folders) -> Path | None:
 
     Returns:
         Its path; None for a name that is none of such a file: it chooses no `member`.
+
+    Raises:
+        ConfigurationError: the file says a command, and does not choose what goes with one.
     """
     if name is None:
         return None
@@ -55,6 +58,8 @@ def study_file(name: str | None, folders: Folders) -> Path | None:
         chosen = defaults if isinstance(defaults, list) else []
         if any(isinstance(each, Mapping) and "member" in each for each in chosen):
             return path.resolve()
+        if isinstance(content, Mapping) and "command" in content:
+            raise ConfigurationError(f"{path}: has a command and no member; begin it with {_BEGIN}")
     return None
 
 
@@ -68,6 +73,9 @@ def plan_commands(override_lists: Sequence[Sequence[str]], folders: Folders = ()
     Raises:
         ConfigurationError: the first problem found, in one line.
     """
+    # Here: it needs NumPy, which the command line does not before it is known to be one of these.
+    from sweeps.command.plan import Composed, make_specs
+
     *own, file = folders
     path = Path(file)
     use_folders(own)

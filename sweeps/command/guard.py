@@ -67,6 +67,8 @@ def main() -> None:
             block = os.read(0, 65536)
             if not block:
                 _kill_all()
+                if not _PROC.is_dir():  # descendants are not known here; this process is among the session's
+                    os.killpg(0, signal.SIGKILL)
                 return
             *lines, rest = (rest + block).split(b"\n")
             for line in lines:

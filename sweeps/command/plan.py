@@ -19,6 +19,8 @@ from sweeps.command.settings import Command, command_of, own_values, templates, 
 from sweeps.command.template import as_text, filled, flat
 from sweeps.errors import UserError
 from sweeps.run.activity import Patience
+from sweeps.run.files import parse_line
+from sweeps.run.journal import JOURNAL_FILE
 from sweeps.run.spec import RunSpec, make_spec
 
 # Files that a command names are read for its identity up to this size: a script, a configuration, no weights.
@@ -82,7 +84,28 @@ def make_specs(members: Sequence[Composed], name: str, folder: Path, folders: Se
             f"command.compute: members measure compute in {len(measures)} ways ({'; '.join(sorted(measures))}); one "
             "study has one axis"
         )
+    _check_measure(runs_dir, measures)
     return specs
+
+
+def _check_measure(runs_dir: Path, measures: set[str]) -> None:
+    """Check that the runs that are in the study already measure compute as the new ones will.
+
+    Raises:
+        UserError: one measures it in another way.
+    """
+    for path in sorted(runs_dir.glob(f"*/{JOURNAL_FILE}")):
+        try:
+            with path.open("rb") as handle:
+                header = parse_line(handle.readline()) or {}
+        except OSError:
+            continue
+        there = header.get("compute_is")
+        if there is not None and there not in measures:
+            raise UserError(
+                f"command.compute: {', '.join(measures)}, and runs in {runs_dir.parent} measure {there}; one study has "
+                "one axis: go back to that, or launch into a folder of its own (study=NAME)"
+            )
 
 
 def resolved(spec: RunSpec, run_dir: Path) -> Command:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.member.command import command_conf_dir, plan_commands
+from lightning_scalerl.member.command import command_conf_dir, plan_commands, study_file
 from sweeps.command.plan import resolved
 from tests.sweeps.command.toy import SCRIPT, planned, write_study
 
@@ -125,6 +125,27 @@ def test_one_study_has_one_axis_of_compute(tmp_path: Path) -> None:
     file = write_study(tmp_path)
     with pytest.raises(ConfigurationError, match=r"^command.compute: members measure compute in 2 ways \(.*one axis$"):
         planned(file, "seed=1", "seed=2 command.compute.unit=steps")
+
+
+def test_a_study_goes_on_with_the_measure_that_it_was_begun_with(tmp_path: Path) -> None:
+    file = write_study(tmp_path)
+    journal = tmp_path / "outputs/runs/one/metrics.jsonl"
+    journal.parent.mkdir(parents=True)
+    journal.write_text('{"kind": "run", "compute_is": "tokens: tokens"}\n')
+    assert planned(file, "seed=2")
+    with pytest.raises(
+        ConfigurationError, match=r"and runs in .*/outputs measure tokens: tokens; one study has one axis"
+    ):
+        planned(file, "seed=2 command.compute.unit=steps")
+
+
+def test_a_file_with_a_command_and_without_a_member_says_how_it_begins(tmp_path: Path) -> None:
+    file = write_study(tmp_path)
+    assert study_file("toy", [tmp_path]) == file and study_file("train", []) is None and study_file("no", []) is None
+    content = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({key: value for key, value in content.items() if key != "defaults"}))
+    with pytest.raises(ConfigurationError, match=r"toy.yaml: has a command and no member; begin it with defaults:"):
+        study_file("toy", [tmp_path])
 
 
 EXAMPLES = sorted(path.stem for path in command_conf_dir().glob("*.yaml"))
