@@ -125,8 +125,13 @@ def _run_commands(file: Path) -> None:
     """Run a study, or a single member, that is another trainer's command."""
     sys.argv[1:] = named_study(sys.argv[1:], file)
     # Its own folder is the program's: no other file of that name is meant.
-    with shared_groups():
-        hydra.main(version_base="1.3", config_path=str(file.parent), config_name=file.stem)(_note_single)()
+    try:
+        with shared_groups():
+            hydra.main(version_base="1.3", config_path=str(file.parent), config_name=file.stem)(_note_single)()
+    except ValueError as error:  # Hydra's own, of a group that is given a number
+        if "Config group override" not in str(error):
+            raise
+        raise ConfigurationError(f"{error}; give cluster= and hydra/...= the name of a file") from error
     with interruption.on_signals([signal.SIGUSR2, signal.SIGTERM] if _single_runs else []):
         for overrides, folders in _single_runs:
             (spec,) = plan_commands([overrides], [*folders, str(file)])

@@ -28,7 +28,7 @@ def own_run(folder: Path, steps: int) -> str:
 
 
 def test_a_plain_loop_is_a_study_by_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file in the guide is that of the example; its grid is planned, and one member of it run and continued."""
+    """The file in the guide is that of the example; its grid is planned, and one member of it run."""
     source = ROOT / "examples" / "any_trainer"
     text = (source / "study.yaml").read_text()
     page = (ROOT / "docs" / "guide" / "any_trainer.md").read_text()
@@ -43,18 +43,14 @@ def test_a_plain_loop_is_a_study_by_one_file(tmp_path: Path, monkeypatch: pytest
     grid = [[f"loss={loss}", f"seed={seed}", "budget.steps=30"] for loss in ("reinforce", "ppo") for seed in (1, 2, 3)]
     specs = plan_commands(grid, [str(folder / "study.yaml")])
     assert list(dict.fromkeys(spec.recipe for spec in specs)) == ["loss=reinforce", "loss=ppo"]
-    (spec,) = plan_commands([["loss=ppo", "seed=1", "budget.steps=60"]], [str(folder / "study.yaml")])
-    assert spec.run == specs[3].run
     run_dir = folder / "run"
-    for member in (specs[3], spec):  # a larger budget continues it
-        member.write(run_dir)
-        run_command(run_dir)
-        assert is_done(run_dir, member.steps, member.run)
+    specs[3].write(run_dir)
+    run_command(run_dir)
+    assert is_done(run_dir, 30, specs[3].run)
     view = read_journal(run_dir)
-    assert [record.step for record in view.of_kind("train")] == list(range(1, 61))
+    assert [record.step for record in view.of_kind("train")] == list(range(1, 31))
     rates = [record.metrics[RATE] for record in view.of_kind("eval")]
-    assert len(rates) == 6 and rates[-1] > rates[0]
-    assert '"step":30,"code"' in (run_dir / "metrics.jsonl").read_text(), "the second went on from the first's state"
+    assert len(rates) == 3 and rates[-1] > rates[0]
 
 
 @pytest.mark.full

@@ -102,7 +102,7 @@ def shared_groups() -> Iterator[None]:
     """
     store = ConfigStore.instance()
     before = store.repo
-    store.repo = copy.deepcopy(before)
+    store.repo = {key: copy.deepcopy(group) for key, group in before.items() if key != "variant"}
     try:
         for folder, group in _shared():
             for path in sorted(folder.glob("*.yaml")):

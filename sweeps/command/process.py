@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
@@ -37,6 +38,20 @@ class Ended:
         return f"exit code {self.code}" if self.code >= 0 else f"killed by {signal.Signals(-self.code).name}"
 
 
+def locked(path: Path) -> int | None:
+    """Return a descriptor that locks a file, once what an earlier process has started under its lock has ended.
+
+    None where the file system has no locks.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
 class Tree:
     """A command that runs, with all the processes that it starts.
 
@@ -45,18 +60,27 @@ class Tree:
     Args:
         words, env, folder: of the command.
         out: file that its standard output is appended to; None for this process's standard error, where its own goes.
+        lock: descriptor of a lock that is held until all of the command has ended, whatever becomes of this process.
 
     Raises:
         UserError: it cannot be started.
     """
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], folder: Path, out: Path | None = None) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        folder: Path,
+        out: Path | None = None,
+        lock: int | None = None,
+    ) -> None:
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_GUARD)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
+            pass_fds=() if lock is None else (lock,),
         )
         self._rest = b""
         self._tell(

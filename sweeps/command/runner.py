@@ -12,7 +12,7 @@ from typing import Any
 
 from sweeps.command.follow import Follower, MetricsError, Source
 from sweeps.command.plan import named_files, resolved
-from sweeps.command.process import Ended, Tree
+from sweeps.command.process import Ended, Tree, locked
 from sweeps.command.settings import STDOUT, STDOUT_FILE, command_of
 from sweeps.errors import UserError
 from sweeps.run import slurm_job
@@ -27,6 +27,7 @@ from sweeps.run.repair import find_break, mend
 from sweeps.run.spec import RunSpec
 from sweeps.run.writer import sole_writer
 
+LOCK_FILE = ".command.lock"
 ATTEMPT_FILE = "command.json"  # what was started, and how often
 # Between two looks at the metrics, and how many times as long as a look takes.
 _LOOK_S, _LOOK_FACTOR, _REMOTE_LOOK_S = 0.5, 10.0, 30.0
@@ -87,6 +88,15 @@ class _Member:
 
     def run(self) -> None:
         """Start the command, follow it to its end, and say in the journal how that was."""
+        # The command of a member that was killed a moment ago may be about to be killed: it writes nothing beside ours.
+        lock = locked(self._run_dir / LOCK_FILE)
+        try:
+            self._run(lock)
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+    def _run(self, lock: int | None) -> None:
         earlier = self._begin()
         checkpoint = self._command.newest_checkpoint()
         again = earlier is not None and bool(earlier.records)
@@ -105,7 +115,7 @@ class _Member:
                 resume={"code": facts},
             )
             follower.catch_up()
-            self._start_and_follow(follower, journal, goes_on, checkpoint)
+            self._start_and_follow(follower, journal, goes_on, checkpoint, lock)
         finally:
             journal.close()
 
@@ -158,7 +168,9 @@ class _Member:
 
     # --- while it runs -------------------------------------------------------------------------------------------
 
-    def _start_and_follow(self, follower: Follower, journal: Journal, goes_on: bool, checkpoint: str | None) -> None:
+    def _start_and_follow(
+        self, follower: Follower, journal: Journal, goes_on: bool, checkpoint: str | None, lock: int | None
+    ) -> None:
         command, run_dir = self._command, self._run_dir
         words = [*command.words]
         if goes_on:
@@ -180,7 +192,7 @@ class _Member:
         out = run_dir / STDOUT_FILE if command.source == STDOUT else None
         activity.note("the command was started")
         try:
-            with Tree(words, {**own, **command.env}, command.folder, out) as tree:
+            with Tree(words, {**own, **command.env}, command.folder, out, lock) as tree:
                 ended = self._follow(tree, follower, journal)
             follower.update(final=True)
         except MetricsError as error:

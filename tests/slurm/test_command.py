@@ -12,7 +12,7 @@ import pytest
 from sweeps.launch.ledger import Ledger
 from tests.paths import ROOT
 from tests.slurm.cluster import PATIENCE_S, Lab, eventually
-from tests.sweeps.command.toy import lines, steps_of, write_study
+from tests.sweeps.command.toy import commands_of, lines, steps_of, write_study
 
 pytestmark = [pytest.mark.slurm]
 
@@ -35,7 +35,7 @@ def test_a_study_of_commands_is_killed_twice_and_finished(tmp_path: Path, whole:
     launch.wait()
     # The command of one member, as the kernel kills: the job fails, and another attempt goes on from its checkpoint.
     one, other = runs.iterdir()
-    (process,) = _commands_of(one)
+    (process,) = commands_of(one)
     os.kill(process, 9)
     (other / "go").touch()
     eventually(lambda: "ended with killed by SIGKILL" in (one / "metrics.jsonl").read_text(), "the end of an attempt")
@@ -46,16 +46,3 @@ def test_a_study_of_commands_is_killed_twice_and_finished(tmp_path: Path, whole:
     assert {state.state for state in states} == {"finished"}
     for run in (one, other):
         assert steps_of(run) == list(range(1, 31)) and steps_of(run, "eval") == [5, 10, 15, 20, 25, 30]
-
-
-def _commands_of(run_dir: Path) -> list[int]:
-    """Return the processes on this machine that run the command of a member."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().decode().split("\0")
-        except OSError:
-            continue
-        if "train.py" in words and f"--out={run_dir}" in words:
-            found.append(int(folder.name))
-    return found

@@ -58,10 +58,9 @@ def test_the_content_of_the_script_and_of_a_template_counts(tmp_path: Path) -> N
 
 
 def test_names_of_our_groups_are_free_for_values_of_ones_own(tmp_path: Path) -> None:
-    file = write_study(
-        tmp_path, values={"loss": "grpo", "model": "tiny", "batch": 8}, line=f"{LINE} {{model}} {{batch}}"
-    )
-    assert planned(file, "model=large batch=16")[0].recipe == "model=large+batch=16"
+    values = {"loss": "grpo", "model": "tiny", "variant": 8}
+    file = write_study(tmp_path, values=values, line=f"{LINE} {{model}} {{variant}}")
+    assert planned(file, "model=large variant=16")[0].recipe == "model=large+variant=16"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +19,17 @@ from sweeps.run.interruption import RunInterruptedError, ask_to_stop, interrupti
 from sweeps.run.progress import is_done
 from tests.paths import ROOT
 from tests.sweeps.command.test_process import gone
-from tests.sweeps.command.toy import SCRIPT, lines, steps_of, view, wait_until, write_study, written
+from tests.sweeps.command.toy import (
+    SCRIPT,
+    commands_of,
+    lines,
+    planned,
+    steps_of,
+    view,
+    wait_until,
+    write_study,
+    written,
+)
 
 # A script's first lines; it gets what it is asked for as `given`.
 HEAD = "import json, os, sys, time\ngiven = dict(word[2:].split('=', 1) for word in sys.argv[1:])\n"
@@ -147,6 +156,7 @@ def test_a_killed_member_goes_on_and_has_every_step_once(tmp_path: Path) -> None
     wait_until(lambda: lines(run_dir) > 10)
     member.kill()
     member.wait()
+    wait_until(lambda: not commands_of(run_dir))
     (run_dir / "go").touch()
     run_member(run_dir)
     assert is_done(run_dir, 30, spec.run) and steps_of(run_dir) == list(range(1, 31))
@@ -321,8 +331,9 @@ def test_another_measure_of_compute_is_refused_when_it_goes_on(tmp_path: Path) -
     script = log_of("range(1, 21)", ROW)
     _, run_dir = written(write_study(tmp_path, script))
     failure(run_dir)
-    _, again = written(write_study(tmp_path, script, compute={"unit": "steps"}))
-    assert again == run_dir
+    (spec,) = planned(write_study(tmp_path, script, compute={"unit": "steps"}), f"output_dir={tmp_path}/elsewhere")
+    assert spec.run == run_dir.name
+    spec.write(run_dir)
     with pytest.raises(
         UserError, match=r"^command.compute: steps, .* was begun with tokens: tokens; go back to that, or"
     ):
@@ -349,8 +360,9 @@ def test_a_journal_with_a_broken_line_is_mended_from_the_metrics(tmp_path: Path)
     spec, run_dir = written(write_study(tmp_path, line=WAITING))
     member = started(run_dir)
     wait_until(lambda: lines(run_dir) > 18)
-    member.send_signal(signal.SIGKILL)
+    member.kill()
     member.wait()
+    wait_until(lambda: not commands_of(run_dir))
     path = run_dir / "metrics.jsonl"
     whole = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([*whole[:8], b"damaged", *whole[9:]]))

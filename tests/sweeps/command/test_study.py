@@ -22,7 +22,7 @@ from sweeps.search.race import LiveRace
 from sweeps.search.settings import RaceSettings
 from sweeps.source import load
 from tests.paths import ROOT
-from tests.sweeps.command.toy import lines, planned, steps_of, wait_until, write_study
+from tests.sweeps.command.toy import commands_of, lines, planned, steps_of, wait_until, write_study
 
 WAITING = "python -S train.py --steps={steps} --seed={seed} --out={run_dir} --loss={loss} --wait=17"
 
@@ -52,6 +52,7 @@ def test_a_study_whose_controller_is_killed_is_finished_by_the_same_command(tmp_
     wait_until(lambda: runs.is_dir() and len([run for run in runs.iterdir() if lines(run) > 10]) == 2)
     launch.kill()
     launch.communicate()
+    wait_until(lambda: not any(commands_of(run) for run in runs.iterdir()))
     for run in runs.iterdir():
         (run / "go").touch()
     again = train(tmp_path, *words)
@@ -76,7 +77,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return study.directory
 
 
-def test_whatever_reads_journals_reads_them(finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_whatever_reads_journals_reads_them(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     curves = load([finished]).curves
     assert {(curve.recipe, curve.axis, curve.unit) for curve in curves} == {
         ("toy", "compute/tokens", "tokens"),
@@ -84,6 +85,10 @@ def test_whatever_reads_journals_reads_them(finished: Path, capsys: pytest.Captu
     }
     assert main(["rank", str(finished)]) == 0
     assert "loss=dapo is ahead" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_report_is_made_of_them(finished: Path, tmp_path: Path) -> None:
     assert main(["report", str(finished), "-o", str(tmp_path / "report.html")]) == 0
     assert "tokens" in (tmp_path / "report.html").read_text()
 

@@ -93,6 +93,19 @@ def lines(run_dir: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+def commands_of(run_dir: Path) -> list[int]:
+    """Return the processes on this machine that run the command of a member."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if "train.py" in words and f"--out={run_dir}" in words:
+            found.append(int(folder.name))
+    return found
+
+
 def steps_of(run_dir: Path, kind: str = "train") -> list[int]:
     """Return the steps of the valid records of a kind, in their order."""
     return [record.step for record in view(run_dir).of_kind(kind)]
