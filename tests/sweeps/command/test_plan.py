@@ -36,6 +36,14 @@ def test_labels_are_the_values_that_differ_from_those_of_the_file(tmp_path: Path
     assert [spec.recipe for spec in planned(file, "", "loss=dapo")] == ["grpo at 1e-06", "dapo at 1e-06"]
 
 
+def test_a_value_made_of_others_is_none_that_differs(tmp_path: Path) -> None:
+    values = {"loss": "grpo", "name": "${loss}-${seed}"}
+    own, dapo = planned(write_study(tmp_path, values=values, line=f"{LINE} {{name}}"), "loss=grpo", "loss=dapo")
+    assert (
+        own.recipe == "toy" and dapo.recipe.startswith("loss=dapo") and resolved(dapo, tmp_path).words[-1] == "dapo-0"
+    )
+
+
 def test_a_value_that_the_file_leaves_open_is_in_every_label(tmp_path: Path) -> None:
     file = write_study(tmp_path, values={"loss": "???"})
     assert [spec.recipe for spec in planned(file, "loss=grpo", "loss=dapo")] == ["loss=grpo", "loss=dapo"]
