@@ -24,7 +24,7 @@ FLOORS = {
         {"search"},
         {"report"},
         {"cli"},
-        {"__main__", "api"},
+        {"__main__", "api", "stopping"},
     ],
     "lightning_scalerl": [
         {"prompt", "checks", "cache", "torchmetrics_on_demand"},

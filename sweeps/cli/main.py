@@ -312,6 +312,41 @@ def _studying(command: Command) -> None:
     )
     init.add_argument("folder", metavar="FOLDER", help="new or empty")
 
+    adopt = command(
+        "adopt",
+        _later("study_commands", "adopt_command"),
+        "take runs that others have made into a study as members, so that all that is asked of it counts them",
+        "scalerl adopt my_study --from examples/curves.csv --by recipe,seed",
+    )
+    adopt.add_argument("study", metavar="STUDY", help="a study's folder, or a new one")
+    adopt.add_argument(
+        "--from",
+        dest="sources",
+        nargs="+",
+        required=True,
+        metavar="SOURCE",
+        help="as of scalerl fit: wandb:entity/project, mlflow:URI#experiment, folders of W&B, tables, logs; "
+        "or a folder of logs",
+    )
+    adopt.add_argument(
+        "--by",
+        action="append",
+        default=[],
+        metavar="NAME,NAME=COL",
+        help="columns or parameters that tell recipes and seeds apart: loss,seed or loss=config.loss_type; repeatable",
+    )
+    adopt.add_argument("--metric", metavar="M", help="the reward, of a log")
+    adopt.add_argument("--x", metavar="COL", help="compute column or metric; default: as of scalerl fit")
+    adopt.add_argument("--y", metavar="COL", help="reward column, of a table")
+    adopt.add_argument(
+        "--unit",
+        choices=["device_hours", "virtual_device_hours", "flops", "tokens", "steps"],
+        help="what the compute column counts, where its name does not say",
+    )
+    adopt.add_argument("--seed-from", metavar="REGEX", help="where names of runs hide the seed, as of scalerl fit")
+    adopt.add_argument("--running", action="store_true", help="also runs still at work, as far as they have come")
+    adopt.add_argument("--json", action="store_true", help="print a JSON object")
+
     memory = command(
         "memory",
         _later("memory_command", "memory_command"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sweeps.cli.output import print_table, show_chart, show_ranking, warn
+from sweeps.cli.output import print_json, print_table, show_chart, show_ranking, warn
 from sweeps.errors import UserError, require_training
 from sweeps.executor.base import load_entry
 from sweeps.report.plain import one_line, table
@@ -94,6 +95,44 @@ def _scheduler(study: Path) -> Scheduler | None:
     except UserError as error:
         warn([str(error)])
         return None
+
+
+def adopt_command(options: argparse.Namespace) -> int:
+    """Take runs of others into a study as members, and print what became of each (`scalerl adopt`)."""
+    from sweeps.launch.adoption import adopt
+
+    done = adopt(
+        Path(options.study),
+        options.sources,
+        options.by,
+        metric=options.metric,
+        x=options.x,
+        y=options.y,
+        seed_from=options.seed_from,
+        unit=options.unit,
+        running=options.running,
+    )
+    for note in done.notes:
+        print(one_line(note if note.startswith("warning: ") else f"source: {note}"), file=sys.stderr)
+    if options.json:
+        print_json(done.to_json())
+        return 0
+    count = Counter(each.what for each in done.runs)
+    said = ", ".join(f"{count[what]} {what}" for what in ("adopted", "grown", "unchanged", "skipped") if count[what])
+    print(f"{options.study}: {said}; compute is {done.axis}, reward {done.metric}\n")
+    rows = [
+        [
+            each.what,
+            each.recipe or "-",
+            "-" if each.seed is None else str(each.seed),
+            str(each.points),
+            each.name,
+            each.reason or "",
+        ]
+        for each in done.runs
+    ]
+    print(table(["", "recipe", "seed", "points", "run there", ""], rows))
+    return 0
 
 
 def clean_command(options: argparse.Namespace) -> int:

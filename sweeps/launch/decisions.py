@@ -136,6 +136,8 @@ def first_actions(members: Sequence[MemberState], done: Collection[str], policy:
 
 
 def _first(member: MemberState, done: bool, policy: Policy) -> Action:
+    if member.adopted:
+        return Finish(member.run)
     if done:
         return Finish(member.run, None if member.state == "finished" else "finished")
     # One that a decider has stopped may be wanted again by it.

@@ -9,6 +9,7 @@ the memory of the process that launched it. Events of a run, in order:
     started                     it was submitted; `job` is the scheduler's id
     retried                     its job ended before it was done, for a reason (`kind`, `reason`) that allows another
     finished | failed           it is done, or was given up (`kind`, `reason`)
+    adopted                     alone, or again: others have run it (`launch.adoption`); `state` is how it ended there
 
 `retried` and `failed` name the `node` if it may be to blame, `finished` the one on which the run was done.
 """
@@ -32,7 +33,7 @@ from sweeps.run.spec import SPEC_FILE, RunSpec
 LEDGER_FILE = "ledger.jsonl"
 RUNS_DIR = "runs"  # beside it: a folder a member, named by its identity
 FULL_DISK_PAUSE_S = 5.0
-EVENTS = ("planned", "submitting", "started", "retried", "finished", "failed", "stopped")
+EVENTS = ("planned", "submitting", "started", "retried", "finished", "failed", "stopped", "adopted")
 
 
 _log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class MemberState:
         unanswered: submissions that were begun, never confirmed, and followed by another.
         curve: identity of the curve behind the label `recipe`; None in ledgers of earlier versions.
         checksum: `RunSpec.checksum` of the frozen specification; None in ledgers of earlier versions.
+        adopted: whether others have run it, so that it is never started.
     """
 
     run: str
@@ -69,6 +71,7 @@ class MemberState:
     unanswered: tuple[str, ...] = ()
     curve: str | None = field(default=None, compare=False)
     checksum: str | None = field(default=None, compare=False)
+    adopted: bool = field(default=False, compare=False)
 
 
 class Ledger:
@@ -154,6 +157,9 @@ class Ledger:
         strangers: set[str] = set()
         for entry in entries:
             run, event = entry["run"], entry["event"]
+            if event == "adopted":
+                states[run] = adopted(entry)
+                continue
             if event == "planned" and run not in states:
                 states[run] = MemberState(run, entry.get("recipe", ""), entry.get("seed", 0), curve=entry.get("curve"))
             elif run not in states and run not in strangers:
@@ -192,6 +198,20 @@ def read_frozen(run_dir: Path, state: MemberState, known: dict[str, Any] | None 
     spec = RunSpec.read(run_dir, known)
     spec.check_checksum(run_dir, state.checksum)
     return spec
+
+
+def adopted(entry: Mapping[str, Any]) -> MemberState:
+    """Return the state of a run that others have made, from its entry `adopted`."""
+    return MemberState(
+        run=entry["run"],
+        recipe=entry.get("recipe", ""),
+        seed=entry.get("seed", 0),
+        state=str(entry.get("state", "finished")),
+        reason=entry.get("reason"),
+        curve=entry.get("curve"),
+        checksum=entry.get("checksum"),
+        adopted=True,
+    )
 
 
 def _is_seed(value: Any) -> bool:

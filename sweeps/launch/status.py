@@ -87,7 +87,11 @@ def overview(study: Path, scheduler: Scheduler | None = None) -> list[MemberView
     # Asked only where a member's state depends on it: a controller on another machine has to be watched for a beat.
     asked = any(state.job is None and state.state in ("submitting", "started") for state in states)
     controlled = asked and bool(beating([study], LEASE_NAME, _LOOK_S))
-    return [_view(study, state, queue, controlled) for state in states]
+    views = [_view(study, state, queue, controlled) for state in states]
+    # Runs that report themselves (`sweeps.stopping`) may share the folder.
+    launched = {state.run for state in states}
+    loose = [each for each in find_runs(study / RUNS_DIR) if each.name not in launched and _reports_itself(each)]
+    return [*views, *map(_of_journal, loose)]
 
 
 class Overview:
@@ -269,6 +273,12 @@ def _since_resumed(run_dir: Path) -> tuple[str | None, str | None]:
     return "; ".join(changes) or None, view.missing
 
 
+def _reports_itself(run_dir: Path) -> bool:
+    """Return whether a run is one of somebody's own loop, which no ledger knows."""
+    view = journal_or_none(run_dir)
+    return view is not None and bool(view.header.get("loop"))
+
+
 def _pass_rate(metrics: Mapping[str, float]) -> float | None:
     """Return the pass rate of the first evaluation set, None if there is none."""
     return next((value for key, value in metrics.items() if key.endswith("/pass_rate")), None)
@@ -280,12 +290,14 @@ def _of_journal(run_dir: Path) -> MemberView:
     metrics = last_metrics(run_dir)
     header = view.header if view is not None else {}
     code, missing = _since_resumed(run_dir)
-    states = {"finished": "finished", "failed": "failed"}
+    states = {"finished": "finished", "failed": "failed", "stopped": "stopped"}
+    # Its race has ended a loop that reports itself.
+    stopped = view is not None and view.status == "finished" and view.reason is not None and header.get("loop")
     return MemberView(
         run=str(header.get("run", run_dir.name)),
         recipe=str(header.get("recipe", run_dir.name)),
         seed=int(header.get("seed", 0)),
-        state=states.get(view.status, "running") if view is not None else "waiting",
+        state=states.get("stopped" if stopped else view.status, "running") if view is not None else "waiting",
         step=int(metrics["step"]) if "step" in metrics else None,
         steps=None,
         pass_rate=_pass_rate(metrics),

@@ -62,7 +62,9 @@ class Study:
             )
         # Several sweeps may have shared the folder, under labels that only together are ambiguous.
         known: dict[str, Any] = {}
-        study.specs = [read_frozen(directory / RUNS_DIR / run, state, known) for run, state in states.items()]
+        # Of what others run only what is over takes part; nothing of it is ever started here.
+        mine = {run: state for run, state in states.items() if not state.adopted or state.state == "finished"}
+        study.specs = [read_frozen(directory / RUNS_DIR / run, state, known) for run, state in mine.items()]
         return study
 
     def run_dir(self, spec: RunSpec) -> Path:

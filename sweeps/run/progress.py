@@ -25,7 +25,7 @@ def is_done(run_dir: Path, steps: int, run: str) -> bool:
         steps: its budget in optimizer steps.
         run: its identity, which the journal's header must have: a folder may hold another run's journal.
     """
-    if _header(run_dir).get("run") != run:
+    if header_of(run_dir).get("run") != run:
         return False
     finished, void_after, broken, end = False, float("inf"), False, -1
     for entry in _from_end(run_dir):
@@ -98,7 +98,7 @@ def _has_begun(run_dir: Path) -> bool:
 
 
 def _foreign(run_dir: Path, run: str) -> str | None:
-    header, path = _header(run_dir), run_dir / JOURNAL_FILE
+    header, path = header_of(run_dir), run_dir / JOURNAL_FILE
     theirs = header.get("run")
     if theirs == run:
         return None
@@ -118,7 +118,7 @@ def how_it_failed(run_dir: Path) -> str | None:
     return None
 
 
-def _header(run_dir: Path) -> Mapping[str, Any]:
+def header_of(run_dir: Path) -> Mapping[str, Any]:
     """Return the header record in the journal's first line; empty if there is none, or it is damaged."""
     try:
         with (run_dir / JOURNAL_FILE).open("rb") as handle:

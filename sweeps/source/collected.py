@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sweeps.curve import UNNAMED, Curve, make_curve
+from sweeps.curve import UNNAMED, Array, Curve, make_curve
 from sweeps.errors import UserError
 from sweeps.run.journal import JournalView
 from sweeps.source.run_names import hidden_seed
@@ -18,13 +18,50 @@ from sweeps.source.text import short
 ALL = "all"
 
 
+# How a run that is not ours says it is; "" where its source does not say.
+RUNNING, FINISHED, FAILED = "running", "finished", "failed"
+
+
+@dataclass(frozen=True, eq=False)
+class ForeignRun:
+    """One run of a source that is not ours: what it is called, what describes it, and its points.
+
+    Attributes:
+        where, name: the source as the user gave it, and the run's name there.
+        key: by which the run is known again whatever its name; "" where its place and name are all there is.
+        state: `RUNNING`, `FINISHED` or `FAILED`; "" where the source does not say.
+        labels: what describes it and was asked for, by name; `recipe`, and where they are known `seed` and `baseline`.
+        axis, metric: columns of compute and reward.
+        steps: (n,), None where the source has none.
+        compute, reward: (n,).
+        sd: standard errors of the rewards, (n,), None where they are not known.
+    """
+
+    where: str
+    name: str
+    key: str
+    state: str
+    labels: Mapping[str, str]
+    axis: str
+    metric: str
+    steps: Array | None
+    compute: Array
+    reward: Array
+    sd: Array | None
+
+
+def described(factors: Mapping[str, str], **labels: str | None) -> dict[str, str]:
+    """Return the labels of a `ForeignRun`: the factors asked for, and those of its own that are known."""
+    return {**factors, **{name: value for name, value in labels.items() if value is not None}}
+
+
 @dataclass
 class LoadedStudy:
     """Content of the sources: a curve per recipe, the journals, and what was left out and why.
 
     mapping: a line a source: which reader it was, which column became what and by which rule, how many rows gave
     points and what became of the others. shown: those of the lines that a user must see, because the format is
-    not ours or a column was found by its name.
+    not ours or a column was found by its name. foreign: runs that are not ours, one by one.
     """
 
     curves: list[Curve] = field(default_factory=list)
@@ -32,6 +69,7 @@ class LoadedStudy:
     warnings: list[str] = field(default_factory=list)
     mapping: list[str] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
+    foreign: list[ForeignRun] = field(default_factory=list)
 
     def note(self, line: str, shown: bool) -> None:
         """Add a line to the mapping, and to the lines that a user must see if `shown`."""

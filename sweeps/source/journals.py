@@ -193,6 +193,15 @@ def axes_of(views: Sequence[JournalView]) -> list[str]:
     return [STEP, *(axis for axis in shared if axis != STEPS)]
 
 
+def compared_by(views: Sequence[JournalView]) -> tuple[str, str]:
+    """Return the compute axis and the reward by which runs with evaluations are compared where nobody says another.
+
+    Raises:
+        UserError: they share none.
+    """
+    return _default_axis(views), _default_metric(views)
+
+
 def _default_axis(views: Sequence[JournalView]) -> str:
     """Return the device's default compute axis, or FLOPs where not every evaluation has it."""
     # A run of another trainer has one axis, and its header says which.

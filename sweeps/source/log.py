@@ -16,8 +16,9 @@ from sweeps.curve import Array
 from sweeps.errors import UserError
 from sweeps.fit.schedule import at_peak_rate
 from sweeps.source.cells import is_empty, numbers
-from sweeps.source.collected import ALL, Collected
+from sweeps.source.collected import ALL, Collected, ForeignRun, described
 from sweeps.source.frame import Table, grouped, table_of
+from sweeps.source.run_names import pairs_in
 from sweeps.source.text import listed, short
 from sweeps.source.vocabulary import RATE, RUN_COLUMNS, SCALERL, STEP_NAMES, Vocabulary, first_match, vocabulary_of
 from sweeps.terminal import counted
@@ -46,7 +47,8 @@ class Series:
 class Log:
     """Log of one run: `series` reads a metric, `label` a text that describes the run (a tag, a constant column).
 
-    Asked for as labels are `recipe`, `seed` and `baseline`; without a recipe, `name` is the recipe.
+    Asked for as labels are `recipe`, `seed` and `baseline`; without a recipe, `name` is the recipe. key, state: see
+    `ForeignRun`.
     """
 
     name: str
@@ -56,6 +58,8 @@ class Log:
     labels: Sequence[str] = ()
     label: Callable[[str], str | None] = field(default=lambda name: None)
     warnings: Sequence[str] = ()
+    key: str = ""
+    state: str = ""
 
 
 @dataclass(frozen=True)
@@ -274,6 +278,21 @@ def _add_reward(
             spent.tolist(), values.tolist(), [label] * len(steps),
             None if sd is None else sd.tolist(), None if at_peak is None else at_peak.tolist(),
         )  # fmt: skip
+        into.study.foreign.append(
+            ForeignRun(
+                where=where,
+                name=log.name,
+                key=log.key,
+                state=log.state,
+                labels=described(factors, recipe=recipe, seed=seed, baseline=log.label("baseline")),
+                axis=compute.name,
+                metric=reward.name,
+                steps=steps,
+                compute=spent,
+                reward=values,
+                sd=sd,
+            )
+        )
         counts["points"] += len(steps)
         used += 1
     if not counts["points"]:
@@ -320,6 +339,9 @@ def recipe_of(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str
         if name is None:
             continue
         value = log.label(name)
+        if value is None:
+            # As trackers show what a run was begun with, and folders are named.
+            value = log.label(name.removeprefix("config.")) or pairs_in(log.name).get(name)
         if value is None:
             raise UserError(
                 f"{where}: nothing named {short(name)} describes run {short(log.name, 60)}; "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sweeps.errors import UserError, require
-from sweeps.source.collected import Collected
+from sweeps.source.collected import FAILED, FINISHED, RUNNING, Collected
 from sweeps.source.log import Log, Series, add_logs
 from sweeps.source.text import listed, short
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 NAME = "MLflow"
 PREFIX = "mlflow:"
+_STATES = {"RUNNING": RUNNING, "SCHEDULED": RUNNING, "FINISHED": FINISHED, "FAILED": FAILED, "KILLED": FAILED}
 _OURS = ("sweep", "member", "fit", "band")  # the tag `kind` of what our tracker and publisher write
 
 
@@ -159,6 +160,8 @@ def _log(run: Run, client: MlflowClient, ours: bool) -> Log:
         labels=tuple(sorted(labels, key=lambda key: (key.startswith("mlflow."), key))),
         label=labels.get,
         warnings=warnings,
+        key=f"mlflow:{run.info.run_id}",
+        state=_STATES.get(run.info.status, ""),
     )
 
 

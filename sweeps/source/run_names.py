@@ -29,6 +29,11 @@ def is_bare_seed(name: str) -> bool:
     return found is not None and not found[0]
 
 
+def pairs_in(name: str) -> dict[str, str]:
+    """Parse `key=value` in a run's name, as Hydra and others name folders: `loss=grpo,seed=1`."""
+    return dict(re.findall(r"([A-Za-z_][\w.]*)=([^\s,;:/+&=]+)", name))
+
+
 def labels_in(name: str) -> dict[str, str]:
     """Parse the labels in a run's name, as charts of grouped runs have them: `recipe: a, seed: 0`."""
     parts = [re.fullmatch(r"\s*([\w./-]+): (.+?)\s*", part) for part in name.split(",")]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sweeps.errors import UserError
-from sweeps.source.collected import ALL, Asked, Collected
+from sweeps.source.collected import ALL, Asked, Collected, ForeignRun, described
 from sweeps.source.columns import check_columns, column_named, counter_named, not_negative, strict_numbers
 from sweeps.source.frame import Table, grouped, read_table
 from sweeps.source.text import File, listed, short
@@ -100,6 +100,25 @@ def read(file: File, into: Collected) -> None:
             [seeds[i] for i in at.tolist()],
             None if sd is None else [sd[i] for i in at.tolist()],
         )
+        for (seed,), own in grouped([[seeds[i] for i in at.tolist()]]).items():
+            errors_of = None if sd is None else np.array([sd[i] for i in at[own].tolist()], dtype=float)
+            into.study.foreign.append(
+                ForeignRun(
+                    where=str(path),
+                    name=file.run_name if "recipe" not in used else recipe,
+                    key="",
+                    state="",
+                    labels=described(
+                        named, recipe=recipe, seed=seed if "seed" in used else None, baseline=base or None
+                    ),
+                    axis=axis,
+                    metric=used["reward"],
+                    steps=None,
+                    compute=compute[at[own]],
+                    reward=reward[at[own]],
+                    sd=None if errors_of is None or not np.isfinite(errors_of).all() else errors_of,
+                )
+            )
     _say_skipped(file, into, no_compute, no_reward, recipes)
     _note(file, into, columns, table, int((~skipped).sum()))
 

@@ -83,4 +83,7 @@ def _logs(path: Path) -> list[Log]:
     for run, name, step, text in _asked(path, f"SELECT {key}, run_name, step, metrics FROM metrics ORDER BY id"):
         names[run] = name
         rows.setdefault(run, []).append({**json.loads(text), "_step": step})
-    return [of_run(names[run], configs.get(run, {}), logged, []) for run, logged in rows.items()]
+    return [
+        of_run(names[run], configs.get(run, {}), logged, [], f"trackio:{run}" if key == "run_id" else "")
+        for run, logged in rows.items()
+    ]

@@ -13,7 +13,7 @@ from typing import Any
 from sweeps.errors import UserError
 from sweeps.run.journal import finite
 from sweeps.source.cells import is_empty
-from sweeps.source.collected import Collected
+from sweeps.source.collected import FINISHED, RUNNING, Collected
 from sweeps.source.log import Log, add_logs, series_of_records
 from sweeps.source.text import File, short
 from sweeps.source.vocabulary import TRL
@@ -51,7 +51,16 @@ def read(file: File, into: Collected) -> None:
             records.append((step, _renamed(row, sets)))
     fields = {key: str(value) for key, value in state.items() if isinstance(value, str | int | float)}
     names = list(dict.fromkeys(key for _, row in records for key in row if key != "step"))
-    log = Log(file.run_name, names, len(history), series_of_records(records), tuple(fields), fields.get)
+    log = Log(
+        name=file.run_name,
+        names=names,
+        rows=len(history),
+        series=series_of_records(records),
+        labels=tuple(fields),
+        label=fields.get,
+        key=str(file.run_folder),
+        state=_how_far(state),
+    )
     notes = [f"rows without a step: {len(history) - len(records)}"] if len(records) < len(history) else []
     if any("eval_num_tokens" in row and "num_tokens" not in row for row in rows):
         notes.append("num_tokens of evaluation rows is eval_num_tokens")
@@ -67,6 +76,12 @@ def read(file: File, into: Collected) -> None:
         step="step",
         notes=notes,
     )
+
+
+def _how_far(state: dict[str, Any]) -> str:
+    """Return whether a run has taken all of its steps; "" where the state does not say how many these are."""
+    step, most = finite(state.get("global_step")), finite(state.get("max_steps"))
+    return "" if step is None or not most or most < 0 else FINISHED if step >= most else RUNNING
 
 
 def _set_of(row: dict[str, Any]) -> str | None:

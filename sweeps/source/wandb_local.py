@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.errors import UserError, require
-from sweeps.source.collected import Collected
+from sweeps.run.spec import leaves
+from sweeps.source.collected import FAILED, FINISHED, RUNNING, Collected
 from sweeps.source.log import Log, add_logs, series_of_records
 from sweeps.source.text import File
 
@@ -58,12 +59,30 @@ def read_all(paths: list[Path], where: str, into: Collected) -> None:
     add_logs(logs, NAME, where, into, None, "the run's name", "_step")
 
 
-def of_run(name: str, config: dict[str, Any], rows: list[dict[str, Any]], warnings: list[str]) -> Log:
+def of_run(
+    name: str,
+    config: dict[str, Any],
+    rows: list[dict[str, Any]],
+    warnings: list[str],
+    key: str = "",
+    state: str = "",
+) -> Log:
     """Return the log of a run of W&B: its history, with the values of its configuration as labels."""
     records = [(float(row.get("_step", number)), row) for number, row in enumerate(rows)]
     names = list(dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, int | float)))
-    labels = {key: str(value) for key, value in config.items() if isinstance(value, str | int | float)}
-    return Log(name, names, len(rows), series_of_records(records), tuple(labels), labels.get, tuple(warnings))
+    plain = {name: value for name, value in leaves(config).items() if isinstance(value, str | int | float)}
+    labels = {name: str(value) for name, value in plain.items()}
+    return Log(
+        name=name,
+        names=names,
+        rows=len(rows),
+        series=series_of_records(records),
+        labels=tuple(labels),
+        label=labels.get,
+        warnings=tuple(warnings),
+        key=key,
+        state=state,
+    )
 
 
 def _log(path: Path) -> Log | None:
@@ -71,6 +90,7 @@ def _log(path: Path) -> Log | None:
     from wandb.proto import wandb_internal_pb2
 
     name = path.stem.removeprefix("run-")
+    key, state = f"wandb:{name}", RUNNING  # a process that was killed has not written its end either
     config: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     warnings: list[str] = []
@@ -90,8 +110,10 @@ def _log(path: Path) -> Log | None:
         elif kind == "history":
             row = _values(record.history.item)
             rows.append({"_step": float(record.history.step.num), **row} if record.history.HasField("step") else row)
+        elif kind == "exit":
+            state = FAILED if record.exit.exit_code else FINISHED
     if any(len(row) > 1 for row in rows):
-        return of_run(name, config, rows, warnings)
+        return of_run(name, config, rows, warnings, key, state)
     return None
 
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from sweeps.errors import UserError
-from sweeps.source.collected import Collected
+from sweeps.source.collected import FAILED, FINISHED, RUNNING, Collected
 from sweeps.source.log import add_logs
 from sweeps.source.text import short
 from sweeps.source.wandb_local import of_run
@@ -27,6 +27,12 @@ NAME = "W&B project"
 PREFIX = "wandb:"
 SERVER = "https://api.wandb.ai"
 RUNS_PAGE, ROWS_PAGE, TIMEOUT_S = 50, 1000, 60.0
+_STATES = {
+    "running": RUNNING,
+    "pending": RUNNING,
+    "finished": FINISHED,
+    **dict.fromkeys(("failed", "crashed", "killed"), FAILED),
+}
 
 _RUNS = """
 query Runs($project: String!, $entity: String!, $cursor: String, $perPage: Int, $order: String) {
@@ -75,7 +81,8 @@ def read_project(source: str, into: Collected) -> None:
             name = run["displayName"] or run["name"]
             warnings = [f"{run['state']}; its points are used"] if run["state"] in ("failed", "crashed") else []
             if rows:
-                logs.append(of_run(name, config, rows, warnings))
+                state = _STATES.get(run["state"], "")
+                logs.append(of_run(name, config, rows, warnings, f"wandb:{run['name']}", state))
     if not logs:
         raise UserError(f"{where}: no run with a history; give a project with runs, as its address has it")
     add_logs(logs, NAME, where, into, None, "the run's name", "_step")

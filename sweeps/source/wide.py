@@ -15,7 +15,7 @@ import numpy as np
 
 from sweeps.errors import UserError
 from sweeps.source.cells import is_blank, numbers
-from sweeps.source.collected import ALL, Asked, Collected
+from sweeps.source.collected import ALL, Asked, Collected, ForeignRun, described
 from sweeps.source.columns import check_columns, column_named, counter_named, not_negative, strict_numbers
 from sweeps.source.frame import Table, read_table
 from sweeps.source.log import Log, Series, recipe_of
@@ -150,6 +150,21 @@ def read(file: File, into: Collected) -> None:
             points.warnings.append(note)
         label = into.run_label(points, seed)
         points.extend(compute[at].tolist(), reward[at].tolist(), [label] * len(at), None)
+        into.study.foreign.append(
+            ForeignRun(
+                where=str(file.path),
+                name=run,
+                key="",
+                state="",
+                labels=described(factors, recipe=recipe, seed=seed, baseline=labels.get("baseline")),
+                axis=axis,
+                metric="reward",
+                steps=None,
+                compute=compute[at],
+                reward=reward[at],
+                sd=None,
+            )
+        )
         points_read += len(at)
     if not points_read:
         raise UserError(f"{file.path}: no row has both compute and a reward; give another table")

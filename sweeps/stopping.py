@@ -1,0 +1,430 @@
+"""A race for anybody's training loop: it reports its evaluations into a study's folder, and is told when it may stop.
+
+    from sweeps.stopping import should_stop
+
+    if should_stop("outputs/mine", recipe="grpo", seed=0, step=step, reward=reward, compute=tokens, budget=2e9):
+        break
+
+Each run writes a journal of its own (`runs/<identity>/metrics.jsonl`), and reads those of all others: members of a
+launched study, adopted runs, other loops, on any machine that sees the folder. The looks are those of a live race
+(`sweeps.decide.race`), by the same posterior and rules, and are kept in `race.jsonl` beside the journal.
+`race_callback` is the same for transformers' Trainer and TRL's trainers. Neither needs torch here.
+
+What is wrong from the beginning (a budget out of range, other rules than before, another process's run) raises at the
+first call. Later faults never reach the loop: each is said once in a warning of `logging`, what was to be written is
+written with the next call, and the answer is "go on". A call waits for the answer for `wait_s` at most; one that takes
+longer is given by the next.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sweeps.curve import DEVICE_HOURS, FLOPS, STEPS, TOKENS
+from sweeps.decide.rules import Rules
+from sweeps.errors import UserError, naming, require
+from sweeps.executor.base import load_entry
+from sweeps.launch.adoption import METRIC
+from sweeps.launch.ledger import RUNS_DIR
+from sweeps.launch.settings import LAUNCH_FILE
+from sweeps.run.files import make_private, read_json
+from sweeps.run.journal import Journal, JournalView, find_runs
+from sweeps.run.lease import Lease
+from sweeps.run.progress import header_of, journal_or_none
+from sweeps.run.spec import digest
+from sweeps.run.writer import BEAT_S, EXPIRY_S
+from sweeps.search.race_log import RaceRecord
+from sweeps.search.run_observer import RunObserver
+from sweeps.search.settings import RaceSettings
+from sweeps.source.journals import compared_by
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 10.0
+_LAST_S = 60.0  # for what is still to be written when a run ends
+# Compute of a loop that does not say in what it counts.
+SPENT = "compute/spent"
+
+
+class RacingRun:
+    """One run of somebody's loop in a study's folder: its journal, and the looks of the race that it is in.
+
+    One process writes a run: of several ranks, call it on one and tell the others its answer.
+
+    Args:
+        study: the study's folder, new or existing.
+        recipe, seed: label of the recipe that it runs, shared by its seeds, and the seed.
+        budget: compute of one run at which the best recipe is wanted; None for that of the study's own race.
+        p_ahead, looks, first, growth: see `sweeps.decide.rules.Rules`; only with a budget.
+        axis: what compute counts, as a journal names it (`compute/tokens`); None for the study's, else steps where no
+            compute is given.
+        members: number of runs that must be there before a look is taken; a look cannot judge whom it does not know.
+        wait_s: seconds that one call waits for its answer.
+
+    Raises:
+        UserError: a value out of range, a study that is compared by another axis, other rules than this run had
+            before, or a member of this label and seed that somebody else writes.
+    """
+
+    def __init__(
+        self,
+        study: str | Path,
+        recipe: str,
+        seed: int,
+        budget: float | None = None,
+        p_ahead: float = Rules.p_ahead,
+        looks: int = Rules.looks,
+        first: float = Rules.first,
+        growth: float = Rules.growth,
+        axis: str | None = None,
+        members: int = 2,
+        wait_s: float = WAIT_S,
+    ) -> None:
+        self.study, self.recipe, self.seed = Path(study).resolve(), str(recipe), int(seed)
+        self.rules = (
+            Rules(float(budget), p_ahead, looks, first, growth) if budget is not None else _rules_of(self.study)
+        )
+        self._members, self._wait_s = members, wait_s
+        curve = digest({"loop": self.recipe})
+        self.run = digest({"loop": self.recipe, "seed": self.seed})
+        self.run_dir = self.study / RUNS_DIR / self.run
+        for other in find_runs(self.study):
+            header = header_of(other)
+            if "adopted" in header and (view := journal_or_none(other)) is not None:
+                header = view.header  # a launch may have given it another label
+            if header.get("recipe") != self.recipe or other.resolve() == self.run_dir:
+                continue
+            curve = str(header.get("curve", curve))
+            if header.get("seed") == self.seed:
+                raise UserError(f"recipe: {self.recipe!r} seed {self.seed} is a member of {study} already ({other})")
+        self._curve = curve
+        self.axis, self.metric = self._compared(axis)
+        with naming("study"):
+            make_private(self.study)
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._observer = RunObserver(self.study, self.run_dir, self.rules, self.metric, self.axis)
+        self._lease = Lease(self.run_dir, beat_s=BEAT_S, expiry_s=EXPIRY_S)
+        self._holds = False
+        self._changed = threading.Condition()
+        self._pending: list[tuple[int, float, dict[str, float]]] = []
+        self._ending: tuple[str, str | None] | None = None
+        self._asked = self._answered = 0  # calls so far, and the last one whose answer is known
+        self._why: str | None = None
+        self._told: set[str] = set()
+        self._thread: threading.Thread | None = None
+        self._reached = (-1, 0.0)  # step and compute of the newest evaluation
+
+    def _compared(self, axis: str | None) -> tuple[str | None, str]:
+        """Return the axis and reward by which the study's runs are compared; no axis where nothing says it yet."""
+        for other in find_runs(self.study):
+            view = journal_or_none(other)
+            if view is not None and view.of_kind("eval"):
+                theirs, metric = compared_by([view])
+                if axis not in (None, theirs):
+                    raise UserError(f"axis: {axis}, and the runs in {self.study} are compared by {theirs}; count alike")
+                return theirs, metric
+        return axis, METRIC
+
+    def should_stop(
+        self, step: int, reward: float, compute: float | None = None, reward_se: float | None = None
+    ) -> str | None:
+        """Record an evaluation; return why the run is to be stopped, or None to go on.
+
+        Args:
+            step: optimizer steps so far.
+            reward: of held-out prompts at this step.
+            compute: spent so far, cumulative over resumes; None to count steps.
+            reward_se: standard error of the reward, where it is known.
+        """
+        if self.axis is None:
+            self.axis = STEPS if compute is None else SPENT
+            self._observer = RunObserver(self.study, self.run_dir, self.rules, self.metric, self.axis)
+        spent = float(step) if compute is None else float(compute)
+        if not (math.isfinite(spent) and spent >= 0 and math.isfinite(reward)):
+            self._warn(f"step {step}: reward {reward} at compute {spent} is no evaluation, and was not recorded")
+            return self._why
+        error = {f"{self.metric}_se": float(reward_se)} if reward_se is not None and math.isfinite(reward_se) else {}
+        metrics = {self.metric: float(reward), **error, self.axis: spent}
+        with self._changed:
+            self._pending.append((int(step), spent, metrics))
+        return self._answer(self._wait_s)
+
+    def end(self, status: str = "finished", reason: str | None = None) -> None:
+        """Record the end of the run, after which no look waits for it; `status` is `finished` or `failed`."""
+        if self._why is None:  # else it has been recorded with its reason
+            with self._changed:
+                self._ending = status, reason
+            self._answer(_LAST_S)
+        if self._holds:
+            self._lease.release()
+            self._holds = False
+
+    # --- what is done beside the loop ------------------------------------------------------------------------------
+
+    def _answer(self, wait_s: float) -> str | None:
+        with self._changed:
+            self._asked += 1
+            mine = self._asked
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._work, daemon=True, name=f"race {self.run}")
+                self._thread.start()
+            if not self._changed.wait_for(lambda: self._answered >= mine, wait_s):
+                self._warn(f"no answer within {wait_s:g} s; it is given by a later call")
+            return self._why
+
+    def _work(self) -> None:
+        """Write what is pending and look, until everything that was asked is answered."""
+        while True:
+            with self._changed:
+                asked = self._asked
+                if self._answered >= asked:
+                    self._thread = None
+                    return
+            try:
+                self._write()
+                why = self._look()
+            except Exception as error:  # nothing of this may end a training
+                why = None
+                self._warn(f"not done now, tried again with the next call ({type(error).__name__}: {error})")
+            with self._changed:
+                self._why = self._why or why
+                self._answered = asked
+                self._changed.notify_all()
+
+    def _write(self) -> None:
+        """Append what is pending to the journal, on the disk when this returns."""
+        with self._changed:
+            pending, ending = list(self._pending), self._ending
+        if not pending and ending is None:
+            return
+        if not self._holds:
+            # Also where a lock does not reach: a holder that died is silent for as long.
+            self._lease.acquire(EXPIRY_S + BEAT_S)
+            self._holds = True
+        self._lease.check()
+        view = journal_or_none(self.run_dir)
+        if view is None and not pending:
+            return  # it has ended without an evaluation
+        journal = Journal(self.run_dir)
+        try:
+            if view is None:
+                journal.header(**self._header())
+                view = JournalView(journal.path, {})
+            last = max((record.step for record in view.records), default=-1)
+            if pending and (pending[0][0] <= last or view.status != "running"):
+                # It goes on from a checkpoint: what was recorded beyond is void, and written again.
+                last = max((r.step for r in view.records if r.step < pending[0][0]), default=-1)
+                journal.resume(last)
+            for step, spent, metrics in pending:
+                if self._falls(view, step, spent):
+                    continue
+                journal.record("eval", step, metrics)
+                self._reached = step, spent
+            if ending is not None:
+                journal.end(max(self._reached[0], last), *ending)
+        finally:
+            journal.close()
+        with self._changed:
+            del self._pending[: len(pending)]
+            self._ending = None if self._ending == ending else self._ending
+
+    def _falls(self, view: JournalView, step: int, spent: float) -> bool:
+        """Return whether compute is less than at an earlier step, which is told: a counter that began again."""
+        before = [(r.step, r.metrics.get(self.axis or "", 0.0)) for r in view.records if r.step < step]
+        at, reached = max([*before, *([self._reached] if self._reached[0] < step else [])], default=(-1, 0.0))
+        if spent < reached:
+            self._warn(
+                f"step {step}: compute {spent:g} is less than the {reached:g} of step {at}, and was not recorded; "
+                "count on from the checkpoint after a resume"
+            )
+        return spent < reached
+
+    def _header(self) -> dict[str, Any]:
+        known = {"run": self.run, "curve": self._curve, "recipe": self.recipe, "seed": self.seed}
+        return {**known, "axis": self.axis, "compute_is": self.axis, "loop": True}
+
+    def _look(self) -> str | None:
+        """Take the looks that are due; return why this run is stopped, and record that it has ended then."""
+        if self._why is not None or len(find_runs(self.study)) < self._members:
+            return None
+        began = time.monotonic()
+        why = self._observer.look()
+        if (took := time.monotonic() - began) > self._wait_s:
+            log.info("race: the look took %.1f s", took)
+        for said in (self._observer.trouble and f"no look: {self._observer.trouble}", self._observer.namesakes):
+            if said is not None:
+                self._warn(said)
+        if why is not None:
+            log.warning("race: %s seed %d: %s", self.recipe, self.seed, why)
+            with self._changed:
+                self._ending = "finished", why
+            self._write()
+        return why
+
+    def _warn(self, said: str) -> None:
+        """Say a fault, once."""
+        if said not in self._told:
+            self._told.add(said)
+            log.warning("race: %s seed %d: %s", self.recipe, self.seed, said)
+
+
+def _rules_of(study: Path) -> Rules:
+    """Return the rules of a study's own race.
+
+    Raises:
+        UserError: it has none whose budget is known.
+    """
+    rules = RaceRecord.read(study).rules
+    if rules is None:
+        settings = RaceSettings.of(read_json(study / LAUNCH_FILE).get("race"))
+        rules = settings.rules(settings.budget) if settings.budget is not None else None
+    if rules is None:
+        raise UserError(f"budget: {study} has no race whose budget is known; give the compute of one run")
+    return rules
+
+
+_RUNS: dict[tuple[Path, str, int], RacingRun] = {}
+
+
+def should_stop(
+    study: str | Path,
+    recipe: str,
+    seed: int,
+    step: int,
+    reward: float,
+    compute: float | None = None,
+    reward_se: float | None = None,
+    **settings: Any,
+) -> str | None:
+    """Record an evaluation of a run in a study's folder; return why the run is to be stopped, or None to go on.
+
+    Args:
+        study, recipe, seed: see `RacingRun`.
+        step, reward, compute, reward_se: see `RacingRun.should_stop`.
+        settings: `budget` and others of `RacingRun`, taken by the first call for a run.
+
+    Raises:
+        UserError: at the first call for a run, see `RacingRun`.
+    """
+    key = (Path(study).resolve(), str(recipe), int(seed))
+    if key not in _RUNS:
+        _RUNS[key] = RacingRun(study, recipe, seed, **settings)
+    return _RUNS[key].should_stop(step, reward, compute, reward_se)
+
+
+def finished(study: str | Path, recipe: str, seed: int, status: str = "finished", reason: str | None = None) -> None:
+    """Record that a run has ended, so that no look waits for it; of one that never reported nothing is recorded."""
+    run = _RUNS.pop((Path(study).resolve(), str(recipe), int(seed)), None)
+    if run is not None:
+        run.end(status, reason)
+
+
+# --- transformers ----------------------------------------------------------------------------------------------
+
+# What the callback can count, by name: the axis in the journal.
+COUNTED = {"tokens": TOKENS, "flops": FLOPS, "steps": STEPS, "device_hours": DEVICE_HOURS}
+
+
+class _RaceEvents:
+    """Events of transformers' Trainer at which a run reports, and is told to stop; see `race_callback`."""
+
+    def __init__(self, run: Mapping[str, Any], metric: str, compute: str) -> None:
+        self._about, self._metric, self._compute = dict(run), metric, compute
+        self._run: RacingRun | None = None
+        self._why: str | None = None
+        self._tokens: float | None = None
+        self._began = self._hours = 0.0
+        self._missing = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Join the study, so that what is wrong is said before anything is trained."""
+        self._began = time.monotonic()
+        if state.is_world_process_zero:
+            self._run = RacingRun(**self._about, axis=COUNTED[self._compute])
+            view = journal_or_none(self._run.run_dir)
+            before = [] if view is None else [r for r in view.of_kind("eval") if r.step <= state.global_step]
+            self._hours = before[-1].metrics.get(DEVICE_HOURS, 0.0) if before else 0.0
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """Report a reward that was logged, and ask whether the run goes on; all ranks get the answer of the first."""
+        logs = logs or {}
+        self._tokens = next(
+            (float(logs[key]) for key in ("eval_num_tokens", "num_tokens") if key in logs), self._tokens
+        )
+        if self._metric not in logs:
+            return
+        why = None
+        if self._run is not None:
+            spent = self._spent(args, state)
+            if spent is None and not self._missing:
+                self._missing = True
+                log.warning(
+                    "race: the Trainer counts no %s, and so nothing is recorded; choose compute=steps", self._compute
+                )
+            if spent is not None:
+                why = self._run.should_stop(int(state.global_step), float(logs[self._metric]), spent)
+        if args.world_size > 1:
+            told = [why]
+            load_entry("accelerate.utils:broadcast_object_list")(told)
+            why = told[0]
+        self._why = self._why or why
+        if self._why is not None:
+            control.should_training_stop = control.should_save = True
+
+    def _spent(self, args: Any, state: Any) -> float | None:
+        if self._compute == "steps":
+            return float(state.global_step)
+        if self._compute == "flops":
+            return float(state.total_flos) or None
+        if self._compute == "device_hours":
+            return self._hours + (time.monotonic() - self._began) / 3600 * int(args.world_size)
+        counted = float(state.num_input_tokens_seen or 0) if self._tokens is None else self._tokens
+        return counted or None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Keep to the answer: whatever else is at work in the Trainer may have set it back."""
+        if self._why is not None:
+            control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Record the end of the run, unless the race has ended it."""
+        if self._run is not None and self._why is None:
+            self._run.end()
+
+
+def race_callback(
+    study: str | Path,
+    recipe: str,
+    seed: int,
+    budget: float | None = None,
+    metric: str = "eval_reward",
+    compute: str = "tokens",
+    **settings: Any,
+) -> Any:
+    """Make a callback for transformers' Trainer, and so TRL's, that ends a training which will not be the best.
+
+    The Trainer's process of rank 0 reports and asks, and the others get its answer. A stopped run is saved.
+
+    Args:
+        study, recipe, seed, budget: see `RacingRun`.
+        metric: name of the reward among what is logged: `eval_reward` of TRL, or any other.
+        compute: `tokens` (`num_tokens` of TRL, else those that the Trainer counts), `flops`, `steps` or `device_hours`.
+        settings: more of `RacingRun`.
+
+    Raises:
+        UserError: transformers is not installed, or it cannot count so.
+    """
+    require("transformers", "race_callback")
+    if compute not in COUNTED:
+        raise UserError(f"compute: {compute!r} is none of {', '.join(COUNTED)}")
+    made = type(
+        "RaceCallback", (_RaceEvents, load_entry("transformers:TrainerCallback")), {"__doc__": _RaceEvents.__doc__}
+    )
+    about = {"study": study, "recipe": recipe, "seed": seed, "budget": budget, **settings}
+    return made(about, metric, compute)

@@ -1,0 +1,454 @@
+"""Adopting: runs of others become members, once, whole, and nothing that was there is touched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sweeps.cli import main as cli
+from sweeps.curve import Curve
+from sweeps.errors import UserError
+from sweeps.launch import adoption
+from sweeps.launch.adoption import Adoption, adopt, agree, columns_of
+from sweeps.launch.ledger import Ledger
+from sweeps.launch.status import overview
+from sweeps.launch.study import Study
+from sweeps.run.journal import Journal, read_journal
+from sweeps.source import load
+from tests.examples import every, examples
+from tests.paths import ROOT
+from tests.sweeps.search.runners import AXIS, Runners, evaluation, member
+from tests.sweeps.source.test_trackers import Stand, log_of, message, server  # noqa: F401  # a fixture
+
+CURVES = ROOT / "examples" / "curves.csv"
+
+
+def held(directory: Path) -> dict[tuple[str, int], list[tuple[int, float, float]]]:
+    """Step, compute and reward in the journals of a study, by label and seed."""
+    found = {}
+    for path in sorted((directory / "runs").iterdir()):
+        view = read_journal(path)
+        (metric,) = {name for record in view.records for name in record.metrics if name.endswith("/pass_rate")}
+        key = str(view.header["recipe"]), int(view.header["seed"])
+        assert key not in found, "one member a run"
+        found[key] = [(r.step, r.metrics[view.header["axis"]], r.metrics[metric]) for r in view.of_kind("eval")]
+    return found
+
+
+def whole(directory: Path) -> dict[str, bytes]:
+    """Content of all files of a study but those of its lease."""
+    files = [path for path in directory.rglob("*") if path.is_file() and not path.name.startswith(".controller")]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+def points(curve: Curve) -> list[tuple[str, float, float]]:
+    return list(zip(curve.seed.tolist(), curve.compute.tolist(), curve.reward.tolist(), strict=True))
+
+
+def what(done: Adoption) -> list[str]:
+    return [each.what for each in done.runs]
+
+
+def table(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows_of(loss: str, seed: int, until: int, top: float = 0.6, **more: Any) -> list[dict[str, Any]]:
+    return [
+        {"loss": loss, "seed": seed, "tokens": 1000.0 * n, "reward": 0.1 + top * n / (n + 4) + seed / 1000, **more}
+        for n in range(until)
+    ]
+
+
+# --- what a member is ------------------------------------------------------------------------------------------
+
+
+def test_every_command_counts_what_was_adopted(tmp_path: Path) -> None:
+    done = adopt(tmp_path / "study", [str(CURVES)], ["recipe,seed"])
+    assert what(done) == ["adopted"] * 8
+    mine, theirs = load([tmp_path / "study"]).curves, load([CURVES]).curves
+    assert [(each.recipe, points(each)) for each in mine] == [(each.recipe, points(each)) for each in theirs]
+    assert {view.state for view in overview(tmp_path / "study")} == {"finished"}
+    study = Study.read(tmp_path / "study")
+    assert len(study.specs) == 8, "frozen, and as the ledger has them"
+    header = read_journal(study.run_dir(study.specs[0])).header
+    assert header["adopted"].keys() == {"source", "run", "key", "axis", "metric", "digest"} and header["time"] > 1e9
+    assert header["adopted"]["source"] == str(CURVES)
+
+
+@pytest.mark.parametrize("command", every(4, ["compare", "rank", "race --budget 16000", "plan --target 0.6"]))
+def test_commands_say_of_it_what_they_say_of_its_source(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "few.csv"
+    lines = CURVES.read_text().splitlines()
+    source.write_text("\n".join(line for n, line in enumerate(lines) if n % 3 == 0 and "aggregation" not in line))
+    name, *options = command.split()
+    adopt(tmp_path / "study", [str(source)], ["recipe,seed"])
+    said = []
+    for each in (source, tmp_path / "study"):
+        assert cli.main([name, str(each), *options, "--json"]) == 0
+        said.append(
+            json.loads(
+                capsys.readouterr()
+                .out.replace("compute/compute", "compute")
+                .replace("eval/heldout/pass_rate", "reward")
+            )
+        )
+    drop = {"command", "paired"}
+    assert without(said[0], drop) == without(said[1], drop)
+
+
+def without(value: Any, names: set[str]) -> Any:
+    if isinstance(value, dict):
+        return {key: without(each, names) for key, each in value.items() if key not in names}
+    return [without(each, names) for each in value] if isinstance(value, list) else value
+
+
+def test_it_is_never_started_and_counts_as_done(tmp_path: Path) -> None:
+    adopt(tmp_path / "study", [str(CURVES)], ["recipe,seed"])
+    log = log_of(tmp_path / "run-x.wandb", message("run", name="a", recipe="late", seed=0), *wandb_rows(4))
+    adopt(tmp_path / "study", [str(log)], ["recipe,seed"], x="compute", metric="reward", running=True)
+    study, runners = Study.read(tmp_path / "study"), Runners()
+    states = study.run(runners)
+    assert runners.started == [] and {state.state for state in states.values()} == {"finished"} and len(states) == 8
+    assert [view.state for view in overview(tmp_path / "study")].count("stopped") == 1, "the one that has not ended"
+
+
+def wandb_rows(until: int) -> list[bytes]:
+    return [message("row", step=n, **{"reward": 0.1 * n, "compute": 10.0 * n}) for n in range(until)]
+
+
+# --- once, whatever happens ------------------------------------------------------------------------------------
+
+
+def test_twice_is_once(tmp_path: Path) -> None:
+    adopt(tmp_path / "study", [str(CURVES)], ["recipe,seed"])
+    before = whole(tmp_path / "study")
+    assert what(adopt(tmp_path / "study", [str(CURVES)], ["recipe,seed"])) == ["unchanged"] * 8
+    assert whole(tmp_path / "study") == before
+    shutil.copy(CURVES, tmp_path / "copy.csv")
+    assert what(adopt(tmp_path / "study", [str(tmp_path / "copy.csv")], ["recipe,seed"])) == ["unchanged"] * 8, (
+        "elsewhere"
+    )
+    assert whole(tmp_path / "study") == before
+
+
+runs_of = st.lists(
+    st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.integers(4, 9)),
+    min_size=1, max_size=4, unique_by=lambda run: run[:2],
+)  # fmt: skip
+
+
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(runs=runs_of, cuts=st.lists(st.integers(1, 9), max_size=2), order=st.randoms(), twice=st.booleans())
+def test_however_it_comes_the_members_are_the_same(
+    runs: list[tuple[str, int, int]], cuts: list[int], order: Any, twice: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """In parts as runs grow, in any order of rows, with rows that are there twice, and again and again."""
+    folder = tmp_path_factory.mktemp("grown")
+    source = folder / "log.jsonl"
+    for cut in [*sorted(cuts), 9]:
+        rows = [
+            row for loss, seed, until in runs for row in rows_of(loss, seed, min(until, cut), 0.3 + ord(loss) / 400)
+        ]
+        rows += rows[: len(rows) // 2] if twice else []
+        order.shuffle(rows)
+        table(source, rows)
+        done = adopt(folder / "grown", [str(source)], ["loss,seed"])
+        assert "skipped" not in what(done)
+    rows = [row for loss, seed, until in runs for row in rows_of(loss, seed, until, 0.3 + ord(loss) / 400)]
+    table(source, rows)
+    adopt(folder / "once", [str(source)], ["loss,seed"])
+    assert held(folder / "grown") == held(folder / "once")
+    assert {path.name for path in (folder / "grown/runs").iterdir()} == {
+        path.name for path in (folder / "once/runs").iterdir()
+    }
+    for study in (Study.read(folder / "grown"), Study.read(folder / "once")):
+        assert all(
+            study.run_dir(spec).exists() and spec.steps == len(held(study.directory)[spec.recipe, spec.seed]) - 1
+            for spec in study.specs
+        )
+        assert {view.state for view in overview(study.directory)} == {"finished"}
+
+
+def test_a_run_that_was_logged_anew_goes_on_from_where_it_was(tmp_path: Path) -> None:
+    source = log_of(tmp_path / "run-x.wandb", message("run", name="a", seed=0), *wandb_rows(6))
+    adopt(tmp_path / "study", [str(source)], x="compute", metric="reward", running=True)
+    rewound = [
+        *wandb_rows(4),
+        *(message("row", step=n, **{"reward": 0.05 * n, "compute": 10.0 * n}) for n in range(4, 9)),
+    ]
+    log_of(source, message("run", name="a", seed=0), *rewound)
+    (taken,) = adopt(tmp_path / "study", [str(source)], x="compute", metric="reward", running=True).runs
+    assert taken.what == "grown" and str(taken.reason).startswith("still running")
+    (rows,) = held(tmp_path / "study").values()
+    assert [reward for _, _, reward in rows] == [pytest.approx((0.1 if n < 4 else 0.05) * n) for n in range(9)]
+    shorter = log_of(source, message("run", name="a", seed=0), *rewound[:5])
+    (taken,) = adopt(tmp_path / "study", [str(shorter)], x="compute", metric="reward", running=True).runs
+    assert taken.what == "unchanged" and len(next(iter(held(tmp_path / "study").values()))) == 9
+
+
+def test_killed_before_the_ledger_knows_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = table(tmp_path / "a.jsonl", rows_of("a", 0, 6))
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("_record", "write_atomically"):
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(adoption, name, killed)
+            adopt(tmp_path / "study", [str(source)], ["loss,seed"])
+        assert not Ledger(tmp_path / "study").fold()
+    (journal,) = (tmp_path / "study/runs").glob("*/metrics.jsonl")
+    journal.write_bytes(journal.read_bytes()[:-150])  # as a power cut leaves it
+    assert what(adopt(tmp_path / "study", [str(source)], ["loss,seed"])) == ["adopted"]
+    assert len(held(tmp_path / "study")["loss=a", 0]) == 6 and [v.state for v in overview(tmp_path / "study")] == [
+        "finished"
+    ]
+
+
+@pytest.mark.live
+def test_several_processes_adopt_into_one_study(tmp_path: Path) -> None:
+    for n in range(2):
+        table(tmp_path / f"{n}.jsonl", [row for seed in range(4) for row in rows_of(f"l{n}", seed, 8, 0.3 + n / 10)])
+    words = [sys.executable, "-m", "sweeps.cli.main", "adopt", str(tmp_path / "study"), "--by", "loss,seed", "--from"]
+    left = {n: [*words, str(tmp_path / f"{n}.jsonl")] for n in range(2)}
+    begin = time.monotonic()
+    while left and time.monotonic() - begin < 120:
+        started = {n: subprocess.Popen(each, cwd=ROOT, stdout=-3, stderr=-1, text=True) for n, each in left.items()}
+        for n, process in started.items():
+            _, said = process.communicate(timeout=60)
+            if process.returncode == 0:
+                del left[n]
+            else:
+                assert "is being run by another process" in said, "one after the other, or told so"
+    assert len(held(tmp_path / "study")) == 8 and len(Study.read(tmp_path / "study").specs) == 8
+
+
+# --- who it is -------------------------------------------------------------------------------------------------
+
+
+def test_values_may_have_other_names_there(tmp_path: Path) -> None:
+    for n, loss in enumerate(("grpo", "dapo")):
+        about = {"loss": {"type": loss}, "lr": 1e-5, "random": n}
+        log_of(tmp_path / "wandb" / f"run-{loss}.wandb", message("run", name=f"x{n}", **about), *wandb_rows(5))
+    by = ["loss=config.loss.type,lr", "seed=random"]
+    done = adopt(tmp_path / "study", [str(tmp_path / "wandb")], by, x="compute", metric="reward", running=True)
+    assert {(each.recipe, each.seed) for each in done.runs} == {("loss=grpo+lr=1e-05", 0), ("loss=dapo+lr=1e-05", 1)}
+    assert {each.factors["lr"] for each in load([tmp_path / "study"], factors=["lr"]).curves} == {"1e-05"}
+    with pytest.raises(UserError, match=r"nothing named momentum describes run x[01]; found .*choose with --by"):
+        adopt(
+            tmp_path / "study",
+            [str(tmp_path / "wandb")],
+            ["loss=config.loss.type,momentum"],
+            x="compute",
+            metric="reward",
+        )
+
+
+def test_a_run_counts_once_under_whatever_name(tmp_path: Path) -> None:
+    source = table(tmp_path / "a.jsonl", rows_of("a", 0, 6, lr="1"))
+    adopt(tmp_path / "study", [str(source)], ["loss,seed"])
+    (taken,) = adopt(tmp_path / "study", [str(source)], ["loss,lr,seed"]).runs
+    assert taken.what == "skipped" and "a run counts once" in str(taken.reason)
+    (taken,) = adopt(tmp_path / "study", [str(source)], ["loss,seed"]).runs
+    assert taken.what == "unchanged" and len(held(tmp_path / "study")) == 1
+
+
+def test_seeds_of_names_and_of_none(tmp_path: Path) -> None:
+    for name in ("grpo-seed3", "grpo-seed7", "other"):
+        rows = [{"step": n, "reward": len(name) / 100 + n / 10 + int(name[-1] == "7") / 50} for n in range(5)]
+        table(tmp_path / "logs" / f"{name}.jsonl", rows)
+    done = adopt(tmp_path / "study", [str(tmp_path / "logs")])
+    assert {(each.recipe, each.seed) for each in done.runs} == {("grpo", 3), ("grpo", 7), ("other", 0)}
+    assert [each.reason for each in done.runs if each.recipe == "other"] == ["no seed was named: it counts as 0"]
+    before = whole(tmp_path / "study")
+    assert (
+        what(adopt(tmp_path / "study", [str(tmp_path / "logs")])) == ["unchanged"] * 3
+        and whole(tmp_path / "study") == before
+    )
+
+
+@pytest.mark.parametrize("text", ["loss,loss", "loss,", "loss="])
+def test_names_that_say_nothing_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="--by"):
+        columns_of([text])
+    assert columns_of(["loss=config.loss", "seed"]) == {"loss": "config.loss", "seed": "seed"}
+
+
+def test_numbers_are_compared_as_numbers() -> None:
+    cell = {"loss": "grpo", "lr": "0.00001", "norm": "true"}
+    assert agree({"lr": "1e-5"}, cell) and agree({"lr": "1e-05", "norm": "True"}, cell)
+    assert not agree({"lr": "1e-6"}, cell) and not agree({"beta": "0"}, cell) and not agree({}, cell)
+
+
+# --- of which sources ------------------------------------------------------------------------------------------
+
+
+def state(folder: Path, checkpoint: int, most: int) -> None:
+    """A state that transformers' Trainer keeps with a checkpoint."""
+    own = int(folder.name[-1]) / 50
+    history = [
+        {"step": n, "eval_reward": 0.1 + n / 200 + own, "num_tokens": 500.0 * n} for n in range(0, checkpoint + 1, 5)
+    ]
+    path = folder / f"checkpoint-{checkpoint}" / "trainer_state.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"global_step": checkpoint, "max_steps": most, "log_history": history}))
+
+
+def test_folders_of_checkpoints_by_the_names_of_their_runs(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for seed in (0, 1):
+        for checkpoint in (20, 100):
+            state(runs / f"loss=grpo,seed={seed}", checkpoint, 100 + 50 * seed)
+    done = adopt(tmp_path / "study", [str(runs)], ["loss,seed"])
+    assert what(done) == ["adopted", "skipped"] and "still running" in str(done.runs[1].reason)
+    assert done.axis == "compute/tokens" and len(held(tmp_path / "study")["loss=grpo", 0]) == 21
+    state(runs / "loss=grpo,seed=1", 150, 150)
+    done = adopt(tmp_path / "study", [str(runs)], ["loss,seed"])
+    assert what(done) == ["unchanged", "adopted"] and len(held(tmp_path / "study")["loss=grpo", 1]) == 31
+
+
+def test_a_project_of_wandb(server: type[Stand], tmp_path: Path) -> None:  # noqa: F811
+    done = adopt(tmp_path / "study", ["wandb:me/mine"], ["lr"])
+    assert [(each.recipe, each.seed, each.what) for each in done.runs] == [
+        ("lr=0.0001", n, "adopted") for n in range(3)
+    ]
+    assert [each.reason for each in done.runs if each.seed == 2] == ["failed where it ran"]
+    assert sorted(view.state for view in overview(tmp_path / "study")) == ["failed", "finished", "finished"]
+    assert what(adopt(tmp_path / "study", ["wandb:me/mine"], ["lr"])) == ["unchanged"] * 3
+
+
+@pytest.mark.slow
+def test_an_experiment_of_mlflow(schema: Path, tmp_path: Path) -> None:
+    database = Path(shutil.copy(schema, tmp_path / "mlflow.db"))
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{database}")
+    experiment = client.create_experiment("theirs")
+    for loss, status in (("grpo", "FINISHED"), ("dapo", "RUNNING")):
+        run = client.create_run(experiment, run_name=loss).info.run_id
+        client.log_param(run, "loss", loss)
+        client.log_param(run, "seed", 1)
+        for n in range(5):
+            client.log_metric(run, "eval/reward", 0.1 * n + len(loss), step=n)
+            client.log_metric(run, "train/num_tokens", 100.0 * n, step=n)
+        if status != "RUNNING":
+            client.set_terminated(run, status)
+    source = f"mlflow:sqlite:///{database}#theirs"
+    done = adopt(tmp_path / "study", [source], ["loss,seed"])
+    assert [(each.recipe, each.what) for each in done.runs] == [("loss=grpo", "adopted"), ("", "skipped")]
+    assert what(adopt(tmp_path / "study", [source], ["loss,seed"], running=True)) == ["unchanged", "adopted"]
+
+
+def test_a_folder_in_which_some_files_are_no_logs(tmp_path: Path) -> None:
+    table(tmp_path / "logs/a/log.jsonl", rows_of("a", 0, 5))
+    (tmp_path / "logs/notes.csv").write_text("who,when\nme,today\n")
+    done = adopt(tmp_path / "study", [str(tmp_path / "logs")], ["loss,seed"])
+    assert what(done) == ["adopted"] and any("left out" in note and "notes.csv" in note for note in done.notes)
+
+
+# --- into which study ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    """A study of ours with a member that is done."""
+    study = Study(tmp_path / "ours", [member(0.5)])
+    study.run(Runners())
+    return tmp_path / "ours"
+
+
+def test_another_unit_of_compute_is_refused_by_name(ours: Path, tmp_path: Path) -> None:
+    source = table(tmp_path / "a.jsonl", rows_of("a", 0, 6))
+    before = whole(ours)
+    with pytest.raises(UserError, match=f"compared by {AXIS}, and .*a.jsonl counts compute/tokens; choose a column"):
+        adopt(ours, [str(source)], ["loss,seed"])
+    assert whole(ours) == before
+    assert what(adopt(ours, [str(source)], ["loss,seed"], unit="virtual_device_hours")) == ["adopted"]
+    after = whole(ours)
+    assert {name: after[name] for name in before if name != "ledger.jsonl"} == {
+        n: v for n, v in before.items() if n != "ledger.jsonl"
+    }
+    assert after["ledger.jsonl"].startswith(before["ledger.jsonl"])
+    curves = load([ours]).curves
+    assert {curve.recipe for curve in curves} == {"scalerl+a=0.5", "loss=a"} and len({c.axis for c in curves}) == 1
+
+
+def test_a_label_that_stands_for_something_else_is_refused(ours: Path, tmp_path: Path) -> None:
+    source = table(tmp_path / "a.jsonl", [{**row, "recipe": "scalerl+a=0.5"} for row in rows_of("a", 0, 6)])
+    before = whole(ours)
+    (taken,) = adopt(ours, [str(source)], ["recipe,seed"], x="tokens", unit="virtual_device_hours").runs
+    assert taken.what == "skipped" and "already stands for other runs" in str(taken.reason) and whole(ours) == before
+
+
+def test_a_member_that_was_tracked_elsewhere_too_is_no_second_run(ours: Path, tmp_path: Path) -> None:
+    spec = member(0.5)
+    rows = [
+        {"recipe": "x", "hours": v[AXIS], "reward": v["eval/held_out/pass_rate"]}
+        for v in (evaluation(spec, n) for n in range(0, 41, 2))
+    ]
+    source = table(tmp_path / "a.jsonl", rows)
+    (taken,) = adopt(ours, [str(source)], ["recipe"], x="hours", unit="virtual_device_hours").runs
+    assert (taken.what, taken.run) == ("unchanged", spec.run) and "a member of this study already" in str(taken.reason)
+
+
+def test_read_by_another_column_it_is_refused(tmp_path: Path) -> None:
+    source = table(tmp_path / "a.jsonl", rows_of("a", 0, 6, other=0.5))
+    adopt(tmp_path / "study", [str(source)], ["loss,seed"])
+    (taken,) = adopt(tmp_path / "study", [str(source)], ["loss,seed"], y="other").runs
+    assert taken.what == "skipped" and "was adopted by 'reward', and is now read by 'other'" in str(taken.reason)
+
+
+def test_compute_that_falls_is_refused_by_name(tmp_path: Path) -> None:
+    rows = [message("row", step=n, **{"reward": 0.1 * n, "compute": 10.0 * (n % 4)}) for n in range(6)]
+    source = log_of(tmp_path / "run-x.wandb", message("run", name="a"), *rows)
+    (taken,) = adopt(tmp_path / "study", [str(source)], x="compute", metric="reward", running=True).runs
+    assert taken.what == "skipped" and "compute falls from 30 to 0 at step 4" in str(taken.reason)
+
+
+def test_what_is_no_study_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/letter.txt").write_text("dear")
+    with pytest.raises(UserError, match="no study"):
+        adopt(tmp_path / "home", [str(CURVES)], ["recipe,seed"])
+    adopt(tmp_path / "study", [str(CURVES)], ["recipe,seed"])
+    with pytest.raises(UserError, match="members already"):
+        adopt(tmp_path / "study", [str(tmp_path / "study")])
+    with pytest.raises(UserError):
+        adopt(tmp_path / "new", [str(tmp_path / "nothing.csv")])
+    assert not (tmp_path / "new").exists() and len(list((tmp_path / "home").iterdir())) == 1
+
+
+def test_our_own_runs_of_another_study(ours: Path, tmp_path: Path) -> None:
+    running = Journal(ours / "runs" / "another")
+    running.header(run="another", recipe="b", seed=4)
+    running.record("eval", 0, {"eval/held_out/pass_rate": 0.1, AXIS: 0.0, "compute/flops": 0.0})
+    running.close()
+    done = adopt(tmp_path / "study", [str(ours)], x=AXIS)
+    assert [(each.recipe, each.what) for each in done.runs] == [("scalerl+a=0.5", "adopted"), ("", "skipped")] or [
+        (each.recipe, each.what) for each in done.runs
+    ] == [("", "skipped"), ("scalerl+a=0.5", "adopted")]
+    assert points(load([tmp_path / "study"]).curves[0])[-1][1] == 1.0
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["adopt", str(tmp_path / "study"), "--from", str(CURVES), "--by", "recipe", "--by", "seed"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "8 adopted; compute is compute/compute" in out and out.count("\n") == 11
+    assert cli.main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["runs"][0]["what"] == "unchanged" and told["runs"][0]["points"] == 33
