@@ -81,7 +81,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Taken(AsJson):
-    """What became of one run of the sources.
+    """Result of an adoption for one run of the sources.
 
     Attributes:
         run: identity of the member; "" where there is none.
@@ -104,7 +104,7 @@ class Taken(AsJson):
 
 @dataclass
 class Adoption(AsJson):
-    """What an adoption has done, run by run, with how the sources were read."""
+    """Results of an adoption, run by run, with lines on how the sources were read."""
 
     study: str
     axis: str
