@@ -147,11 +147,21 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         study = Study(Path(config["output_dir"]), specs)
         if self._designed(specs, study.directory, config["launch"]):
             return []
+        self._count_adopted(study)
         states = self._run(study, self.plan(config))
         report_failures(study, states)
         if any(state.state not in ("finished", "failed", "stopped") for state in states.values()):
             print(_on_its_own(study), file=sys.stderr)
         return [_job_return(spec, overrides) for spec, overrides in zip(specs, job_overrides, strict=True)]
+
+    def _count_adopted(self, study: Study) -> None:
+        """Let runs of others that the study has adopted stand for the members whose values they have."""
+        if not any(state.adopted for state in study.ledger.fold().values()):
+            return
+        from sweeps.launch.adopted import count_adopted
+
+        study.specs, notes = count_adopted(study.directory, study.specs, _measured)
+        self._takes = [*self._takes, *notes]
 
     def _check_ranks(self, specs: Sequence[RunSpec]) -> None:
         """Check that members which ask for several ranks are launched where ranks are started.
@@ -300,6 +310,14 @@ def _axis(config: Mapping[str, Any]) -> str | None:
     from sweeps.command.compute import AXIS_OF
 
     return AXIS_OF[config["command"]["compute"]["unit"]]
+
+
+def _measured(spec: RunSpec) -> tuple[str, str]:
+    """Return the compute axis of a member that is a command, and how its compute is measured."""
+    from sweeps.command.settings import command_of
+
+    compute = command_of(spec.config, "", spec.run).compute
+    return compute.axis, compute.text
 
 
 def _margin(value: Any) -> float | None:

@@ -8,75 +8,36 @@ there. Nothing that a journal holds is taken back: a run that has grown is appen
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sweeps.as_json import AsJson
-from sweeps.curve import DEVICE_HOURS, FLOPS, STEPS, TOKENS, VIRTUAL_HOURS
 from sweeps.errors import UserError, naming
+from sweeps.launch.adopted import agree, fields_of, held, named, values_of
 from sweeps.launch.labels import check_labels
 from sweeps.launch.ledger import LEDGER_FILE, RUNS_DIR, Ledger, adopted
-from sweeps.launch.study import LEASE_NAME
 from sweeps.redact import redact
-from sweeps.run.files import make_private, write_atomically
+from sweeps.run.files import write_atomically
 from sweeps.run.journal import CONFIG_FILE, Journal, JournalView, find_runs
-from sweeps.run.lease import Lease, LeaseHeldError
 from sweeps.run.progress import check_own, journal_or_none
-from sweeps.run.spec import RunSpec, digest, leaves
-from sweeps.source import LoadedStudy, load
-from sweeps.source.collected import ALL, FAILED, RUNNING, ForeignRun
-from sweeps.source.journals import STEP, compared_by
+from sweeps.run.spec import RunSpec, digest
+from sweeps.source.collected import FAILED, RUNNING, ForeignRun
+from sweeps.source.foreign_runs import SEED, Points, axis_of, columns_of, points_of, read_runs
+from sweeps.source.journals import compared_by
 from sweeps.source.places import Kind, Place
 from sweeps.source.run_names import hidden_seed
 from sweeps.source.text import short
-from sweeps.source.vocabulary import STEP_NAMES
 
-SEED = "seed"
 # Reward of a study that has no evaluation yet.
 METRIC = "eval/heldout/pass_rate"
-# What compute may be counted in, and the names that columns of it have.
-UNITS: Mapping[str, tuple[str, str]] = {
-    "device_hours": (DEVICE_HOURS, r"(?:compute/)?(?:device|gpu)[ _-]hours"),
-    "virtual_device_hours": (VIRTUAL_HOURS, r"compute/virtual_device_hours"),
-    "flops": (FLOPS, r"(?:compute/|total[ _])?flop?s"),
-    "tokens": (TOKENS, r".*tokens"),
-    "steps": (STEPS, "|".join(map(re.escape, (*STEP_NAMES, "steps")))),
-}
 # Points, and different rewards among them, that two runs must share to be known for one by what they hold.
 _ALIKE, _REWARDS = 5, 3
 # Trackers that give each run a name of its own.
 _TRACKERS = ("wandb:", "mlflow:", "trackio:")
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_LOGS = (".csv", ".jsonl", ".ndjson", ".parquet", ".log", ".xlsx", ".gz", ".zst")
-
-
-@dataclass(frozen=True)
-class Points:
-    """Evaluations of one run in order of their steps, which are whole numbers; `sd` is empty where it is not known."""
-
-    steps: tuple[int, ...]
-    compute: tuple[float, ...]
-    reward: tuple[float, ...]
-    sd: tuple[float, ...] = ()
-
-    @property
-    def rows(self) -> list[tuple[int, float, float]]:
-        """Step, compute and reward of each point."""
-        return list(zip(self.steps, self.compute, self.reward, strict=True))
-
-    @property
-    def digest(self) -> str:
-        """12 hexadecimal digits of the SHA-256 of all points."""
-        text = json.dumps([self.steps, self.compute, self.reward, self.sd], separators=(",", ":"), allow_nan=False)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
@@ -113,279 +74,6 @@ class Adoption(AsJson):
     notes: list[str] = field(default_factory=list)
 
 
-# --- what is asked for -----------------------------------------------------------------------------------------
-
-
-def columns_of(texts: Sequence[str]) -> dict[str, str]:
-    """Parse `--by`: `loss,seed` or `loss=config.loss_type`, to the source's column for each name, in order.
-
-    Raises:
-        UserError: an empty name, or one that is there twice.
-    """
-    found: dict[str, str] = {}
-    for text in [each for words in texts for each in words.split(",")]:
-        name, equals, column = (part.strip() for part in text.partition("="))
-        if not name or (equals and not column) or name in found:
-            raise UserError(
-                f"--by {text!r}: give names of columns or parameters, each once: loss,seed or loss=config.loss"
-            )
-        found[name] = column or name
-    return found
-
-
-def same(one: str, other: str) -> bool:
-    """Return whether two values are the same: numbers as numbers (1e-5 and 0.00001), truth in any case."""
-    if one.strip().casefold() == other.strip().casefold():
-        return True
-    try:
-        return float(one) == float(other)
-    except ValueError:
-        return False
-
-
-def agree(known: Mapping[str, str], cell: Mapping[str, str]) -> bool:
-    """Return whether a cell has all the values that are known of a run."""
-    return bool(known) and all(name in cell and same(value, cell[name]) for name, value in known.items())
-
-
-def label_of(values: Mapping[str, str]) -> str:
-    """Make a recipe's label from its values: `loss=grpo+lr=1e-05`; of a recipe's own name that name."""
-    return "+".join(value if name == "recipe" else f"{name}={value}" for name, value in values.items())
-
-
-def axis_of(column: str, unit: str | None) -> str:
-    """Return the name that a column of compute has in a journal; `unit` says what it counts where its name does not."""
-    if unit is not None:
-        return UNITS[unit][0]
-    name = column.strip()
-    found = next((axis for axis, names in UNITS.values() if re.fullmatch(names, name, re.IGNORECASE)), None)
-    return found or (name if name.startswith("compute/") else f"compute/{name}")
-
-
-# --- what the sources hold -------------------------------------------------------------------------------------
-
-
-def expanded(source: str) -> list[str]:
-    """Return the sources that stand for one: a folder of logs that no reader knows as a whole stands for its files.
-
-    Of a run with several checkpoints the newest state is read, which holds the whole history.
-    """
-    place = Place(source)
-    known = place.kind is not Kind.FOLDER or place.run_folders or place.event_files or place.wandb_logs or place.files
-    if known:
-        return [source]
-    newest: dict[Path, tuple[int, Path]] = {}
-    for path in sorted(place.path.rglob("trainer_state.json")):
-        match = _CHECKPOINT.fullmatch(path.parent.name)
-        folder, number = (path.parent.parent, int(match[1])) if match else (path.parent, -1)
-        # Beside checkpoints the folder's own state is that of the end.
-        newest[folder] = max(newest.get(folder, (-2, path)), (10**12 if number < 0 else number, path))
-    found = [str(path) for _, path in newest.values()]
-    found += [str(path) for path in sorted(place.path.rglob("*")) if path.suffix.lower() in _LOGS and path.is_file()]
-    return found or [source]
-
-
-def read_runs(
-    sources: Sequence[str],
-    by: Mapping[str, str],
-    metric: str | None = None,
-    x: str | None = None,
-    y: str | None = None,
-    seed_from: str | None = None,
-) -> tuple[list[ForeignRun], list[str]]:
-    """Read the runs of sources one by one; return them, and lines on how they were read and what was left out.
-
-    Raises:
-        UserError: a source cannot be read, or does not say what `--by` asks for.
-    """
-    if metric == ALL or y == ALL:
-        raise UserError(f"--metric {ALL}: a member has one reward; name it")
-    columns = [column for name, column in by.items() if name != SEED]
-    if by.get(SEED, SEED) != SEED:
-        columns.append(by[SEED])
-    runs: list[ForeignRun] = []
-    notes: list[str] = []
-    for source in sources:
-        parts = expanded(source)
-        refused: list[UserError] = []
-        for part in parts:
-            try:
-                study = load([part], metric, x, y, columns[0] if columns else None, columns[1:], seed_from)
-            except UserError as error:
-                told = UserError(str(error).replace("--group", "--by"))
-                if len(parts) == 1:
-                    raise told from error
-                refused.append(told)
-                continue
-            runs += study.foreign
-            runs += _of_ours(study, columns)
-            notes += [*study.shown, *(f"warning: {each}" for each in study.warnings)]
-        if len(refused) == len(parts):
-            raise refused[0]
-        notes += [f"warning: left out: {each}" for each in refused]
-    return runs, notes
-
-
-def _of_ours(study: LoadedStudy, columns: Sequence[str]) -> Iterator[ForeignRun]:
-    """Yield runs of ours from another folder as foreign ones, along the axis and metric of their curves."""
-    if not study.runs:
-        return
-    axis, metric = study.curves[0].axis, study.curves[0].metric
-    for view in study.runs:
-        evaluated = view.of_kind("eval")
-        if not evaluated:
-            continue
-        known = {**_configured(view), **view.header}
-        labels = {column: str(known[column]) for column in columns if column in known}
-        labels |= {"recipe": str(known.get(columns[0] if columns else "recipe", view.path.parent.name))}
-        labels |= {SEED: str(known[SEED])} if SEED in known else {}
-        errors = [record.metrics.get(f"{metric}_se", np.nan) for record in evaluated]
-        yield ForeignRun(
-            where=str(view.path.parent),
-            name=view.path.parent.name,
-            key=f"run:{view.header.get('run', view.path.parent.resolve())}",
-            state=view.status,
-            labels=labels,
-            axis=axis,
-            metric=metric,
-            steps=np.array([record.step for record in evaluated], dtype=float),
-            compute=np.array(
-                [record.step if axis == STEP else record.metrics[axis] for record in evaluated], dtype=float
-            ),
-            reward=np.array([record.metrics[metric] for record in evaluated], dtype=float),
-            sd=np.array(errors) if np.isfinite(errors).all() else None,
-        )
-
-
-def _configured(view: JournalView) -> dict[str, Any]:
-    try:
-        return leaves(RunSpec.read(view.path.parent).config)
-    except UserError:
-        return {}
-
-
-def points_of(run: ForeignRun) -> Points:
-    """Return a run's points by whole steps; where its source has none they are numbered in order of compute.
-
-    Raises:
-        UserError: compute falls along the steps.
-    """
-    steps = run.steps
-    order = np.lexsort((run.reward, run.compute)) if steps is None else np.argsort(steps, kind="stable")
-    compute, reward = run.compute[order], run.reward[order]
-    sd = None if run.sd is None or not np.isfinite(run.sd).all() else run.sd[order]
-    if steps is None:  # of a table a repeated row is one point
-        kept = np.append(True, (np.diff(compute) != 0) | (np.diff(reward) != 0))
-        compute, reward, sd = compute[kept], reward[kept], None if sd is None else sd[kept]
-    elif (np.diff(compute) < 0).any():
-        at = int(np.flatnonzero(np.diff(compute) < 0)[0])
-        raise UserError(
-            f"{run.axis} falls from {compute[at]:g} to {compute[at + 1]:g} at step {steps[order][at + 1]:g}: it is not "
-            "cumulative, or began again with a resumed run; choose another with --x"
-        )
-    whole = steps is not None and (steps == np.round(steps)).all() and len(np.unique(steps)) == len(steps)
-    numbers = steps[order].astype(int) if steps is not None and whole else np.arange(len(compute))
-    return Points(
-        tuple(numbers.tolist()),
-        tuple(compute.tolist()),
-        tuple(reward.tolist()),
-        () if sd is None else tuple(sd.tolist()),
-    )
-
-
-# --- what the study holds --------------------------------------------------------------------------------------
-
-
-def values_of(spec: RunSpec) -> Mapping[str, str] | None:
-    """Return the values by which a member is told apart, its seed left out; None where it has none to match by."""
-    values = spec.config.get("values") if "adopted" in spec.config else None
-    return values if isinstance(values, Mapping) else None
-
-
-@dataclass
-class _Member:
-    """A member that a run may be found again as, with the points of its journal."""
-
-    spec: RunSpec | None
-    view: JournalView
-    points: Points
-
-
-class _Folder:
-    """A study's folder while runs are adopted into it; its lease is held."""
-
-    def __init__(self, directory: Path, axis: str, metric: str, where: str) -> None:
-        self.directory, self.ledger = directory, Ledger(directory)
-        self.states = self.ledger.fold()
-        self.specs: dict[str, RunSpec] = {}
-        for run in self.states:
-            try:
-                self.specs[run] = RunSpec.read(directory / RUNS_DIR / run)
-            except UserError:
-                continue  # frozen by another version: it is none to be matched
-        views = {each.name: view for each in find_runs(directory) if (view := journal_or_none(each)) is not None}
-        evaluated = [view for view in views.values() if view.of_kind("eval")]
-        self.metric, self.axis = metric, axis
-        if evaluated:
-            theirs, self.metric = compared_by(evaluated)
-            if theirs != axis:
-                raise UserError(
-                    f"{directory}: its runs are compared by {theirs}, and {where} counts {axis}; choose a column of "
-                    "that unit with --x, say with --unit what the column counts, or adopt into a study of its own"
-                )
-        self.members = {run: self._member(run, view) for run, view in views.items()}
-
-    def _member(self, run: str, view: JournalView) -> _Member:
-        known = [
-            (record.step, record.metrics[self.axis], record.metrics[self.metric])
-            for record in view.of_kind("eval")
-            if self.axis in record.metrics and self.metric in record.metrics
-        ]
-        points = Points(*(tuple(each) for each in zip(*known, strict=True))) if known else Points((), (), ())
-        return _Member(self.specs.get(run), view, points)
-
-    def alike(self, points: Points, key: str) -> str | None:
-        """Return the member that holds the same points, as far as the shorter of both goes; None if none does."""
-        for run, member in self.members.items():
-            common = min(len(points.steps), len(member.points.steps))
-            theirs = "" if member.spec is None else member.spec.config.get("adopted", {}).get("key", "")
-            apart = key != theirs and any(key.startswith(each) and theirs.startswith(each) for each in _TRACKERS)
-            if apart or common < _ALIKE or len(set(points.reward[:common])) < _REWARDS:
-                continue
-            if _pairs(points, common) == _pairs(member.points, common):
-                return run
-        return None
-
-    def kin(self, values: Mapping[str, str]) -> RunSpec | None:
-        """Return a member of the same values, whatever its seed: whose label and curve a new one takes."""
-        found = [
-            (spec, theirs) for spec in self.specs.values() if (theirs := values_of(spec)) and agree(values, theirs)
-        ]
-        exact = [spec for spec, theirs in found if len(theirs) == len(values)] or [spec for spec, _ in found]
-        return exact[0] if len({spec.curve for spec in exact}) == 1 else None
-
-    def known(self, key: str, values: Mapping[str, str], seed: int | None, twin: str | None) -> RunSpec | None:
-        """Return the member that a run was adopted as: by its points, or by its key, under the same values."""
-        for run, spec in self.specs.items():
-            source = spec.config.get("adopted")
-            found = source is not None and (run == twin if twin is not None else source["key"] == key)
-            if found and values_of(spec) == values and seed in (None, spec.seed):
-                return spec
-        return None
-
-    def free_seed(self, curve: str) -> int:
-        """Return the first seed that no member of a curve has."""
-        taken = {spec.seed for spec in self.specs.values() if spec.curve == curve}
-        return next(seed for seed in range(len(taken) + 1) if seed not in taken)
-
-
-def _pairs(points: Points, count: int) -> list[tuple[float, float]]:
-    return list(zip(points.compute[:count], points.reward[:count], strict=True))
-
-
-# --- adopting --------------------------------------------------------------------------------------------------
-
-
 def adopt(
     directory: Path,
     sources: Sequence[str],
@@ -418,7 +106,7 @@ def adopt(
         raise UserError(f"{short(where)}: compute is {' and '.join(axes.values())}; choose one column with --x")
     _check_place(directory, sources)
     (axis,) = axes
-    with _held(directory):
+    with held(directory):
         folder = _Folder(directory, axis, METRIC, short(where))
         done = Adoption(str(directory), folder.axis, folder.metric, notes=notes)
         for run in runs:
@@ -427,6 +115,11 @@ def adopt(
             except UserError as error:
                 done.runs.append(_skipped(run, str(error)))
     return done
+
+
+def label_of(values: Mapping[str, str]) -> str:
+    """Make a recipe's label from its values: `loss=grpo+lr=1e-05`; of a recipe's own name that name."""
+    return "+".join(value if name == "recipe" else f"{name}={value}" for name, value in values.items())
 
 
 def _check_place(directory: Path, sources: Sequence[str]) -> None:
@@ -445,24 +138,6 @@ def _check_place(directory: Path, sources: Sequence[str]) -> None:
             inner, outer = place.path.resolve(), directory.resolve()
             if inner == outer or outer in inner.parents:
                 raise UserError(f"--from {source}: lies in {directory}, where its runs are members already")
-
-
-@contextmanager
-def _held(directory: Path) -> Iterator[None]:
-    """Context manager: hold the study's lease, so that nobody launches or collects it meanwhile."""
-    lease = Lease(directory, LEASE_NAME)
-    try:
-        with naming("STUDY"):
-            make_private(directory)
-            lease.acquire(2.0)
-    except LeaseHeldError as error:
-        raise UserError(
-            f"{directory}: is being run by another process ({lease.holder()}); wait for it, or end it first"
-        ) from error
-    try:
-        yield
-    finally:
-        lease.release()
 
 
 def _skipped(run: ForeignRun, reason: str) -> Taken:
@@ -486,7 +161,7 @@ def _take(folder: _Folder, run: ForeignRun, by: Mapping[str, str], running: bool
         return found
     kin = folder.kin(values)
     curve = kin.curve if kin is not None else digest({"adopted": values})
-    source = {"source": redact(run.where), "run": run.name, "key": key}
+    source = {"source": redact(run.where), "run": run.name, "key": key, "by_step": run.steps is not None}
     earlier = folder.known(key, values, given, twin)
     seed = earlier.seed if earlier is not None else given if given is not None else folder.free_seed(curve)
     identity = {"adopted": {"key": key, "values": values}, "seed": seed}
@@ -536,11 +211,10 @@ def _as(folder: _Folder, twin: str, values: Mapping[str, str], seed: int | None,
     """Return what is to be said of a run whose points a member holds; None if it is that member, adopted as now."""
     member = folder.members[twin]
     spec = member.spec
-    known = None if spec is None else values_of(spec)
     header = member.view.header
     label, number = str(header.get("recipe", twin)), header.get("seed")
     if spec is not None and "adopted" in spec.config:
-        if known == dict(values) and seed in (None, spec.seed):
+        if dict(values_of(spec)) == dict(values) and seed in (None, spec.seed):
             return None
         raise UserError(
             f"has the points of {label} seed {number} ({twin}): a run counts once; --by as then finds it again"
@@ -617,8 +291,7 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, told
 
 
 def _header(spec: RunSpec, folder: _Folder, about: Mapping[str, Any]) -> dict[str, Any]:
-    header = {key: value for key, value in spec.header().items() if value or key not in ("baseline", "departures")}
-    return {**header, "adopted": dict(about), "axis": folder.axis, "compute_is": folder.axis}
+    return {**fields_of(spec), "adopted": dict(about), "axis": folder.axis, "compute_is": folder.measured}
 
 
 def _record(folder: _Folder, spec: RunSpec, status: str, about: Mapping[str, Any], points: int) -> None:
@@ -629,10 +302,100 @@ def _record(folder: _Folder, spec: RunSpec, status: str, about: Mapping[str, Any
     write_atomically(run_dir / CONFIG_FILE, json.dumps({**spec.config["values"], **spec.config}, indent=1))
     reason = {"failed": "failed where it ran", "running": "still running where it was adopted from"}.get(status)
     entry = {
-        **{"run": spec.run, "recipe": spec.recipe, "seed": spec.seed, "curve": spec.curve, "checksum": spec.checksum()},
+        **named(spec),
         **{"state": {"running": "stopped"}.get(status, status), "reason": reason},
         **{key: about[key] for key in ("source", "digest")},
         "points": points,
     }
     folder.ledger.append("adopted", **entry)
     folder.states[spec.run] = adopted(entry)
+
+
+@dataclass
+class _Member:
+    """A member that a run may be found again as, with the points of its journal."""
+
+    spec: RunSpec | None
+    view: JournalView
+    points: Points
+
+
+class _Folder:
+    """A study's folder while runs are adopted into it; its lease is held."""
+
+    def __init__(self, directory: Path, axis: str, metric: str, where: str) -> None:
+        self.directory, self.ledger = directory, Ledger(directory)
+        self.states = self.ledger.fold()
+        self.specs: dict[str, RunSpec] = {}
+        for run in self.states:
+            try:
+                self.specs[run] = RunSpec.read(directory / RUNS_DIR / run)
+            except UserError:
+                continue  # frozen by another version: it is none to be matched
+        views = {each.name: view for each in find_runs(directory) if (view := journal_or_none(each)) is not None}
+        evaluated = [view for view in views.values() if view.of_kind("eval")]
+        self.metric, self.axis = metric, axis
+        # Of one unit: how others have measured it is what its readers are told.
+        self.measured = next(
+            (
+                str(v.header["compute_is"])
+                for v in views.values()
+                if v.header.get("axis") == axis and "compute_is" in v.header
+            ),
+            axis,
+        )
+        if evaluated:
+            theirs, self.metric = compared_by(evaluated)
+            if theirs != axis:
+                raise UserError(
+                    f"{directory}: its runs are compared by {theirs}, and {where} counts {axis}; choose a column of "
+                    "that unit with --x, say with --unit what the column counts, or adopt into a study of its own"
+                )
+        self.members = {run: self._member(run, view) for run, view in views.items()}
+
+    def _member(self, run: str, view: JournalView) -> _Member:
+        known = [
+            (record.step, record.metrics[self.axis], record.metrics[self.metric])
+            for record in view.of_kind("eval")
+            if self.axis in record.metrics and self.metric in record.metrics
+        ]
+        points = Points(*(tuple(each) for each in zip(*known, strict=True))) if known else Points((), (), ())
+        return _Member(self.specs.get(run), view, points)
+
+    def alike(self, points: Points, key: str) -> str | None:
+        """Return the member that holds the same points, as far as the shorter of both goes; None if none does."""
+        for run, member in self.members.items():
+            common = min(len(points.steps), len(member.points.steps))
+            theirs = "" if member.spec is None else member.spec.config.get("adopted", {}).get("key", "")
+            apart = key != theirs and any(key.startswith(each) and theirs.startswith(each) for each in _TRACKERS)
+            if apart or common < _ALIKE or len(set(points.reward[:common])) < _REWARDS:
+                continue
+            if _pairs(points, common) == _pairs(member.points, common):
+                return run
+        return None
+
+    def kin(self, values: Mapping[str, str]) -> RunSpec | None:
+        """Return a member of the same values, whatever its seed: whose label and curve a new one takes."""
+        found = [
+            (spec, theirs) for spec in self.specs.values() if (theirs := values_of(spec)) and agree(values, theirs)
+        ]
+        exact = [spec for spec, theirs in found if len(theirs) == len(values)] or [spec for spec, _ in found]
+        return exact[0] if len({spec.curve for spec in exact}) == 1 else None
+
+    def known(self, key: str, values: Mapping[str, str], seed: int | None, twin: str | None) -> RunSpec | None:
+        """Return the member that a run was adopted as: by its points, or by its key, under the same values."""
+        for run, spec in self.specs.items():
+            source = spec.config.get("adopted")
+            found = source is not None and (run == twin if twin is not None else source["key"] == key)
+            if found and dict(values_of(spec)) == dict(values) and seed in (None, spec.seed):
+                return spec
+        return None
+
+    def free_seed(self, curve: str) -> int:
+        """Return the first seed that no member of a curve has."""
+        taken = {spec.seed for spec in self.specs.values() if spec.curve == curve}
+        return next(seed for seed in range(len(taken) + 1) if seed not in taken)
+
+
+def _pairs(points: Points, count: int) -> list[tuple[float, float]]:
+    return list(zip(points.compute[:count], points.reward[:count], strict=True))

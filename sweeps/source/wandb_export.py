@@ -18,7 +18,7 @@ from sweeps.source.cells import numbers
 from sweeps.source.collected import Collected
 from sweeps.source.frame import Table, read_table
 from sweeps.source.log import Column, Log, Series, add_logs, logs_of_rows, series_of
-from sweeps.source.run_names import hidden_seed, labels_in
+from sweeps.source.run_names import hidden_seed, labels_in, pairs_in
 from sweeps.source.table import is_table
 from sweeps.source.text import File, listed, short
 from sweeps.source.vocabulary import STEP_NAMES, vocabulary_of
@@ -72,7 +72,7 @@ def read(file: File, into: Collected) -> None:
     step = _step(table) or ""
     labels = [name for name in (into.asked.by, *into.asked.factors) if name is not None]
     for label in labels:
-        if label not in table.names:
+        if label not in table.names and label not in pairs_in(file.run_name):
             raise UserError(f"{file.path}: no column {short(label)}; found {listed(table.names)}")
     logs, stepless, run_column = logs_of_rows(table, file.run_name, step, labels)
     notes = [f"step <- {step}"]

@@ -18,7 +18,8 @@ from sweeps.cli import main as cli
 from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.launch import adoption
-from sweeps.launch.adoption import Adoption, adopt, agree, columns_of
+from sweeps.launch.adopted import agree
+from sweeps.launch.adoption import Adoption, adopt, columns_of
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.status import overview
 from sweeps.launch.study import Study
@@ -83,7 +84,10 @@ def test_every_command_counts_what_was_adopted(tmp_path: Path) -> None:
     study = Study.read(tmp_path / "study")
     assert len(study.specs) == 8, "frozen, and as the ledger has them"
     header = read_journal(study.run_dir(study.specs[0])).header
-    assert header["adopted"].keys() == {"source", "run", "key", "axis", "metric", "digest"} and header["time"] > 1e9
+    assert (
+        header["adopted"].keys() == {"source", "run", "key", "by_step", "axis", "metric", "digest"}
+        and header["time"] > 1e9
+    )
     assert header["adopted"]["source"] == str(CURVES)
 
 

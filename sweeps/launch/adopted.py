@@ -1,0 +1,170 @@
+"""Adopted members: by which values they are told apart, and for which members of a launch they stand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sweeps.errors import UserError, naming
+from sweeps.launch.ledger import RUNS_DIR, Ledger
+from sweeps.launch.study import LEASE_NAME
+from sweeps.run.files import make_private
+from sweeps.run.journal import Journal, JournalView, read_journal
+from sweeps.run.lease import Lease, LeaseHeldError
+from sweeps.run.spec import RunSpec, leaves, science
+
+# Keys of a command's configuration that are no values of the user's.
+_OF_COMMANDS = ("command", "cluster", "member")
+# Share of a launch's steps to which a run must have come to stand for its member: a last evaluation may lie before.
+_WHOLE = 0.9
+
+
+def same(one: str, other: str) -> bool:
+    """Return whether two values are the same: numbers as numbers (1e-5 and 0.00001), truth in any case."""
+    if one.strip().casefold() == other.strip().casefold():
+        return True
+    try:
+        return float(one) == float(other)
+    except ValueError:
+        return False
+
+
+def agree(known: Mapping[str, str], cell: Mapping[str, str]) -> bool:
+    """Return whether a cell has all the values that are known of a run."""
+    return bool(known) and all(name in cell and same(value, cell[name]) for name, value in known.items())
+
+
+def values_of(spec: RunSpec) -> Mapping[str, str]:
+    """Return the values by which a member is told apart, its seed left out; empty where there are none to match by.
+
+    Of another trainer's command they are the user's own keys, as its words have them, and the recipe's label.
+    """
+    if "adopted" in spec.config:
+        return dict(spec.config["values"])
+    if "command" not in spec.config:
+        return {}
+    own = leaves({key: value for key, value in science(spec.config).items() if key not in _OF_COMMANDS})
+    return {"recipe": spec.recipe, **{key: v if isinstance(v, str) else json.dumps(v) for key, v in own.items()}}
+
+
+def fields_of(spec: RunSpec) -> dict[str, Any]:
+    """Return the header's fields of an adopted run; what is not known of it is left out."""
+    return {key: value for key, value in spec.header().items() if value or key not in ("baseline", "departures")}
+
+
+def named(spec: RunSpec) -> dict[str, Any]:
+    """Return the fields of the ledger's entry that name a member."""
+    names = {"run": spec.run, "recipe": spec.recipe, "seed": spec.seed, "curve": spec.curve}
+    return {**names, "checksum": spec.checksum()}
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Context manager: hold the study's lease, so that nobody launches or collects it meanwhile."""
+    lease = Lease(directory, LEASE_NAME)
+    try:
+        with naming("STUDY"):
+            make_private(directory)
+            lease.acquire(2.0)
+    except LeaseHeldError as error:
+        raise UserError(
+            f"{directory}: is being run by another process ({lease.holder()}); wait for it, or end it first"
+        ) from error
+    try:
+        yield
+    finally:
+        lease.release()
+
+
+def count_adopted(
+    directory: Path, specs: Sequence[RunSpec], measured: Callable[[RunSpec], tuple[str, str]]
+) -> tuple[list[RunSpec], list[str]]:
+    """Let adopted runs stand for the members of a launch that have their values; return who is to take part.
+
+    An adopted run takes the label and the curve of the recipe whose values it has, so that they are one curve. It
+    stands for the member of its seed if it has finished and come as far; one that is at work elsewhere is not started a
+    second time.
+
+    Args:
+        directory: the study's folder.
+        specs: members of the launch.
+        measured: of a member, the axis of its compute and how that is measured.
+
+    Returns:
+        The members that take part, adopted ones in the place of those for which they stand, and lines on them.
+
+    Raises:
+        UserError: adopted runs count another unit of compute, or the study is being run.
+    """
+    theirs = [run for run, state in Ledger(directory).fold().items() if state.adopted]
+    cells = [spec for spec in specs if "command" in spec.config]
+    if not theirs or not cells:
+        return list(specs), []
+    axis, text = measured(cells[0])
+    taken: dict[str, RunSpec | None] = {}  # by the member that is not started
+    notes: list[str] = []
+    with held(directory):
+        states = Ledger(directory).fold()
+        for run in theirs:
+            spec, state = RunSpec.read(directory / RUNS_DIR / run), states[run]
+            view = read_journal(directory / RUNS_DIR / run)
+            if view.header.get("axis") != axis:
+                raise UserError(
+                    f"{directory}: its adopted runs count {view.header.get('axis')}, and this launch {axis}; measure "
+                    "alike (command.compute), or launch into a study of its own (study=NAME)"
+                )
+            alike = [cell for cell in cells if agree(values_of(spec), values_of(cell))]
+            if len({cell.curve for cell in alike}) > 1:
+                names = ", ".join(dict.fromkeys(cell.recipe for cell in alike))
+                notes.append(
+                    f"{spec.title} may be {names}: it stands for none; adopt by all values that these differ in"
+                )
+                alike = []
+            spec = _relabelled(directory, spec, alike[0] if alike else spec, view, text)
+            cell = next((each for each in alike if each.seed == spec.seed), None)
+            if cell is None or cell.run in taken or state.state == "failed":
+                continue
+            if state.state != "finished":
+                taken[cell.run] = None
+                notes.append(
+                    f"{cell.title} is running elsewhere ({spec.config['adopted']['source']}) and is not started"
+                )
+            elif spec.config["adopted"]["by_step"] and spec.steps < _WHOLE * cell.steps:
+                notes.append(f"{cell.title} was adopted with {spec.steps} of {cell.steps} steps and is started anew")
+            else:
+                taken[cell.run] = spec
+    stand = sum(spec is not None for spec in taken.values())
+    if stand:
+        notes.insert(0, f"{stand} of {len(specs)} members ran elsewhere and were adopted; they are not started")
+    found = [taken.get(spec.run, spec) for spec in specs]
+    return [spec for spec in found if spec is not None], notes
+
+
+def _relabelled(directory: Path, spec: RunSpec, like: RunSpec, view: JournalView, text: str) -> RunSpec:
+    """Give an adopted member the label and curve of a recipe, and the launch's words on how compute is measured."""
+    new = replace(
+        spec,
+        recipe=like.recipe,
+        curve=like.curve,
+        baseline=like.baseline,
+        departures=dict(like.departures),
+        settings=dict(like.settings),
+    )
+    if new == spec and view.header.get("compute_is") == text:
+        return spec
+    run_dir = directory / RUNS_DIR / spec.run
+    kept = {key: value for key, value in view.header.items() if key not in ("kind", "time")}
+    journal = Journal(run_dir)
+    try:
+        journal.header(**{**kept, **fields_of(new), "compute_is": text})
+    finally:
+        journal.close()
+    new.write(run_dir)
+    state = Ledger(directory).fold()[spec.run]
+    entry = {"state": state.state, "reason": state.reason}
+    Ledger(directory).append("adopted", **{**named(new), **entry})
+    return new

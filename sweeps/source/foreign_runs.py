@@ -1,0 +1,210 @@
+"""Runs that are not ours, one by one: what `scalerl adopt` takes into a study."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sweeps.curve import DEVICE_HOURS, FLOPS, STEPS, TOKENS, VIRTUAL_HOURS
+from sweeps.errors import UserError
+from sweeps.run.journal import JournalView
+from sweeps.run.spec import RunSpec, leaves
+from sweeps.source.collected import ALL, ForeignRun, LoadedStudy
+from sweeps.source.journals import STEP
+from sweeps.source.load import load
+from sweeps.source.places import Kind, Place
+from sweeps.source.vocabulary import STEP_NAMES
+
+SEED = "seed"
+# What compute may be counted in, and the names that columns of it have.
+UNITS: Mapping[str, tuple[str, str]] = {
+    "device_hours": (DEVICE_HOURS, r"(?:compute/)?(?:device|gpu)[ _-]hours"),
+    "virtual_device_hours": (VIRTUAL_HOURS, r"compute/virtual_device_hours"),
+    "flops": (FLOPS, r"(?:compute/|total[ _])?flop?s"),
+    "tokens": (TOKENS, r".*tokens"),
+    "steps": (STEPS, "|".join(map(re.escape, (*STEP_NAMES, "steps")))),
+}
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_LOGS = (".csv", ".jsonl", ".ndjson", ".parquet", ".log", ".xlsx", ".gz", ".zst")
+
+
+@dataclass(frozen=True)
+class Points:
+    """Evaluations of one run in order of their steps, which are whole numbers; `sd` is empty where it is not known."""
+
+    steps: tuple[int, ...]
+    compute: tuple[float, ...]
+    reward: tuple[float, ...]
+    sd: tuple[float, ...] = ()
+
+    @property
+    def rows(self) -> list[tuple[int, float, float]]:
+        """Step, compute and reward of each point."""
+        return list(zip(self.steps, self.compute, self.reward, strict=True))
+
+    @property
+    def digest(self) -> str:
+        """12 hexadecimal digits of the SHA-256 of all points."""
+        text = json.dumps([self.steps, self.compute, self.reward, self.sd], separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def columns_of(texts: Sequence[str]) -> dict[str, str]:
+    """Parse `--by`: `loss,seed` or `loss=config.loss_type`, to the source's column for each name, in order.
+
+    Raises:
+        UserError: an empty name, or one that is there twice.
+    """
+    found: dict[str, str] = {}
+    for text in [each for words in texts for each in words.split(",")]:
+        name, equals, column = (part.strip() for part in text.partition("="))
+        if not name or (equals and not column) or name in found:
+            raise UserError(
+                f"--by {text!r}: give names of columns or parameters, each once: loss,seed or loss=config.loss"
+            )
+        found[name] = column or name
+    return found
+
+
+def axis_of(column: str, unit: str | None) -> str:
+    """Return the name that a column of compute has in a journal; `unit` says what it counts where its name does not."""
+    if unit is not None:
+        return UNITS[unit][0]
+    name = column.strip()
+    found = next((axis for axis, names in UNITS.values() if re.fullmatch(names, name, re.IGNORECASE)), None)
+    return found or (name if name.startswith("compute/") else f"compute/{name}")
+
+
+def expanded(source: str) -> list[str]:
+    """Return the sources that stand for one: a folder of logs that no reader knows as a whole stands for its files.
+
+    Of a run with several checkpoints the newest state is read, which holds the whole history.
+    """
+    place = Place(source)
+    known = place.kind is not Kind.FOLDER or place.run_folders or place.event_files or place.wandb_logs or place.files
+    if known:
+        return [source]
+    newest: dict[Path, tuple[int, Path]] = {}
+    for path in sorted(place.path.rglob("trainer_state.json")):
+        match = _CHECKPOINT.fullmatch(path.parent.name)
+        folder, number = (path.parent.parent, int(match[1])) if match else (path.parent, -1)
+        # Beside checkpoints the folder's own state is that of the end.
+        newest[folder] = max(newest.get(folder, (-2, path)), (10**12 if number < 0 else number, path))
+    found = [str(path) for _, path in newest.values()]
+    found += [str(path) for path in sorted(place.path.rglob("*")) if path.suffix.lower() in _LOGS and path.is_file()]
+    return found or [source]
+
+
+def read_runs(
+    sources: Sequence[str],
+    by: Mapping[str, str],
+    metric: str | None = None,
+    x: str | None = None,
+    y: str | None = None,
+    seed_from: str | None = None,
+) -> tuple[list[ForeignRun], list[str]]:
+    """Read the runs of sources one by one; return them, and lines on how they were read and what was left out.
+
+    Raises:
+        UserError: a source cannot be read, or does not say what `--by` asks for.
+    """
+    if metric == ALL or y == ALL:
+        raise UserError(f"--metric {ALL}: a member has one reward; name it")
+    columns = [column for name, column in by.items() if name != SEED]
+    if by.get(SEED, SEED) != SEED:
+        columns.append(by[SEED])
+    runs: list[ForeignRun] = []
+    notes: list[str] = []
+    for source in sources:
+        parts = expanded(source)
+        refused: list[UserError] = []
+        for part in parts:
+            try:
+                study = load([part], metric, x, y, columns[0] if columns else None, columns[1:], seed_from)
+            except UserError as error:
+                told = UserError(str(error).replace("--group", "--by"))
+                if len(parts) == 1:
+                    raise told from error
+                refused.append(told)
+                continue
+            runs += study.foreign
+            runs += _of_ours(study, columns)
+            notes += [*study.shown, *(f"warning: {each}" for each in study.warnings)]
+        if len(refused) == len(parts):
+            raise refused[0]
+        notes += [f"warning: left out: {each}" for each in refused]
+    return runs, notes
+
+
+def _of_ours(study: LoadedStudy, columns: Sequence[str]) -> Iterator[ForeignRun]:
+    """Yield runs of ours from another folder as foreign ones, along the axis and metric of their curves."""
+    if not study.runs:
+        return
+    axis, metric = study.curves[0].axis, study.curves[0].metric
+    for view in study.runs:
+        evaluated = view.of_kind("eval")
+        if not evaluated:
+            continue
+        known = {**_configured(view), **view.header}
+        labels = {column: str(known[column]) for column in columns if column in known}
+        labels |= {"recipe": str(known.get(columns[0] if columns else "recipe", view.path.parent.name))}
+        labels |= {SEED: str(known[SEED])} if SEED in known else {}
+        errors = [record.metrics.get(f"{metric}_se", np.nan) for record in evaluated]
+        yield ForeignRun(
+            where=str(view.path.parent),
+            name=view.path.parent.name,
+            key=f"run:{view.header.get('run', view.path.parent.resolve())}",
+            state=view.status,
+            labels=labels,
+            axis=axis,
+            metric=metric,
+            steps=np.array([record.step for record in evaluated], dtype=float),
+            compute=np.array(
+                [record.step if axis == STEP else record.metrics[axis] for record in evaluated], dtype=float
+            ),
+            reward=np.array([record.metrics[metric] for record in evaluated], dtype=float),
+            sd=np.array(errors) if np.isfinite(errors).all() else None,
+        )
+
+
+def _configured(view: JournalView) -> dict[str, Any]:
+    try:
+        return leaves(RunSpec.read(view.path.parent).config)
+    except UserError:
+        return {}
+
+
+def points_of(run: ForeignRun) -> Points:
+    """Return a run's points by whole steps; where its source has none they are numbered in order of compute.
+
+    Raises:
+        UserError: compute falls along the steps.
+    """
+    steps = run.steps
+    order = np.lexsort((run.reward, run.compute)) if steps is None else np.argsort(steps, kind="stable")
+    compute, reward = run.compute[order], run.reward[order]
+    sd = None if run.sd is None or not np.isfinite(run.sd).all() else run.sd[order]
+    if steps is None:  # of a table a repeated row is one point
+        kept = np.append(True, (np.diff(compute) != 0) | (np.diff(reward) != 0))
+        compute, reward, sd = compute[kept], reward[kept], None if sd is None else sd[kept]
+    elif (np.diff(compute) < 0).any():
+        at = int(np.flatnonzero(np.diff(compute) < 0)[0])
+        raise UserError(
+            f"{run.axis} falls from {compute[at]:g} to {compute[at + 1]:g} at step {steps[order][at + 1]:g}: it is not "
+            "cumulative, or began again with a resumed run; choose another with --x"
+        )
+    whole = steps is not None and (steps == np.round(steps)).all() and len(np.unique(steps)) == len(steps)
+    numbers = steps[order].astype(int) if steps is not None and whole else np.arange(len(compute))
+    return Points(
+        tuple(numbers.tolist()),
+        tuple(compute.tolist()),
+        tuple(reward.tolist()),
+        () if sd is None else tuple(sd.tolist()),
+    )

@@ -1,0 +1,142 @@
+"""Adopted runs stand for the members of a launch that have their values; only what is missing is started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_scalerl.member.command import plan_commands
+from sweeps.cli.launchers import _measured
+from sweeps.errors import UserError
+from sweeps.executor.local import InProcessExecutor
+from sweeps.launch.adopted import count_adopted
+from sweeps.launch.adoption import adopt
+from sweeps.launch.ledger import Ledger
+from sweeps.launch.study import Study
+from sweeps.run.journal import read_journal
+from sweeps.run.spec import RunSpec
+from sweeps.source import load
+
+SCRIPT = """
+import json, sys
+loss, lr, seed, steps = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+best = {"grpo": 0.5, "dapo": 0.8}[loss]
+for step in range(0, steps + 1, 2):
+    row = {"step": step, "tokens": 100 * step, "eval_reward": best * step / (step + 10) + 0.001 * seed}
+    print(json.dumps(row), flush=True)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A study's file, with the script of its command."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    content: dict[str, Any] = {
+        "defaults": [{"member": "command"}, "_self_"],
+        "loss": "grpo",
+        "lr": 1e-5,
+        "command": {
+            "line": f"{sys.executable} -S train.py {{loss}} {{lr}} {{seed}} {{steps}}",
+            "metrics": {"reward": "eval_reward"},
+            "compute": {"unit": "tokens", "column": "tokens"},
+        },
+        "budget": {"steps": 20},
+        "study": "mine",
+        "output_dir": str(tmp_path / "study"),
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    return tmp_path
+
+
+def by_hand(place: Path, loss: str, seed: int, steps: int = 20, lr: str = "1e-05") -> None:
+    """What somebody has run without us, and kept by the names of its folder."""
+    words = [sys.executable, "-S", "train.py", loss, lr, str(seed), str(steps)]
+    log = place / "logs" / f"loss={loss},lr={lr},seed={seed}.jsonl"
+    log.parent.mkdir(exist_ok=True)
+    log.write_text(subprocess.run(words, cwd=place, capture_output=True, text=True, check=True).stdout)
+
+
+def cells(place: Path, *more: str) -> list[RunSpec]:
+    """The members of the grid of two losses and two seeds."""
+    grid = [[f"loss={loss}", f"seed={seed}", *more] for loss in ("grpo", "dapo") for seed in (0, 1)]
+    return plan_commands(grid, [str(place / "mine.yaml")])
+
+
+def launch(place: Path) -> tuple[list[str], list[str]]:
+    """Launch the grid; return the titles of what was started, and what was said."""
+    started: list[str] = []
+
+    class Executor(InProcessExecutor):
+        def submit(self, submission: str, members: Any) -> dict[str, str | None]:
+            started.extend(RunSpec.read(member.run_dir).title for member in members)
+            return super().submit(submission, members)
+
+    specs, notes = count_adopted(place / "study", cells(place), _measured)
+    states = Study(place / "study", specs).run(Executor("sweeps.command.runner:run_member"))
+    assert {state.state for state in states.values()} == {"finished"} and len(states) == 4
+    return started, notes
+
+
+def test_only_what_is_missing_is_started(place: Path) -> None:
+    for seed in (0, 1):
+        by_hand(place, "grpo", seed)
+    adopt(place / "study", [str(place / "logs")], ["loss,lr,seed"], x="tokens")
+    started, notes = launch(place)
+    assert started == ["loss=dapo seed 0", "loss=dapo seed 1"]
+    assert notes == ["2 of 4 members ran elsewhere and were adopted; they are not started"]
+    study = load([place / "study"])
+    found = {curve.recipe: curve for curve in study.curves}
+    assert found.keys() == {"mine", "loss=dapo"}, "as the launch labels them"
+    assert {curve.axis for curve in study.curves} == {"compute/tokens"}
+    assert [sorted(set(curve.seed)) for curve in study.curves] == [["0", "1"]] * 2
+    assert not study.warnings and not any(curve.warnings for curve in study.curves)
+    assert launch(place)[0] == [] and len(Study.read(place / "study").specs) == 4
+    by_hand(place, "dapo", 7)
+    adopt(place / "study", [str(place / "logs")], ["loss,lr,seed"], x="tokens")
+    assert sorted(set({c.recipe: c for c in load([place / "study"]).curves}["loss=dapo"].seed)) == ["0", "1", "7"]
+
+
+def test_what_does_not_stand_for_a_member_is_said(place: Path) -> None:
+    by_hand(place, "grpo", 0, steps=8)
+    by_hand(place, "dapo", 5)
+    adopt(place / "study", [str(place / "logs")], ["loss,seed"], x="tokens")
+    specs, notes = count_adopted(place / "study", cells(place), _measured)
+    assert [spec.run for spec in specs] == [spec.run for spec in cells(place)]
+    assert notes == ["mine seed 0 was adopted with 8 of 20 steps and is started anew"]
+    assert {state.recipe for state in Ledger(place / "study").fold().values()} == {"mine", "loss=dapo"}
+    rates = [*cells(place), *cells(place, "lr=0.1")]
+    _, notes = count_adopted(place / "study", rates, _measured)
+    assert any("may be mine, lr=0.1: it stands for none; adopt by all values" in note for note in notes)
+
+
+def test_the_label_of_a_recipe_is_a_value_too(place: Path) -> None:
+    by_hand(place, "dapo", 1)
+    (place / "logs/loss=dapo,lr=1e-05,seed=1.jsonl").rename(place / "logs/loss=dapo-seed1.jsonl")
+    adopt(place / "study", [str(place / "logs")], x="tokens")
+    specs, _ = count_adopted(place / "study", cells(place), _measured)
+    assert [spec.title for spec in specs if "adopted" in spec.config] == ["loss=dapo seed 1"]
+
+
+def test_another_unit_is_refused_before_anything_is_started(place: Path) -> None:
+    by_hand(place, "grpo", 0)
+    adopt(place / "study", [str(place / "logs")], ["loss,seed"], x="step")
+    with pytest.raises(
+        UserError, match="its adopted runs count compute/steps, and this launch compute/tokens; measure"
+    ):
+        count_adopted(place / "study", cells(place), _measured)
+
+
+def test_provenance_outlives_another_label(place: Path) -> None:
+    by_hand(place, "grpo", 0)
+    (taken,) = adopt(place / "study", [str(place / "logs")], ["loss,seed"], x="tokens").runs
+    before = read_journal(place / "study/runs" / taken.run)
+    count_adopted(place / "study", cells(place), _measured)
+    after = read_journal(place / "study/runs" / taken.run)
+    assert (before.header["recipe"], after.header["recipe"]) == ("loss=grpo", "mine")
+    assert after.header["adopted"] == before.header["adopted"] and after.records == before.records
+    assert after.status == "finished" and after.header["compute_is"] == "tokens: tokens"
