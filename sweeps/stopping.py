@@ -378,7 +378,7 @@ class _RaceEvents:
             control.should_training_stop = control.should_save = True
 
     def _spent(self, args: Any, state: Any) -> float | None:
-        if self._compute == "steps":
+        if self._compute == "steps" or state.global_step == 0:
             return float(state.global_step)
         if self._compute == "flops":
             return float(state.total_flos) or None

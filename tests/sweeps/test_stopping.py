@@ -302,7 +302,9 @@ def test_a_training_with_a_trial_of_ranks_asks_once(tmp_path: Path) -> None:
     events.on_log(Args, State, Control, {"loss": 1.0, "num_tokens": 10.0})
     assert events._run is not None and not (events._run.run_dir / "metrics.jsonl").exists(), "no reward, no record"
     events.on_log(Args, State, Control, {"eval_reward": 0.25})
-    assert rows_in(events._run) == [(0, 10.0, 0.25)] and not Control.should_training_stop
+    State.global_step = 3
+    events.on_log(Args, State, Control, {"eval_reward": 0.3})
+    assert rows_in(events._run) == [(0, 0.0, 0.25), (3, 10.0, 0.3)] and not Control.should_training_stop
     events._run._why = "enough"
     State.global_step = 5
     events.on_log(Args, State, Control, {"eval_reward": 0.5, "eval_num_tokens": 50.0})
