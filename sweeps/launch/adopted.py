@@ -153,6 +153,9 @@ def _relabelled(directory: Path, spec: RunSpec, like: RunSpec, view: JournalView
         baseline=like.baseline,
         departures=dict(like.departures),
         settings=dict(like.settings),
+        # By which further runs of the recipe are planned.
+        folders=like.folders,
+        overrides=like.overrides,
     )
     if new == spec and view.header.get("compute_is") == text:
         return spec

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from sweeps.launch.adoption import adopt
 from sweeps.run.journal import read_journal
 from sweeps.source import load
 from sweeps.stopping import race_callback
+from tests.paths import ROOT
 
 STEPS, EVERY = 20, 2
 
@@ -96,3 +100,27 @@ def test_what_is_wrong_is_said_before_anything_is_trained(study: Path, tmp_path:
     with pytest.raises(UserError, match=r"is a member of .* already"):
         made.train()
     assert made.state.global_step == 0
+
+
+@pytest.mark.full
+def test_all_ranks_stop_at_the_same_step(study: Path, tmp_path: Path) -> None:
+    code = f"""
+import os
+from pathlib import Path
+from sweeps.stopping import race_callback
+from tests.paths import ROOT
+from tests.callbacks.test_race_callback import STEPS, trainer
+race = race_callback(Path({str(study)!r}), "mine", 1, budget=2.0 * STEPS, growth=1.5, wait_s=60)
+made = trainer(Path({str(tmp_path / "out")!r}), 0.3, [race])
+made.train()
+Path({str(tmp_path)!r}, "rank" + os.environ["RANK"]).write_text(str(made.state.global_step))
+"""
+    (tmp_path / "ranks.py").write_text(code)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*words, str(tmp_path / "ranks.py")], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, second = ((tmp_path / f"rank{n}").read_text() for n in (0, 1))
+    assert first == second and int(first) < STEPS
