@@ -312,12 +312,12 @@ def _axis(config: Mapping[str, Any]) -> str | None:
     return AXIS_OF[config["command"]["compute"]["unit"]]
 
 
-def _measured(spec: RunSpec) -> tuple[str, str]:
-    """Return the compute axis of a member that is a command, and how its compute is measured."""
+def _measured(spec: RunSpec) -> tuple[str, str, str]:
+    """Return the compute axis of a member that is a command, how it is measured, and the reward of its first set."""
     from sweeps.command.settings import command_of
 
-    compute = command_of(spec.config, "", spec.run).compute
-    return compute.axis, compute.text
+    command = command_of(spec.config, "", spec.run)
+    return command.compute.axis, command.compute.text, f"eval/{next(iter(command.rewards))}/pass_rate"
 
 
 def _margin(value: Any) -> float | None:

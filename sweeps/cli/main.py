@@ -343,6 +343,7 @@ def _studying(command: Command) -> None:
         choices=["device_hours", "virtual_device_hours", "flops", "tokens", "steps"],
         help="what the compute column counts, where its name does not say",
     )
+    adopt.add_argument("--set", metavar="NAME", help="evaluation set of the reward; default: the study's, or heldout")
     adopt.add_argument("--seed-from", metavar="REGEX", help="where names of runs hide the seed, as of scalerl fit")
     adopt.add_argument("--running", action="store_true", help="also runs still at work, as far as they have come")
     adopt.add_argument("--json", action="store_true", help="print a JSON object")

@@ -111,6 +111,7 @@ def adopt_command(options: argparse.Namespace) -> int:
         seed_from=options.seed_from,
         unit=options.unit,
         running=options.running,
+        evaluation_set=options.set,
     )
     for note in done.notes:
         print(one_line(note if note.startswith("warning: ") else f"source: {note}"), file=sys.stderr)

@@ -81,7 +81,7 @@ def held(directory: Path) -> Iterator[None]:
 
 
 def count_adopted(
-    directory: Path, specs: Sequence[RunSpec], measured: Callable[[RunSpec], tuple[str, str]]
+    directory: Path, specs: Sequence[RunSpec], measured: Callable[[RunSpec], tuple[str, str, str]]
 ) -> tuple[list[RunSpec], list[str]]:
     """Let adopted runs stand for the members of a launch that have their values; return who is to take part.
 
@@ -92,19 +92,19 @@ def count_adopted(
     Args:
         directory: the study's folder.
         specs: members of the launch.
-        measured: of a member, the axis of its compute and how that is measured.
+        measured: of a member, the axis of its compute, how that is measured, and the reward that it is compared by.
 
     Returns:
         The members that take part, adopted ones in the place of those for which they stand, and lines on them.
 
     Raises:
-        UserError: adopted runs count another unit of compute, or the study is being run.
+        UserError: adopted runs count another unit of compute or have another reward, or the study is being run.
     """
     theirs = [run for run, state in Ledger(directory).fold().items() if state.adopted]
     cells = [spec for spec in specs if "command" in spec.config]
     if not theirs or not cells:
         return list(specs), []
-    axis, text = measured(cells[0])
+    axis, text, metric = measured(cells[0])
     taken: dict[str, RunSpec | None] = {}  # by the member that is not started
     notes: list[str] = []
     with held(directory):
@@ -116,6 +116,12 @@ def count_adopted(
                 raise UserError(
                     f"{directory}: its adopted runs count {view.header.get('axis')}, and this launch {axis}; measure "
                     "alike (command.compute), or launch into a study of its own (study=NAME)"
+                )
+            if not any(metric in record.metrics for record in view.of_kind("eval")):
+                name = metric.removeprefix("eval/").removesuffix("/pass_rate")
+                raise UserError(
+                    f"{directory}: its adopted runs have no {metric}, by which this launch is compared; adopt them "
+                    f"with --set {name} into a study of their own, or name the set so in command.metrics.reward"
                 )
             alike = [cell for cell in cells if agree(values_of(spec), values_of(cell))]
             if len({cell.curve for cell in alike}) > 1:

@@ -84,6 +84,7 @@ def adopt(
     seed_from: str | None = None,
     unit: str | None = None,
     running: bool = False,
+    evaluation_set: str | None = None,
 ) -> Adoption:
     """Take the runs of sources into a study as members; what is there already is found again.
 
@@ -94,6 +95,7 @@ def adopt(
         metric, x, y, seed_from: see `sweeps.source.load`.
         unit: what the column of compute counts (`UNITS`); None where its name says it.
         running: whether runs that are still at work are taken, as far as they have come.
+        evaluation_set: name of the evaluation set whose reward it is; None for the study's, `heldout` in a new one.
 
     Raises:
         UserError: a source cannot be read, the folder is no study or is being run, or compute is in another unit.
@@ -107,7 +109,8 @@ def adopt(
     _check_place(directory, sources)
     (axis,) = axes
     with held(directory):
-        folder = _Folder(directory, axis, METRIC, short(where))
+        metric = None if evaluation_set is None else f"eval/{evaluation_set}/pass_rate"
+        folder = _Folder(directory, axis, metric, short(where))
         done = Adoption(str(directory), folder.axis, folder.metric, notes=notes)
         for run in runs:
             try:
@@ -323,7 +326,7 @@ class _Member:
 class _Folder:
     """A study's folder while runs are adopted into it; its lease is held."""
 
-    def __init__(self, directory: Path, axis: str, metric: str, where: str) -> None:
+    def __init__(self, directory: Path, axis: str, metric: str | None, where: str) -> None:
         self.directory, self.ledger = directory, Ledger(directory)
         self.states = self.ledger.fold()
         self.specs: dict[str, RunSpec] = {}
@@ -334,7 +337,7 @@ class _Folder:
                 continue  # frozen by another version: it is none to be matched
         views = {each.name: view for each in find_runs(directory) if (view := journal_or_none(each)) is not None}
         evaluated = [view for view in views.values() if view.of_kind("eval")]
-        self.metric, self.axis = metric, axis
+        self.metric, self.axis = metric or METRIC, axis
         # Of one unit: how others have measured it is what its readers are told.
         self.measured = next(
             (
@@ -345,7 +348,8 @@ class _Folder:
             axis,
         )
         if evaluated:
-            theirs, self.metric = compared_by(evaluated)
+            theirs, first = compared_by(evaluated)
+            self.metric = metric or first
             if theirs != axis:
                 raise UserError(
                     f"{directory}: its runs are compared by {theirs}, and {where} counts {axis}; choose a column of "

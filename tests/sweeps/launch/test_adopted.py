@@ -131,6 +131,13 @@ def test_another_unit_is_refused_before_anything_is_started(place: Path) -> None
         count_adopted(place / "study", cells(place), _measured)
 
 
+def test_another_reward_is_refused_before_anything_is_started(place: Path) -> None:
+    by_hand(place, "grpo", 0)
+    adopt(place / "study", [str(place / "logs")], ["loss,seed"], x="tokens", evaluation_set="math")
+    with pytest.raises(UserError, match="have no eval/heldout/pass_rate, by which this launch is compared; adopt them"):
+        count_adopted(place / "study", cells(place), _measured)
+
+
 def test_provenance_outlives_another_label(place: Path) -> None:
     by_hand(place, "grpo", 0)
     (taken,) = adopt(place / "study", [str(place / "logs")], ["loss,seed"], x="tokens").runs

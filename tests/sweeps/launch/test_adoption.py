@@ -24,10 +24,12 @@ from sweeps.launch.ledger import Ledger
 from sweeps.launch.status import overview
 from sweeps.launch.study import Study
 from sweeps.run.journal import Journal, read_journal
+from sweeps.search.race import LiveRace
+from sweeps.search.settings import RaceSettings
 from sweeps.source import load
 from tests.examples import every, examples
 from tests.paths import ROOT
-from tests.sweeps.search.runners import AXIS, Runners, evaluation, member
+from tests.sweeps.search.runners import AXIS, METRIC, Runners, evaluation, member
 from tests.sweeps.source.test_trackers import Stand, log_of, message, server  # noqa: F401  # a fixture
 
 CURVES = ROOT / "examples" / "curves.csv"
@@ -128,6 +130,26 @@ def test_it_is_never_started_and_counts_as_done(tmp_path: Path) -> None:
     states = study.run(runners)
     assert runners.started == [] and {state.state for state in states.values()} == {"finished"} and len(states) == 8
     assert [view.state for view in overview(tmp_path / "study")].count("stopped") == 1, "the one that has not ended"
+
+
+def test_a_live_race_counts_it(tmp_path: Path) -> None:
+    rows = [(evaluation(member(0.7), step), step) for step in range(0, 41, 2)]
+    lines = [{"recipe": "theirs", "seed": 0, "hours": row[AXIS], "reward": row[METRIC]} for row, _ in rows]
+    source = table(tmp_path / "a.jsonl", lines)
+    (taken,) = adopt(
+        tmp_path / "study", [str(source)], ["recipe,seed"], x="hours", unit="virtual_device_hours",
+        evaluation_set="held_out",
+    ).runs  # fmt: skip
+    study = Study.read(tmp_path / "study")
+    study = Study(tmp_path / "study", [*study.specs, member(0.4)])
+    runners = Runners()
+    race = LiveRace(study, RaceSettings(mode="live", budget=1.0, p_ahead=0.05, growth=1.8))
+    states = study.run(runners, decider=race)
+    assert taken.run not in runners.started and {run: state.state for run, state in states.items()} == {
+        taken.run: "finished",
+        member(0.4).run: "stopped",
+    }  # fmt: skip
+    assert "of ending ahead of theirs" in str(states[member(0.4).run].reason)
 
 
 def wandb_rows(until: int) -> list[bytes]:
