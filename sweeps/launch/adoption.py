@@ -164,7 +164,7 @@ def _take(folder: _Folder, run: ForeignRun, by: Mapping[str, str], running: bool
         return found
     kin = folder.kin(values)
     curve = kin.curve if kin is not None else digest({"adopted": values})
-    source = {"source": redact(run.where), "run": run.name, "key": key, "by_step": run.steps is not None}
+    source = {"source": redact(run.where), "run": run.name, "key": key, "by_step": points.by_step}
     earlier = folder.known(key, values, given, twin)
     seed = earlier.seed if earlier is not None else given if given is not None else folder.free_seed(curve)
     identity = {"adopted": {"key": key, "values": values}, "seed": seed}
@@ -203,8 +203,9 @@ def _values(run: ForeignRun, by: Mapping[str, str]) -> tuple[dict[str, str], int
     values = {name: run.labels["recipe"] if by[name] == first else run.labels[by[name]] for name in columns}
     text = run.labels.get(by.get(SEED, SEED))
     recipe = run.labels["recipe"]
-    if text is None and (hidden := hidden_seed(run.name if values else recipe)) is not None and (values or hidden[0]):
-        text, recipe = hidden[1], hidden[0]
+    if text is None and (hidden := hidden_seed(run.name if values else recipe)) is not None:
+        # A letter may as well be a stage's: the word has to be there.
+        text, recipe = (hidden[1], hidden[0] or recipe) if hidden[2] else (None, recipe)
     if text is not None and not re.fullmatch(r"-?\d+(\.0)?", text.strip()):
         raise UserError(f"seed {short(text, 40)!r} is no whole number; name another column with --by seed=COLUMN")
     return values or {"recipe": recipe}, None if text is None else int(float(text))
@@ -217,16 +218,22 @@ def _as(folder: _Folder, twin: str, values: Mapping[str, str], seed: int | None,
     header = member.view.header
     label, number = str(header.get("recipe", twin)), header.get("seed")
     if spec is not None and "adopted" in spec.config:
-        if dict(values_of(spec)) == dict(values) and seed in (None, spec.seed):
+        if folder.values[twin] == values and seed in (None, spec.seed):
             return None
         raise UserError(
             f"has the points of {label} seed {number} ({twin}): a run counts once; --by as then finds it again"
         )
     if "adopted" in header:
         return None  # by a process that was killed before it could say so
-    count = len(member.points.steps)
     return Taken(
-        twin, label, int(number or 0), "unchanged", count, run.where, run.name, "a member of this study already"
+        run=twin,
+        recipe=label,
+        seed=int(number or 0),
+        what="unchanged",
+        points=len(member.points.steps),
+        source=run.where,
+        name=run.name,
+        reason="a member of this study already",
     )
 
 
@@ -239,58 +246,64 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, told
     run_dir = folder.directory / RUNS_DIR / spec.run
     check_own(run_dir, spec.run)
     view = journal_or_none(run_dir)
-    known = folder._member(spec.run, view).points if view is not None else Points((), (), ())
+    old, new = [] if view is None else folder.points(view).rows, points.rows
     about = {**spec.config["adopted"], "axis": run.axis, "metric": run.metric, "digest": points.digest}
-    before = {} if view is None else view.header.get("adopted", {})
-    for name in ("axis", "metric"):
-        if before and before.get(name) != about[name]:
-            option = "--x" if name == "axis" else "--metric"
-            raise UserError(
-                f"was adopted by {before.get(name)!r}, and is now read by {about[name]!r}: keep to it with {option}"
-            )
-    old, new = known.rows, points.rows
-    same_until = next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    _check_columns({} if view is None else view.header.get("adopted", {}), about)
+    alike = next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     status = {FAILED: "failed", RUNNING: "running"}.get(run.state, "finished")
-    shorter = same_until == len(new) < len(old)
-    if shorter:  # an earlier checkpoint, say: what is known stays
-        return Taken(
-            spec.run,
-            spec.recipe,
-            spec.seed,
-            "unchanged",
-            len(old),
-            run.where,
-            run.name,
-            "has come less far than it was adopted with",
-        )
-    fresh = same_until < len(new) or view is None or view.status != status
     recorded = spec.run in folder.states
-    if fresh:
+    if alike == len(new) < len(old):  # an earlier checkpoint, say: what is known stays
+        what, count, told = "unchanged", len(old), "has come less far than it was adopted with"
+    # The specification is written after the journal: one that is behind tells of a process that was killed.
+    elif alike == len(new) and view is not None and view.status == status and spec.steps == points.steps[-1]:
+        what, count = "unchanged" if recorded else "adopted", len(new)
+        if not recorded:
+            _record(folder, spec, status, about, count)
+    else:
+        what, count = "grown" if old and recorded else "adopted", len(new)
         spec = replace(spec, steps=points.steps[-1], config={**spec.config, "budget": {"steps": points.steps[-1]}})
         journal = Journal(run_dir)
         try:
             journal.header(**_header(spec, folder, about))
-            if same_until < len(old):
-                journal.resume(old[same_until - 1][0] if same_until else -1)
-                told = f"{len(old) - same_until} points were logged anew; those are used"
-            for at in range(same_until, len(new)):
+            if alike < len(old) or (view is not None and view.status != "running" == status):
+                journal.resume(old[alike - 1][0] if alike else -1)
+            for at in range(alike, len(new)):
                 error = {f"{folder.metric}_se": points.sd[at]} if points.sd else {}
                 metrics = {folder.metric: points.reward[at], **error, folder.axis: points.compute[at]}
                 journal.record("eval", points.steps[at], metrics)
             if status != "running":
-                reason = f"failed in {spec.config['adopted']['source']}" if status == "failed" else None
-                journal.end(points.steps[-1], status, reason)
+                journal.end(points.steps[-1], status, f"failed in {about['source']}" if status == "failed" else None)
         finally:
             journal.close()
-    state = folder.states.get(spec.run)
-    if fresh or not recorded or state is None:
-        _record(folder, spec, status, about, len(new))
-    folder.specs[spec.run] = spec
-    folder.members[spec.run] = _Member(spec, journal_or_none(run_dir) or JournalView(run_dir, {}), points)
-    what = "unchanged" if not fresh and recorded else "grown" if old and recorded else "adopted"
+        _record(folder, spec, status, about, count)
+        if alike < len(old):
+            told = f"{len(old) - alike} points were logged anew; those are used"
     if status != "finished":
         told = "failed where it ran" if status == "failed" else "still running: adopt it again to take the rest"
-    return Taken(spec.run, spec.recipe, spec.seed, what, len(new), run.where, run.name, told)
+    folder.note(spec)
+    return Taken(
+        run=spec.run,
+        recipe=spec.recipe,
+        seed=spec.seed,
+        what=what,
+        points=count,
+        source=run.where,
+        name=run.name,
+        reason=told,
+    )
+
+
+def _check_columns(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Check that a run is read by the columns by which it was adopted.
+
+    Raises:
+        UserError: it is read by another.
+    """
+    for name, option in (("axis", "--x"), ("metric", "--metric or --y")):
+        if before and before.get(name) != now[name]:
+            raise UserError(
+                f"was adopted by {before.get(name)!r}, and is now read by {now[name]!r}: keep to it with {option}"
+            )
 
 
 def _header(spec: RunSpec, folder: _Folder, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -324,29 +337,22 @@ class _Member:
 
 
 class _Folder:
-    """A study's folder while runs are adopted into it; its lease is held."""
+    """A study's folder while runs are adopted into it; its lease is held.
+
+    Attributes:
+        axis, metric: compute and reward of its journals; measured: how that compute is measured, in words.
+        states, specs, values: of the members in its ledger, by identity.
+        members: those with a journal, by identity.
+    """
 
     def __init__(self, directory: Path, axis: str, metric: str | None, where: str) -> None:
         self.directory, self.ledger = directory, Ledger(directory)
         self.states = self.ledger.fold()
         self.specs: dict[str, RunSpec] = {}
-        for run in self.states:
-            try:
-                self.specs[run] = RunSpec.read(directory / RUNS_DIR / run)
-            except UserError:
-                continue  # frozen by another version: it is none to be matched
+        self.values: dict[str, Mapping[str, str]] = {}
         views = {each.name: view for each in find_runs(directory) if (view := journal_or_none(each)) is not None}
         evaluated = [view for view in views.values() if view.of_kind("eval")]
-        self.metric, self.axis = metric or METRIC, axis
-        # Of one unit: how others have measured it is what its readers are told.
-        self.measured = next(
-            (
-                str(v.header["compute_is"])
-                for v in views.values()
-                if v.header.get("axis") == axis and "compute_is" in v.header
-            ),
-            axis,
-        )
+        self.metric, self.axis, self.measured = metric or METRIC, axis, axis
         if evaluated:
             theirs, first = compared_by(evaluated)
             self.metric = metric or first
@@ -355,34 +361,54 @@ class _Folder:
                     f"{directory}: its runs are compared by {theirs}, and {where} counts {axis}; choose a column of "
                     "that unit with --x, say with --unit what the column counts, or adopt into a study of its own"
                 )
-        self.members = {run: self._member(run, view) for run, view in views.items()}
+            # Of one unit: runs that say different things of it are not compared.
+            said = [view.header for view in evaluated if view.header.get("axis") == axis]
+            self.measured = next((str(each["compute_is"]) for each in said if "compute_is" in each), axis)
+        for run in self.states:
+            try:
+                self._know(RunSpec.read(directory / RUNS_DIR / run))
+            except UserError:
+                continue  # frozen by another version: it is none to be matched
+        self.members = {run: _Member(self.specs.get(run), view, self.points(view)) for run, view in views.items()}
 
-    def _member(self, run: str, view: JournalView) -> _Member:
+    def _know(self, spec: RunSpec) -> None:
+        self.specs[spec.run], self.values[spec.run] = spec, dict(values_of(spec))
+
+    def note(self, spec: RunSpec) -> None:
+        """Take note of a member that was adopted just now."""
+        self._know(spec)
+        if (view := journal_or_none(self.directory / RUNS_DIR / spec.run)) is not None:
+            self.members[spec.run] = _Member(spec, view, self.points(view))
+
+    def points(self, view: JournalView) -> Points:
+        """Return the points in a journal, along the study's axis and reward."""
         known = [
             (record.step, record.metrics[self.axis], record.metrics[self.metric])
             for record in view.of_kind("eval")
             if self.axis in record.metrics and self.metric in record.metrics
         ]
-        points = Points(*(tuple(each) for each in zip(*known, strict=True))) if known else Points((), (), ())
-        return _Member(self.specs.get(run), view, points)
+        steps, compute, reward = zip(*known, strict=True) if known else ((), (), ())
+        return Points(steps, compute, reward)
 
     def alike(self, points: Points, key: str) -> str | None:
         """Return the member that holds the same points, as far as the shorter of both goes; None if none does."""
         for run, member in self.members.items():
-            common = min(len(points.steps), len(member.points.steps))
-            theirs = "" if member.spec is None else member.spec.config.get("adopted", {}).get("key", "")
-            apart = key != theirs and any(key.startswith(each) and theirs.startswith(each) for each in _TRACKERS)
-            if apart or common < _ALIKE or len(set(points.reward[:common])) < _REWARDS:
+            theirs, common = member.points, min(len(points.steps), len(member.points.steps))
+            if (
+                common < _ALIKE
+                or points.reward[:common] != theirs.reward[:common]
+                or points.compute[:common] != theirs.compute[:common]
+                or len(set(points.reward[:common])) < _REWARDS
+            ):
                 continue
-            if _pairs(points, common) == _pairs(member.points, common):
+            known = "" if member.spec is None else member.spec.config.get("adopted", {}).get("key", "")
+            if key == known or not any(key.startswith(each) and known.startswith(each) for each in _TRACKERS):
                 return run
         return None
 
     def kin(self, values: Mapping[str, str]) -> RunSpec | None:
         """Return a member of the same values, whatever its seed: whose label and curve a new one takes."""
-        found = [
-            (spec, theirs) for spec in self.specs.values() if (theirs := values_of(spec)) and agree(values, theirs)
-        ]
+        found = [(self.specs[run], theirs) for run, theirs in self.values.items() if agree(values, theirs)]
         exact = [spec for spec, theirs in found if len(theirs) == len(values)] or [spec for spec, _ in found]
         return exact[0] if len({spec.curve for spec in exact}) == 1 else None
 
@@ -391,7 +417,7 @@ class _Folder:
         for run, spec in self.specs.items():
             source = spec.config.get("adopted")
             found = source is not None and (run == twin if twin is not None else source["key"] == key)
-            if found and dict(values_of(spec)) == dict(values) and seed in (None, spec.seed):
+            if found and self.values[run] == values and seed in (None, spec.seed):
                 return spec
         return None
 
@@ -399,7 +425,3 @@ class _Folder:
         """Return the first seed that no member of a curve has."""
         taken = {spec.seed for spec in self.specs.values() if spec.curve == curve}
         return next(seed for seed in range(len(taken) + 1) if seed not in taken)
-
-
-def _pairs(points: Points, count: int) -> list[tuple[float, float]]:
-    return list(zip(points.compute[:count], points.reward[:count], strict=True))

@@ -37,12 +37,19 @@ _LOGS = (".csv", ".jsonl", ".ndjson", ".parquet", ".log", ".xlsx", ".gz", ".zst"
 
 @dataclass(frozen=True)
 class Points:
-    """Evaluations of one run in order of their steps, which are whole numbers; `sd` is empty where it is not known."""
+    """Evaluations of one run in order of their steps, which are whole numbers.
+
+    Attributes:
+        steps, compute, reward: of each.
+        sd: standard errors of the rewards; empty where they are not known.
+        by_step: whether the steps are the source's; else the evaluations are numbered in order.
+    """
 
     steps: tuple[int, ...]
     compute: tuple[float, ...]
     reward: tuple[float, ...]
     sd: tuple[float, ...] = ()
+    by_step: bool = True
 
     @property
     def rows(self) -> list[tuple[int, float, float]]:
@@ -118,8 +125,7 @@ def read_runs(
     if metric == ALL or y == ALL:
         raise UserError(f"--metric {ALL}: a member has one reward; name it")
     columns = [column for name, column in by.items() if name != SEED]
-    if by.get(SEED, SEED) != SEED:
-        columns.append(by[SEED])
+    others = [*columns[1:], *([by[SEED]] if by.get(SEED, SEED) != SEED else [])]
     runs: list[ForeignRun] = []
     notes: list[str] = []
     for source in sources:
@@ -127,7 +133,7 @@ def read_runs(
         refused: list[UserError] = []
         for part in parts:
             try:
-                study = load([part], metric, x, y, columns[0] if columns else None, columns[1:], seed_from)
+                study = load([part], metric, x, y, columns[0] if columns else None, others, seed_from)
             except UserError as error:
                 told = UserError(str(error).replace("--group", "--by"))
                 if len(parts) == 1:
@@ -135,7 +141,7 @@ def read_runs(
                 refused.append(told)
                 continue
             runs += study.foreign
-            runs += _of_ours(study, columns)
+            runs += _of_ours(study, columns, others)
             notes += [*study.shown, *(f"warning: {each}" for each in study.warnings)]
         if len(refused) == len(parts):
             raise refused[0]
@@ -143,7 +149,7 @@ def read_runs(
     return runs, notes
 
 
-def _of_ours(study: LoadedStudy, columns: Sequence[str]) -> Iterator[ForeignRun]:
+def _of_ours(study: LoadedStudy, columns: Sequence[str], others: Sequence[str]) -> Iterator[ForeignRun]:
     """Yield runs of ours from another folder as foreign ones, along the axis and metric of their curves."""
     if not study.runs:
         return
@@ -153,7 +159,7 @@ def _of_ours(study: LoadedStudy, columns: Sequence[str]) -> Iterator[ForeignRun]
         if not evaluated:
             continue
         known = {**_configured(view), **view.header}
-        labels = {column: str(known[column]) for column in columns if column in known}
+        labels = {column: str(known[column]) for column in others if column in known}
         labels |= {"recipe": str(known.get(columns[0] if columns else "recipe", view.path.parent.name))}
         labels |= {SEED: str(known[SEED])} if SEED in known else {}
         errors = [record.metrics.get(f"{metric}_se", np.nan) for record in evaluated]
@@ -203,8 +209,9 @@ def points_of(run: ForeignRun) -> Points:
     whole = steps is not None and (steps == np.round(steps)).all() and len(np.unique(steps)) == len(steps)
     numbers = steps[order].astype(int) if steps is not None and whole else np.arange(len(compute))
     return Points(
-        tuple(numbers.tolist()),
-        tuple(compute.tolist()),
-        tuple(reward.tolist()),
-        () if sd is None else tuple(sd.tolist()),
+        steps=tuple(numbers.tolist()),
+        compute=tuple(compute.tolist()),
+        reward=tuple(reward.tolist()),
+        sd=() if sd is None else tuple(sd.tolist()),
+        by_step=bool(whole),
     )

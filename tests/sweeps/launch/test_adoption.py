@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from wandb.proto import wandb_internal_pb2
 
 from sweeps.cli import main as cli
 from sweeps.curve import Curve
@@ -245,6 +246,41 @@ def test_killed_before_the_ledger_knows_it_goes_on(tmp_path: Path, monkeypatch: 
     ]
 
 
+@pytest.mark.parametrize("at", ["end", "_record"])
+def test_killed_while_a_run_is_taken_on_it_goes_on(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = table(tmp_path / "a.jsonl", rows_of("a", 0, 6))
+    adopt(tmp_path / "study", [str(source)], ["loss,seed"])
+    table(source, rows_of("a", 0, 9))
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Journal if at == "end" else adoption, at, killed)
+        adopt(tmp_path / "study", [str(source)], ["loss,seed"])
+    assert what(adopt(tmp_path / "study", [str(source)], ["loss,seed"])) == ["grown"]
+    assert [(v.state, v.step, v.steps) for v in overview(tmp_path / "study")] == [("finished", 8, 8)]
+    assert len(held(tmp_path / "study")["loss=a", 0]) == 9
+    assert what(adopt(tmp_path / "study", [str(source)], ["loss,seed"])) == ["unchanged"]
+
+
+def test_a_run_that_goes_on_after_its_end_is_running_again(tmp_path: Path) -> None:
+    """And once more over: each time it is said, and nothing is written twice."""
+    source, study, seen = tmp_path / "run-x.wandb", tmp_path / "study", []
+    for rows, over in ((4, True), (4, False), (7, False), (7, False), (7, True), (7, True)):
+        end = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
+        end.exit.exit_code = 0
+        log_of(source, message("run", name="a", seed=0), *wandb_rows(rows), *([end.SerializeToString()][: int(over)]))
+        (taken,) = adopt(study, [str(source)], x="compute", metric="reward", running=True).runs
+        (view,) = overview(study)
+        seen.append((taken.what, view.state, view.step))
+    assert seen == [
+        ("adopted", "finished", 3), ("grown", "stopped", 3), ("grown", "stopped", 6), ("unchanged", "stopped", 6),
+        ("grown", "finished", 6), ("unchanged", "finished", 6),
+    ]  # fmt: skip
+    assert len(held(study)["a", 0]) == 7
+
+
 @pytest.mark.live
 def test_several_processes_adopt_into_one_study(tmp_path: Path) -> None:
     for n in range(2):
@@ -305,6 +341,13 @@ def test_seeds_of_names_and_of_none(tmp_path: Path) -> None:
         what(adopt(tmp_path / "study", [str(tmp_path / "logs")])) == ["unchanged"] * 3
         and whole(tmp_path / "study") == before
     )
+
+
+def test_only_the_seed_may_be_named(tmp_path: Path) -> None:
+    log_of(tmp_path / "run-a.wandb", message("run", name="mine", random=4), *wandb_rows(5))
+    source = str(tmp_path / "run-a.wandb")
+    (taken,) = adopt(tmp_path / "study", [source], ["seed=random"], x="compute", metric="reward", running=True).runs
+    assert (taken.recipe, taken.seed) == ("mine", 4)
 
 
 @pytest.mark.parametrize("text", ["loss,loss", "loss,", "loss="])
