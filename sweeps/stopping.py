@@ -104,6 +104,7 @@ class RacingRun:
             if header.get("seed") == self.seed:
                 raise UserError(f"recipe: {self.recipe!r} seed {self.seed} is a member of {study} already ({other})")
         self._curve = curve
+        self._measured: str | None = None
         self.axis, self.metric = self._compared(axis)
         with naming("study"):
             make_private(self.study)
@@ -128,6 +129,8 @@ class RacingRun:
                 theirs, metric = compared_by([view])
                 if axis not in (None, theirs):
                     raise UserError(f"axis: {axis}, and the runs in {self.study} are compared by {theirs}; count alike")
+                # Of one axis: runs that say different things of it are not compared.
+                self._measured = view.header.get("compute_is") if view.header.get("axis") == theirs else None
                 return theirs, metric
         return axis, METRIC
 
@@ -247,7 +250,7 @@ class RacingRun:
 
     def _header(self) -> dict[str, Any]:
         known = {"run": self.run, "curve": self._curve, "recipe": self.recipe, "seed": self.seed}
-        return {**known, "axis": self.axis, "compute_is": self.axis, "loop": True}
+        return {**known, "axis": self.axis, "compute_is": self._measured or self.axis, "loop": True}
 
     def _look(self) -> str | None:
         """Take the looks that are due; return why this run is stopped, and record that it has ended then."""
