@@ -40,7 +40,7 @@ FLOORS = {
         {"callbacks"},
         {"data", "session"},
         {"module"},
-        {"member"},
+        {"member", "translate"},
         {"train"},
     ],
 }

@@ -360,6 +360,21 @@ def _studying(command: Command) -> None:
     )
     memory.add_argument("--gib", type=_number, metavar="G", help="of a device: refuse what does not fit, with a remedy")
     memory.add_argument("--json", action="store_true", help="print a JSON object, in bytes")
+    translate = command(
+        "translate",
+        _later("translate_command", "translate_command"),
+        "say a recipe in another trainer's words, and list what has no counterpart there",
+        "scalerl translate recipe=scalerl_core aggregation=token --to trl",
+    )
+    translate.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for scalerl train")
+    translate.add_argument("--to", required=True, metavar="TRAINER", help="trl, verl, prime-rl or skyrl")
+    translate.add_argument(
+        "--config-dir", action="append", default=[], metavar="DIR", help="files of your own, as there"
+    )
+    translate.add_argument(
+        "-o", "--output", metavar="FILE", help="write what the trainer reads here, not on the terminal"
+    )
+    translate.add_argument("--json", action="store_true", help="print a JSON object: settings, missing, notes")
 
     status = command(
         "status",

@@ -158,21 +158,8 @@ def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list
 # That need a model that was trained.
 OF_MODELS = ("export", "rollouts", "rescore", "noise")
 COMMANDS = (
-    *(
-        "train",
-        "fit",
-        "rank",
-        "plan",
-        "compare",
-        "effects",
-        "race",
-        "report",
-        "watch",
-        "publish",
-        "init",
-        "adopt",
-        "memory",
-    ),
+    *("train", "fit", "rank", "plan", "compare", "effects", "race", "report", "watch", "publish", "init", "memory"),
+    *("adopt", "translate"),
     *("status", "collect", "clean", *OF_MODELS, "completion"),
 )
 

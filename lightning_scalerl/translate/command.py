@@ -1,0 +1,40 @@
+"""What `scalerl translate` asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from lightning_scalerl.checks import ConfigurationError, did_you_mean
+from lightning_scalerl.translate.record import Run, Translation
+from lightning_scalerl.translate.to_prime_rl import to_prime_rl
+from lightning_scalerl.translate.to_skyrl import to_skyrl
+from lightning_scalerl.translate.to_trl import to_trl
+from lightning_scalerl.translate.to_verl import to_verl
+from sweeps.errors import UserError
+
+TRAINERS: Mapping[str, Callable[[Run], Translation]] = {
+    "trl": to_trl,
+    "verl": to_verl,
+    "prime-rl": to_prime_rl,
+    "skyrl": to_skyrl,
+}
+
+
+def translated(overrides: Sequence[str], to: str, folders: Sequence[str] = ()) -> Translation:
+    """Return a recipe in another trainer's words.
+
+    Args:
+        overrides: of a run, as for `scalerl train`.
+        to: a name of `TRAINERS`.
+        folders: of the user's, beside `conf/`.
+
+    Raises:
+        UserError: overrides that do not compose, or an unknown trainer.
+    """
+    if to not in TRAINERS:
+        near = did_you_mean(to, list(TRAINERS))
+        raise UserError(f"--to {to}: no such trainer{near}; valid: {', '.join(TRAINERS)}")
+    try:
+        return TRAINERS[to](Run.of(list(overrides), list(folders)))
+    except ConfigurationError as error:
+        raise UserError(str(error)) from error

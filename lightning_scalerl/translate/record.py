@@ -1,0 +1,282 @@
+"""What a recipe is in another trainer's words, and what is asked of a run to say it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from lightning_scalerl.axes.aggregation import Aggregation, named_aggregation
+from lightning_scalerl.axes.async_mode import PPOOffPolicy
+from lightning_scalerl.axes.kl import FixedKL, NoKL
+from lightning_scalerl.axes.loss import DAPO, GSPO, PPO, Loss
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.choice import DesignChoice
+from lightning_scalerl.choices import Choices
+from lightning_scalerl.composition import build_recipe, compose
+from lightning_scalerl.optim import ConstantSchedule, CosineSchedule, SqrtBatchSchedule
+from lightning_scalerl.recipe import Recipe
+
+# A bound that never acts, where a trainer knows no word for none: no gradient is that long, and no ratio that large
+# (ours and verl's end at exp(20), below it).
+NEVER = 1e9
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A choice or setting of ours without a counterpart: its key, its value, and why nothing there says it."""
+
+    key: str
+    value: str
+    why: str
+
+
+@dataclass
+class Translation:
+    """A recipe in another trainer's words.
+
+    Attributes:
+        to: the trainer; `version` is the release or commit whose names and semantics these are.
+        form: how its settings are written: "yaml", "toml", or "overrides" (one KEY=VALUE a line).
+        settings: by the trainer's names, dots between the levels.
+        missing: what of ours has no counterpart.
+        notes: in what the two differ beyond any setting.
+    """
+
+    to: str
+    version: str
+    form: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    missing: list[Missing] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def set(self, **settings: Any) -> None:
+        """Add settings by name; two underscores stand for a dot."""
+        self.settings |= {name.replace("__", "."): value for name, value in settings.items()}
+
+    def under(self, prefix: str, **settings: Any) -> None:
+        """Add settings below a prefix; two underscores stand for a dot."""
+        self.settings |= {f"{prefix}.{name.replace('__', '.')}": value for name, value in settings.items()}
+
+    def lacks(self, key: str, value: Any, why: str) -> None:
+        """Add a choice or setting that has no counterpart."""
+        self.missing.append(Missing(key, _shown(value), why))
+
+    def note(self, text: str) -> None:
+        """Add a difference that no setting of either trainer decides."""
+        self.notes.append(text)
+
+    def text(self) -> str:
+        """Return the settings as the trainer reads them; comments say what is missing and what differs besides."""
+        head = [f"# {self.to} {self.version}: {len(self.settings)} settings; written by scalerl translate"]
+        head += [f"# without a counterpart: {each.key}={each.value}: {each.why}" for each in self.missing]
+        head += [f"# beyond any setting: {each}" for each in self.notes]
+        body = {"yaml": _yaml, "toml": _toml, "overrides": _overrides}[self.form](self.settings)
+        return "\n".join([*head, *body]) + "\n"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, DesignChoice):
+        parameters = ", ".join(f"{name}={each}" for name, each in value.parameters().items())
+        return f"{type(value).__name__}({parameters})" if parameters else type(value).__name__
+    return str(value)
+
+
+def _plain(value: Any) -> str:
+    """Write a value as JSON, which YAML and TOML read as the same, but for null in TOML, which none of ours is."""
+    return json.dumps(value)
+
+
+def _yaml(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{name}: {_plain(value)}" for name, value in settings.items()]
+
+
+def _overrides(settings: Mapping[str, Any]) -> list[str]:
+    # Lists and mappings without blanks and quotes: one word of a shell, and what Hydra and OmegaConf read.
+    return [f"{name}={_bare(value)}" for name, value in settings.items()]
+
+
+def _bare(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{_bare(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_bare, value)) + "]"
+    return value if isinstance(value, str) else _plain(value)
+
+
+def _toml(settings: Mapping[str, Any]) -> list[str]:
+    tables: dict[str, list[str]] = {}
+    for name, value in settings.items():
+        table, _, key = name.rpartition(".")
+        tables.setdefault(table, []).append(f"{key} = {_plain(value)}")
+    lines = list(tables.pop("", []))
+    for table, entries in tables.items():
+        lines += [f"[{table}]", *entries]
+    return lines
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run to be translated: its configuration as composed, and the recipe that it makes."""
+
+    config: Any
+    recipe: Recipe
+
+    @classmethod
+    def of(cls, overrides: list[str], folders: list[str]) -> Run:
+        """Compose a run.
+
+        Raises:
+            ConfigurationError: overrides that do not compose, or choices that contradict each other.
+        """
+        config = compose(overrides, folders)
+        recipe = build_recipe(config, "")
+        recipe.check(recipe.choices)
+        return cls(config, recipe)
+
+    @property
+    def choices(self) -> Choices:
+        """The choice on every axis."""
+        return self.recipe.choices
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the budget, each one batch, whatever its number of passes."""
+        return int(self.config.budget.steps)
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+        return int(self.config.seed)
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts of a step."""
+        return self.recipe.batch.prompts * self.recipe.batch.completions
+
+    @property
+    def k(self) -> int:
+        """Steps that are trained on what one version of the weights sampled."""
+        mode = self.choices.async_mode
+        return mode.k if isinstance(mode, PPOOffPolicy) else 1
+
+    @property
+    def vllm(self) -> bool:
+        """Whether an engine of its own samples, whose log-probabilities are not the trainer's."""
+        return "VLLM" in str(self.config.generator.get("_target_", ""))
+
+    @cached_property
+    def micro_batch(self) -> int:
+        """Rollouts of a pass: the largest number up to `batch.micro_batch` that divides those of a step."""
+        most = min(self.recipe.batch.micro_batch, self.rollouts)
+        return next(size for size in range(most, 0, -1) if self.rollouts % size == 0)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate after warm-up, with what the schedule multiplies it by for the batch."""
+        schedule, lr = self.recipe.schedule, self.recipe.optimizer.lr
+        return lr * schedule.factor(schedule.warmup_steps) if isinstance(schedule, SqrtBatchSchedule) else lr
+
+    @property
+    def cosine(self) -> CosineSchedule | None:
+        """The schedule, if it falls along a cosine."""
+        return self.recipe.schedule if isinstance(self.recipe.schedule, CosineSchedule) else None
+
+    @property
+    def clips(self) -> tuple[float, float] | None:
+        """Lower and upper clip of a loss with two bounds."""
+        loss: Loss = self.choices.loss
+        if isinstance(loss, DAPO | GSPO):
+            return loss.clip_low, loss.clip_high
+        return (loss.clip, loss.clip) if isinstance(loss, PPO) else None
+
+    def aggregation_of(self, term: Any) -> type[Aggregation]:
+        """Return how a term of the loss is averaged: its own way, or else the run's."""
+        return type(named_aggregation("", term.aggregation) or self.choices.aggregation)
+
+    @property
+    def head(self) -> bool | None:
+        """Whether the head of trainer and generator is in FP32 beside a 16-bit policy; None where only one's is."""
+        precision: Precision = self.choices.precision
+        if precision.policy == "fp32":
+            return False
+        both = {precision.fp32_head_trainer, precision.fp32_head_generator}
+        return both.pop() if len(both) == 1 else None
+
+
+def common(run: Run, into: Translation) -> None:
+    """List what none of the trainers has a word for."""
+    choices = run.choices
+    absent = {
+        "resampling": ("uniform", "prompts are never retired there"),
+        "curriculum": ("none", "prompts are drawn without regard to their difficulty there"),
+        "allocation": ("fixed", "every prompt has the same number of completions there"),
+        "critic": ("none", "a critic is not translated"),
+        "advantage": ("group", "advantages of a critic are not translated"),
+    }
+    neutral = ("UniformResampling", "NoCurriculum", "FixedAllocation", "NoCritic", "GroupAdvantage")
+    for axis, (plain, why) in absent.items():
+        choice = choices.on(axis)
+        if type(choice).__name__ not in neutral:
+            into.lacks(axis, choice, f"{why}; {axis}={plain} is translated")
+    for axis, choice in choices.own.items():
+        into.lacks(axis, choice, "an axis of your own")
+    if type(choices.length_control).__name__ == "Interruption":
+        into.lacks("length_control", choices.length_control, "nothing is forced into a completion there")
+    if not isinstance(choices.async_mode, PPOOffPolicy):
+        into.lacks("async_mode", choices.async_mode, _PIPELINE[into.to])
+    if choices.precision.policy == "fp16":
+        into.lacks("precision.policy", "fp16", "the start and growth of the loss's scale are not compared with ours")
+    if run.recipe.chat.stop:
+        into.lacks("chat.stop", list(run.recipe.chat.stop), "texts that end a completion are not translated")
+    into.note(
+        "model, data and reward functions are yours to name there; the reward of a completion is "
+        f"{run.recipe.reward.correct:g} if it is correct, else {run.recipe.reward.incorrect:g}"
+    )
+    into.note(
+        "orders of prompts and sampled tokens follow from each trainer's own random numbers: the same seed is not the "
+        "same run"
+    )
+
+
+_PIPELINE = {
+    "trl": "its GRPOTrainer samples and trains in turns; its asynchronous trainer drops what is too old, and has one "
+    "loss",
+    "verl": "its asynchronous trainers drop or abort what is too old; nothing is discarded here",
+    "prime-rl": "orchestrator.max_off_policy_steps drops rollouts beyond the bound; nothing is discarded here",
+    "skyrl": "fully_async bounds the staleness of whole rollouts by another rule of admission "
+    "(max_staleness_steps), in a trainer of its own",
+}
+
+
+def on_policy(run: Run) -> bool:
+    """Return whether each batch is sampled by the weights that it trains."""
+    return isinstance(run.choices.async_mode, PPOOffPolicy) and run.k == 1
+
+
+def distance(run: Run) -> float | None:
+    """Return the coefficient of a KL that is the same for all tokens and a term of the loss; None for another one."""
+    kl = run.choices.kl
+    if isinstance(kl, NoKL):
+        return 0.0
+    return kl.coefficient if isinstance(kl, FixedKL) and kl.where == "loss" else None
+
+
+def lasting(run: Run, into: Translation, by_step: bool) -> tuple[bool, bool]:
+    """Return whether warm-up and cosine can be said, given that the schedule there advances as ours does.
+
+    Args:
+        run: what is translated.
+        into: where what cannot be said is listed.
+        by_step: whether the trainer's schedule advances once for each of our steps.
+    """
+    schedule = run.recipe.schedule
+    warms, falls = bool(schedule.warmup_steps), run.cosine is not None
+    if not isinstance(schedule, ConstantSchedule):
+        into.lacks("schedule", type(schedule).__name__, "a schedule of your own")
+    if (warms or falls) and not by_step:
+        into.lacks("schedule", type(schedule).__name__, "the schedule advances at other times there")
+        return False, False
+    return warms, falls

@@ -1,0 +1,115 @@
+"""A recipe in prime-rl's words: a TOML file for `uv run rl @ FILE`.
+
+None of our losses is one of its: `default` masks tokens by the difference of probabilities and adds a squared
+log-ratio, `ipo` likewise, both over all tokens of a batch. What is translated is what goes around it, for a loss of
+one's own (trainer.loss.type = "custom"). Its ratio is to the engine, as ours; its advantage is the reward less the
+group's mean.
+Source: PrimeIntellect-ai/prime-rl 559b4477, packages/prime-rl-configs/src/prime_rl/configs, src/prime_rl/trainer.
+"""
+
+from __future__ import annotations
+
+from lightning_scalerl.axes.adapter import LoRA
+from lightning_scalerl.axes.aggregation import TokenAggregation
+from lightning_scalerl.axes.correction import Behaviour
+from lightning_scalerl.axes.filter import NoFilter, ZeroVariance
+from lightning_scalerl.axes.length_control import Penalty
+from lightning_scalerl.axes.normalization import NoNormalization
+from lightning_scalerl.axes.truncated import MaskTruncated
+from lightning_scalerl.translate.record import Run, Translation, common, distance, lasting, on_policy
+
+VERSION = "559b4477"
+ADAM_EPS = 1e-8  # torch's, which it leaves as it is
+
+
+def to_prime_rl(run: Run) -> Translation:
+    """Return a recipe as a TOML file of prime-rl, its loss apart."""
+    into = Translation("prime-rl", VERSION, "toml")
+    common(run, into)
+    choices, recipe = run.choices, run.recipe
+    into.lacks("loss", choices.loss, "its losses mask by differences of probabilities; trainer.loss.type is your own")
+    if not isinstance(choices.aggregation, TokenAggregation):
+        into.lacks("aggregation", choices.aggregation, "all tokens of a batch count the same there; aggregation=token")
+    if distance(run) != 0:
+        into.lacks("kl", choices.kl, "kl_tau is the squared log-ratio to the engine, not a distance from a reference")
+    if choices.entropy.acts:
+        into.lacks("entropy", choices.entropy, "there is no bonus")
+    into.under("orchestrator.algo", type="grpo")
+    if not isinstance(choices.normalization, NoNormalization):
+        into.lacks("normalization", choices.normalization, "advantages are not divided there; normalization=none")
+    if isinstance(choices.filter, ZeroVariance | NoFilter):
+        into.under("orchestrator.train", filter_zero_advantages=isinstance(choices.filter, ZeroVariance))
+        if isinstance(choices.filter, ZeroVariance):
+            into.note("filter: what is left out there is a rollout with an advantage of 0, whatever its group")
+    else:
+        into.lacks("filter", choices.filter, "its gates sample others by rules that are not compared with ours")
+    if isinstance(choices.truncated, MaskTruncated):
+        into.lacks("truncated", choices.truncated, "truncated completions are trained on there; truncated=keep")
+    if isinstance(choices.length_control, Penalty):
+        into.lacks("length_control", choices.length_control, "length_penalty there is linear in all tokens, no buffer")
+    if not isinstance(choices.correction, Behaviour):
+        into.lacks("correction", choices.correction, "the ratio is to the engine there; correction=behaviour")
+    if choices.epochs.count > 1:
+        into.lacks("epochs", choices.epochs.count, "a batch is gone over once there")
+    if run.k > 1:
+        into.lacks(
+            "async_mode", choices.async_mode, "it trains while it samples; phases of several steps are no setting"
+        )
+    elif on_policy(run):
+        into.under("orchestrator", max_off_policy_steps=0)
+    _settings(run, into)
+    if recipe.context.too_long == "refuse":
+        into.note("context: nothing there refuses long prompts; what exceeds seq_len is cut off")
+    if isinstance(choices.adapter, LoRA):
+        into.lacks("adapter", choices.adapter, "how its adapter begins is not compared with ours (trainer.model.lora)")
+    return into
+
+
+def _settings(run: Run, into: Translation) -> None:
+    recipe, optimizer, limits = run.recipe, run.recipe.optimizer, run.recipe.context
+    into.set(max_steps=run.steps, seq_len=limits.max_prompt_tokens + limits.max_new_tokens)
+    into.under("orchestrator", batch_size=run.rollouts, group_size=recipe.batch.completions)
+    into.under(
+        "orchestrator.train.sampling", temperature=limits.temperature, max_completion_tokens=limits.max_new_tokens
+    )
+    every = int(recipe.evaluation.get("every_n_steps", 0))
+    if every:
+        into.under("orchestrator.eval", interval=every, group_size=int(recipe.evaluation.get("samples", 1)))
+    into.lacks("seed", run.seed, "there is none of sampling")
+    into.under(
+        "trainer.optim",
+        type="adamw",
+        lr=run.lr,
+        betas1=optimizer.beta1,
+        betas2=optimizer.beta2,
+        weight_decay=optimizer.weight_decay,
+    )
+    if optimizer.clip_norm is None:
+        into.lacks("optimizer.clip_norm", None, "trainer.optim.max_norm is left out by None, which TOML cannot say")
+    else:
+        into.under("trainer.optim", max_norm=optimizer.clip_norm)
+    if optimizer.eps != ADAM_EPS:
+        into.lacks("optimizer.eps", optimizer.eps, f"it is torch's there; optimizer.eps={ADAM_EPS:g} is translated")
+    if optimizer.dropout:
+        into.lacks("optimizer.dropout", True, "the model's dropout is off there")
+    warms, falls = lasting(run, into, by_step=run.choices.epochs.count == 1)
+    warmup = recipe.schedule.warmup_steps
+    if falls:
+        into.lacks("schedule", "cosine", "its shape is not compared with ours (trainer.scheduler.type)")
+    elif warms:
+        # From min_lr at the first step to the whole at step warmup_steps: (s + 1) / (warmup_steps + 1), as ours.
+        into.under(
+            "trainer.scheduler",
+            type="linear",
+            warmup_steps=warmup,
+            decay_steps=0,
+            min_lr=run.lr / (warmup + 1),
+        )
+    elif run.cosine is None:
+        into.under("trainer.scheduler", type="constant")
+    precision = run.choices.precision
+    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision.policy]
+    into.under("inference.vllm", dtype=dtype)
+    into.under("inference", enable_fp32_lm_head=precision.policy == "bf16" and precision.fp32_head_generator)
+    if precision.policy != "bf16" or precision.fp32_head_trainer:
+        into.lacks("precision", precision, "the trainer computes in BF16; in which type its head does is no setting")

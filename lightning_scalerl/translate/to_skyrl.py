@@ -1,0 +1,232 @@
+"""A recipe in SkyRL's words: overrides of `skyrl.train.config` (`python -m skyrl.train.entrypoints.main_base`).
+
+What holds of the code at the commit: both bounds of `cispo` are offsets from 1; a masked rollout, whatever masked it,
+keeps its place in the averages over sequences and prompts, and leaves that over tokens; KL is averaged over sequences
+under every reduction; `advantage_batch_normalize` counts an advantage once a token; the trainer's log-probabilities of
+before the update are made by mini-batches, but of when the whole batch was sampled. Source: NovaSky-AI/SkyRL a9564572,
+skyrl/train/config/config.py, skyrl/train/trainer.py, skyrl/backends/skyrl_train/utils/ppo_utils.py, workers/worker.py.
+"""
+
+from __future__ import annotations
+
+from lightning_scalerl.axes.adapter import LoRA
+from lightning_scalerl.axes.aggregation import (
+    ConstantAggregation,
+    PromptAggregation,
+    SampleAggregation,
+    TokenAggregation,
+)
+from lightning_scalerl.axes.correction import Proximal
+from lightning_scalerl.axes.filter import DynamicSampling, NoFilter, ZeroVariance
+from lightning_scalerl.axes.length_control import Penalty
+from lightning_scalerl.axes.loss import CISPO, GSPO, Reinforce
+from lightning_scalerl.axes.normalization import NoNormalization, PromptNormalization
+from lightning_scalerl.axes.truncated import MaskTruncated
+from lightning_scalerl.translate.record import NEVER, Run, Translation, common, distance, lasting, on_policy
+
+VERSION = "a9564572"
+EPS = 1e-6  # what SkyRL adds to a deviation; it has no setting for it
+ADAM_EPS = 1e-8  # torch's, which it leaves as it is
+ALGORITHM = "trainer.algorithm"
+_BY_AGGREGATION = {
+    PromptAggregation: "prompt_mean",
+    SampleAggregation: "sequence_mean",
+    TokenAggregation: "token_mean",
+    ConstantAggregation: "seq_mean_token_sum_norm",
+}
+
+
+def to_skyrl(run: Run) -> Translation:
+    """Return a recipe as overrides of SkyRL's configuration, for one device of each kind."""
+    into = Translation("skyrl", VERSION, "overrides")
+    common(run, into)
+    _loss(run, into)
+    _credit(run, into)
+    _data(run, into)
+    _optimizer(run, into)
+    _ratio(run, into)
+    return into
+
+
+def _loss(run: Run, into: Translation) -> None:
+    loss, aggregation = run.choices.loss, run.choices.aggregation
+    by_name = _BY_AGGREGATION.get(type(aggregation))
+    if by_name is None:
+        into.lacks("aggregation", aggregation, f"loss_reduction knows {', '.join(_BY_AGGREGATION.values())}")
+    else:
+        into.under(ALGORITHM, loss_reduction=by_name)
+    if isinstance(aggregation, ConstantAggregation):
+        into.under(ALGORITHM, max_seq_len=run.recipe.context.max_new_tokens)
+    if isinstance(loss, CISPO):
+        into.under(
+            ALGORITHM,
+            policy_loss_type="cispo",
+            cispo__cispo_eps_clip_low=1.0,
+            cispo__cispo_eps_clip_high=loss.max_ratio - 1,
+        )
+    elif isinstance(loss, Reinforce):
+        into.lacks("loss", loss, "importance_sampling has a ratio as its weight")
+    elif (clips := run.clips) is None:
+        into.lacks("loss", loss, "no policy_loss_type is known to be it")
+    else:
+        name = "gspo" if isinstance(loss, GSPO) else "regular"
+        into.under(ALGORITHM, policy_loss_type=name, eps_clip_low=clips[0], eps_clip_high=clips[1])
+    beta = distance(run)
+    if beta is None:
+        into.lacks("kl", run.choices.kl, "one coefficient for all tokens, in the loss: kl=fixed is translated")
+    elif beta and run.aggregation_of(run.choices.kl) is not SampleAggregation:
+        into.lacks(
+            "kl.aggregation", run.choices.kl, "the distance is averaged over samples there, under every reduction"
+        )
+    else:
+        into.under(ALGORITHM, use_kl_loss=bool(beta), kl_loss_coef=beta, kl_estimator_type="k3", use_kl_in_reward=False)
+        if beta:
+            into.note("kl: k3 is bounded at 10 there, with no gradient beyond")
+    if run.choices.entropy.acts:
+        into.lacks("entropy", run.choices.entropy, "the bonus is averaged within each micro-batch there")
+    else:
+        into.under(ALGORITHM, use_entropy_loss=False)
+
+
+def _credit(run: Run, into: Translation) -> None:
+    choices = run.choices
+    scale = choices.normalization
+    into.under(ALGORITHM, advantage_estimator="grpo", advantage_batch_normalize=False)
+    if isinstance(scale, PromptNormalization) and (scale.ddof, scale.eps) != (1, EPS):
+        into.lacks(
+            "normalization", scale, f"the deviation is unbiased, plus {EPS:g}: normalization.ddof=1 and eps={EPS:g}"
+        )
+    elif isinstance(scale, PromptNormalization | NoNormalization):
+        into.under(ALGORITHM, grpo_norm_by_std=isinstance(scale, PromptNormalization))
+    else:
+        into.lacks(
+            "normalization",
+            scale,
+            "advantage_batch_normalize counts an advantage once a token of its rollout; normalization=prompt or none "
+            "is translated",
+        )
+    # Masked rollouts leave the token average, and a constant does not move; the other two count them all the same.
+    by_token = isinstance(choices.aggregation, TokenAggregation | ConstantAggregation)
+    stays = "it keeps its place in the averages over samples and prompts there; aggregation=token is translated"
+    if isinstance(choices.filter, DynamicSampling):
+        into.under(
+            ALGORITHM,
+            zero_variance_filter=False,
+            dynamic_sampling__type="filter",
+            dynamic_sampling__max_sample_batches=-1,
+        )
+        into.note("filter: it never gives up there")
+    elif isinstance(choices.filter, NoFilter):
+        into.under(ALGORITHM, zero_variance_filter=False)
+    elif isinstance(choices.filter, ZeroVariance) and by_token:
+        into.under(ALGORITHM, zero_variance_filter=True, zero_variance_filter_tol=0.0)
+    else:
+        into.lacks("filter", choices.filter, stays)
+    masks = isinstance(choices.truncated, MaskTruncated)
+    if masks and not by_token:
+        into.lacks("truncated", choices.truncated, f"{stays}, or truncated=keep")
+    else:
+        into.under("generator", apply_overlong_filtering=masks, zero_reward_on_non_stop=False)
+    if isinstance(choices.length_control, Penalty):
+        into.lacks("length_control", choices.length_control, "a penalty of length is the environment's there")
+
+
+def _data(run: Run, into: Translation) -> None:
+    recipe, epochs, k = run.recipe, run.choices.epochs.count, run.k
+    if epochs > 1 and not on_policy(run):
+        into.lacks("epochs", epochs, "a batch is gone over as a whole before it is begun with anew there")
+    if run.steps % k:
+        into.lacks("budget.steps", run.steps, f"steps are counted in batches of {k} there; give a multiple")
+    limits = recipe.context
+    into.under(
+        "trainer",
+        train_batch_size=recipe.batch.prompts * k,
+        policy_mini_batch_size=recipe.batch.prompts,
+        micro_train_batch_size_per_gpu=run.micro_batch,
+        update_epochs_per_batch=epochs,
+        max_training_steps=run.steps // k,
+        max_prompt_length=limits.max_prompt_tokens,
+        fully_async__enabled=False,
+        seed=run.seed,
+    )
+    if limits.too_long == "refuse":
+        into.note("context: longer prompts are left out there, not refused")
+    into.under(
+        "generator",
+        n_samples_per_prompt=recipe.batch.completions,
+        sampling_params__temperature=limits.temperature,
+        sampling_params__max_generate_length=limits.max_new_tokens,
+        sampling_params__top_p=1.0,
+        sampling_params__top_k=-1,
+        sampling_params__min_p=0.0,
+    )
+    every = int(recipe.evaluation.get("every_n_steps", 0))
+    if every and every % k:
+        into.lacks("evaluation.every_n_steps", every, f"evaluations are counted in batches of {k} steps there")
+    elif every:
+        into.under("trainer", eval_interval=every // k, eval_before_train=True)
+        into.under(
+            "generator",
+            eval_n_samples_per_prompt=int(recipe.evaluation.get("samples", 1)),
+            eval_sampling_params__temperature=limits.temperature,
+            eval_sampling_params__max_generate_length=limits.max_new_tokens,
+        )
+
+
+def _optimizer(run: Run, into: Translation) -> None:
+    optimizer = run.recipe.optimizer
+    into.under(
+        "trainer.policy.optimizer_config",
+        lr=run.lr,
+        adam_betas=[optimizer.beta1, optimizer.beta2],
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.clip_norm or NEVER,
+    )
+    if optimizer.eps != ADAM_EPS:
+        into.lacks("optimizer.eps", optimizer.eps, f"it is torch's there; optimizer.eps={ADAM_EPS:g} is translated")
+    if optimizer.dropout:
+        into.lacks("optimizer.dropout", True, "the model's dropout is not compared with ours")
+    warms, falls = lasting(run, into, by_step=run.choices.epochs.count == 1)
+    if warms:
+        into.lacks("schedule.warmup_steps", run.recipe.schedule.warmup_steps, "warm-up begins at a rate of 0 there")
+    elif falls:
+        into.lacks("schedule", "cosine", "its end is counted in epochs of the data there")
+    elif run.cosine is None:
+        into.under("trainer.policy.optimizer_config", scheduler="constant_with_warmup", num_warmup_steps=0)
+    adapter = run.choices.adapter
+    if isinstance(adapter, LoRA):
+        into.lacks("adapter", adapter, "how its adapter begins is not compared with ours (policy.model.lora)")
+
+
+def _ratio(run: Run, into: Translation) -> None:
+    """Add types and the anchor of the ratio: the engine's log-probabilities, or the trainer's own."""
+    correction, precision, loss = run.choices.correction, run.choices.precision, run.choices.loss
+    engine = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision.policy]
+    into.set(trainer__bf16=precision.policy == "bf16")
+    into.under("generator.inference_engine", model_dtype=engine)
+    if run.head is None or run.head:
+        into.lacks("precision.fp32_head", "true", "a head in FP32 beside a 16-bit policy is no setting there")
+    under = f"{ALGORITHM}.off_policy_correction"
+    if not isinstance(correction, Proximal):
+        if isinstance(loss, CISPO):
+            into.under(ALGORITHM, cispo__cispo_anchor="rollout")
+            into.under(under, tis_ratio_type=None)
+        else:
+            into.lacks(
+                "correction",
+                correction,
+                "the engine's log-probabilities are the anchor of cispo alone there; correction=proximal with "
+                "async_mode=on_policy is translated",
+            )
+        return
+    if isinstance(loss, CISPO):
+        into.under(ALGORITHM, cispo__cispo_anchor="old")
+    if not on_policy(run):
+        into.lacks("correction", correction, "the anchor there is of when tokens were sampled, not of before the step")
+    elif correction.mode == "none":
+        into.under(under, tis_ratio_type=None)
+    elif correction.mode == "truncate" and correction.min_weight == 0:
+        into.under(under, tis_ratio_type=correction.level)
+        into.under(under, **{f"{correction.level}_tis_ratio_clip_high": correction.max_weight})
+    else:
+        into.lacks("correction", correction, "weights have an upper bound alone; its masks are not compared with ours")

@@ -1,0 +1,273 @@
+"""A recipe in the words of TRL's `GRPOTrainer`: fields of `GRPOConfig`, as `trl grpo --config` reads them.
+
+`loss_type` there fixes surrogate and denominator together, so both axes are read at once. What holds of the released
+code and is easily taken for something else: `epsilon_high` of `cispo` is the cap itself; `scale_rewards="batch"` is the
+deviation of rewards, not of advantages; a masked completion and a group without variance keep their place in the
+averages over rows; the token denominator is that of the generation batch, not of the step; weight decay spares norms;
+the warm-up of `constant_with_warmup` begins at a learning rate of 0. Source: trl 1.16.0, trainer/grpo_trainer.py and
+grpo_config.py; the losses are compared number by number in tests/parity.
+"""
+
+from __future__ import annotations
+
+from lightning_scalerl.axes.adapter import LoRA
+from lightning_scalerl.axes.aggregation import ConstantAggregation, SampleAggregation, TokenAggregation
+from lightning_scalerl.axes.correction import Proximal
+from lightning_scalerl.axes.entropy import FixedEntropy
+from lightning_scalerl.axes.filter import NoFilter
+from lightning_scalerl.axes.length_control import Penalty
+from lightning_scalerl.axes.loss import CISPO, GSPO, Reinforce
+from lightning_scalerl.axes.normalization import BatchRewardNormalization, NoNormalization, PromptNormalization
+from lightning_scalerl.axes.truncated import MaskTruncated
+from lightning_scalerl.translate.record import Run, Translation, common, distance, lasting, on_policy
+
+VERSION = "1.16.0"
+EPS = 1e-4  # what TRL adds to a deviation; it has no setting for it
+_BY_AGGREGATION = {SampleAggregation: "grpo", TokenAggregation: "dapo", ConstantAggregation: "dr_grpo"}
+
+
+def to_trl(run: Run) -> Translation:
+    """Return a recipe as fields of TRL's `GRPOConfig`, for one process."""
+    into = Translation("trl", VERSION, "yaml")
+    common(run, into)
+    _loss(run, into)
+    _credit(run, into)
+    _data(run, into)
+    _optimizer(run, into)
+    _ratio(run, into)
+    return into
+
+
+def _loss(run: Run, into: Translation) -> None:
+    loss, aggregation = run.choices.loss, run.choices.aggregation
+    by_name = _BY_AGGREGATION.get(type(aggregation))
+    if by_name is None:
+        into.lacks(
+            "aggregation",
+            aggregation,
+            "no loss_type averages so (grpo: samples, dapo and cispo: tokens, dr_grpo: a constant; luspo divides sums "
+            "by the number of rows)",
+        )
+    elif isinstance(aggregation, TokenAggregation) and not on_policy(run):
+        into.lacks(
+            "aggregation",
+            aggregation,
+            "the tokens that dapo and cispo divide by are those of the whole generation batch, an average over its "
+            "steps; with async_mode=on_policy they are the step's",
+        )
+    if isinstance(loss, CISPO):
+        # Their cispo has one denominator.
+        if isinstance(aggregation, TokenAggregation):
+            into.set(loss_type="cispo", epsilon_high=loss.max_ratio)  # the cap itself, not 1 + epsilon
+        elif by_name is not None:
+            into.lacks("loss", loss, "loss_type=cispo divides by tokens; aggregation=token is translated")
+    elif isinstance(loss, Reinforce):
+        into.lacks("loss", loss, "every loss_type has a ratio")
+    elif (clips := run.clips) is None:
+        into.lacks("loss", loss, "no loss_type is known to be it")
+    elif by_name is not None:
+        into.set(loss_type=by_name, epsilon=clips[0], epsilon_high=clips[1])
+    into.set(importance_sampling_level="sequence" if isinstance(loss, GSPO) else "token")
+    beta = distance(run)
+    if beta is None:
+        into.lacks("kl", run.choices.kl, "one coefficient for all tokens, in the loss: kl=fixed is translated")
+    elif beta and run.aggregation_of(run.choices.kl) is not type(aggregation):
+        into.lacks("kl.aggregation", run.choices.kl, "the distance is averaged as the loss is there")
+    else:
+        # k3; the default multiplies it by the ratio, which is another estimate.
+        into.set(beta=beta, use_bias_correction_kl=False)
+    entropy = run.choices.entropy
+    if isinstance(entropy, FixedEntropy):
+        whole = run.micro_batch == run.rollouts and run.aggregation_of(entropy) is TokenAggregation
+        if whole:
+            into.set(entropy_coef=entropy.coefficient)
+        else:
+            into.lacks(
+                "entropy",
+                entropy,
+                "the bonus is the token average of each micro-batch; entropy.aggregation=token with a step in one "
+                "micro-batch is translated",
+            )
+    elif entropy.acts:
+        into.lacks("entropy", entropy, "one coefficient for all tokens there")
+
+
+def _credit(run: Run, into: Translation) -> None:
+    choices = run.choices
+    scale = choices.normalization
+    fixed = isinstance(scale, PromptNormalization | BatchRewardNormalization)
+    if fixed and (scale.ddof, scale.eps) != (1, EPS):
+        into.lacks(
+            "normalization", scale, f"the deviation is unbiased, plus {EPS:g}: normalization.ddof=1 and eps={EPS:g}"
+        )
+    elif isinstance(scale, PromptNormalization):
+        into.set(scale_rewards="group")
+    elif isinstance(scale, BatchRewardNormalization) and on_policy(run):
+        into.set(scale_rewards="batch")
+    elif isinstance(scale, NoNormalization):
+        into.set(scale_rewards="none")
+    elif isinstance(scale, BatchRewardNormalization):
+        into.lacks("normalization", scale, "the batch of scale_rewards=batch is all that was sampled, several steps")
+    else:
+        into.lacks(
+            "normalization",
+            scale,
+            "scale_rewards=batch is the deviation of raw rewards (normalization=batch_reward_std), not of advantages",
+        )
+    if not isinstance(choices.filter, NoFilter):
+        into.lacks(
+            "filter",
+            choices.filter,
+            "groups whose rewards are all equal stay in every denominator, and none is sampled again; filter=none is "
+            "translated",
+        )
+    masks = isinstance(choices.truncated, MaskTruncated)
+    if masks and isinstance(choices.aggregation, SampleAggregation):
+        into.lacks(
+            "truncated",
+            choices.truncated,
+            "a masked completion still counts in the average over samples; truncated=keep is translated, or another "
+            "aggregation",
+        )
+    else:
+        into.set(mask_truncated_completions=masks)
+    control = choices.length_control
+    if isinstance(control, Penalty):
+        if control.only_correct:
+            into.lacks("length_control", control, "its penalty spares no completion; only_correct=false is translated")
+        else:
+            into.note(
+                "length_control: add trl.rewards.get_soft_overlong_punishment(max_completion_len="
+                f"{control.limit}, soft_punish_cache={control.buffer}) to reward_funcs"
+            )
+
+
+def _data(run: Run, into: Translation) -> None:
+    recipe, epochs = run.recipe, run.choices.epochs.count
+    accumulation = run.rollouts // run.micro_batch
+    if epochs > 1 and not on_policy(run):
+        into.lacks(
+            "epochs", epochs, "num_iterations goes over all steps of a generation batch before it begins with them anew"
+        )
+    into.set(
+        num_generations=recipe.batch.completions,
+        per_device_train_batch_size=run.micro_batch,
+        gradient_accumulation_steps=accumulation,
+        steps_per_generation=accumulation * run.k,
+        num_iterations=epochs,
+        max_steps=run.steps * epochs,
+        max_completion_length=recipe.context.max_new_tokens,
+        temperature=recipe.context.temperature,
+        top_p=1.0,
+        top_k=0,
+        repetition_penalty=1.0,
+        shuffle_dataset=True,
+        seed=run.seed,
+    )
+    if recipe.context.too_long == "drop":
+        into.lacks("context.too_long", "drop", "prompts are of any length there; leave the long ones out of the data")
+    else:
+        into.note(f"context: nothing there refuses prompts above {recipe.context.max_prompt_tokens} tokens")
+    if recipe.batch.prompts > 1 and run.k > 1:
+        into.note("async_mode: the rollouts of a generation batch are shuffled before it is cut into steps, not groups")
+    every = int(recipe.evaluation.get("every_n_steps", 0))
+    samples = int(recipe.evaluation.get("samples", 1))
+    if every:
+        into.set(
+            eval_strategy="steps",
+            eval_steps=every * epochs,
+            eval_on_start=True,
+            num_generations_eval=samples,
+            per_device_eval_batch_size=samples * max(1, run.micro_batch // samples),
+        )
+        into.note("evaluation: eval_reward is a mean reward, and its samples are drawn from training's random numbers")
+
+
+def _optimizer(run: Run, into: Translation) -> None:
+    optimizer, epochs = run.recipe.optimizer, run.choices.epochs.count
+    into.set(
+        optim="adamw_torch",
+        learning_rate=run.lr,
+        adam_beta1=optimizer.beta1,
+        adam_beta2=optimizer.beta2,
+        adam_epsilon=optimizer.eps,
+        max_grad_norm=optimizer.clip_norm or 0.0,
+        disable_dropout=not optimizer.dropout,
+    )
+    if optimizer.weight_decay:
+        into.lacks(
+            "optimizer.weight_decay",
+            optimizer.weight_decay,
+            "norms and biases are spared from it there; optimizer.weight_decay=0 is translated",
+        )
+    else:
+        into.set(weight_decay=0.0)
+    warms, falls = lasting(run, into, by_step=epochs == 1)
+    warmup = run.recipe.schedule.warmup_steps
+    cosine = run.cosine
+    if cosine is not None and falls:
+        if warms or cosine.total_steps != run.steps:
+            into.lacks(
+                "schedule", "cosine", "it ends where training ends there: schedule.total_steps=budget.steps, no warm-up"
+            )
+        else:
+            into.set(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": cosine.final})
+    elif warms:
+        # The one schedule of theirs whose first step is not at a rate of 0; a cosine that falls to 1 is a constant.
+        into.set(
+            lr_scheduler_type="cosine_warmup_with_min_lr",
+            lr_scheduler_kwargs={"min_lr_rate": 1.0},
+            warmup_steps=warmup + 1,
+        )
+    elif cosine is None:
+        into.set(lr_scheduler_type="constant")
+    adapter = run.choices.adapter
+    if isinstance(adapter, LoRA):
+        into.lacks(
+            "adapter",
+            adapter,
+            "no field of GRPOConfig: peft_config of GRPOTrainer, or --use_peft of its command",
+        )
+
+
+def _ratio(run: Run, into: Translation) -> None:
+    """Add what the ratio is anchored on, the generator, and the types of both.
+
+    Without an engine TRL anchors on what its trainer said of the tokens when they were sampled, which in FP32 is what
+    the generator recorded.
+    """
+    correction, precision = run.choices.correction, run.choices.precision
+    exact = precision.policy == "fp32"
+    into.set(use_vllm=run.vllm, bf16=precision.policy == "bf16", fp16=False, model_init_kwargs={"dtype": "float32"})
+    if run.head is None or (run.head and run.vllm):
+        into.lacks(
+            "precision.fp32_head",
+            f"trainer {precision.fp32_head_trainer}, generator {precision.fp32_head_generator}",
+            "cast_lm_head_to_fp32 is of the trainer's model, which samples too unless an engine does",
+        )
+    else:
+        into.set(cast_lm_head_to_fp32=run.head)
+    if not exact:
+        into.note("precision: sampling is the trainer's autocast forward there, a copy in the policy's type here")
+    if not isinstance(correction, Proximal):
+        if run.vllm or not exact:
+            into.lacks(
+                "correction",
+                correction,
+                "the ratio there is to the trainer's own log-probabilities, which are not the generator's here; "
+                "precision=fp32 with generator=torch is translated, or correction=proximal",
+            )
+        return
+    if not on_policy(run):
+        into.lacks("correction", correction, "the anchor there is of when tokens were sampled, not of before the step")
+    elif correction.mode == "none":
+        into.set(vllm_importance_sampling_correction=False)
+    elif not run.vllm:
+        into.lacks("correction", correction, "weights are an engine's there; correction.mode=none is translated")
+    else:
+        into.set(
+            vllm_importance_sampling_correction=True,
+            vllm_importance_sampling_mode=f"{correction.level}_{correction.mode}",
+            vllm_importance_sampling_clip_min=correction.min_weight,
+            vllm_importance_sampling_clip_max=correction.max_weight,
+        )

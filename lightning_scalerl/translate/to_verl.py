@@ -1,0 +1,220 @@
+"""A recipe in verl's words: overrides of its Hydra configuration (`python -m verl.trainer.main_ppo`).
+
+What holds of the released code: `vanilla` has a dual clip at 3 by default, a surrogate of its own; `clip_ratio_high` of
+`cispo` is the cap less 1, and its lower bound is 0 at `clip_ratio_low=1`; the divisor of `seq-mean-token-sum-norm` is
+the padded width unless `loss_scale_factor` is set; the learning rate advances once a generation batch. The engine is
+never the trainer, so that the anchor of the ratio is a choice: bypass_mode takes the engine's, and knows PPO's
+surrogate alone. Source: verl 0.9.1, trainer/ppo/core_algos.py, trainer/ppo/rollout_corr_helper.py, trainer/config,
+workers/utils/losses.py; the losses are compared number by number in tests/parity.
+"""
+
+from __future__ import annotations
+
+from lightning_scalerl.axes.adapter import LoRA
+from lightning_scalerl.axes.aggregation import (
+    ConstantAggregation,
+    SampleAggregation,
+    SumAggregation,
+    TokenAggregation,
+)
+from lightning_scalerl.axes.correction import Proximal
+from lightning_scalerl.axes.entropy import FixedEntropy
+from lightning_scalerl.axes.filter import DynamicSampling, NoFilter
+from lightning_scalerl.axes.length_control import Penalty
+from lightning_scalerl.axes.loss import CISPO, GSPO, Reinforce
+from lightning_scalerl.axes.normalization import NoNormalization, PromptNormalization
+from lightning_scalerl.axes.truncated import MaskTruncated
+from lightning_scalerl.translate.record import NEVER, Run, Translation, common, distance, lasting, on_policy
+
+VERSION = "0.9.1"
+EPS = 1e-6  # what verl adds to a deviation; it has no setting for it
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+_BY_AGGREGATION = {
+    SampleAggregation: "seq-mean-token-mean",
+    TokenAggregation: "token-mean",
+    SumAggregation: "token-sum",
+    ConstantAggregation: "seq-mean-token-sum-norm",
+}
+
+
+def to_verl(run: Run) -> Translation:
+    """Return a recipe as overrides of verl's configuration, for one device."""
+    into = Translation("verl", VERSION, "overrides")
+    common(run, into)
+    _loss(run, into)
+    _credit(run, into)
+    _data(run, into)
+    _optimizer(run, into)
+    _ratio(run, into)
+    return into
+
+
+def _loss(run: Run, into: Translation) -> None:
+    loss, aggregation = run.choices.loss, run.choices.aggregation
+    by_name = _BY_AGGREGATION.get(type(aggregation))
+    if by_name is None:
+        into.lacks("aggregation", aggregation, f"loss_agg_mode knows {', '.join(_BY_AGGREGATION.values())}")
+    else:
+        into.under(ACTOR, loss_agg_mode=by_name)
+    if isinstance(aggregation, ConstantAggregation):
+        into.under(ACTOR, loss_scale_factor=run.recipe.context.max_new_tokens)
+    if isinstance(loss, CISPO):
+        into.under(ACTOR, policy_loss__loss_mode="cispo", clip_ratio_low=1.0, clip_ratio_high=loss.max_ratio - 1)
+    elif isinstance(loss, Reinforce):
+        into.lacks("loss", loss, "reinforce is a loss of bypass_mode there, with a ratio as its weight")
+    elif (clips := run.clips) is None:
+        into.lacks("loss", loss, "no loss_mode is known to be it")
+    else:
+        mode = "gspo" if isinstance(loss, GSPO) else "vanilla"
+        into.under(ACTOR, policy_loss__loss_mode=mode, clip_ratio_low=clips[0], clip_ratio_high=clips[1])
+        if mode == "vanilla":
+            into.under(ACTOR, clip_ratio_c=NEVER)  # no dual clip
+    beta = distance(run)
+    if beta is None:
+        into.lacks("kl", run.choices.kl, "one coefficient for all tokens, in the loss: kl=fixed is translated")
+    elif beta and run.aggregation_of(run.choices.kl) is not type(aggregation):
+        into.lacks("kl.aggregation", run.choices.kl, "the distance is averaged as the loss is there")
+    else:
+        into.under(ACTOR, use_kl_loss=bool(beta), kl_loss_coef=beta, kl_loss_type="low_var_kl")
+        into.set(algorithm__use_kl_in_reward=False)
+        if beta:
+            into.note("kl: k3 is bounded at 10 there, with no gradient beyond")
+    entropy = run.choices.entropy
+    if isinstance(entropy, FixedEntropy) and run.aggregation_of(entropy) is type(aggregation):
+        into.under(ACTOR, entropy_coeff=entropy.coefficient)
+    elif entropy.acts:
+        into.lacks("entropy", entropy, "one coefficient for all tokens there, averaged as the loss is")
+    else:
+        into.under(ACTOR, entropy_coeff=0)
+
+
+def _credit(run: Run, into: Translation) -> None:
+    choices = run.choices
+    scale = choices.normalization
+    if isinstance(scale, PromptNormalization) and (scale.ddof, scale.eps) != (1, EPS):
+        into.lacks(
+            "normalization", scale, f"the deviation is unbiased, plus {EPS:g}: normalization.ddof=1 and eps={EPS:g}"
+        )
+    elif isinstance(scale, PromptNormalization | NoNormalization):
+        into.set(algorithm__norm_adv_by_std_in_grpo=isinstance(scale, PromptNormalization))
+    else:
+        into.lacks("normalization", scale, "a group's deviation or none: normalization=prompt or none is translated")
+    into.set(algorithm__adv_estimator="grpo")
+    if isinstance(choices.filter, DynamicSampling):
+        into.under("algorithm.filter_groups", enable=True, metric="reward", max_num_gen_batches=0)
+        into.note("filter: it never gives up there; a group is dropped by its reward after any penalty of length")
+    elif isinstance(choices.filter, NoFilter):
+        into.under("algorithm.filter_groups", enable=False)
+    else:
+        into.lacks("filter", choices.filter, "a dropped group is replaced there; filter=dynamic_sampling or none")
+    if isinstance(choices.truncated, MaskTruncated):
+        into.lacks("truncated", choices.truncated, "truncated completions are trained on there; truncated=keep")
+    if isinstance(choices.length_control, Penalty):
+        into.lacks("length_control", choices.length_control, "a penalty of length is a reward function's there")
+
+
+def _data(run: Run, into: Translation) -> None:
+    recipe, epochs, k = run.recipe, run.choices.epochs.count, run.k
+    if epochs > 1 and not on_policy(run):
+        into.lacks(
+            "epochs", epochs, "ppo_epochs goes over all steps of a generation batch before it begins with them anew"
+        )
+    if run.steps % k:
+        into.lacks("budget.steps", run.steps, f"steps are counted in batches of {k} there; give a multiple")
+    limits = recipe.context
+    into.under(
+        "data",
+        train_batch_size=recipe.batch.prompts * k,
+        max_prompt_length=limits.max_prompt_tokens,
+        max_response_length=limits.max_new_tokens,
+        filter_overlong_prompts=limits.too_long == "drop",
+        truncation="error",
+        shuffle=True,
+        seed=run.seed,
+    )
+    into.under(
+        ROLLOUT,
+        name="vllm",
+        n=recipe.batch.completions,
+        temperature=limits.temperature,
+        top_p=1.0,
+        top_k=-1,
+        calculate_log_probs=True,
+    )
+    into.under(
+        ACTOR,
+        ppo_mini_batch_size=recipe.batch.prompts,
+        ppo_micro_batch_size_per_gpu=run.micro_batch,
+        ppo_epochs=epochs,
+        shuffle=False,
+    )
+    into.under("trainer", total_training_steps=run.steps // k, v1__trainer_mode="sync")
+    every = int(recipe.evaluation.get("every_n_steps", 0))
+    if every and every % k:
+        into.lacks("evaluation.every_n_steps", every, f"evaluations are counted in batches of {k} steps there")
+    elif every:
+        into.under("trainer", test_freq=every // k, val_before_train=True)
+        samples = int(recipe.evaluation.get("samples", 1))
+        into.under(f"{ROLLOUT}.val_kwargs", n=samples, do_sample=True, temperature=limits.temperature)
+
+
+def _optimizer(run: Run, into: Translation) -> None:
+    optimizer = run.recipe.optimizer
+    into.under(
+        f"{ACTOR}.optim",
+        lr=run.lr,
+        betas=[optimizer.beta1, optimizer.beta2],
+        weight_decay=optimizer.weight_decay,
+        clip_grad=optimizer.clip_norm or NEVER,
+        override_optimizer_config={"eps": optimizer.eps},
+    )
+    if optimizer.dropout:
+        into.lacks("optimizer.dropout", True, "the model's dropout is off there")
+    warms, falls = lasting(run, into, by_step=run.k == 1)
+    cosine = run.cosine
+    if warms:
+        into.lacks("schedule.warmup_steps", run.recipe.schedule.warmup_steps, "warm-up begins at a rate of 0 there")
+    elif cosine is not None and falls:
+        if cosine.total_steps != run.steps:
+            into.lacks("schedule", "cosine", "it ends where training ends there: schedule.total_steps=budget.steps")
+        into.under(f"{ACTOR}.optim", lr_scheduler_type="cosine", min_lr_ratio=cosine.final, num_cycles=0.5)
+    elif cosine is None:
+        into.under(f"{ACTOR}.optim", lr_scheduler_type="constant")
+    adapter = run.choices.adapter
+    if isinstance(adapter, LoRA):
+        into.lacks("adapter", adapter, "how its adapter begins is not compared with ours (model.lora_rank)")
+
+
+def _ratio(run: Run, into: Translation) -> None:
+    """Add types and the anchor of the ratio: the engine's log-probabilities, or the trainer's own."""
+    correction, precision, loss = run.choices.correction, run.choices.precision, run.choices.loss
+    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision.policy]
+    into.under(ROLLOUT, dtype=dtype)
+    into.under(f"{ACTOR}.fsdp_config", dtype=dtype, model_dtype="fp32")
+    if run.head is None or run.head:
+        into.lacks("precision.fp32_head", "true", "a head in FP32 beside a 16-bit policy is no setting there")
+    under = "algorithm.rollout_correction"
+    if not isinstance(correction, Proximal):
+        if isinstance(loss, CISPO | GSPO | Reinforce):
+            into.lacks(
+                "correction",
+                correction,
+                "the engine's log-probabilities are the anchor of PPO's surrogate alone there (bypass_mode); "
+                "correction=proximal with async_mode=on_policy is translated",
+            )
+        else:
+            into.under(under, bypass_mode=True, loss_type="ppo_clip", rollout_is=None)
+        return
+    into.under(under, bypass_mode=False)
+    if not on_policy(run):
+        into.lacks("correction", correction, "the anchor there is of when tokens were sampled, not of before the step")
+    elif correction.mode == "none":
+        into.under(under, rollout_is=None)
+    elif correction.mode == "truncate" and correction.min_weight == 0:
+        into.under(under, rollout_is=correction.level, rollout_is_threshold=correction.max_weight)
+    elif correction.mode == "mask" and correction.min_weight > 0:
+        bounds = f"{correction.min_weight}_{correction.max_weight}"
+        into.under(under, rollout_is=correction.level, rollout_is_threshold=bounds)
+    else:
+        into.lacks("correction", correction, "truncation has no lower bound there, and a mask must have one above 0")

@@ -1,0 +1,97 @@
+"""A run of ours handed to TRL: what its interpreter is given, and the refusal of all that it cannot express.
+
+    python -m lightning_scalerl.translate.trl_member --python PYTHON --folder FOLDER OVERRIDE...
+
+trains one run in FOLDER under PYTHON, an interpreter with TRL of its own, and goes on with one that is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_scalerl.axes.length_control import Penalty
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.composition import build
+from lightning_scalerl.measure.flops import FlopModel
+from lightning_scalerl.model.load import load_model
+from lightning_scalerl.task.arithmetic import ArithmeticTask
+from lightning_scalerl.translate.record import Run
+from lightning_scalerl.translate.to_trl import to_trl
+
+RUNNER = Path(__file__).with_name("trl_run.py")
+# Of TRL's own evaluation, which ours takes the place of.
+_EVALUATION = ("eval_strategy", "eval_steps", "eval_on_start", "num_generations_eval", "per_device_eval_batch_size")
+
+
+def specification(run: Run) -> dict[str, Any]:
+    """Return what `trl_run.py` reads, as plain values.
+
+    Raises:
+        ConfigurationError: something of the run that TRL cannot express, by name; or a task that is not ours.
+    """
+    translation = to_trl(run)
+    task, recipe = build(run.config, "task"), run.recipe
+    if translation.missing:
+        named = "; ".join(f"{each.key}={each.value} ({each.why})" for each in translation.missing)
+        raise ConfigurationError(f"trainer=trl: what TRL {translation.version} cannot express: {named}")
+    if not isinstance(task, ArithmeticTask):
+        raise ConfigurationError(f"trainer=trl: task {type(task).__name__} is not handed over; task=arithmetic is")
+    evaluation = recipe.evaluation
+    (heldout,) = task.eval_sets().values()
+    control = run.choices.length_control
+    model = str(build(run.config, "model"))
+    flops = FlopModel.of(load_model(model))
+    return {
+        "config": {name: value for name, value in translation.settings.items() if name not in _EVALUATION},
+        "model": model,
+        "seed": run.seed,
+        "threads": int(run.config.launch.threads),
+        "train": [{"prompt": each.text, "answer": each.answer} for each in task.train_prompts()],
+        "heldout": [{"prompt": each.text, "answer": each.answer} for each in heldout][: evaluation.get("prompts")],
+        "reward": {"correct": recipe.reward.correct, "incorrect": recipe.reward.incorrect},
+        "penalty": {"limit": control.limit, "buffer": control.buffer} if isinstance(control, Penalty) else None,
+        "evaluation": {
+            "every": int(evaluation["every_n_steps"]),
+            "samples": int(evaluation["samples"]),
+            "seed": int(evaluation["seed"]),
+        },
+        "save_every": int(run.config.checkpoint.every_n_steps) * run.choices.epochs.count,
+        "flops": {"body": flops.body_per_token, "head": flops.head, "context": flops.per_context},
+        "forwards": run.choices.passes.policy_forwards,
+        "versions": {"trl": translation.version},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the specification into the folder, and become TRL's interpreter."""
+    parser = argparse.ArgumentParser(description="One run of ours on TRL's GRPOTrainer.")
+    parser.add_argument("--python", required=True, help="interpreter that has TRL")
+    parser.add_argument("--folder", required=True, type=Path, help="of the run: metrics.jsonl, checkpoints")
+    parser.add_argument("--config-dir", action="append", default=[], help="files of your own, beside conf/")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args(arguments)
+    try:
+        content = specification(Run.of(options.overrides, options.config_dir))
+    except ConfigurationError as error:
+        print(f"scalerl: {error}", file=sys.stderr)
+        return 1
+    options.folder.mkdir(parents=True, exist_ok=True)
+    file = options.folder / "specification.json"
+    file.write_text(json.dumps(content, indent=1))
+    command = [options.python, str(RUNNER), str(file), str(options.folder)]
+    try:
+        # This very process, so that whoever asks it to stop reaches the trainer.
+        os.execv(options.python, command)
+    except OSError as error:
+        print(f"scalerl: {options.python}: {error.strerror}; name an interpreter that has trl", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

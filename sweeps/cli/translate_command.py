@@ -1,0 +1,28 @@
+"""Command `scalerl translate`: a recipe in another trainer's words."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sweeps.cli.output import print_json
+from sweeps.executor.base import load_entry
+from sweeps.run.files import write_atomically
+
+
+def translate_command(options: argparse.Namespace) -> int:
+    """Print or write a recipe as another trainer reads it; what has no counterpart stands in its comments.
+
+    Raises:
+        UserError: overrides that do not compose, or an unknown trainer.
+    """
+    translated = load_entry("lightning_scalerl.translate.command:translated")
+    found = translated(options.overrides, options.to, options.config_dir)
+    if options.json:
+        missing = [vars(each) for each in found.missing]
+        print_json({**vars(found), "missing": missing})
+    if options.output is not None:
+        write_atomically(Path(options.output), found.text())
+    elif not options.json:
+        print(found.text(), end="")
+    return 0
