@@ -49,6 +49,7 @@ _HOME_OF = {
     "VLLMServerGenerator": "generator.vllm_server",
     "plan_commands": "member.command",
     "plan_members": "member.identify",
+    "plan_trl": "translate.plan",
     "run_member": "member.run",
     "Chat": "model.chat",
     "model_path": "model.place",

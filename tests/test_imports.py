@@ -40,7 +40,8 @@ FLOORS = {
         {"callbacks"},
         {"data", "session"},
         {"module"},
-        {"member", "translate"},
+        {"member"},
+        {"translate"},
         {"train"},
     ],
 }

@@ -21,7 +21,7 @@ from lightning_scalerl.composition import build
 from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.task.arithmetic import ArithmeticTask
-from lightning_scalerl.translate.record import Run
+from lightning_scalerl.translate.record import Run, Translation
 from lightning_scalerl.translate.to_trl import to_trl
 
 RUNNER = Path(__file__).with_name("trl_run.py")
@@ -29,19 +29,28 @@ RUNNER = Path(__file__).with_name("trl_run.py")
 _EVALUATION = ("eval_strategy", "eval_steps", "eval_on_start", "num_generations_eval", "per_device_eval_batch_size")
 
 
-def specification(run: Run) -> dict[str, Any]:
-    """Return what `trl_run.py` reads, as plain values.
+def refuse(run: Run) -> tuple[Translation, ArithmeticTask]:
+    """Return a run in TRL's words, with its task.
 
     Raises:
-        ConfigurationError: something of the run that TRL cannot express, by name; or a task that is not ours.
+        ConfigurationError: something of the run that TRL cannot express, by name; or a task that is not handed over.
     """
-    translation = to_trl(run)
-    task, recipe = build(run.config, "task"), run.recipe
+    translation, task = to_trl(run), build(run.config, "task")
     if translation.missing:
         named = "; ".join(f"{each.key}={each.value} ({each.why})" for each in translation.missing)
         raise ConfigurationError(f"trainer=trl: what TRL {translation.version} cannot express: {named}")
     if not isinstance(task, ArithmeticTask):
         raise ConfigurationError(f"trainer=trl: task {type(task).__name__} is not handed over; task=arithmetic is")
+    return translation, task
+
+
+def specification(run: Run) -> dict[str, Any]:
+    """Return what `trl_run.py` reads, as plain values.
+
+    Raises:
+        ConfigurationError: as `refuse`.
+    """
+    (translation, task), recipe = refuse(run), run.recipe
     evaluation = recipe.evaluation
     (heldout,) = task.eval_sets().values()
     control = run.choices.length_control

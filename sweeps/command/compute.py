@@ -16,6 +16,8 @@ from sweeps.errors import UserError
 from sweeps.run.files import read_json
 
 AXIS_OF = {"steps": STEPS, "tokens": TOKENS, "device_hours": DEVICE_HOURS, "flops": FLOPS}
+# In place of the number of parameters: the trainer has counted FLOPs itself.
+COUNTED = "counted"
 # A multiplication and an addition a parameter and token, forward; twice that backward.
 FLOPS_A_TOKEN = 6
 
@@ -30,6 +32,7 @@ class Compute:
         per_step: whether the column holds what each step took, and is summed.
         restarts: whether the column begins again from 0 in a resumed run.
         factor: compute of one unit of what is counted.
+        counted: whether the column holds FLOPs as the trainer counts them.
     """
 
     unit: str
@@ -37,6 +40,7 @@ class Compute:
     per_step: bool
     restarts: bool
     factor: float
+    counted: bool = False
 
     @property
     def axis(self) -> str:
@@ -56,6 +60,8 @@ class Compute:
         counted = f"{'the sum of ' if self.per_step else ''}{self.column}"
         if self.unit == "tokens":
             return f"tokens: {counted}"
+        if self.counted:
+            return f"FLOPs, as the trainer counts them: {counted}"
         if self.unit == "flops":
             return f"FLOPs: {self.factor:.6g} (6 x parameters) x tokens, {counted}"
         if self.on_clock:
@@ -86,6 +92,8 @@ def compute_of(given: Mapping[str, Any], folder: Path) -> Compute:
     factor = 1.0
     if unit == "device_hours":
         factor = _positive("command.compute.devices", given["devices"]) / 3600
+    elif unit == "flops" and given["parameters"] == COUNTED and given["model"] is None:
+        return Compute(unit, str(column), given["per_step"], given["restarts"], factor, counted=True)
     elif unit == "flops":
         parameters, model = given["parameters"], given["model"]
         if (parameters is None) == (model is None):

@@ -1,0 +1,129 @@
+"""Planning of members that TRL trains: our recipes, checked and identified as ours, each started as a command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.composition import Folders, use_folders
+from lightning_scalerl.member.identify import plan_members
+from lightning_scalerl.member.identity import identity_of
+from lightning_scalerl.translate.record import Run
+from lightning_scalerl.translate.to_trl import VERSION
+from lightning_scalerl.translate.trl_member import refuse
+from sweeps.run.spec import RunSpec, make_spec
+
+GROUP = "trainer"
+_ASKED = "from importlib.metadata import version; import torch, transformers, datasets; print(version('trl'))"
+
+
+def on_trl(overrides: Sequence[str]) -> bool:
+    """Return whether a run's overrides ask for TRL."""
+    return f"{GROUP}=trl" in (entry.lstrip("+") for entry in overrides)
+
+
+def plan_trl(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> list[RunSpec]:
+    """Compose, check and identify members as `plan_members` does, and make commands of TRL of them.
+
+    Args:
+        override_lists: one a member, as on the command line, with `trainer=trl trainer.python=PYTHON`.
+        folders: of the user's, beside `conf/`.
+
+    Raises:
+        ConfigurationError: the first problem found, in one line: what TRL cannot express, by name, among them.
+    """
+    own = use_folders(folders)
+    ours = [[entry for entry in overrides if not _is_trainers(entry)] for overrides in override_lists]
+    specs = plan_members(ours, folders)
+    made: list[RunSpec] = []
+    checked: set[str] = set()
+    for spec, overrides, rest in zip(specs, override_lists, ours, strict=True):
+        if spec.curve not in checked:
+            refuse(Run.of(rest, list(own)))
+            checked.add(spec.curve)
+        made.append(_on_trl(spec, _python(overrides, checked), rest, tuple(overrides)))
+    return made
+
+
+def _is_trainers(entry: str) -> bool:
+    return entry.lstrip("+~").split("=")[0].split(".")[0] == GROUP
+
+
+def _python(overrides: Sequence[str], checked: set[str]) -> str:
+    """Return the interpreter that a member names, having asked it once for its TRL."""
+    named = [entry.partition("=")[2] for entry in overrides if entry.lstrip("+").startswith(f"{GROUP}.python=")]
+    if not named:
+        raise ConfigurationError(f"{GROUP}.python: needs a value; name the interpreter of an environment that has TRL")
+    python = str(Path(named[-1]).expanduser().absolute())
+    if python not in checked:
+        try:
+            done = subprocess.run([python, "-c", _ASKED], capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise ConfigurationError(f"{GROUP}.python: {python}: {error.strerror}; name an interpreter") from error
+        found = (done.stdout or done.stderr).strip().splitlines()[-1:] or [""]
+        if done.returncode or found[0].split(".")[:2] != VERSION.split(".")[:2]:
+            raise ConfigurationError(
+                f"{GROUP}.python: {python}: {found[0]}; an environment with trl {VERSION}, torch, transformers and "
+                "datasets is needed"
+            )
+        checked.add(python)
+    return python
+
+
+def _on_trl(spec: RunSpec, python: str, overrides: Sequence[str], pasted: tuple[str, ...]) -> RunSpec:
+    """Return the specification of the same recipe on another trainer: another curve, under a label that says so."""
+    suffix = f"+{GROUP}=trl"
+    label = f"{spec.baseline}{suffix}{spec.recipe.removeprefix(spec.baseline)}"
+    found = make_spec(
+        config={**spec.config, GROUP: {"name": "trl", "python": python}, "command": _command(python, spec, overrides)},
+        reference=spec.reference,
+        identity={**identity_of(spec.config), GROUP: {"name": "trl", "version": VERSION}},
+        label=label,
+        baseline=f"{spec.baseline}{suffix}",
+        departures=spec.departures,
+        settings=spec.settings,
+        folders=spec.folders,
+    )
+    return replace(found, overrides=tuple(entry for entry in pasted if not entry.lstrip("+~").startswith("mlflow")))
+
+
+def _command(python: str, spec: RunSpec, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what `sweeps.command` is told of a member, with every key of conf/command/base/command.yaml."""
+    # What is said of the whole study is no run's, and braces in a value are no placeholders.
+    of_run = [entry for entry in overrides if entry.lstrip("+~").split("=")[0] not in ("seed", "budget.steps", "study")]
+    escaped = [entry.replace("{", "{{").replace("}", "}}") for entry in of_run]
+    directories = [word for folder in spec.folders for word in ("--config-dir", folder)]
+    line = [sys.executable, "-m", "lightning_scalerl.translate.trl_member", "--python", python]
+    line += ["--folder", "{run_dir}/trl", *directories, *escaped, "seed={seed}", "budget.steps={steps}"]
+    return {
+        "line": line,
+        "files": {},
+        "env": {},
+        "folder": str(Path.cwd()),
+        "identity": [],
+        "metrics": {
+            "source": "{run_dir}/trl/metrics.jsonl",
+            "step": "step",
+            "reward": {"heldout": "reward"},
+            "keep": ["reward_se"],
+        },
+        "compute": {
+            "unit": "flops",
+            "column": "compute",
+            "per_step": False,
+            "restarts": False,
+            "devices": 1,
+            "parameters": "counted",
+            "model": None,
+        },
+        "resume": {"anew": False, "add": None, "checkpoints": "{run_dir}/trl/checkpoint-*"},
+        "stop": {"signal": "SIGTERM", "file": None, "within_s": 60},
+        "done": {"within": 0},
+        "texts": {},
+        "named": {},
+    }

@@ -1,0 +1,209 @@
+"""Recipes of ours on TRL's GRPOTrainer: what is refused before anything starts, what a step costs, and real members.
+
+Those that start TRL (marker `peers`) need an interpreter that has it, which PEERS_PYTHON names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.measure.flops import FlopModel
+from lightning_scalerl.task.arithmetic_base import new_model
+from lightning_scalerl.translate.plan import plan_trl
+from lightning_scalerl.translate.trl_run import Journal, forward_flops, make_reward, sampling_flops, standard_error
+from sweeps.run.journal import JournalView, read_journal
+from tests.paths import ROOT
+from tests.translate.test_translate import peers_python
+
+# All that TRL can say of ScaleRL's core, in two passes over a batch so that losses differ; the smallest of it.
+ON_TRL = (
+    *("recipe=scalerl_core", "async_mode=on_policy", "filter=none", "normalization=prompt", "normalization.eps=1e-4"),
+    *("aggregation=token", "schedule.warmup_steps=0", "optimizer.weight_decay=0", "epochs.count=2", "model.digits=2"),
+    *(
+        "task.train=[50,200]",
+        "task.heldout=[4,8]",
+        "context.max_new_tokens=16",
+        "batch.prompts=4",
+        "batch.completions=4",
+    ),
+    *("thinking.interrupt_from=9", "thinking.interrupt_to=11", "evaluation.every_n_steps=2", "reward=zero_one"),
+)
+
+
+def test_what_trl_cannot_express_is_refused_by_name() -> None:
+    """Before any interpreter is asked, all of it in one line."""
+    with pytest.raises(ConfigurationError, match=r"^trainer=trl: what TRL 1.16.0 cannot express: ") as refused:
+        plan_trl(
+            [["trainer=trl", "trainer.python=/nowhere/python", *ON_TRL, "resampling=no_positive", "kl=by_difficulty"]]
+        )
+    assert "resampling=NoPositiveResampling(pass_rate=0.9) (" in str(refused.value)
+    assert "kl=KLByDifficulty(" in str(refused.value)
+    for wrong, said in (
+        ("", "trainer.python: needs a value"),
+        ("trainer.python=/nowhere/python", "/nowhere/python: No such"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            plan_trl([["trainer=trl", *filter(None, [wrong]), *ON_TRL]])
+    with pytest.raises(
+        ConfigurationError, match=r"(No module named|No package metadata).*; an environment with trl 1.16.0"
+    ):
+        plan_trl([["trainer=trl", f"trainer.python={sys.executable}", *ON_TRL]])
+
+
+def test_a_token_costs_what_it_costs_here() -> None:
+    """By the formulas of our meter: one group of three completions behind a prompt of ten tokens."""
+    ours = FlopModel.of(new_model(64, 3, 0))
+    model = {"body": ours.body_per_token, "head": ours.head, "context": ours.per_context}
+    lengths = [8, 13, 1]
+    assert sum(forward_flops(model, 10, length) for length in lengths) == ours.forward([18, 23, 11], [10, 10, 10])
+    fed = [position for length in lengths for position in range(10, 10 + length - 1)]
+    decoded = ours.decode(len(fed), sum(position + 1 for position in fed))
+    assert sampling_flops(model, 10, lengths) == ours.prefill(10, 55, 1) + decoded
+
+
+def test_a_reward_is_ours_with_its_penalty_of_length() -> None:
+    from lightning_scalerl.axes.length_control import overlong_penalty
+
+    counted: list[tuple[list[int], list[int]]] = []
+    settings = {"reward": {"correct": 1.0, "incorrect": -1.0}, "penalty": {"limit": 16, "buffer": 4}}
+    reward = make_reward(settings, lambda *lengths: counted.append(lengths))
+    found = reward(["7", "8"], answer=["7", "7"], prompt_tokens=[10, 10], completion_ids=[[1] * 14, [1] * 3])
+    assert found == [1.0 + overlong_penalty(14, 16, 4), -1.0]
+    assert counted == [([10, 10], [14, 3])]
+
+
+def test_a_standard_error_is_that_of_our_evaluation() -> None:
+    import torch
+
+    from lightning_scalerl.callbacks.evaluate import standard_error as ours
+
+    for passed in ([0, 4, 2], [4, 4, 4]):
+        assert standard_error(passed, 4) == pytest.approx(ours(torch.tensor(passed) / 4, 4))
+
+
+def test_what_is_beyond_the_last_checkpoint_is_taken_back(tmp_path: Path) -> None:
+    """Two of TRL's steps are one of ours; a line torn by a kill is none."""
+    journal = Journal(tmp_path, passes=2)
+    for step in (0, 2, 4):
+        journal.add(step=step, reward=0.5)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "rew')
+    checkpoint = tmp_path / "checkpoint-4"
+    checkpoint.mkdir()
+    (checkpoint / "scalerl.json").write_text('{"flops": 7.0}')
+    again = Journal(tmp_path, passes=2)
+    again.go_on_from(checkpoint)
+    assert ([line["step"] for line in again.lines()], again.flops) == ([0, 2], 7.0)
+
+
+def member(folder: Path, *overrides: str) -> list[str]:
+    """The command of one member outside of a study."""
+    module = [sys.executable, "-m", "lightning_scalerl.translate.trl_member"]
+    return [*module, "--python", peers_python(), "--folder", str(folder), *ON_TRL, *overrides]
+
+
+def environment() -> dict[str, str]:
+    """One thread, and this checkout's modules."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def steps_of(folder: Path) -> list[int]:
+    """Steps of the evaluations so far."""
+    file = folder / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def until(holds: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 240) -> None:
+    """Wait for something that a process does."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert process.poll() is None and time.monotonic() < end, process.stderr and process.stderr.read()[-2000:]
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.live
+@pytest.mark.peers
+def test_a_member_that_is_stopped_goes_on(tmp_path: Path) -> None:
+    """SIGTERM ends it with a checkpoint after the step at hand; started again it does what is left, each step once."""
+    first = subprocess.Popen(
+        member(tmp_path, "budget.steps=200"), env=environment(), cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    until(lambda: len(steps_of(tmp_path)) >= 2, first)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(60) == 3
+    reached = steps_of(tmp_path)[-1]
+    budget = f"budget.steps={reached + 3}"
+    done = subprocess.run(
+        member(tmp_path, budget), env=environment(), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines]
+    assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == reached + 3
+    compute = [line["compute"] for line in lines]
+    assert compute[0] == 0 and all(earlier < later for earlier, later in zip(compute, compute[1:], strict=False))
+    # A completion's length varies by some tokens, and with it what a step costs.
+    costs = [(b - a) / (t - s) for a, b, s, t in zip(compute, compute[1:], steps, steps[1:], strict=False)]
+    assert max(costs) < 1.5 * min(costs)
+
+
+def scalerl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A command, as a user gives it."""
+    command = [sys.executable, "-m", "sweeps.cli.main", *arguments]
+    return subprocess.run(command, env=environment(), cwd=cwd, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.full
+@pytest.mark.live
+@pytest.mark.peers
+def test_a_study_of_trl_is_killed_twice_and_finished(tmp_path: Path) -> None:
+    """Two losses, three seeds; the controller is killed, then a member; finished, ranked, raced, reported."""
+    grid = ["--multirun", "trainer=trl", f"trainer.python={peers_python()}", "study=two", "seed=0,1,2"]
+    grid += ["loss=cispo,dapo", *ON_TRL, "budget.steps=16", "checkpoint.every_n_steps=4"]
+    command = [sys.executable, "-m", "sweeps.cli.main", "train", *grid]
+    runs = tmp_path / "outputs" / "two" / "runs"
+
+    def reached() -> int:
+        return max((len(steps_of(each)) for each in runs.glob("*/trl")), default=0)
+
+    controller = subprocess.Popen(command, env=environment(), cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    until(lambda: reached() >= 2, controller)
+    controller.kill()
+    controller.wait()
+    again = subprocess.Popen(command, env=environment(), cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    before = reached()
+    until(lambda: reached() > before, again)
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = file.read_bytes()
+        except OSError:
+            continue
+        if b"trl_run.py" in words and str(runs).encode() in words:
+            os.kill(int(file.parent.name), signal.SIGKILL)
+            break
+    assert again.wait(1200) in (0, 1)  # 1: a member that was killed is retried by the next launch
+    done = scalerl("train", *grid, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    journals: list[JournalView] = [read_journal(each) for each in runs.iterdir()]
+    assert len(journals) == 6
+    for journal in journals:
+        steps = [record.step for record in journal.of_kind("eval")]
+        assert steps == list(range(0, 17, 2))
+        assert journal.status == "finished" and journal.header["axis"] == "compute/flops"
+    for arguments in (("rank",), ("race",), ("report", "-o", "report.html"), ("status",)):
+        shown = scalerl(arguments[0], "outputs/two", *arguments[1:], cwd=tmp_path)
+        assert shown.returncode == 0, (arguments, shown.stderr)
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+    live = scalerl("train", *grid, "race.mode=live", "budget.steps=24", cwd=tmp_path)
+    assert live.returncode == 0, live.stderr[-2000:]
