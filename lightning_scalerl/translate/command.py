@@ -1,4 +1,4 @@
-"""What `scalerl translate` asks for."""
+"""The entry of `scalerl translate`, with the trainers that it knows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe is in another trainer's words, and what is asked of a run to say it."""
+"""The record of a translation, and what a run is asked for to make one."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -152,9 +153,10 @@ def test_a_member_that_is_stopped_goes_on(tmp_path: Path) -> None:
     steps = [line["step"] for line in lines]
     assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == reached + 3
     compute = [line["compute"] for line in lines]
-    assert compute[0] == 0 and all(earlier < later for earlier, later in zip(compute, compute[1:], strict=False))
+    assert compute[0] == 0 and all(earlier < later for earlier, later in pairwise(compute))
     # A completion's length varies by some tokens, and with it what a step costs.
-    costs = [(b - a) / (t - s) for a, b, s, t in zip(compute, compute[1:], steps, steps[1:], strict=False)]
+    spent = [more - less for less, more in pairwise(compute)]
+    costs = [flops / (after - before) for flops, (before, after) in zip(spent, pairwise(steps), strict=True)]
     assert max(costs) < 1.5 * min(costs)
 
 
