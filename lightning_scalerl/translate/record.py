@@ -126,7 +126,7 @@ class Run:
 
     @classmethod
     def of(cls, overrides: list[str], folders: list[str]) -> Run:
-        """Compose a run.
+        """Compose the run that overrides describe.
 
         Raises:
             ConfigurationError: overrides that do not compose, or choices that contradict each other.
@@ -148,12 +148,12 @@ class Run:
 
     @property
     def seed(self) -> int:
-        """Seed of the run."""
+        """Random seed of the run."""
         return int(self.config.seed)
 
     @property
     def rollouts(self) -> int:
-        """Rollouts of a step."""
+        """Number of rollouts that a step trains on."""
         return self.recipe.batch.prompts * self.recipe.batch.completions
 
     @property
@@ -164,7 +164,7 @@ class Run:
 
     @property
     def vllm(self) -> bool:
-        """Whether an engine of its own samples, whose log-probabilities are not the trainer's."""
+        """Return whether an engine samples, whose log-probabilities are not the trainer's."""
         return "VLLM" in str(self.config.generator.get("_target_", ""))
 
     @cached_property
@@ -198,7 +198,7 @@ class Run:
 
     @property
     def head(self) -> bool | None:
-        """Whether the head of trainer and generator is in FP32 beside a 16-bit policy; None where only one's is."""
+        """Return whether the heads of both sides are in FP32 beside a 16-bit policy; None where only one is."""
         precision: Precision = self.choices.precision
         if precision.policy == "fp32":
             return False

@@ -82,7 +82,7 @@ class Journal:
         return found
 
     def add(self, **values: float) -> None:
-        """Append a line."""
+        """Append a line with these values, durably."""
         with self._file.open("a") as file:
             file.write(json.dumps(values) + "\n")
             file.flush()
