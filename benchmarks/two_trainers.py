@@ -138,8 +138,8 @@ def lines(points: pd.DataFrame) -> list[str]:
     """Return the tables of the page."""
     late = points[points.step > points.step.max() - 30]
     found = [
-        "| recipe | seeds | steps | ours, last 30 steps | TRL, last 30 steps | TRL less ours at the end | A, TRL less ours "
-        "| contains 0 | width |",
+        "| recipe | seeds | steps | ours, last 30 steps | TRL, last 30 steps | TRL less ours at the end | A, TRL less "
+        "ours | contains 0 | width |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for recipe in RECIPES:

@@ -265,6 +265,10 @@ def _check_keys(values: Mapping[str, Any], overrides: Sequence[str], axes: Seque
         if entry.startswith("~") and "." not in name and (name in AXES or name not in known):
             raise ConfigurationError(f"{entry}: an axis cannot be taken away; pick another of its choices instead")
     for key in values:
+        if key == "trainer":
+            raise ConfigurationError(
+                "trainer: one for a whole study; leave it out of the grid, launch a study for each trainer, and compare them"
+            )
         if key not in known and key not in axes:
             raise ConfigurationError(
                 f"{key}: neither a setting nor an axis; an axis of your own is a mapping with _target_ "

@@ -274,8 +274,9 @@ def lasting(run: Run, into: Translation, by_step: bool) -> tuple[bool, bool]:
     """
     schedule = run.recipe.schedule
     warms, falls = bool(schedule.warmup_steps), run.cosine is not None
-    if not isinstance(schedule, ConstantSchedule):
+    if type(schedule) not in (ConstantSchedule, CosineSchedule, SqrtBatchSchedule):
         into.lacks("schedule", type(schedule).__name__, "a schedule of your own")
+        return False, False
     if (warms or falls) and not by_step:
         into.lacks("schedule", type(schedule).__name__, "the schedule advances at other times there")
         return False, False

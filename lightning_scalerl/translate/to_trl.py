@@ -95,8 +95,7 @@ def _loss(run: Run, into: Translation) -> None:
 def _credit(run: Run, into: Translation) -> None:
     choices = run.choices
     scale = choices.normalization
-    fixed = isinstance(scale, PromptNormalization | BatchRewardNormalization)
-    if fixed and (scale.ddof, scale.eps) != (1, EPS):
+    if isinstance(scale, PromptNormalization | BatchRewardNormalization) and (scale.ddof, scale.eps) != (1, EPS):
         into.lacks(
             "normalization", scale, f"the deviation is unbiased, plus {EPS:g}: normalization.ddof=1 and eps={EPS:g}"
         )
