@@ -267,7 +267,7 @@ def _check_keys(values: Mapping[str, Any], overrides: Sequence[str], axes: Seque
     for key in values:
         if key == "trainer":
             raise ConfigurationError(
-                "trainer: one for a whole study; leave it out of the grid, launch a study for each trainer, and compare them"
+                "trainer: one for a whole study; take it out of the grid, and launch a study for each trainer"
             )
         if key not in known and key not in axes:
             raise ConfigurationError(
