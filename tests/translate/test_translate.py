@@ -296,11 +296,11 @@ else:
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
     from pathlib import Path
-    from verl.utils.config import omegaconf_to_dataclass
+    from verl.utils.config import omega_conf_to_dataclass
     with initialize_config_dir(str(Path(verl.trainer.__file__).parent / "config"), version_base=None):
         config = compose("ppo_trainer", overrides=settings)
-    actor = omegaconf_to_dataclass(config.actor_rollout_ref.actor)
-    algorithm = omegaconf_to_dataclass(config.algorithm)
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    algorithm = omega_conf_to_dataclass(config.algorithm)
     print(json.dumps([actor.policy_loss.loss_mode, actor.loss_agg_mode, algorithm.adv_estimator]))
 """
 
