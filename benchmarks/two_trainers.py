@@ -83,7 +83,7 @@ class Member:
 
 def of_trl(folder: Path) -> Iterator[dict[str, float]]:
     """Yield the evaluations of a member of TRL's."""
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
+    for line in (folder / "evaluations.jsonl").read_text().splitlines():
         yield {name: json.loads(line)[name] for name in ("step", "compute", "reward")}
 
 

@@ -107,7 +107,7 @@ def _command(python: str, spec: RunSpec, overrides: Sequence[str]) -> dict[str, 
         "folder": str(Path.cwd()),
         "identity": [],
         "metrics": {
-            "source": "{run_dir}/trl/metrics.jsonl",
+            "source": "{run_dir}/trl/evaluations.jsonl",
             "step": "step",
             "reward": {"heldout": "reward"},
             "keep": ["reward_se"],

@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the specification into the folder, and become TRL's interpreter."""
     parser = argparse.ArgumentParser(description="One run of ours on TRL's GRPOTrainer.")
     parser.add_argument("--python", required=True, help="interpreter that has TRL")
-    parser.add_argument("--folder", required=True, type=Path, help="of the run: metrics.jsonl, checkpoints")
+    parser.add_argument("--folder", required=True, type=Path, help="of the run: evaluations.jsonl, checkpoints")
     parser.add_argument("--config-dir", action="append", default=[], help="files of your own, beside conf/")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args(arguments)

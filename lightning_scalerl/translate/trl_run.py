@@ -2,7 +2,7 @@
 
 Started as a file by an interpreter that holds torch, transformers, datasets and trl, and not this package: it imports
 nothing of ours. The specification (`trl_member.specification`) has the fields of `GRPOConfig`, the prompts with their
-answers, and what a token costs. In the folder it leaves `metrics.jsonl`, a line an evaluation: step, reward (the pass
+answers, and what a token costs. In the folder it leaves `evaluations.jsonl`, a line an evaluation: step, reward (the pass
 rate on the held-out prompts), its standard error, and compute. Compute is FLOPs by this project's formulas and
 counting, so that a step of a recipe costs the same in both trainers: a prompt is prefilled once a group; padding,
 evaluations, and the pass by which TRL asks its trainer what our generator has recorded, are not counted.
@@ -53,10 +53,10 @@ def standard_error(passed: Sequence[int], samples: int) -> float:
 
 
 class Journal:
-    """Lines of `metrics.jsonl`, one a step, and the compute that they stand at."""
+    """Lines of `evaluations.jsonl`, one a step, and the compute that they stand at."""
 
     def __init__(self, folder: Path, passes: int) -> None:
-        self._file = folder / "metrics.jsonl"
+        self._file = folder / "evaluations.jsonl"
         self._passes = passes  # steps of TRL's in one of ours
         self.flops = 0.0
 

@@ -97,7 +97,7 @@ def test_what_is_beyond_the_last_checkpoint_is_taken_back(tmp_path: Path) -> Non
     journal = Journal(tmp_path, passes=2)
     for step in (0, 2, 4):
         journal.add(step=step, reward=0.5)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
+    with (tmp_path / "evaluations.jsonl").open("a") as file:
         file.write('{"step": 6, "rew')
     checkpoint = tmp_path / "checkpoint-4"
     checkpoint.mkdir()
@@ -120,7 +120,7 @@ def environment() -> dict[str, str]:
 
 def steps_of(folder: Path) -> list[int]:
     """Steps of the evaluations so far."""
-    file = folder / "metrics.jsonl"
+    file = folder / "evaluations.jsonl"
     return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
 
 
@@ -149,7 +149,7 @@ def test_a_member_that_is_stopped_goes_on(tmp_path: Path) -> None:
         member(tmp_path, budget), env=environment(), cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines]
     assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == reached + 3
     compute = [line["compute"] for line in lines]
@@ -203,7 +203,8 @@ def test_a_study_of_trl_is_killed_twice_and_finished(tmp_path: Path) -> None:
         steps = [record.step for record in journal.of_kind("eval")]
         assert steps == list(range(0, 17, 2))
         assert journal.status == "finished" and journal.header["axis"] == "compute/flops"
-    for arguments in (("rank",), ("race",), ("report", "-o", "report.html"), ("status",)):
+    spent = str(min(journal.of_kind("eval")[-1].metrics["compute/flops"] for journal in journals))
+    for arguments in (("rank",), ("race", "--budget", spent), ("report", "-o", "report.html"), ("status",)):
         shown = scalerl(arguments[0], "outputs/two", *arguments[1:], cwd=tmp_path)
         assert shown.returncode == 0, (arguments, shown.stderr)
     assert (tmp_path / "report.html").stat().st_size > 10_000
