@@ -2,8 +2,8 @@
 
 Started as a file by an interpreter that holds torch, transformers, datasets and trl, and not this package: it imports
 nothing of ours. The specification (`trl_member.specification`) has the fields of `GRPOConfig`, the prompts with their
-answers, and what a token costs. In the folder it leaves `evaluations.jsonl`, a line an evaluation: step, reward (the pass
-rate on the held-out prompts), its standard error, and compute. Compute is FLOPs by this project's formulas and
+answers, and what a token costs. In the folder it leaves `evaluations.jsonl`, a line an evaluation: step, reward (the
+pass rate on the held-out prompts), its standard error, and compute. Compute is FLOPs by this project's formulas and
 counting, so that a step of a recipe costs the same in both trainers: a prompt is prefilled once a group; padding,
 evaluations, and the pass by which TRL asks its trainer what our generator has recorded, are not counted.
 
