@@ -19,7 +19,7 @@ from sweeps.cli.main import make_parser
 ROWS = ("recipe", "variant", "scale", "experiment")
 # Titles of the pages of the Python interface, by the first part of the module that a name lives in.
 API_PAGES = {
-    "run": ("A run", ("module", "recipe", "optim", "data", "stream", "update", "measure", "member")),
+    "run": ("A run", ("module", "recipe", "optim", "data", "stream", "update", "measure", "member", "translate")),
     "callbacks": ("Callbacks", ("callbacks",)),
     "choices": ("Choices and errors", ("choice", "choices", "checks")),
     "tasks": ("Tasks, prompts and grading", ("task", "prompt", "verify", "rollout")),
