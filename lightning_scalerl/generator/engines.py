@@ -112,6 +112,17 @@ class Engines:
     def __contains__(self, engine: object) -> bool:
         return engine in self._all
 
+    def places(self) -> list[dict[str, Any]]:
+        """Return where each engine is and its state, by number; read by other threads without a lock."""
+        there = {engine.number: engine for engine in self}
+        found = []
+        for number, (address, _) in enumerate(self._blueprints):
+            state = "left out"
+            if number in there:
+                state = "up" if there[number].ready else "connecting" if address.given else "starting"
+            found.append({"where": str(address), "state": state})
+        return found
+
     @property
     def up(self) -> list[Engine]:
         """Engines that messages can reach, in their order."""

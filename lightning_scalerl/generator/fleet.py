@@ -131,6 +131,10 @@ class Fleet:
         """Number of engines that were lost so far, each time counted."""
         return self._engines.lost
 
+    def places(self) -> list[dict[str, Any]]:
+        """Return where each engine is, and whether it is up."""
+        return self._engines.places()
+
     @property
     def pids(self) -> list[int]:
         """Ids of the processes that run for the engines on this node at the moment."""

@@ -21,6 +21,7 @@ from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.rollout_stream import Place, RolloutStream
 from lightning_scalerl.verify.grade import Sample
 from lightning_scalerl.verify.verification import Verifiers, submit_bundle
+from sweeps.run.activity import activity
 
 # Interval at which a wait checks whether to stop.
 LOOK_S = 0.05
@@ -72,9 +73,11 @@ class LiveDriver:
         self._times = _Times()
         self._since: float | None = None  # up to when the times are counted
         self._counted_busy_s = 0.0
-        # Of each engine by itself, since this process began to count.
+        # Of each engine by itself, and of the trainer, since this process began to count.
         self._passed_s = 0.0
         self._before = [Work() for _ in generator.work]
+        self._trained_tokens = 0
+        activity.reports["engines"] = generator.places  # for `scalerl status`
 
     def next_batch(self, stop: Callable[[], bool] = lambda: False) -> TrainBatch | None:
         """Wait until a batch is due, and hand it out; the step on the last one is over.
@@ -102,7 +105,9 @@ class LiveDriver:
                     raise self._error
                 if self.stream.batch_due():
                     self._count(trained=False)
-                    return self.stream.take()
+                    batch = self.stream.take()
+                    self._trained_tokens += int(batch.lengths.sum())
+                    return batch
             if stop():
                 return None
             self._changed.wait(LOOK_S)
@@ -161,6 +166,7 @@ class LiveDriver:
     def close(self) -> None:
         """End the thread and the generators' processes; what is in flight can still be saved."""
         self._closing.set()
+        activity.reports.pop("engines", None)
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -211,6 +217,7 @@ class LiveDriver:
         passed = max(times.passed, 1e-9)
         return {
             "live/trainer_idle": max(0.0, 1.0 - times.trained / passed),
+            "live/trainer_tokens_s": self._trained_tokens / own_s,
             "live/generator_idle": max(0.0, 1.0 - times.generated / (passed * max(1, generators))),
             "live/publish_s": self.generator.publish_s,
             "live/generators_lost": float(self.generator.lost),

@@ -25,8 +25,9 @@ STATUS = (
     Column("state"), Column("recipe", least=12), Column("seed", 1), Column("step", 3), Column("pass rate", 2),
     Column("attempts", 6), Column("job", 5), Column("why", 4, least=20),
 )  # fmt: skip
+SIDES = (Column("side"), Column("where", 2), Column("state"), Column("idle", 1), Column("tokens/s", 1))
 SILENT_S = 60.0  # without a heartbeat, after which `status` says so
-FAILURES = 3  # members whose logs are shown
+FAILURES = 3  # members that are shown at length: logs, sides, changes of code
 
 
 def train_command(overrides: Sequence[str]) -> int:
@@ -51,6 +52,12 @@ def status_command(options: argparse.Namespace) -> int:
         return 0
     print(f"{study}: {counts(views)}\n")
     print_table(STATUS, _status_rows(views, None if options.all else ROWS))
+    live = [view for view in views if view.sides and (options.all or view.state == "running")]
+    for view in live if options.all else live[:FAILURES]:
+        print(f"\n{view.recipe} seed {view.seed}, trainer and engines:\n")
+        print_table(SIDES, _side_rows(view))
+    if len(live) > FAILURES and not options.all:
+        print(f"and {len(live) - FAILURES} more members (--all)")
     changed = [view for view in views if view.code]
     for view in changed if options.all else changed[:FAILURES]:
         print(f"\n{view.recipe} seed {view.seed} went on with other code {one_line(view.code or '')}")
@@ -76,6 +83,15 @@ def _status_rows(views: Sequence[MemberView], limit: int | None) -> list[list[st
         rows.append([*row, view.reason or _silence(view)])
     if limit is not None and len(views) > limit:
         rows.append([f"and {len(views) - limit} more (--all)", *[""] * 7])
+    return rows
+
+
+def _side_rows(view: MemberView) -> list[list[str]]:
+    rows = []
+    for side in view.sides:
+        idle = "-" if side.idle is None else f"{side.idle:.0%}"
+        rate = "-" if side.tokens_s is None else f"{side.tokens_s:,.0f}"
+        rows.append([side.side, side.where or "-", side.state, idle, rate])
     return rows
 
 

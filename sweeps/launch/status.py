@@ -6,12 +6,14 @@ Read-only: nothing is submitted, decided or written.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sweeps.as_json import AsJson, as_json
 from sweeps.errors import UserError
@@ -31,6 +33,27 @@ STATES = ("failed", "cancelled", "stopped", "ended", "running", "queued", "waiti
 # Long enough for two heartbeats of a controller.
 _LOOK_S = 2 * BEAT_S + 1
 _ASK_S = 30.0  # between two questions to a scheduler, in a repeated overview
+_ENGINE_IDLE = re.compile(r"live/engine(\d+)_idle")
+
+
+@dataclass(frozen=True)
+class SideView(AsJson):
+    """Status of the trainer or of one engine of a live run, as `scalerl status` shows it.
+
+    Attributes:
+        side: `trainer`, or `engine 0` and so on.
+        where: node of the trainer, address of an engine; None where the run has not said it.
+        state: of an engine by the run's last heartbeat, `up`, `starting`, `connecting` or `left out`; of all sides the
+            member's where it does not run.
+        idle: share of real time without work in [0, 1], up to the newest step; None before the first.
+        tokens_s: tokens that the trainer has trained, or the engine has sampled, a second; None before the first.
+    """
+
+    side: str
+    where: str | None
+    state: str
+    idle: float | None
+    tokens_s: float | None
 
 
 @dataclass(frozen=True)
@@ -48,6 +71,7 @@ class MemberView(AsJson):
         kind, reason: why it failed, waits or was retried; None otherwise.
         doing, idle_s: last recorded activity of a running member, and seconds since then; None for others.
         code: steps from which the run was resumed with other code, and what changed; None if it never was.
+        sides: trainer and engines of a live run (`driver=live`); empty for others.
     """
 
     run: str
@@ -65,6 +89,7 @@ class MemberView(AsJson):
     doing: str | None = None
     idle_s: float | None = None
     code: str | None = None
+    sides: Sequence[SideView] = ()
 
 
 def overview(study: Path, scheduler: Scheduler | None = None) -> list[MemberView]:
@@ -180,7 +205,8 @@ def _view(study: Path, state: MemberState, queue: Mapping[str, JobInfo] | None, 
     own = attempts(run_dir)
     metrics = last_metrics(run_dir)
     name, reason = _state(state, run_dir, steps, own, queue, controlled)
-    doing, idle_s = _last_sign(run_dir) if name == "running" else (None, None)
+    facts = (alive(run_dir) or {}) if name == "running" else {}
+    doing, idle_s = _last_sign(run_dir, facts)
     code, missing = _since_resumed(run_dir)
     return MemberView(
         run=state.run,
@@ -198,6 +224,7 @@ def _view(study: Path, state: MemberState, queue: Mapping[str, JobInfo] | None, 
         doing=doing,
         idle_s=idle_s,
         code=code,
+        sides=_sides(name, facts, metrics),
     )
 
 
@@ -245,9 +272,26 @@ def _state(
     return "ended", "the queue no longer holds the job"
 
 
-def _last_sign(run_dir: Path) -> tuple[str | None, float | None]:
+def _sides(state: str, facts: Mapping[str, Any], metrics: Mapping[str, float]) -> tuple[SideView, ...]:
+    """Return trainer and engines of a live run, by its last heartbeat and its newest step; empty for other runs."""
+    told = facts.get("engines", ())
+    measured = {int(match[1]) for key in metrics if (match := _ENGINE_IDLE.fullmatch(key))}
+    if not told and not measured:
+        return ()
+    found = [_side("trainer", facts.get("host"), state, "live/trainer", metrics)]
+    for number in range(max(len(told), max(measured, default=-1) + 1)):
+        own = told[number] if number < len(told) else {}
+        where, now = own.get("where"), str(own.get("state", state))
+        found.append(_side(f"engine {number}", where, now, f"live/engine{number}", metrics))
+    return tuple(found)
+
+
+def _side(side: str, where: str | None, state: str, prefix: str, metrics: Mapping[str, float]) -> SideView:
+    return SideView(side, where, state, metrics.get(f"{prefix}_idle"), metrics.get(f"{prefix}_tokens_s"))
+
+
+def _last_sign(run_dir: Path, facts: Mapping[str, Any]) -> tuple[str | None, float | None]:
     """Return a member's last activity and seconds since then, from its last heartbeat and that one's age."""
-    facts = alive(run_dir) or {}
     if "idle_s" not in facts:
         return None, None
     # By two clocks, the file server's and ours: for people, nothing is decided by it.
@@ -293,17 +337,19 @@ def _of_journal(run_dir: Path) -> MemberView:
     states = {"finished": "finished", "failed": "failed", "stopped": "stopped"}
     # Its race has ended a loop that reports itself.
     stopped = view is not None and view.status == "finished" and view.reason is not None and header.get("loop")
+    state = states.get("stopped" if stopped else view.status, "running") if view is not None else "waiting"
     return MemberView(
         run=str(header.get("run", run_dir.name)),
         recipe=str(header.get("recipe", run_dir.name)),
         seed=int(header.get("seed", 0)),
-        state=states.get("stopped" if stopped else view.status, "running") if view is not None else "waiting",
+        state=state,
         step=int(metrics["step"]) if "step" in metrics else None,
         steps=None,
         pass_rate=_pass_rate(metrics),
         attempts=1,
         reason=(view.reason or missing) if view is not None else trouble(run_dir, run_dir.name),
         code=code,
+        sides=_sides(state, (alive(run_dir) or {}) if state == "running" else {}, metrics),
     )
 
 

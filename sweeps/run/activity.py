@@ -70,7 +70,7 @@ class Activity:
     """Record of this process's last activity and longest pause. One for each process: `activity` below.
 
     `last_word` is called with the reason before a process that hangs ends itself: whoever keeps a record of the
-    attempt sets it.
+    attempt sets it. `reports` holds, by name, what else is told with each heartbeat.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -80,6 +80,7 @@ class Activity:
         self._awake_until = math.inf
         self.longest_s = 0.0
         self.last_word: Callable[[str], None] = lambda reason: None
+        self.reports: dict[str, Callable[[], Any]] = {}
 
     def note(self, doing: str) -> None:
         """Record an activity, by which the hang timeout starts anew. Cheap enough for every token."""
@@ -100,8 +101,9 @@ class Activity:
         return self._clock() - self._last
 
     def facts(self) -> dict[str, Any]:
-        """Return the last activity and seconds since then, to be written with each heartbeat."""
-        return {"doing": self._doing, "idle_s": round(self.idle_s, 1)}
+        """Return the last activity, seconds since then, and the reports, to be written with each heartbeat."""
+        reports = {name: report() for name, report in list(self.reports.items())}
+        return {"doing": self._doing, "idle_s": round(self.idle_s, 1), **reports}
 
     def hung(self, patience: Patience) -> str | None:
         """Return why the run counts as hung, None if it does not."""

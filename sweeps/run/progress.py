@@ -179,8 +179,12 @@ def why_failed(run_dir: Path, fallback: str, earlier: tuple[int, int] = (0, 0)) 
 
 
 def last_metrics(run_dir: Path, tail_bytes: int = _TAIL_BYTES) -> dict[str, float]:
-    """Return the newest step and evaluation metrics within the last `tail_bytes` of the journal; empty without any."""
+    """Return the newest metrics in the last `tail_bytes` of the journal: of its evaluation, of trainer and engines.
+
+    `step` is the newest; empty without any.
+    """
     found: dict[str, float] = {}
+    trained = False
     for entry in _from_end(run_dir, tail_bytes):
         if entry is None or entry.get("kind") not in ("train", "eval"):
             continue
@@ -190,4 +194,7 @@ def last_metrics(run_dir: Path, tail_bytes: int = _TAIL_BYTES) -> dict[str, floa
         found.setdefault("step", float(step))
         if entry["kind"] == "eval":
             return found | {key: value for key, value in metrics.items() if key.startswith("eval/")}
+        if not trained:
+            found |= {key: value for key, value in metrics.items() if key.startswith("live/")}
+        trained = True
     return found

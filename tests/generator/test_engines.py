@@ -25,6 +25,7 @@ from lightning_scalerl.generator.fleet import Fleet
 from lightning_scalerl.generator.listening import Door
 from lightning_scalerl.generator.weights import WeightStore
 from lightning_scalerl.stream.live_driver import LiveDriver
+from sweeps.run.activity import activity
 from tests.generator.engines import TOKEN, Listening, Network, far_away, listening
 from tests.generator.slow import Size, SlowGenerator, Weights, weights_of
 from tests.generator.test_fleet import check, drained, submit
@@ -165,7 +166,12 @@ def test_one_that_stays_away_is_left_out_and_the_last_one_ends_the_run(tmp_path:
         other.end()
         train_until(driver, lambda: driver.generator.generators == 1, batches)
         batches += train(driver, 3)
+        assert activity.facts()["engines"] == [
+            {"where": other.address, "state": "left out"},
+            {"where": near.address, "state": "up"},
+        ]
         once(batches, driver.stream)
+    assert "engines" not in activity.facts(), "the run is over"
     with listening(tmp_path) as alone, closing(fleet_at(alone.address, start_s=2.0)) as fleet:
         submit(fleet)
         alone.end()
@@ -199,6 +205,7 @@ def test_random_delays_on_either_side(seed: int, near: Listening) -> None:
     with closing(driver):
         once(train(driver, 15, delays.choice([0.0, 0.02, 0.1]), seed), stream)
         metrics = driver.metrics()
+    assert metrics["live/trainer_tokens_s"] > 0
     assert metrics["live/engine0_tokens_s"] > 0 and 0 <= metrics["live/engine0_idle"] <= 1
 
 

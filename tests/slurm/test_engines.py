@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from sweeps.launch.status import overview
 from tests.place import STEPS, Place
 from tests.slurm.cluster import PATIENCE_S, Lab, eventually
 from tests.slurm.test_templates import ONE, FromTemplate, preempt
@@ -21,25 +22,50 @@ def sweep(studies: Place, whole: Lab) -> FromTemplate:
     return FromTemplate(studies, whole, (*ONE, *LIVE), name="study of engines", template="engines")
 
 
-@pytest.mark.full
-def test_one_trainer_and_two_engines_preempted_and_killed(sweep: FromTemplate) -> None:
-    """Every group counts once, whatever ends whom; nothing is older than it may be."""
+def both_sides(sweep: FromTemplate) -> None:
+    """Status names the trainer and the engines, each on a node of its own, with what it has done."""
+
+    def told() -> bool:
+        (member,) = overview(sweep.directory)
+        return [side.state for side in member.sides] == ["running", "up", "up"] and all(
+            side.idle is not None and side.tokens_s for side in member.sides
+        )
+
+    eventually(told, "both sides are up and have worked")
+    (member,) = overview(sweep.directory)
+    assert len({side.where.split()[-1] for side in member.sides if side.where}) == 3
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_one_trainer_and_two_engines_preempted_and_killed(sweep: FromTemplate, times: int) -> None:
+    """Every group counts once, whatever ends whom and how often; nothing is older than it may be."""
+    sweep.name += f" {times}"
+    steps = STEPS // 2 * (1 + times)
+    sweep.overrides = (*sweep.overrides, f"budget.steps={steps}", f"hydra.launcher.retries.killed={times}")
     with sweep.launched("hydra.launcher.gpus_per_node=1", verifier_s=0.2) as process:
         sweep.reaches(3)
-        steps = sweep.lab.sh("squeue", "-h", "-s", "-o", "%N %j")
-        assert {"n1", "n2", "n3", "n4"} >= set(re.findall(r"n\d", steps)) and len(set(re.findall(r"n\d", steps))) == 3
-        preempt(sweep.lab)
-        eventually(lambda: len(sweep.attempts()) == 2, "the second start")
-        sweep.reaches(6)
-        sweep.kill_member()
+        there = sweep.lab.sh("squeue", "-h", "-s", "-o", "%N %j")
+        assert {"n1", "n2", "n3", "n4"} >= set(re.findall(r"n\d", there)) and len(set(re.findall(r"n\d", there))) == 3
+        both_sides(sweep)
+        for number in range(times):
+            started = len(sweep.attempts())
+            sweep.reaches(6 * number + 3)
+            preempt(sweep.lab)
+            eventually(lambda: len(sweep.attempts()) == started + 1, "another start")  # noqa: B023
+            sweep.reaches(6 * number + 6)
+            sweep.kill_member()
+            eventually(lambda: len(sweep.attempts()) == started + 2, "another start")  # noqa: B023
         assert process.wait(timeout=PATIENCE_S) == 0, sweep.said()
     assert sweep.finished()
     trained = sweep.journal().of_kind("train")
-    assert [record.step for record in trained] == list(range(1, STEPS + 1))
+    assert [record.step for record in trained] == list(range(1, steps + 1))
     assert max(record.metrics["train/staleness_max"] for record in trained) <= 2
     assert all(trained[-1].metrics[f"live/engine{number}_tokens_s"] > 0 for number in (0, 1))
     assert trained[-1].metrics["compute/device_hours"] > 0
-    first, second, third = sweep.attempts()
-    assert (first.outcome, first.kind, third.outcome) == ("interrupted", "preempted", "finished")
-    assert second.job == first.job != third.job
+    attempts = sweep.attempts()
+    assert len(attempts) == 2 * times + 1 and attempts[-1].outcome == "finished"
+    assert {(each.outcome, each.kind) for each in attempts[:-1:2]} == {("interrupted", "preempted")}
+    # Preempted it is requeued as the same job, killed it is another.
+    assert len({each.job for each in attempts}) == times + 1
+    assert all(one.job == two.job for one, two in zip(attempts[::2], attempts[1::2], strict=False))
     eventually(lambda: not sweep.lab.jobs(), "no step outlives its job", 60)

@@ -108,6 +108,72 @@ def test_one_that_runs_and_gives_no_sign_of_life_is_shown_so(
     assert first(here).idle_s is None, "its process has left"
 
 
+def test_trainer_and_engines_of_a_live_member_are_shown_with_place_state_idle_share_and_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places and states by the heartbeat, shares and rates by the journal; of one that has ended the latter stay."""
+    here = place(tmp_path)
+    here.run(detach=True)
+    here.time.sleep(20)
+    assert first(here).sides == (), "its engines are not known to be any"
+    monkeypatch.setattr(study_commands, "_scheduler", lambda study: here.cluster)
+    run_dir = here.run_dir(here.specs[0].run)
+    engines = [
+        {"where": "srun n2", "state": "up"},
+        {"where": "tcp://n3:8600", "state": "left out"},
+        {"where": "local", "state": "starting"},  # it has measured nothing so far
+    ]
+    with Lease(run_dir, facts=lambda: {"doing": "x", "idle_s": 1.0, "engines": engines}, beat_s=0.05) as lease:
+        lease.acquire()
+        deadline = time.monotonic() + 30
+        while not first(here).sides:
+            assert time.monotonic() < deadline, "not even at the next beat"
+            time.sleep(0.02)
+        assert {(side.idle, side.tokens_s) for side in first(here).sides} == {(None, None)}
+        journal = Journal(run_dir)
+        both = {"live/trainer_idle": 0.125, "live/trainer_tokens_s": 5300.4}
+        journal.record("train", 1, {**both, "live/engine0_idle": 0.5, "live/engine0_tokens_s": 1234.5})
+        journal.record("train", 2, {**both, "live/engine0_idle": 0.25, "live/engine0_tokens_s": 2000.0})
+        journal.close()
+        (node,) = {side.where for side in first(here).sides if side.side == "trainer"}
+        assert node == json.loads((run_dir / ".writer.json").read_text())["host"]
+        assert [(side.side, side.where, side.state, side.idle, side.tokens_s) for side in first(here).sides] == [
+            ("trainer", node, "running", 0.125, 5300.4),
+            ("engine 0", "srun n2", "up", 0.25, 2000.0),
+            ("engine 1", "tcp://n3:8600", "left out", None, None),
+            ("engine 2", "local", "starting", None, None),
+        ]
+        assert cli.main(["status", str(here.directory)]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert ["trainer", node, "running", "12%", "5,300"] in lines
+        assert ["engine", "0", "srun", "n2", "up", "25%", "2,000"] in lines
+        assert ["engine", "1", "tcp://n3:8600", "left", "out", "-", "-"] in lines
+        (member_said,) = json.loads(to_json(here.directory, overview(here.directory, here.cluster)))["members"]
+        assert member_said["sides"][1] == {
+            "side": "engine 0", "where": "srun n2", "state": "up", "idle": 0.25, "tokens_s": 2000.0
+        }  # fmt: skip
+    here.time.sleep(1_000)
+    over = first(here)
+    assert over.state == "finished" and over.sides == (), "this one's last steps name no engine"
+    assert cli.main(["status", str(here.directory)]) == 0
+    assert "trainer and engines:" not in capsys.readouterr().out
+
+
+def test_a_live_run_that_has_ended_keeps_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = Journal(tmp_path / "a")
+    journal.header(run="a", recipe="r", seed=0)
+    journal.record("train", 1, {"live/trainer_idle": 0.5, "live/engine0_idle": 0.1, "live/engine10_idle": 0.2})
+    journal.end(1, "finished", None)
+    journal.close()
+    (view,) = overview(tmp_path)
+    assert [side.side for side in view.sides] == ["trainer", *(f"engine {number}" for number in range(11))]
+    assert [(side.where, side.state, side.idle) for side in (view.sides[0], view.sides[11], view.sides[5])] == [
+        (None, "finished", 0.5), (None, "finished", 0.2), (None, "finished", None)
+    ]  # fmt: skip
+    assert cli.main(["status", str(tmp_path)]) == 0 and "engine 1" not in capsys.readouterr().out
+    assert cli.main(["status", str(tmp_path), "--all"]) == 0 and "engine 10" in capsys.readouterr().out
+
+
 def test_a_job_that_ended_badly_while_nobody_looked_has_ended(tmp_path: Path) -> None:
     here = place(tmp_path, {0: [RAISES], 1: [NODE_FAILS], 2: [IS_CANCELLED]}, members=4)
     here.run(detach=True)
