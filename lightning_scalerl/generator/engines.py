@@ -143,7 +143,9 @@ class Engines:
     def _started(self, number: int, since: float) -> Engine:
         """Start engine `number`, or connect to it, and send it its blueprint; return it before it is ready."""
         address, blueprint = self._blueprints[number]
-        device = self._devices[number % len(self._devices)] if self._devices and address.kind == "local" else ""
+        device = address.devices
+        if self._devices and address.kind == "local":
+            device = self._devices[number % len(self._devices)]
         transport = reach(address, number, self._around, device)
         transport.tell(blueprint)
         return Engine(number, address, transport, time.monotonic(), since)

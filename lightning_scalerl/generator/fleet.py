@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator.addresses import addresses_of, blueprint_for
+from lightning_scalerl.generator.addresses import addresses_of, blueprint_for, shares
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport, nothing_computed
 from lightning_scalerl.generator.engines import POLL_S, Engine, Engines, GeneratorLostError
 from lightning_scalerl.generator.ledger import Ledger
@@ -69,6 +69,7 @@ class Fleet:
         devices: CUDA_VISIBLE_DEVICES of the processes in turn; empty to share the device of this process.
         engines: addresses of engines (`addresses`).
         bucket_mib: size in MiB in which weights are copied and sent.
+        tensor_parallel: devices of an engine.
 
     Raises:
         ConfigurationError: a part of the generator cannot be pickled, an address cannot be read, or an engine reports
@@ -88,13 +89,17 @@ class Fleet:
         devices: Sequence[str] = (),
         engines: Sequence[str] = (),
         bucket_mib: float = 64.0,
+        tensor_parallel: int = 1,
     ) -> None:
         device = next(model.parameters()).device
         # With CUDA_VISIBLE_DEVICES set, a process's own device is number 0.
         place = device.type if devices else str(device)
         blueprint = _picklable(Blueprint(factory, arguments, type(model), model.config, place))
-        addresses = addresses_of(engines, generators)
-        blueprints = [(address, blueprint_for(address, blueprint)) for address in addresses]
+        addresses = addresses_of(engines, generators, tensor_parallel)
+        devices = shares(devices, tensor_parallel, sum(address.kind == "local" for address in addresses))
+        if (check := getattr(getattr(factory, "func", factory), "check_model", None)) is not None:
+            check(model, **arguments)
+        blueprints = [(address, blueprint_for(address, blueprint, tensor_parallel)) for address in addresses]
         # While set, nothing is dispatched: the queues are being swapped, or saved.
         self._held = False
         self._asides = 0

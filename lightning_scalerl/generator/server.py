@@ -55,9 +55,14 @@ class Blueprint:
     device: str
 
     def build(self) -> Generator:
-        """Build the generator, with weights that are nobody's yet."""
-        model = self.model_class(self.config)
-        generator: Generator = self.factory(model=model.to(self.device), **self.arguments)
+        """Build the generator, with weights that are nobody's yet, in the policy's type from the start."""
+        from lightning_scalerl.generator.torch_policy import new_model
+
+        precision = self.arguments.get("precision")
+        model = new_model(self.model_class, self.config, None if precision is None else precision.policy_dtype)
+        # An engine that starts a server has no use for the model on a GPU, where the server's own is.
+        on_host = getattr(getattr(self.factory, "func", self.factory), "on_host", False)
+        generator: Generator = self.factory(model=model.to("cpu" if on_host else self.device), **self.arguments)
         return generator
 
 
@@ -238,6 +243,20 @@ def serve_parent(connection: Connection, folder: Path) -> int:
 # --- the command -----------------------------------------------------------------------------------------------
 
 
+def take_gpus(numbers: str) -> None:
+    """Leave this process some of the GPUs that it sees, before it has used any.
+
+    Raises:
+        ConfigurationError: it does not see as many.
+    """
+    seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    try:
+        chosen = [seen[int(number)] if seen else str(int(number)) for number in numbers.split(",")]
+    except (IndexError, ValueError) as error:
+        raise ConfigurationError(f"engine: --gpus {numbers} of {len(seen)} that it sees ({','.join(seen)})") from error
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
+
+
 def _default_device() -> str:
     import torch
 
@@ -252,6 +271,7 @@ def main() -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="address to listen at; port 0: any free")
     parser.add_argument("--device", default=None, help="of the generator; default: cuda where there is one, else cpu")
+    parser.add_argument("--gpus", metavar="0,1", help="numbers among the GPUs that it sees; default: all of them")
     parser.add_argument("--once", type=float, metavar="SECONDS", help="end when no run is connected for so long")
     arguments = parser.parse_args()
     from lightning_scalerl.generator.listening import listen
@@ -260,6 +280,8 @@ def main() -> int:
     if not (colon and port.isdigit()):
         parser.error(f"--listen: {arguments.listen!r} is no HOST:PORT")
     try:
+        if arguments.gpus:
+            take_gpus(arguments.gpus)
         return listen(host, int(port), arguments.device or _default_device(), arguments.once)
     except (ConfigurationError, KeyboardInterrupt) as error:
         print(f"engine: ended ({said(error)})" if isinstance(error, KeyboardInterrupt) else error, file=sys.stderr)

@@ -108,7 +108,7 @@ class TorchGenerator:
     ) -> None:
         whole_number("generator.slots", slots)
         capacity = max_prompt_tokens + max_new_tokens
-        check_decodable(model, capacity)
+        self.check_model(model, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens)
         self._check_memory(model, precision, slots, capacity, cache_gib)
         self.policy = GeneratorPolicy(model, precision)
         self.device = next(model.parameters()).device
@@ -125,6 +125,17 @@ class TorchGenerator:
         self._stop_text = stop_text
         # Work of recomputing caches, not reported yet: tokens, and tokens attended to.
         self._owed = [0, 0]
+
+    @staticmethod
+    def check_model(model: nn.Module, *, max_prompt_tokens: int, max_new_tokens: int, **_: Any) -> None:
+        """Check that a model can be decoded token by token; arguments are those of the generator.
+
+        A trainer calls this with its own FP32 weights: those of an engine elsewhere round too much for a close look.
+
+        Raises:
+            ConfigurationError: it cannot.
+        """
+        check_decodable(model, max_prompt_tokens + max_new_tokens)
 
     @staticmethod
     def _check_memory(

@@ -3,26 +3,59 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.model.head import head_logits, output_head
+
+# Models that were made for a generator alone, which may take them in place of a copy.
+_given: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def new_model(make: Callable[[Any], nn.Module], config: Any, dtype: torch.dtype | None) -> nn.Module:
+    """Make a model for a generator to keep, with parameters in a type from the start and weights that are nobody's.
+
+    Args:
+        make: class of the model, called with its configuration.
+        config: of the model.
+        dtype: of the parameters; None for the model's own. At most one of them is there in another type at a time.
+    """
+
+    def cast(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or not parameter.is_floating_point() or parameter.dtype == dtype:
+            return None  # as it is: a tied one stays tied
+        return nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+
+    if dtype is None:
+        model = make(config)
+    else:
+        handle = register_module_parameter_registration_hook(cast)  # type: ignore[arg-type]  # None leaves it as it is
+        try:
+            model = make(config)
+        finally:
+            handle.remove()
+    _given.add(model)
+    return model
 
 
 class GeneratorPolicy:
     """Generator's copy of the policy: weights in the policy's type, the head's in the head's.
 
     An FP32 head keeps the master weights' bits: a head cast to BF16 and back would not be one. With tied
-    embeddings the head gets a copy of its own, refreshed on every `load`.
+    embeddings the head gets a copy of its own, refreshed on every `load`. A model of `new_model` is taken, not copied.
     """
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
         self.dtype = precision.policy_dtype
         self.head_dtype = precision.head_dtype(precision.fp32_head_generator)
-        self.model = copy.deepcopy(model).to(self.dtype).eval().requires_grad_(False)
+        own = model if model in _given else copy.deepcopy(model)
+        self.model = own.to(self.dtype).eval().requires_grad_(False)
         self._separate_head = self.head_dtype != self.dtype
         self._head_weight: Tensor | None = None
         self._head_bias: Tensor | None = None

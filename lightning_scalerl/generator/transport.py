@@ -266,7 +266,7 @@ class Step(Given):
         address: with the node's name.
         number: of the engine, for its log.
         around: the run that starts it.
-        device: its CUDA_VISIBLE_DEVICES; empty for those that SLURM gives the step.
+        device: numbers of its GPUs among those that SLURM gives the step; empty for all.
     """
 
     def __init__(self, address: Address, number: int, around: Surroundings, device: str) -> None:
@@ -275,7 +275,9 @@ class Step(Given):
         once = ["--once", str(around.start_s)]
         # On all addresses of its node: which of them leads here is not known, and whoever comes needs the token.
         engine = [sys.executable, "-u", "-m", SERVER, "--listen", "0.0.0.0:0", *once]
-        environment = {**_environment(device), TOKEN: around.token.decode()}
+        # By the engine itself: SLURM sets CUDA_VISIBLE_DEVICES of a step, whatever the environment says.
+        engine += ["--gpus", device] if device else []
+        environment = {**_environment(""), TOKEN: around.token.decode()}
         self._address = address
         log = around.folder / f"generator-{number}.log"
         log.unlink(missing_ok=True)  # of a step before, with another port

@@ -24,6 +24,8 @@ from lightning_scalerl.model.head import head_sizes, text_config
 
 # vLLM's attention kernel for CPUs knows no smaller heads.
 SMALLEST_HEAD_ON_CPU = 32
+# Upper bound of the default cache size, which is enough for all slots at full length.
+DEFAULT_CACHE_GIB = 4.0
 VERSIONS = ((0, 32), (0, 34))  # from, and below
 
 
@@ -132,6 +134,12 @@ def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: 
         save_shape(model, folder)
         settings = engine_settings(precision, slots=slots, capacity=capacity, cache_gib=cache_gib, on_cpu=on_cpu)
         return LLM(model=folder, **settings, **overrides).llm_engine
+
+
+def default_cache_gib(model: nn.Module, dtype: torch.dtype, slots: int, capacity: int) -> float:
+    """Return the memory for keys and values where none is stated: twice what all slots need at full length, bounded."""
+    full = memory.cache_gib(model, dtype, slots * capacity)
+    return min(max(2 * full, 0.125), DEFAULT_CACHE_GIB)
 
 
 def save_shape(model: nn.Module, folder: str | Path) -> None:

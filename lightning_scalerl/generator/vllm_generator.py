@@ -17,17 +17,14 @@ from torch import Tensor, nn
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError, whole_number
-from lightning_scalerl.generator import memory
 from lightning_scalerl.generator.base import FinishedRollout, StepReport, StopText, set_aside
-from lightning_scalerl.generator.vllm_engine import load_weights, names_of, new_engine
+from lightning_scalerl.generator.vllm_engine import default_cache_gib, load_weights, names_of, new_engine
 from lightning_scalerl.generator.vllm_rollouts import Computed, InFlight, Sampled, Sampling, report
 from lightning_scalerl.model.head import text_config
 from lightning_scalerl.model.windows import attention_windows
 
 # Extra requests, beside the slots, for scoring: they only ask for log-probabilities.
 SCORING = 8
-# Upper bound of the default cache size, which is enough for all slots at full length.
-DEFAULT_CACHE_GIB = 4.0
 
 
 class VLLMGenerator(InFlight):
@@ -72,8 +69,7 @@ class VLLMGenerator(InFlight):
             raise ConfigurationError(f"generator.cache_gib: {cache_gib!r} must be above 0, or null")
         capacity = max_prompt_tokens + max_new_tokens + 1  # scoring samples one token behind what it is asked for
         if cache_gib is None:
-            full = memory.cache_gib(model, precision.policy_dtype, slots * capacity)
-            cache_gib = min(max(2 * full, 0.125), DEFAULT_CACHE_GIB)
+            cache_gib = default_cache_gib(model, precision.policy_dtype, slots, capacity)
         self._model = names_of(model)
         self._dtype = precision.policy_dtype
         self._engine = new_engine(model, precision, slots=slots + SCORING, capacity=capacity, cache_gib=cache_gib)

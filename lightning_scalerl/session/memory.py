@@ -30,7 +30,7 @@ def check_memory(module: Parts) -> str:
     strategy, partners = "fsdp2" if module.ranks.sharded else "ddp", module.ranks.partners
     skeleton = partial(model.__class__, model.config)
     given = getattr(recipe.generator, "keywords", {})
-    beside = recipe.driver.engine_count > 0  # they have devices of their own
+    beside = recipe.driver.engine_devices > 0  # they have devices of their own
     slots, most_gib = 0 if beside else int(given.get("slots") or 0), given.get("cache_gib")
     try:
         with torch.random.fork_rng(devices=[]):  # making a model draws random numbers

@@ -138,6 +138,7 @@ def new_generator(inputs: Inputs) -> Generator:
         devices=driver.devices or devices_beside(inputs.ranks),
         engines=driver.engines,
         bucket_mib=driver.bucket_mib,
+        tensor_parallel=driver.tensor_parallel,
     )
 
 

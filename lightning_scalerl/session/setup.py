@@ -116,7 +116,7 @@ def set_up(module: Parts, stage: str) -> None:
     resolved = {**resolved_choices(recipe, choices), **module.arguments, "seed": module.seed}
     module.save_hyperparameters(resolved)
     check_partners(module)
-    devices = trainer.world_size + recipe.driver.engine_count
+    devices = trainer.world_size + recipe.driver.engine_devices
     module.meter = ComputeMeter(FlopModel.of(module.policy.model), devices=devices)
     module.ranks = Ranks.of(trainer, module.trained.answer)
     recompute_activations(module)

@@ -27,8 +27,8 @@ class Virtual:
     """Generation and training take turns in this process; a cost model gives the time of each event."""
 
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "Virtual"}
-    # Generators on devices that the run pays for beside the trainer's.
-    engine_count: ClassVar[int] = 0
+    # Devices of engines, which the run pays for beside the trainer's.
+    engine_devices: ClassVar[int] = 0
 
     def driver(
         self,
@@ -52,6 +52,7 @@ class Live:
         engines: addresses of engines (docs/reference/generators.md): "local", "srun", "tcp://host:port" or
             "http://host:port", in place of `generators` processes.
         bucket_mib: size in MiB of the pieces in which weights are copied and sent.
+        tensor_parallel: number of GPUs that share each engine (vLLM).
         devices: CUDA_VISIBLE_DEVICES of the processes in turn, such as ["1", "2"]; empty for the GPUs that this process
             sees and no rank trains on, or the trainer's own if there are none.
         silence_s: seconds without a message after which a process is taken for hung and replaced.
@@ -59,7 +60,15 @@ class Live:
         probe_every: optimizer steps between two comparisons of the trainer's log-probabilities with the generators'.
     """
 
-    remarks: ClassVar[tuple[str, ...]] = ("devices", "silence_s", "start_s", "probe_every", "engines", "bucket_mib")
+    remarks: ClassVar[tuple[str, ...]] = (
+        "devices",
+        "silence_s",
+        "start_s",
+        "probe_every",
+        "engines",
+        "bucket_mib",
+        "tensor_parallel",
+    )
 
     generators: int = 1
     devices: Sequence[str] = ()
@@ -68,10 +77,12 @@ class Live:
     probe_every: int = 8
     engines: Sequence[str] = ()
     bucket_mib: float = 64.0
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         whole_number("driver.generators", self.generators)
         whole_number("driver.probe_every", self.probe_every)
+        whole_number("driver.tensor_parallel", self.tensor_parallel)
         positive("driver.bucket_mib", self.bucket_mib)
         check_engines(self.engines)
         for field in ("silence_s", "start_s"):
@@ -81,9 +92,9 @@ class Live:
                 )
 
     @property
-    def engine_count(self) -> int:
-        """Number of engines, each on a device that the run pays for beside the trainer's."""
-        return len(addresses_of(self.engines, self.generators))
+    def engine_devices(self) -> int:
+        """Number of devices of all engines, which the run pays for beside the trainer's."""
+        return len(addresses_of(self.engines, self.generators, self.tensor_parallel)) * self.tensor_parallel
 
     def driver(
         self,

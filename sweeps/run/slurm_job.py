@@ -109,6 +109,13 @@ def evenly_spread() -> bool:
     return len(set(re.sub(r"\(x\d+\)", "", tasks_of_nodes()).split(","))) == 1
 
 
+def gpus_of_node() -> int:
+    """Return the number of GPUs that this job has on each node, by what it asked for; 0 if for none."""
+    # Such as 4, or a100:4; of a step, else of the job.
+    listed = os.environ.get("SLURM_GPUS_PER_NODE") or os.environ.get("SLURM_GPUS_ON_NODE") or "0"
+    return int(listed.rpartition(":")[2])
+
+
 def put_step_for_job(tasks: int, nodes: int) -> None:
     """Replace the job's numbers in the environment by its step's, for a library that reads the former."""
     os.environ["SLURM_NTASKS"] = str(tasks)

@@ -16,11 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator import weights, wire
 from lightning_scalerl.generator.fleet import Fleet
+from lightning_scalerl.generator.server import Blueprint
 from lightning_scalerl.generator.torch_generator import TorchGenerator
+from lightning_scalerl.generator.torch_policy import GeneratorPolicy
 from lightning_scalerl.generator.transport import Given
 from lightning_scalerl.generator.weights import MIB, WeightStore
+from lightning_scalerl.measure.memory import LiveBytes
+from lightning_scalerl.model.head import output_head
 from lightning_scalerl.task.arithmetic_base import new_model
 from tests.examples import every
 from tests.generator.engines import TOKEN, Listening, listening
@@ -172,6 +177,55 @@ def test_publishing_13_million_parameters_takes_one_bucket_and_their_own_bytes(
             fleet.submit(request)
         expected = {place: each.rollout for place, each in drain(here).items()}
         assert {(each.key, each.index): each.rollout for each in drained(fleet)} == expected
+
+
+@pytest.mark.parametrize("fp32_head", [False, True])
+def test_an_engine_never_holds_a_model_in_fp32(fp32_head: bool) -> None:
+    """Neither while it is made nor later: the weights in their type, once, and one tensor that is being cast."""
+    made = new_model(256, 6, seed=0)
+    parameters = sum(each.numel() for each in made.parameters())
+    largest = max(each.numel() for each in made.parameters())
+    head = output_head(made).weight.numel() if fp32_head else 0
+    arguments = {
+        "precision": Precision("bf16", fp32_head_generator=fp32_head),
+        **{"slots": 1, "max_prompt_tokens": 4, "max_new_tokens": 4, "stop_tokens": [1]},
+    }
+    blueprint = Blueprint(TorchGenerator, arguments, type(made), made.config, "cpu")
+    with LiveBytes() as live:
+        generator = blueprint.build()
+    assert {each.dtype for each in generator.policy.model.parameters()} == {torch.bfloat16}  # type: ignore[attr-defined]
+    buffers = sum(each.numel() * 4 for each in made.buffers())
+    wanted = 2 * parameters + 4 * head
+    assert parameters > 4_000_000 and wanted <= live.now < 1.02 * wanted + buffers
+    # Whichever tensor is cast is there twice: in FP32, and in its own type.
+    assert live.peak < 1.05 * wanted + 4 * largest + buffers < 4 * parameters
+
+
+def test_a_model_that_is_not_the_engines_own_is_copied() -> None:
+    made = new_model(32, 1, seed=0)
+    before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
+    policy = GeneratorPolicy(made, Precision("bf16"))
+    policy.load({name: torch.ones_like(tensor) for name, tensor in before.items()})
+    assert all(torch.equal(made.state_dict()[name], tensor) for name, tensor in before.items())
+    assert {each.dtype for each in made.parameters()} == {torch.float32}
+
+
+def test_what_cannot_be_decoded_is_refused_by_the_trainer_with_its_own_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine's rounded weights would hide a gap that FP32 shows; and nothing has been started yet."""
+    seen = []
+
+    def look(model: Any, capacity: int) -> None:
+        seen.append((next(model.parameters()).dtype, capacity))
+        raise ConfigurationError("model: it cannot be decoded")
+
+    monkeypatch.setattr("lightning_scalerl.generator.torch_generator.check_decodable", look)
+    arguments = {"precision": Precision("bf16"), "max_prompt_tokens": 3, "max_new_tokens": 4, "stop_tokens": []}
+    limits: dict[str, Any] = {"generators": 1, "silence_s": 5.0, "start_s": 5.0}
+    with pytest.raises(ConfigurationError, match="it cannot be decoded"):
+        Fleet(partial(TorchGenerator, slots=2), new_model(32, 1, seed=0), arguments, **limits)
+    assert seen == [(torch.float32, 7)]
 
 
 def test_what_a_checkpoint_holds_goes_on_exactly(tmp_path: Path) -> None:

@@ -1,0 +1,237 @@
+"""Engines of several devices: vLLM's own server, which shares the model, and whose devices are whose."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from lightning_scalerl import Live
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.generator import server, transport, vllm_served
+from lightning_scalerl.generator.addresses import Address, addresses_of, blueprint_for, shares
+from lightning_scalerl.generator.fleet import Fleet
+from lightning_scalerl.generator.server import Blueprint
+from lightning_scalerl.generator.torch_generator import TorchGenerator
+from lightning_scalerl.generator.vllm_generator import VLLMGenerator
+from lightning_scalerl.generator.vllm_http import EngineLostError
+from lightning_scalerl.generator.vllm_served import VLLMServedGenerator
+from lightning_scalerl.generator.wire import Caller
+from lightning_scalerl.model.load import load_model
+from lightning_scalerl.task.arithmetic_base import new_model
+from sweeps.run import slurm_job
+from tests.generator.stand_in import TOKEN, StandIn
+from tests.generator.test_vllm_server import drained
+
+GIVEN: dict[str, Any] = {"max_prompt_tokens": 16, "max_new_tokens": 6, "stop_tokens": [1]}
+
+
+@pytest.mark.parametrize(
+    ("devices", "partners", "engines", "whose"),
+    [
+        (["1", "2", "3"], 1, 2, ["1", "2", "3"]),
+        (["1", "2", "3", "4"], 2, 2, ["1,2", "3,4"]),
+        (["1,2", "3,4"], 2, 2, ["1,2", "3,4"]),
+        (["0,1", "2, 3"], 4, 1, ["0,1,2,3"]),
+        ([], 2, 1, []),  # on a CPU
+        (["1", "2", "3"], 2, 0, ["1", "2", "3"]),  # nobody here needs any
+        (["1", "2", "3"], 2, 1, "1 engines of 2 devices need 2, and there are 3 "),
+        (["1", "2", "3", "4"], 2, 3, r"3 engines of 2 devices need 6, and there are 4 \(1, 2, 3, 4\)"),
+    ],
+)
+def test_devices_are_shared_between_engines_or_refused(
+    devices: list[str], partners: int, engines: int, whose: list[str] | str
+) -> None:
+    if isinstance(whose, str):
+        with pytest.raises(ConfigurationError, match=f"^driver.tensor_parallel: {whose}"):
+            shares(devices, partners, engines)
+    else:
+        assert shares(devices, partners, engines) == whose
+
+
+@pytest.mark.parametrize(
+    ("asked", "partners", "on_a_node"),
+    [
+        ("", 1, [""]),
+        ("1", 1, [""]),
+        ("a100:4", 1, ["0", "1", "2", "3"]),
+        ("4", 2, ["0,1", "2,3"]),
+        ("4", 4, ["0,1,2,3"]),
+        ("4", 3, None),
+        ("1", 2, None),
+    ],
+)
+def test_srun_starts_as_many_engines_on_a_node_as_its_gpus_make(
+    asked: str, partners: int, on_a_node: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_job, "inside", lambda: True)
+    monkeypatch.setattr(slurm_job, "nodes_of_job", lambda: ["n1", "n2", "n3"])
+    monkeypatch.setattr(slurm_job, "nodes_of_step", lambda: ["n1"])
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    monkeypatch.setenv("SLURM_GPUS_PER_NODE", asked)
+    driver = Live(engines=["srun"], tensor_parallel=partners)
+    if on_a_node is None:
+        with pytest.raises(ConfigurationError, match=rf"{asked} GPUs of a node do not make engines of {partners}"):
+            _ = driver.engine_devices
+        return
+    found = addresses_of(["srun"], 1, partners)
+    assert [(each.host, each.devices) for each in found] == [(n, d) for n in ("n2", "n3") for d in on_a_node]
+    assert len({str(each) for each in found}) == len(found), "each has a name of its own"
+    assert driver.engine_devices == len(found) * partners
+
+
+def test_devices_are_counted_and_paid_for() -> None:
+    assert Live(generators=2, tensor_parallel=4).engine_devices == 8
+    assert Live(engines=["local", "http://here:1"], tensor_parallel=2).engine_devices == 4
+    with pytest.raises(ConfigurationError, match=r"driver\.tensor_parallel: 0 must be a whole number"):
+        Live(tensor_parallel=0)
+
+
+@pytest.mark.parametrize(
+    ("seen", "numbers", "left"),
+    [
+        ("", "2,3", "2,3"),
+        ("4,5,6,7", "2,3", "6,7"),
+        ("GPU-a,GPU-b", "1", "GPU-b"),
+        ("4,5", "1,2", None),
+        ("", "x", None),
+    ],
+)
+def test_an_engine_takes_its_own_of_what_slurm_shows_it(
+    seen: str, numbers: str, left: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By numbers among those that it sees: SLURM sets the variable itself, and counts from 0 in each container."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    monkeypatch.setattr("lightning_scalerl.generator.listening.listen", lambda *given: 0)
+    monkeypatch.setattr("sys.argv", ["server", "--listen", "127.0.0.1:0", "--gpus", numbers])
+    assert server.main() == (1 if left is None else 0)
+    if left is None:
+        assert f"engine: --gpus {numbers}" in capsys.readouterr().err
+    else:
+        assert server.os.environ["CUDA_VISIBLE_DEVICES"] == left
+
+
+@pytest.mark.parametrize("devices", ["", "2,3"])
+def test_a_step_is_told_its_gpus(devices: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+
+    class Started:
+        def __init__(self, command: list[str], log: Path, environment: dict[str, str], pass_fds: Any) -> None:
+            commands.append(command)
+            self.log = log
+
+    monkeypatch.setattr(transport, "_Started", Started)
+    around = transport.Surroundings(tmp_path, b"token", Caller("run", 1.0), 0.1, Event())
+    step = transport.reach(Address("srun", "n2", devices=devices), 0, around, devices)
+    step._closed.set()  # type: ignore[attr-defined]
+    (command,) = commands
+    assert "--nodelist=n2" in command and ("--gpus" in command) == bool(devices)
+    assert not devices or command[command.index("--gpus") + 1] == devices
+
+
+# --- what runs there -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_path: str) -> Any:
+    return load_model(tiny_model_path)
+
+
+def blueprint(model: Any, factory: Any) -> Blueprint:
+    return Blueprint(factory, {"precision": Precision("fp32"), **GIVEN}, type(model), model.config, "cuda")
+
+
+def test_vllm_gets_a_server_of_its_own_and_other_engines_are_refused() -> None:
+    model = new_model(64, 1, seed=0)
+    model.config.num_attention_heads = 4
+    for address in (Address("local"), Address("srun", "n2", devices="0,1"), Address("tcp", "n3", 1)):
+        found = blueprint_for(address, blueprint(model, partial(VLLMGenerator, slots=4)), 2).factory
+        assert (found.func, found.keywords) == (VLLMServedGenerator, {"tensor_parallel": 2, "slots": 4})
+        assert blueprint_for(address, blueprint(model, TorchGenerator), 1).factory is TorchGenerator
+    with pytest.raises(ConfigurationError, match=r"^driver.tensor_parallel: 2 devices an engine .* generator=vllm"):
+        blueprint_for(Address("local"), blueprint(model, partial(TorchGenerator, slots=4)), 2)
+    with pytest.raises(ConfigurationError, match=r"attention heads cannot be divided between 3 devices"):
+        blueprint_for(Address("local"), blueprint(model, partial(VLLMGenerator, slots=4)), 3)
+
+
+def test_a_run_is_refused_before_anything_starts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*given: Any) -> None:
+        raise AssertionError("started")
+
+    monkeypatch.setattr(transport.subprocess, "Popen", started)
+    arguments = {"precision": Precision("fp32"), **GIVEN}
+    limits: dict[str, Any] = {"generators": 2, "silence_s": 1.0, "start_s": 1.0, "tensor_parallel": 2}
+    with pytest.raises(ConfigurationError, match="2 engines of 2 devices need 4, and there are 3"):
+        Fleet(partial(VLLMGenerator, slots=4), model, arguments, devices=["1", "2", "3"], **limits)
+    with pytest.raises(ConfigurationError, match="for generator=vllm"):
+        Fleet(partial(TorchGenerator, slots=4), model, arguments, **limits)
+
+
+class Served:
+    """A server that is there already, in place of one that is started."""
+
+    def __init__(self, stand_in: StandIn) -> None:
+        self.stand_in, self.address = stand_in, stand_in.address
+        self.asked: list[tuple[Any, dict[str, Any]]] = []
+        self.closed = 0
+
+    def __call__(self, model: Any, precision: Precision, **settings: Any) -> Served:
+        self.asked.append((next(model.parameters()).device.type, settings))
+        return self
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Any:
+    with closing(StandIn()) as stand_in:
+        one = Served(stand_in)
+        monkeypatch.setattr(vllm_served, "serve", one)
+        monkeypatch.setattr(vllm_served.secrets, "token_hex", lambda size: TOKEN)
+        yield one
+
+
+def test_it_samples_with_the_server_that_it_has_started_and_ends_it(served: Served, model: Any) -> None:
+    from lightning_scalerl.generator.base import GroupRequest
+
+    factory = partial(VLLMServedGenerator, tensor_parallel=2, slots=4)
+    generator = blueprint(model, factory).build()
+    ((device, asked),) = served.asked
+    assert device == "cpu", "the GPUs are the server's"
+    assert asked["tensor_parallel"] == 2 and asked["token"] == TOKEN and asked["capacity"] == 23
+    assert asked["slots"] >= 4 and asked["cache_gib"] > 0
+    generator.submit(GroupRequest(0, (5, 9, 20), 2, (0,)))
+    assert [each.rollout.tokens[:2] for each in drained(generator)] == [[2, 3], [2, 3]]  # type: ignore[arg-type]
+    assert all(tensor.device.type == "cpu" for tensor in served.stand_in.tensors.values())
+    generator.close()
+    assert served.closed == 1
+
+
+def test_a_server_that_does_not_do_is_ended_too(served: Served, model: Any) -> None:
+    served.stand_in.config["model_config"]["logprobs_mode"] = "raw_logprobs"
+    with pytest.raises(ConfigurationError, match="--logprobs-mode"):
+        VLLMServedGenerator(model, Precision("fp32"), tensor_parallel=2, slots=4, **GIVEN)
+    assert served.closed == 1
+    served.stand_in.down()
+    with pytest.raises(EngineLostError, match="no server"):
+        VLLMServedGenerator(model, Precision("fp32"), tensor_parallel=2, slots=4, away_s=0.1, **GIVEN)
+    assert served.closed == 2
+
+
+def test_a_model_on_the_host_is_never_put_on_a_gpu(model: Any) -> None:
+    placed: list[str] = []
+
+    class Kept:
+        on_host = True
+
+        def __init__(self, model: Any, **given: Any) -> None:
+            placed.append(next(model.parameters()).device.type)
+
+    blueprint(model, Kept).build()  # there is no GPU here: put on one it would fail
+    assert placed == ["cpu"]
