@@ -184,7 +184,7 @@ def last_metrics(run_dir: Path, tail_bytes: int = _TAIL_BYTES) -> dict[str, floa
     `step` is the newest; empty without any.
     """
     found: dict[str, float] = {}
-    trained = False
+    measured = False
     for entry in _from_end(run_dir, tail_bytes):
         if entry is None or entry.get("kind") not in ("train", "eval"):
             continue
@@ -192,9 +192,9 @@ def last_metrics(run_dir: Path, tail_bytes: int = _TAIL_BYTES) -> dict[str, floa
         if not isinstance(step, int | float) or not isinstance(metrics, Mapping):
             continue  # no record of ours, or a damaged one: whoever reads the whole journal names it
         found.setdefault("step", float(step))
+        if not measured:
+            found |= {key: value for key, value in metrics.items() if key.startswith("live/")}
+        measured = True
         if entry["kind"] == "eval":
             return found | {key: value for key, value in metrics.items() if key.startswith("eval/")}
-        if not trained:
-            found |= {key: value for key, value in metrics.items() if key.startswith("live/")}
-        trained = True
     return found

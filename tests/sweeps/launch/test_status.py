@@ -162,10 +162,14 @@ def test_trainer_and_engines_of_a_live_member_are_shown_with_place_state_idle_sh
 def test_a_live_run_that_has_ended_keeps_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal = Journal(tmp_path / "a")
     journal.header(run="a", recipe="r", seed=0)
-    journal.record("train", 1, {"live/trainer_idle": 0.5, "live/engine0_idle": 0.1, "live/engine10_idle": 0.2})
+    journal.record("train", 1, {"live/trainer_idle": 0.9, "live/engine0_idle": 0.9, "live/engine10_idle": 0.9})
+    # An evaluation has the newest.
+    newest = {"live/trainer_idle": 0.5, "live/engine0_idle": 0.1, "live/engine10_idle": 0.2}
+    journal.record("eval", 1, {"eval/heldout/pass_rate": 0.5, **newest})
     journal.end(1, "finished", None)
     journal.close()
     (view,) = overview(tmp_path)
+    assert view.pass_rate == 0.5
     assert [side.side for side in view.sides] == ["trainer", *(f"engine {number}" for number in range(11))]
     assert [(side.where, side.state, side.idle) for side in (view.sides[0], view.sides[11], view.sides[5])] == [
         (None, "finished", 0.5), (None, "finished", 0.2), (None, "finished", None)
