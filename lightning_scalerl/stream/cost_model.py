@@ -32,12 +32,14 @@ class CostModel:
         train_token_s: added per token (prompt and completion) of the rollouts that carry credit, on one device.
         publish_s: pause of the generators while new weights arrive.
         grade_s: from a rollout's end to its grade; verifiers are as many as needed, and nobody waits for them.
+        tensor_parallel: number of generator devices that share one engine, and with it each decoding step.
+        tensor_parallel_s: added to a decoding step of an engine that several devices share (they exchange sums).
         source: origin of the rates, in words.
     """
 
     # Where the rates come from changes no result, and no identity.
     remarks: ClassVar[tuple[str, ...]] = ("source",)
-    added: ClassVar[dict[str, Any]] = {"grade_s": 0.0}
+    added: ClassVar[dict[str, Any]] = {"grade_s": 0.0, "tensor_parallel": 1, "tensor_parallel_s": 0.0}
 
     generator_devices: int
     trainer_devices: int
@@ -51,10 +53,18 @@ class CostModel:
     publish_s: float
     source: str
     grade_s: float = 0.0
+    tensor_parallel: int = 1
+    tensor_parallel_s: float = 0.0
 
     def __post_init__(self) -> None:
         whole_number("cost_model.generator_devices", self.generator_devices)
         whole_number("cost_model.trainer_devices", self.trainer_devices)
+        whole_number("cost_model.tensor_parallel", self.tensor_parallel)
+        if self.generator_devices % self.tensor_parallel:
+            raise ConfigurationError(
+                f"cost_model.tensor_parallel: {self.generator_devices} generator devices do not make engines "
+                f"of {self.tensor_parallel}"
+            )
         for field, value in asdict(self).items():
             if field.endswith("_s") and (
                 isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf")
@@ -82,14 +92,18 @@ class CostModel:
         return None
 
     def generator_step_s(self, report: StepReport) -> float:
-        """Return the seconds of one token for everything in flight; the fullest device decides."""
-        share = math.ceil(report.decoded_tokens / self.generator_devices)
+        """Return the seconds of one token for everything in flight; the fullest engine decides."""
+        engines = self.generator_devices // self.tensor_parallel
+        share = math.ceil(report.decoded_tokens / engines)
         seconds = report.prefill_tokens * self.prefill_token_s / self.generator_devices
         # A rollout's first token comes out of its prefill: a step without decoding is only that.
         if share:
-            # decode_s + n (decode_rollout_s + c decode_context_s): n rollouts a device, attending to c tokens each.
+            # decode_s + n (decode_rollout_s + c decode_context_s): n rollouts an engine, attending to c tokens each.
             context = report.decoded_context / report.decoded_tokens
-            seconds += self.decode_s + share * (self.decode_rollout_s + context * self.decode_context_s)
+            alone_s = self.decode_s + share * (self.decode_rollout_s + context * self.decode_context_s)
+            seconds += alone_s / self.tensor_parallel
+            if self.tensor_parallel > 1:
+                seconds += self.tensor_parallel_s
         return seconds
 
     def train_step_s(self, batch: TrainBatch, passes: float = 1.0) -> float:

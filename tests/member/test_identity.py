@@ -123,6 +123,7 @@ CASES = [
     "verify.on_error=zero verify.workers=5",
     "context.too_long=drop",
     "cost_model.grade_s=0.5",
+    "cost_model.generator_devices=8 cost_model.tensor_parallel=4",
     "task=dataset task.train=train.jsonl task.heldout={a:heldout.jsonl} task.leaks=keep",
     "task=verl task.train=rows.jsonl task.heldout={a:rows.jsonl} task.rewards=rewards.py:score task.leaks=keep",
     *(f"scale={name} scaled_for=null" for name in ("0.6b", "1.7b", "8b", "trial")),
@@ -206,7 +207,10 @@ def test_the_table_tells_curves_apart() -> None:
 
 
 def test_what_a_machine_needs_changes_no_identity(place: Path) -> None:
-    needs = ["generator.cache_gib=3", "driver=live driver.silence_s=9 driver.start_s=9 driver.probe_every=2"]
+    needs = [
+        "generator.cache_gib=3",
+        "driver=live driver.silence_s=9 driver.start_s=9 driver.probe_every=2 driver.tensor_parallel=2",
+    ]
     plain, cache, live_plain, live = identities(["seed=0", needs[0], "driver=live", needs[1]]).values()
     assert plain == cache and live_plain == live != plain
 

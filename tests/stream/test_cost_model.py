@@ -112,6 +112,30 @@ def test_a_token_step_takes_as_long_as_its_fullest_device(devices: int, seconds:
     assert cluster.generator_step_s(report(10, 200, prefill=30)) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("devices", "partners", "seconds"),
+    [
+        # An engine of 4 decodes what 4 would, with the weights read by parts: (1 + 10 * 0.3) / 4.
+        (4, 4, (1 + 10 * 0.3) / 4 + 0.5 + 0.0075),
+        (8, 4, (1 + 5 * 0.3) / 4 + 0.5 + 0.03 / 8),
+        (6, 2, (1 + 4 * 0.3) / 2 + 0.5 + 0.005),
+        (64, 64, (1 + 10 * 0.3) / 64 + 0.5 + 0.03 / 64),
+        (64, 1, 1 + 0.3 + 0.03 / 64),  # nobody to exchange sums with
+    ],
+)
+def test_engines_of_several_devices_share_each_step(devices: int, partners: int, seconds: float) -> None:
+    cluster = model(generator_devices=devices, tensor_parallel=partners, tensor_parallel_s=0.5)
+    assert cluster.generator_step_s(report(10, 200, prefill=30)) == pytest.approx(seconds)
+    assert cluster.devices == devices + 1, "each device is paid for"
+
+
+def test_devices_that_make_no_whole_engines() -> None:
+    with pytest.raises(ConfigurationError, match=r"^cost_model.tensor_parallel: 6 generator devices do not make eng"):
+        model(generator_devices=6, tensor_parallel=4)
+    with pytest.raises(ConfigurationError, match=r"cost_model\.tensor_parallel: 0 must be a whole number"):
+        model(tensor_parallel=0)
+
+
 def test_a_step_that_only_prefills() -> None:
     assert model(generator_devices=2).generator_step_s(report(0, 0, prefill=30)) == pytest.approx(0.015)
     assert model().generator_step_s(report(0, 0)) == 0
@@ -172,5 +196,6 @@ def test_more_devices_are_never_slower(
 
 def test_every_rate_is_part_of_the_record() -> None:
     cluster = model(generator_devices=3)
-    assert cluster.semantics() == {**RATES, "generator_devices": 3, "grade_s": 0.0}
+    later = {"grade_s": 0.0, "tensor_parallel": 1, "tensor_parallel_s": 0.0}
+    assert cluster.semantics() == {**RATES, "generator_devices": 3, **later}
     assert CostModel(**cluster.semantics()) == cluster
