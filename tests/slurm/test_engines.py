@@ -69,3 +69,26 @@ def test_one_trainer_and_two_engines_preempted_and_killed(sweep: FromTemplate, t
     assert len({each.job for each in attempts}) == times + 1
     assert all(one.job == two.job for one, two in zip(attempts[::2], attempts[1::2], strict=False))
     eventually(lambda: not sweep.lab.jobs(), "no step outlives its job", 60)
+
+
+@pytest.mark.full
+def test_a_node_of_two_gpus_has_two_engines(sweep: FromTemplate) -> None:
+    """Each has a step of its own, with one of the GPUs that SLURM gives the job there."""
+    sweep.name += " of two"
+    with sweep.launched("hydra.launcher.gpus_per_node=2", "hydra.launcher.nodes=2", verifier_s=0.2) as process:
+        sweep.reaches(2)
+        places: list[str | None] = []
+
+        def told() -> bool:
+            (member,) = overview(sweep.directory)
+            places[:] = [side.where for side in member.sides]
+            return len(places) == 3 and all(places)
+
+        eventually(told, "both sides are told", 120)
+        trainer, *engines = [str(place) for place in places]
+        (node,) = {where.split()[1] for where in engines}
+        assert engines == [f"srun {node} GPU {number}" for number in (0, 1)] and node != trainer
+        assert process.wait(timeout=PATIENCE_S) == 0, sweep.said()
+    assert sweep.finished()
+    last = sweep.journal().of_kind("train")[-1]
+    assert all(last.metrics[f"live/engine{number}_tokens_s"] > 0 for number in (0, 1))
