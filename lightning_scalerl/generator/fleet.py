@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator.addresses import addresses_of, blueprint_for, shares
+from lightning_scalerl.generator.addresses import Address, addresses_of, blueprint_for, shares
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport, nothing_computed
 from lightning_scalerl.generator.engines import POLL_S, Engine, Engines, GeneratorLostError
 from lightning_scalerl.generator.ledger import Ledger
@@ -94,12 +94,8 @@ class Fleet:
         device = next(model.parameters()).device
         # With CUDA_VISIBLE_DEVICES set, a process's own device is number 0.
         place = device.type if devices else str(device)
-        blueprint = _picklable(Blueprint(factory, arguments, type(model), model.config, place))
-        addresses = addresses_of(engines, generators, tensor_parallel)
-        devices = shares(devices, tensor_parallel, sum(address.kind == "local" for address in addresses))
-        if (check := getattr(getattr(factory, "func", factory), "check_model", None)) is not None:
-            check(model, **arguments)
-        blueprints = [(address, blueprint_for(address, blueprint, tensor_parallel)) for address in addresses]
+        blueprint = _checked(Blueprint(factory, arguments, type(model), model.config, place), model)
+        blueprints, devices = _shared_out(blueprint, engines, generators, devices, tensor_parallel)
         # While set, nothing is dispatched: the queues are being swapped, or saved.
         self._held = False
         self._asides = 0
@@ -111,13 +107,14 @@ class Fleet:
         self.can_score = False
         self.busy_s = 0.0
         self.publish_s = 0.0
-        self.work = [Work() for _ in addresses]
+        self.work = [Work() for _ in blueprints]
         self._store = WeightStore(model, arguments.get("precision"), bucket_mib)
         caller = Caller(secrets.token_hex(8), silence_s)
         # A run makes the token of engines that it starts itself; it stays out of its environment, which others inherit.
         token = token_here() or secrets.token_hex(32).encode()
         around = Surroundings(self._store.folder, token, caller, start_s, threading.Event())
         self._engines = Engines(blueprints, around, devices, self)
+        self.places = self._engines.places
         try:
             self._engines.start()
         except BaseException:
@@ -135,10 +132,6 @@ class Fleet:
     def lost(self) -> int:
         """Number of engines that were lost so far, each time counted."""
         return self._engines.lost
-
-    def places(self) -> list[dict[str, Any]]:
-        """Return where each engine is, and whether it is up."""
-        return self._engines.places()
 
     @property
     def pids(self) -> list[int]:
@@ -362,6 +355,26 @@ class Fleet:
     def _end(self) -> None:
         self._engines.end()
         self._store.close()
+
+
+def _shared_out(
+    blueprint: Blueprint, engines: Sequence[str], generators: int, devices: Sequence[str], partners: int
+) -> tuple[list[tuple[Address, Blueprint]], list[str]]:
+    """Return each engine's address with its blueprint, and the devices of those on this node in turn."""
+    addresses = addresses_of(engines, generators, partners)
+    own = shares(devices, partners, sum(address.kind == "local" for address in addresses))
+    return [(address, blueprint_for(address, blueprint, partners)) for address in addresses], own
+
+
+def _checked(blueprint: Blueprint, model: nn.Module) -> Blueprint:
+    """Return the blueprint, once the generator's class has looked at the trainer's model, where it can.
+
+    The weights of an engine elsewhere round too much for that.
+    """
+    check = getattr(getattr(blueprint.factory, "func", blueprint.factory), "check_model", None)
+    if check is not None:
+        check(model, **blueprint.arguments)
+    return _picklable(blueprint)
 
 
 def _picklable(blueprint: Blueprint) -> Blueprint:
