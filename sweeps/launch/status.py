@@ -160,7 +160,7 @@ class Overview:
         view = self._again(state.run, signs, partial(_view, self._study, state, queue, controlled))
         if view.state != "running":
             return view
-        doing, idle_s = _last_sign(run_dir)
+        doing, idle_s = _last_sign(run_dir, alive(run_dir) or {})
         return replace(view, doing=doing, idle_s=idle_s)
 
     def _again(self, run: str, signs: object, view: Callable[[], MemberView]) -> MemberView:
