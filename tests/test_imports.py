@@ -142,7 +142,7 @@ def test_fitting_knows_arrays_only() -> None:
 
 
 def test_training_meets_the_study_in_a_runs_directory_only() -> None:
-    """But for the callback that looks at the study, as its conductor would, members that do not train, and the version."""
+    """But for a callback that looks at the study as its conductor would, members that do not train, and the version."""
     besides = {ROOT / "lightning_scalerl" / name for name in ("callbacks/race.py", "member/command.py")}
     for path in files("lightning_scalerl"):
         if path in besides:

@@ -158,8 +158,8 @@ def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list
 # That need a model that was trained.
 OF_MODELS = ("export", "rollouts", "rescore", "noise")
 COMMANDS = (
-    *("train", "fit", "rank", "plan", "compare", "effects", "race", "report", "watch", "publish", "init", "memory"),
-    *("adopt", "translate", "layouts", "status", "collect", "clean", *OF_MODELS, "completion"),
+    *("train", "fit", "rank", "plan", "compare", "effects", "race", "report", "watch", "publish", "init", "adopt"),
+    *("memory", "translate", "layouts", "status", "collect", "clean", *OF_MODELS, "completion"),
 )
 
 
