@@ -50,7 +50,7 @@ Packing (`batch.packed`) saves what padding costs. A pass holds rows of similar 
 while passes are small, and grows with them: nothing at one or two rows a pass, half as much again as the packed rows
 take where all rows fit into two. Under one mask for the pass, which is what eager attention and rows longer than a
 model's window have, attention costs the square of the pass, and packing loses from passes of two or three rows on. Its
-seconds are CPU time of the thread; nothing here was measured on a GPU.
+seconds are CPU time of the thread; what a GPU does is on a [page of its own](gpu.md).
 """
 
 

@@ -1,0 +1,157 @@
+"""Measure what a GPU does and write docs/measured/gpu.md from benchmarks/results/gpu.json.
+
+python -m benchmarks.gpu           a quarter of an hour of one GPU of 80 GB; with vLLM installed, its server too
+python -m benchmarks.gpu --page    the page alone
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.curves import RUNS, STEPS, compared, train
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RECORDS = ROOT / "benchmarks" / "results" / "gpu.json"
+PAGE = ROOT / "docs" / "measured" / "gpu.md"
+DENSE_BF16 = 989e12  # FLOPs a second of an H100 or H200 by its data sheet, without sparsity
+HEAD = """# On a GPU
+
+Written by `python -m benchmarks.gpu` from [benchmarks/results/gpu.json](../../benchmarks/results/gpu.json):
+{machine}, {date}. No weights and no data sets were there: models have random weights, prompts and completions are
+words without meaning, so that this says nothing of what is learned.
+
+Not run on a GPU yet: several of them, vLLM's engines (CUDA IPC, NCCL, sleep), FlashAttention's own kernels, 8B and
+more.
+"""
+CURVES = """## The CPU's curve
+
+The demo's task and model, {steps} steps of PipelineRL from the first sampled token on: every metric of every record
+that no clock is in and that is no probe, beside the same run on the CPU. The furthest is relative, to 0.001 at least.
+The probe is the distance of log-probabilities between trainer and generator in the last step.
+"""
+AFTER_CURVES = """In FP32 the GPU samples the CPU's tokens to the last step. `strategy=fsdp2` is one rank here, over
+NCCL. A live run and one in BF16 have curves of their own, live without a probe in so few steps.
+"""
+TRAINING = """## Training steps at 0.6B
+
+A Qwen3-0.6B: FP32 weights, gradients and Adam, BF16 autocast, torch's `scaled_dot_product_attention`, four passes of
+16,384 tokens a step, each one row of 512 of prompt and 15,872 of completion; the mean of three steps after one. FLOPs
+are the useful ones: what is recomputed is not counted. A product of two matrices of 8,192 x 8,192 runs at {bf16:.0f}
+TFLOP/s in BF16 and at {fp32:.0f} in FP32 there; the share of the peak is of the data sheet's {peak:.0f}. Memory is
+the most that torch has allocated, foretold what the run said at its start (`scalerl memory`).
+"""
+AFTER_TRAINING = """Of this small model the vocabulary is a quarter, so that an FP32 head costs a third of the speed;
+with `torch.backends.cuda.matmul.allow_tf32` most of it comes back: hidden states are in BF16 as they are, the head's
+weights are rounded to 11 bits. What is kept where nothing is recomputed is foretold a third too high. All logits of a
+pass at once, 2.5 billion, ended in an error, and rows packed beside padded ones were not reached. For this size and
+length prime-rl reports 11.9k tokens a second, 11% of the peak and 12.5 GiB on one H100.
+"""
+
+
+def records(module: str) -> list[dict[str, Any]]:
+    """Run a module in a process of its own and return what it has found."""
+    print("measuring:", module, flush=True)
+    done = subprocess.run([sys.executable, "-m", *module.split("\t")], capture_output=True, text=True, cwd=ROOT)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RECORD ")]
+    if not lines:
+        print(done.stderr[-2000:], file=sys.stderr)
+    return [json.loads(line.removeprefix("RECORD ")) for line in lines]
+
+
+def products() -> list[dict[str, Any]]:
+    """Return the rate of a product of two matrices of 8,192 x 8,192, in FLOPs a second."""
+    import time
+
+    import torch
+
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        one, two = (torch.randn(8192, 8192, device="cuda").to(dtype) for _ in range(2))
+        for _ in range(3):
+            one @ two
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(10):
+            one @ two
+        torch.cuda.synchronize()
+        rate = 10 * 2 * 8192**3 / (time.perf_counter() - began)
+        found.append({"type": str(dtype).removeprefix("torch."), "flops_a_second": rate})
+    return found
+
+
+def measure() -> dict[str, Any]:
+    """Measure everything this machine can."""
+    import torch
+    import transformers
+
+    from benchmarks.gpu.training import WAYS
+
+    device = torch.cuda.get_device_properties(0)
+    machine = f"one {device.name}, torch {torch.__version__}, transformers {transformers.__version__}"
+    found: dict[str, Any] = {"date": str(date.today()), "machine": machine, "products": products()}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in RUNS:
+            train(Path(folder), name)
+        found["curves"] = compared(Path(folder))
+    found["training"] = [record for way in WAYS for record in records(f"benchmarks.gpu.training\t{way}")]
+    found["engine"] = records("benchmarks.gpu.engine") if find_spec("vllm") else []
+    return found
+
+
+def table(head: str, rows: list[list[str]]) -> list[str]:
+    """Return a table in Markdown."""
+    columns = head.split(" | ")
+    return [f"| {head} |", "|" + "---|" * len(columns), *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def page(found: dict[str, Any]) -> str:
+    """Return the page."""
+    rates = {each["type"]: each["flops_a_second"] / 1e12 for each in found["products"]}
+    curves = [
+        [
+            f"`{' '.join(each['overrides'])}`" if each["overrides"] else "FP32, as on the CPU",
+            f"{each['furthest']:.0e} (`{each['metric']}`, of {each['values']} values)" if "furthest" in each else "-",
+            f"{each['pass_rate']:.3f}",
+            *(f"{each[key]:.0e}" if key in each else "-" for key in ("probe_gap_mean", "probe_gap_p99")),
+        ]
+        for each in found["curves"]
+    ]
+    steps = [
+        [
+            each["way"].removeprefix("16k, "),
+            f"{each['tokens_a_second']:,.0f}",
+            f"{each['flops_a_second'] / 1e12:.0f}",
+            f"{each['flops_a_second'] / DENSE_BF16:.0%}",
+            f"{each['peak_gib']:.1f} GiB",
+            f"{float(each['foretold'].split()[2]):.1f} GiB",
+        ]
+        for each in found["training"]
+    ]
+    lines = [
+        HEAD.format(**found),
+        CURVES.format(steps=STEPS),
+        *table("on the GPU | furthest from the CPU | held-out pass rate | probe, mean | probe, 99%", curves),
+        AFTER_CURVES,
+        TRAINING.format(bf16=rates["bfloat16"], fp32=rates["float32"], peak=DENSE_BF16 / 1e12),
+        *table("way | tokens a second | TFLOP/s | of the peak | memory | foretold", steps),
+        AFTER_TRAINING,
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, unless the page alone is asked for, and write the page."""
+    if "--page" not in sys.argv:
+        RECORDS.write_text(json.dumps(measure(), indent=1) + "\n")
+    PAGE.write_text(page(json.loads(RECORDS.read_text())).rstrip() + "\n")
+
+
+if __name__ == "__main__":
+    main()

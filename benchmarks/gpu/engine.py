@@ -1,0 +1,169 @@
+"""vLLM's server on the GPU of its trainer: weights by CUDA IPC and by file, a publish in the middle, sleep and wake.
+
+    python -m benchmarks.gpu.engine [--tiny] [--no-sleep] [--bf16-head] [-- FLAGS of vLLM's server]
+
+A Qwen3-0.6B of random weights in BF16.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.gpu.replayed import QWEN3_0_6B
+from benchmarks.gpu.training import TINY
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
+from lightning_scalerl.generator.vllm_serve import prepare
+from lightning_scalerl.generator.vllm_server import VLLMServerGenerator
+
+GIB = 2**30
+PROMPT = tuple(range(5, 69))
+
+
+def new_model(device: str, seed: int, tiny: bool) -> nn.Module:
+    """Make a model of random weights, wide enough that its tokens differ in probability."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(Qwen3Config(**{**QWEN3_0_6B, **(TINY if tiny else {})}))
+    return model.eval()
+
+
+@torch.no_grad()
+def trainers(model: nn.Module, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """Return log-probabilities (T,) of a completion as the trainer computes them."""
+    device = next(model.parameters()).device
+    ids = torch.tensor([[*prompt, *tokens]], device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[0, len(prompt) - 1 :]
+    logits = torch.nn.functional.linear(hidden.float(), model.lm_head.weight.float())
+    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].cpu()
+
+
+def gap(model: nn.Module, finished: Sequence[FinishedRollout]) -> float:
+    """Return the mean distance of log-probabilities between engine and trainer."""
+    gaps = [
+        (torch.tensor(each.rollout.generator_logprobs) - trainers(model, PROMPT, each.rollout.tokens)).abs()
+        for each in finished
+    ]
+    return float(torch.cat(gaps).mean())
+
+
+def drained(generator: Any) -> list[FinishedRollout]:
+    """Step until nothing is in flight."""
+    found: list[FinishedRollout] = []
+    while generator.in_flight:
+        found += generator.step().finished
+    return found
+
+
+def used_gib() -> float | None:
+    """Return the GPU's memory that anybody uses."""
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / GIB
+
+
+def timed(call: Any, *given: Any) -> float:
+    """Return the seconds of a call."""
+    began = time.perf_counter()
+    call(*given)
+    return time.perf_counter() - began
+
+
+def measure(backend: str, tiny: bool, sleeps: bool, fp32_head: bool, flags: Sequence[str]) -> dict[str, Any]:
+    """Start a server, publish three times, sample, and put it to sleep once."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    slots, longest = (8, 32) if tiny else (256, 512)
+    one, two = (new_model(device, seed, tiny) for seed in (1, 2))
+    found: dict[str, Any] = {"backend": backend, "fp32_head": fp32_head, "flags": flags, "trainers_gib": used_gib()}
+    token, log = secrets.token_hex(8), None
+    precision = Precision("bf16", fp32_head_trainer=fp32_head, fp32_head_generator=fp32_head)
+    server = prepare(
+        one,
+        precision,
+        slots=slots,
+        capacity=len(PROMPT) + longest + 1,
+        cache_gib=0.25 if tiny else 16.0,
+        token=token,
+        backend=backend,
+        sleep=sleeps,
+    )
+    server.command += flags
+    generator = None
+    try:
+        server.start()
+        log = server.log.open(errors="replace")
+        found["start_s"] = timed(server.wait, 280)
+        generator = VLLMServerGenerator(
+            one,
+            precision,
+            address=server.address,
+            token=token,
+            slots=slots,
+            max_prompt_tokens=len(PROMPT),
+            max_new_tokens=longest,
+            stop_tokens=[1],
+        )
+        found["way"], found["awake_gib"] = generator._sender.way, used_gib()
+        found["publish_s"], found["gaps"], found["other_gaps"] = [], [], []
+        for version, (model, other) in enumerate([(two, one), (one, two), (two, one)], 1):
+            found["publish_s"].append(timed(generator.publish, dict(model.state_dict()), version))
+            generator.submit(GroupRequest(version, PROMPT, 4, (0, version), max_new_tokens=32))
+            got = drained(generator)
+            found["gaps"].append(gap(model, got))
+            found["other_gaps"].append(gap(other, got))
+        found["bytes"] = getattr(generator._sender, "bytes_sent", None)
+        # A publish while rollouts are under way: they go on, and their later tokens are the new weights'.
+        generator.submit(GroupRequest(10, PROMPT, 8, (0, 10)))
+        early = []
+        while generator.sampled_in_flight < 8 * min(64, longest // 4):
+            early += generator.step().finished
+        found["in_the_middle_s"] = timed(generator.publish, dict(one.state_dict()), 4)
+        versions = [each.rollout.weight_versions for each in early + drained(generator)]
+        found["versions"] = sorted({tuple(sorted(set(each))) for each in versions})
+        began = time.perf_counter()
+        groups = max(1, slots // 8)
+        for number in range(groups):
+            generator.submit(GroupRequest(20 + number, PROMPT[: 16 + number % 32], 8, (0, 20 + number)))
+        tokens = sum(len(each.rollout.tokens) for each in drained(generator))
+        found["tokens_a_second"], found["rollouts"] = tokens / (time.perf_counter() - began), 8 * groups
+        if sleeps:
+            found["sleep_s"], found["asleep_gib"] = timed(generator.sleep), used_gib()
+            found["wake_s"], found["woken_gib"] = timed(generator.wake), used_gib()
+            generator.submit(GroupRequest(90, PROMPT, 4, (0, 90), max_new_tokens=32))
+            found["gap_after_sleep"] = gap(one, drained(generator))
+            found["publish_after_sleep_s"] = timed(generator.publish, dict(two.state_dict()), 5)
+            generator.submit(GroupRequest(91, PROMPT, 4, (0, 91), max_new_tokens=32))
+            found["gap_after_that"] = gap(two, drained(generator))
+    except Exception as error:
+        found["error"] = f"{type(error).__name__}: {error}"[:2000]
+        found["log"] = log.read()[-6000:] if log else ""
+    finally:
+        if generator is not None:
+            generator.close()
+        server.close()
+    return found
+
+
+def main() -> None:
+    """Measure the ways that this machine has, one after the other."""
+    place = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    ours, flags = sys.argv[1:place], sys.argv[place + 1 :]
+    on_gpu = torch.cuda.is_available()
+    sleeps, fp32_head = on_gpu and "--no-sleep" not in ours, "--bf16-head" not in ours
+    for backend in ("ipc", "scalerl") if on_gpu else ("scalerl",):
+        print("RECORD " + json.dumps(measure(backend, "--tiny" in ours, sleeps, fp32_head, flags)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Rollouts of given lengths without sampling, so that a measurement is of training alone."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from lightning_scalerl import Prompt, Task
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport
+from lightning_scalerl.rollout import Rollout
+
+VOCABULARY = 151_936
+# The published configuration of Qwen3-0.6B.
+QWEN3_0_6B = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40_960,
+}
+
+
+def new_model(device: str, **changed: Any) -> Qwen3ForCausalLM:
+    """Make a Qwen3 of random weights whose every token has the same probability: its last norm is zero."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(Qwen3Config(**{**QWEN3_0_6B, **changed}))
+    torch.nn.init.zeros_(model.model.norm.weight)
+    return model
+
+
+def words() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a word for each of the vocabulary's first thousand ids."""
+    by_word = Tokenizer(models.WordLevel({f"w{number}": number for number in range(1000)}, unk_token="w0"))
+    by_word.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=by_word, pad_token="w0", eos_token="w999")
+
+
+class Words(Task):
+    """Prompts of one length; half of a group's completions, those that begin with an even word, are right."""
+
+    trusted = True
+
+    def __init__(self, prompt_tokens: int) -> None:
+        source = random.Random(0)
+        self._texts = [" ".join(f"w{source.randrange(1, 999)}" for _ in range(prompt_tokens)) for _ in range(64)]
+
+    def train_prompts(self) -> Sequence[Prompt]:
+        """Return the pool."""
+        return [Prompt(f"train-{number}", text) for number, text in enumerate(self._texts)]
+
+    def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
+        """Return a set that is never evaluated here, for a task has to have one."""
+        return {"heldout": [Prompt("heldout-0", "w1 w2 w3")]}
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        """Return 1 for a completion that begins with an even word."""
+        return float(int(completion.split()[0][1:]) % 2 == 0)
+
+
+class Replayed:
+    """A generator that has every rollout ready at once; `lengths(index)` are its tokens."""
+
+    def __init__(self, lengths: Callable[[int], int], slots: int) -> None:
+        self._lengths, self._slots = lengths, slots
+        self.version = 0
+        self._waiting: list[GroupRequest] = []
+        self._seen = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Number of rollouts submitted and not returned."""
+        return sum(request.completions for request in self._waiting)
+
+    @property
+    def sampled_in_flight(self) -> int:
+        """Number of tokens that rollouts in flight have: none."""
+        return 0
+
+    @property
+    def free_slots(self) -> int:
+        """Number of slots that no rollout has."""
+        return max(0, self._slots - self.in_flight)
+
+    def submit(self, request: GroupRequest) -> None:
+        """Take a group."""
+        self._waiting.append(request)
+
+    def step(self) -> StepReport:
+        """Return all that was submitted; log-probabilities are those of a uniform distribution, as the model's are."""
+        finished = []
+        for request in self._waiting:
+            for index in range(request.completions):
+                length = self._lengths(self._seen)
+                self._seen += 1
+                tokens = [index + 1] + [1 + (index + place) % 998 for place in range(1, length)]
+                logprobs, versions = [-math.log(VOCABULARY)] * length, [self.version] * length
+                rollout = Rollout(tokens, logprobs, versions, [False] * length, "stop")
+                finished.append(FinishedRollout(request.key, index, rollout))
+        self._waiting = []
+        decoded = sum(len(each.rollout.tokens) for each in finished)
+        return StepReport(finished, 0, 0, decoded, decoded)
+
+    def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
+        """Note the version; no weights are used."""
+        self.version = version
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Lend the generator: nothing is ever in flight between two steps."""
+        return nullcontext()
+
+    def clear(self) -> None:
+        """Drop what was submitted."""
+        self._waiting = []
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to release."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: no checkpoint is taken."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take nothing."""
