@@ -161,12 +161,13 @@ def _note_single(config: DictConfig) -> None:
 def _train(overrides: list[str], folders: list[str]) -> None:
     # Heavy: only once the command line is known to be one that composes.
     from lightning_scalerl.member.identify import plan_members
-    from lightning_scalerl.translate.plan import on_trl, plan_trl
 
     elsewhere = [word for word in overrides if word.startswith("cluster=") and word not in HERE]
     if elsewhere:
         raise UserError(f"{elsewhere[0]}: a single run runs in this process; add --multirun to submit it")
-    if on_trl(overrides):
+    if "trainer=trl" in (entry.lstrip("+") for entry in overrides):
+        from lightning_scalerl.translate.plan import plan_trl
+
         (spec,) = plan_trl([overrides], folders)
         _run_alone(spec, run_command)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -110,7 +111,7 @@ def measured(view: JournalView) -> Measured:
 def cost_model_of(recipe: Recipe, config: DictConfig, view: JournalView, ranks: int) -> CostModel:
     """Return a run's cost model with the devices that it really had: its ranks, and its engines."""
     last = next(record.metrics for record in reversed(view.records) if record.kind == "train")
-    engines = sum(key.startswith("live/engine") and key.endswith("_idle") for key in last)
+    engines = sum(re.fullmatch(r"live/engine\d+_idle", key) is not None for key in last)
     if not engines:
         raise UserError(f"{view.path}: its engines are not known; train it with driver=live")
     return replace(

@@ -22,11 +22,6 @@ GROUP = "trainer"
 _ASKED = "from importlib.metadata import version; import torch, transformers, datasets; print(version('trl'))"
 
 
-def on_trl(overrides: Sequence[str]) -> bool:
-    """Return whether a run's overrides ask for TRL."""
-    return f"{GROUP}=trl" in (entry.lstrip("+") for entry in overrides)
-
-
 def plan_trl(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> list[RunSpec]:
     """Compose, check and identify members as `plan_members` does, and make commands of TRL of them.
 

@@ -221,7 +221,7 @@ def collect_command(options: argparse.Namespace) -> int:
         warn([f"{directory} has no {LAUNCH_FILE}; the command that launched it finds its jobs and goes on with them"])
     views = overview(directory, _scheduler(directory))
     print(f"{directory}: {counts(views)}\n")
-    print(table(*_status_rows(views, ROWS)))
+    print_table(STATUS, _status_rows(views, ROWS))
     if states is not None and plan.tracking and ended_well(states):
         show_chart(directory, plan.tracking)
     elif any(view.step is not None for view in views):
