@@ -12,6 +12,7 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
+from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -110,6 +111,7 @@ def shared_groups() -> Iterator[None]:
 
     A key of the user's may then be called as a group of ours is: `loss`, `model`, `task`.
     """
+    Plugins.instance()  # at its first use Hydra imports what adds to the store, which must not be lost afterwards
     store = ConfigStore.instance()
     before = store.repo
     store.repo = {key: copy.deepcopy(group) for key, group in before.items() if key != "variant"}

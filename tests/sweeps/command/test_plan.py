@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import yaml
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.member.command import command_conf_dir, plan_commands, study_file
 from sweeps.command.plan import resolved
+from tests.paths import ROOT
 from tests.sweeps.command.toy import SCRIPT, planned, write_study
 
 LINE = "python -S train.py --steps={steps} --seed={seed} --out={run_dir} --loss={loss}"
@@ -173,3 +176,19 @@ def test_examples_compose_and_every_option_has_its_value(name: str) -> None:
     if not command.remote:
         assert command.source.startswith("/study/runs/one/")
     assert file.read_text().startswith("# ") and f"--config-name {name} --multirun" in file.read_text()
+
+
+def test_runs_of_ours_compose_after_a_study_of_commands(tmp_path: Path) -> None:
+    """What Hydra imports at its first use, and keeps in one store for all, outlasts the study that used it first."""
+    file = write_study(tmp_path)
+    told = f"""
+import subprocess
+import sys
+from pathlib import Path
+from lightning_scalerl.composition import compose
+from lightning_scalerl.member.command import plan_commands
+plan_commands([["seed=1"]], [{str(file)!r}])
+print(compose(["variant=loss_dapo"])["label"], compose(["variant=normalization_prompt"])["label"])
+"""
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.stdout.split() == ["loss=dapo", "normalization=prompt"], done.stderr
