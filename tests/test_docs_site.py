@@ -29,7 +29,7 @@ import yaml
 
 import lightning_scalerl
 import sweeps
-from docs.site.generate import ROWS, commands, pages, setting_groups
+from docs.site.generate import OTHERS, ROWS, commands, pages, setting_groups
 from docs.site.stage import CONFIG, completed, finish, navigated, site_pages, stage
 from lightning_scalerl.composition import plain_variants
 from sweeps.cli.main import make_parser
@@ -90,14 +90,17 @@ def test_every_command_has_a_page_with_each_of_its_options() -> None:
 
 
 def test_every_key_of_the_configuration_is_on_a_page() -> None:
-    where = {"": "configuration/run.md", **{group: f"configuration/{group.replace('/', '_')}.md" for group in
-                                           setting_groups()}}  # fmt: skip
+    where = {group: f"configuration/{group.replace('/', '_')}.md" for group in [*setting_groups(), OTHERS]}
+    where[""] = "configuration/run.md"
     for file in sorted(CONF.rglob("*.yaml")):
         group = "" if file.parent == CONF else file.parent.relative_to(CONF).as_posix()
         if group in ROWS or file.stem == "sums_of_two_digits":  # what experiments begin with
             continue
+        if group == OTHERS:  # whole: their keys are values of their own, and those of the base
+            assert file.read_text().strip() in site()[f"configuration/{OTHERS}.md"]
+            continue
         shared = file == CONF / "data_set_rows.yaml"  # a part of files of task/
-        page = site()[where["task" if shared else group]]
+        page = site()[where["task" if shared else group.removesuffix("/base")]]
         keys = {f"task.{key}" if shared else key for key in keys_of(file)}
         # Hydra's own settings are no keys of a run; those of our launchers and sweepers are.
         missing = {
@@ -119,8 +122,9 @@ def test_every_choice_recipe_and_variant_is_on_a_page() -> None:
         for file in folder.glob("*.yaml"):
             if folder.name == "variant":
                 assert f"| `{file.stem}` |" in site()["recipes/variant.md"]
-            elif folder.name in ROWS:
-                assert f"\n## {file.stem}\n" in site()[f"recipes/{folder.name}.md"]
+            elif folder.name in (*ROWS, OTHERS):
+                where = f"configuration/{OTHERS}.md" if folder.name == OTHERS else f"recipes/{folder.name}.md"
+                assert f"\n## {file.stem}\n" in site()[where]
             else:
                 assert f"\n## {folder.name}={file.stem}\n" in site()[f"configuration/{folder.name}.md"]
 

@@ -17,6 +17,8 @@ from sweeps.cli.main import make_parser
 
 # Groups that are rows over the others: they have a page of their own.
 ROWS = ("recipe", "variant", "scale", "experiment")
+# A folder of examples for other trainers, which are copied and not chosen.
+OTHERS = "command"
 # Titles of the pages of the Python interface, by the first part of the module that a name lives in.
 API_PAGES = {
     "run": ("A run", ("module", "recipe", "optim", "data", "stream", "update", "measure", "member", "translate")),
@@ -35,6 +37,7 @@ def pages() -> dict[str, str]:
         **{f"commands/{name}.md": _command(name, parser) for name, parser in parsers.items()},
         "configuration/index.md": _configuration_index(),
         "configuration/run.md": _run_keys(),
+        f"configuration/{OTHERS}.md": _keys_of_commands(),
         **{f"configuration/{group.replace('/', '_')}.md": _group(group) for group in setting_groups()},
         **{f"recipes/{group}.md": _rows(group) for group in ROWS},
         **_api(),
@@ -151,8 +154,8 @@ def _argument(parser: argparse.ArgumentParser, action: argparse.Action) -> tuple
 
 
 def setting_groups() -> list[str]:
-    """Return the groups whose files set keys of their own: all but the rows over them."""
-    return [group for group in groups() if group not in ROWS]
+    """Return the groups whose files set keys of their own: all but the rows over them, and files to be copied."""
+    return [group for group in groups() if group not in (*ROWS, OTHERS)]
 
 
 def _configuration_index() -> str:
@@ -163,6 +166,7 @@ def _configuration_index() -> str:
     return (
         "# Configuration keys\n\nA run is put together from one file of each group; `loss=dapo` picks a file, "
         "`loss.clip_high=0.28` sets one of its keys. What every run and study has besides: [run and study](run.md). "
+        f"A study on another trainer has [keys of its own]({OTHERS}.md). "
         "Rows over the groups have pages of their own: [recipes](../recipes/recipe.md), "
         "[variants](../recipes/variant.md), [scales](../recipes/scale.md), [experiments](../recipes/experiment.md).\n\n"
         "`scalerl train --cfg job` prints the whole configuration of a run and trains nothing.\n\n"
@@ -177,6 +181,26 @@ def _run_keys() -> str:
         "# Run and study\n\nKeys that every run has, of whatever choices. But for `seed` none of them is part of a "
         "run's identity.\n\n" + _key_table(keys, {}) + "\n"
     )
+
+
+def _keys_of_commands() -> str:
+    base = read(CONF / OTHERS / "base" / f"{OTHERS}.yaml")
+    keys = [key for key in base.keys if not key.name.startswith("hydra.")]
+    parts = [
+        "# A study on another trainer",
+        "Keys of a file whose members are commands, of whatever trainer: [the guide](../guide/any_trainer.md). All "
+        "other keys of such a file are values of its own, which `{KEY}` stands for.",
+        _key_table(keys, {}),
+        "Examples follow, each to be copied and set.",
+    ]
+    for path in sorted((CONF / OTHERS).glob("*.yaml")):
+        files = [path, *sorted(path.parent.glob(f"{path.stem}.*ml"))]
+        parts.append(f"## {path.stem}")
+        parts += [
+            f'```{file.suffix[1:]} title="{file.name}"\n{file.read_text().strip()}\n```'
+            for file in dict.fromkeys(files)
+        ]
+    return "\n\n".join(parts) + "\n"
 
 
 def _group(group: str) -> str:

@@ -363,11 +363,16 @@ def covered_step(run_dir: str | Path) -> int | None:
 
 
 def find_runs(source: str | Path) -> list[Path]:
-    """Return the run directories at or below `source` (a run, a sweep, or a folder of sweeps), sorted."""
+    """Return the run directories at or below `source` (a run, a sweep, or a folder of sweeps), sorted.
+
+    What lies below a run is its own, whatever it is called: another trainer that a member starts may write its metrics
+    to a file of this name.
+    """
     root = Path(source)
     if (root / JOURNAL_FILE).is_file():
         return [root]
-    return sorted(path.parent for path in root.glob(f"**/{JOURNAL_FILE}"))
+    found = {path.parent for path in root.glob(f"**/{JOURNAL_FILE}")}
+    return sorted(path for path in found if found.isdisjoint(path.parents))
 
 
 LOG_FILE = "log.txt"

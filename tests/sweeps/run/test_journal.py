@@ -539,6 +539,14 @@ def test_runs_are_found_at_and_below_a_directory(tmp_path: Path) -> None:
     assert find_runs(tmp_path / "study" / "runs" / "empty") == []
 
 
+def test_what_lies_below_a_run_is_its_own(tmp_path: Path) -> None:
+    """Another trainer that a member starts may call its metrics as we call a journal."""
+    run_dir = tmp_path / "study" / "runs" / "a"
+    for name in ("a", "a/out", "a/out/more", "b"):
+        Journal(run_dir.parent / name).close()
+    assert find_runs(tmp_path) == find_runs(tmp_path / "study") == [run_dir, run_dir.with_name("b")]
+
+
 def test_the_newest_metrics_are_read_past_what_is_no_record(tmp_path: Path) -> None:
     """Of no journal, a torn one, and lines that are JSON and no record of ours: none of these ends who asks."""
     assert last_metrics(tmp_path) == {}
