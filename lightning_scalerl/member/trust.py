@@ -8,8 +8,9 @@ Without `--trust` the names in it must be
 - or code of the user's own: a folder of `--config-dir` that the specification has frozen, or a reward's file, which
   belongs to the user, which nobody else may write, and which lies outside of the study's folder;
 
-and the specification must be that of its identity. An identity can be computed by anybody, so that this finds what was
-edited or damaged; that nothing foreign runs rests on the names.
+A member that is a command must be what the study's file says, which belongs to the user and lies elsewhere: only values
+may differ that it leaves to a grid. And the specification must be that of its identity. An identity can be computed by
+anybody, so that this finds what was edited or damaged; that nothing foreign runs rests on the names.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 from lightning_scalerl import axis_names
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import conf_dir, use_folders
+from lightning_scalerl.member.command import plan_commands
 from lightning_scalerl.member.identity import content_of, identity_of, located
 from sweeps.errors import UserError
 from sweeps.run.progress import is_done
@@ -53,9 +55,15 @@ def check_run(run_dir: Path, spec: RunSpec, done: bool = False) -> None:
     """
     study = run_dir.resolve().parents[1] if run_dir.resolve().parent.name == _RUNS else run_dir.resolve()
     file = run_dir / SPEC_FILE
+    if "adopted" in spec.config:
+        return  # it is never started
     for folder in spec.folders:
         if not (Path(folder).is_absolute() and belongs_to_user(Path(folder), study) and belongs_to_user(file)):
             raise refusal(file, "folders", folder, "a folder of yours")
+    if "command" in spec.config:
+        if not done:
+            _check_command(file, spec)
+        return
     # Before the folders are known, so that no name of ours is looked for in them.
     theirs = [
         (field, name)
@@ -150,6 +158,26 @@ def _is_own_code(name: str, folders: Sequence[str], study: Path) -> bool:
 def _below(place: str | None, folders: Sequence[str]) -> bool:
     found = None if place is None else Path(place).resolve()
     return found is not None and any(found.is_relative_to(Path(folder).resolve()) for folder in folders)
+
+
+def _check_command(file: Path, spec: RunSpec) -> None:
+    """Check that a member's command is the one that the user's own file makes of its overrides.
+
+    The file, the last of the folders, is known to be the user's and to lie outside of the study. A member of TRL has
+    none: that its words are ours cannot be told without building what they name.
+    """
+    line = spec.config["command"].get("line") if isinstance(spec.config["command"], Mapping) else None
+    foreign = refusal(file, "config.command.line", line, "the command of a study's file of yours")
+    study_file = Path(spec.folders[-1]) if spec.folders else None
+    given = {word.lstrip("+~").partition("=")[0].partition(".")[0].partition("@")[0] for word in spec.overrides}
+    if study_file is None or not study_file.is_file() or given & {"command", "member", "hydra"}:
+        raise foreign
+    try:
+        (again,) = plan_commands([spec.overrides], spec.folders)
+    except ConfigurationError as error:
+        raise UserError(f"{file}: {error}") from error
+    if again.run != spec.run or again.config["command"] != spec.config["command"]:
+        raise foreign
 
 
 def _check_identity(file: Path, spec: RunSpec) -> None:

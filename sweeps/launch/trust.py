@@ -11,9 +11,16 @@ from sweeps.launch.study import Study
 from sweeps.run.trust import belongs_to_user, refusal
 
 # What `conf/hydra/launcher` says; by the module's name, earlier versions.
-_ENTRIES = ("lightning_scalerl:run_member", "lightning_scalerl.member.run:run_member")
-_PLANNERS = ("", "lightning_scalerl:plan_members", "lightning_scalerl.member.identify:plan_members")
-_PRELOADED = ("lightning_scalerl.", "transformers.models.")
+_ENTRIES = (
+    *("lightning_scalerl:run_member", "lightning_scalerl.member.run:run_member"),
+    # Of members that are commands: what it starts is checked member by member, as are the choices of our own.
+    "sweeps.command.runner:run_member",
+)
+_PLANNERS = (
+    *("", "lightning_scalerl:plan_members", "lightning_scalerl.member.identify:plan_members"),
+    *("lightning_scalerl:plan_commands", "lightning_scalerl:plan_trl"),
+)
+_PRELOADED = ("lightning_scalerl.", "sweeps.command.", "transformers.models.")
 # Fields of `launch.json` that are commands of a job, or options that can be one.
 _COMMANDS = ("setup", "teardown", "python", "srun_args", "additional_parameters")
 _CHECKS_RUNS = "lightning_scalerl.member.trust:check_runs"

@@ -6,11 +6,13 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_scalerl.member.command import plan_commands
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.trust import check_run, check_runs
 from sweeps.cli.main import main
@@ -22,8 +24,10 @@ from sweeps.launch.study import Study
 from sweeps.launch.trust import check_launch
 from sweeps.run.rollouts import write_groups
 from sweeps.run.spec import SPEC_FILE, RunSpec
+from tests.sweeps.command.toy import write_study
 
 FOREIGN = """
+from dataclasses import replace
 from pathlib import Path
 
 def run(*given, **named):
@@ -237,3 +241,34 @@ def test_collect_runs_nothing_that_somebody_elses_launch_names(
         assert main(["collect", str(study), "--wait"]) == 1
         assert f"launch.json: {field}: '{value}'" in capsys.readouterr().err
         assert sorted(study.rglob("*")) == before
+
+
+def test_a_command_is_run_that_ones_own_file_says(tmp_path: Path) -> None:
+    """It stands in a file of the user's outside of the study: what the study's folder says instead is not run."""
+    file = write_study(tmp_path / "mine")
+    (spec,) = plan_commands([["loss=dapo", "seed=1"]], [str(file)])
+    study = tmp_path / "mine" / "outputs"
+    run_dir = study / "runs" / spec.run
+    spec.write(run_dir)
+    Ledger(study).append("planned", spec.run, recipe=spec.recipe, seed=spec.seed, curve=spec.curve)
+    launched(
+        study,
+        entry="sweeps.command.runner:run_member",
+        planner="lightning_scalerl:plan_commands",
+        preload=("sweeps.command.runner",),
+    )
+    check_launch(Study.read(study), LaunchSettings.read(study))
+    check_runs([[str(run_dir), spec.run]], [])
+    line = "touch {run_dir} {seed} {loss} {steps}"
+    for changed in (
+        replace(spec, config={**spec.config, "command": {**spec.config["command"], "line": line}}),
+        replace(plan_commands([["loss=dapo", "seed=1", f"command.line='{line}'"]], [str(file)])[0], run=spec.run),
+        replace(spec, folders=()),
+    ):
+        changed.write(run_dir)
+        with pytest.raises(UserError, match=r"spec.json: config.command.line: .* of yours .*--trust"):
+            check_runs([[str(run_dir), spec.run]], [])
+    inside = shutil.copy(file, study / "toy.yaml")
+    replace(spec, folders=(str(inside),)).write(run_dir)
+    with pytest.raises(UserError, match=r"spec.json: folders: .*--trust"):
+        check_runs([[str(run_dir), spec.run]], [])
