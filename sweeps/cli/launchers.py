@@ -148,7 +148,9 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         if self._designed(specs, study.directory, config["launch"]):
             return []
         self._count_adopted(study)
-        states = self._run(study, self.plan(config))
+        plan = self.plan(config)
+        self._takes = [*self._takes, *_lost_by_pauses(study.specs, plan)]
+        states = self._run(study, plan)
         report_failures(study, states)
         if any(state.state not in ("finished", "failed", "stopped") for state in states.values()):
             print(_on_its_own(study), file=sys.stderr)
@@ -184,9 +186,11 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         Raises:
             UserError: the launch takes more device hours, or a setting is invalid.
         """
+        from sweeps.launch.adopted import stood_for
         from sweeps.launch.price import check_hours, launch_of
 
-        launch = launch_of(specs, directory, settings.get("like"), settings.get("rate"))
+        elsewhere = stood_for(directory, specs)
+        launch = launch_of(specs, directory, settings.get("like"), settings.get("rate"), elsewhere)
         check_hours(launch, settings.get("max_device_hours"))
         if (form := settings.get("design")) is None:
             self._takes = launch.sentences()  # said when the launch is accepted: a refusal is one line
@@ -301,6 +305,19 @@ class DebugStudyLauncher(StudyLauncher):
 
     def _search_planner(self) -> AbstractContextManager[Callable[[Sequence[Sequence[str]]], list[RunSpec]]]:
         return nullcontext(self.planned)
+
+
+def _lost_by_pauses(specs: Sequence[RunSpec], plan: LaunchSettings) -> list[str]:
+    """Return a warning where a race will pause members whose commands cannot resume; none elsewhere."""
+    lost = [spec for spec in specs if (spec.config.get("command") or {}).get("resume", {}).get("anew")]
+    at_once = not plan.outlives and plan.max_parallel >= len(specs)
+    if plan.race.get("mode") != "live" or at_once or not lost:
+        return []
+    remedy = "a node for each" if plan.outlives else f"launch.max_parallel={len(specs)}"
+    return [
+        "warning: race.mode: live: a member that waits for others is stopped, and with command.resume.anew it begins "
+        f"again from zero; give all {len(specs)} members a place at once ({remedy}), or say how they resume"
+    ]
 
 
 def _axis(config: Mapping[str, Any]) -> str | None:

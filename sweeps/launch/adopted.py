@@ -123,7 +123,7 @@ def count_adopted(
                     f"{directory}: its adopted runs have no {metric}, by which this launch is compared; adopt them "
                     f"with --set {name} into a study of their own, or name the set so in command.metrics.reward"
                 )
-            alike = [cell for cell in cells if agree(values_of(spec), values_of(cell))]
+            alike = _alike(spec, cells)
             if len({cell.curve for cell in alike}) > 1:
                 names = ", ".join(dict.fromkeys(cell.recipe for cell in alike))
                 notes.append(
@@ -139,7 +139,7 @@ def count_adopted(
                 notes.append(
                     f"{cell.title} is running elsewhere ({spec.config['adopted']['source']}) and is not started"
                 )
-            elif spec.config["adopted"]["by_step"] and spec.steps < _WHOLE * cell.steps:
+            elif not _whole(spec, cell):
                 notes.append(f"{cell.title} was adopted with {spec.steps} of {cell.steps} steps and is started anew")
             else:
                 taken[cell.run] = spec
@@ -148,6 +148,29 @@ def count_adopted(
         notes.insert(0, f"{stand} of {len(specs)} members ran elsewhere and were adopted; they are not started")
     found = [taken.get(spec.run, spec) for spec in specs]
     return [spec for spec in found if spec is not None], notes
+
+
+def stood_for(directory: Path, specs: Sequence[RunSpec]) -> set[str]:
+    """Return the members of a launch that adopted runs will stand for, or that run elsewhere; nothing is written."""
+    cells = [spec for spec in specs if "command" in spec.config]
+    found = set()
+    for run, state in Ledger(directory).fold().items() if cells else ():
+        if not state.adopted or state.state == "failed":
+            continue
+        spec = RunSpec.read(directory / RUNS_DIR / run)
+        alike = _alike(spec, cells)
+        cell = next((each for each in alike if each.seed == spec.seed), None)
+        if cell is not None and len({each.curve for each in alike}) == 1:
+            found |= {cell.run} if state.state != "finished" or _whole(spec, cell) else set()
+    return found
+
+
+def _alike(spec: RunSpec, cells: Sequence[RunSpec]) -> list[RunSpec]:
+    return [cell for cell in cells if agree(values_of(spec), values_of(cell))]
+
+
+def _whole(spec: RunSpec, cell: RunSpec) -> bool:
+    return not spec.config["adopted"]["by_step"] or spec.steps >= _WHOLE * cell.steps
 
 
 def _relabelled(directory: Path, spec: RunSpec, like: RunSpec, view: JournalView, text: str) -> RunSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -77,7 +77,13 @@ class Launch(AsJson):
         return lines
 
 
-def launch_of(specs: Sequence[RunSpec], directory: Path, like: str | None = None, rate: float | None = None) -> Launch:
+def launch_of(
+    specs: Sequence[RunSpec],
+    directory: Path,
+    like: str | None = None,
+    rate: float | None = None,
+    elsewhere: Collection[str] = (),
+) -> Launch:
     """Return the size and estimated cost of a launch of these members.
 
     Args:
@@ -85,6 +91,7 @@ def launch_of(specs: Sequence[RunSpec], directory: Path, like: str | None = None
         directory: their study's folder; the device hours of a step are read from its runs unless `like` is given.
         like: folder of an earlier study or run to read them from; None for `directory`.
         rate: price of a device hour; None to leave money out.
+        elsewhere: members that have run or are running without us, and take nothing here.
 
     Raises:
         UserError: `like` holds no run with device hours, or the rate cannot be.
@@ -94,6 +101,7 @@ def launch_of(specs: Sequence[RunSpec], directory: Path, like: str | None = None
     progress = cache(_progress)  # the study's own runs are asked for what is left and for what a step takes
     # 0 for a run that was taken further already than this budget.
     left = {spec.run: max(spec.steps - progress(directory / RUNS_DIR / spec.run)[1], 0) for spec in specs}
+    left |= dict.fromkeys(elsewhere, 0)
     rates = _Rates.read(directory if like is None else Path(like), progress)
     if rates is None and like is not None:
         raise UserError(

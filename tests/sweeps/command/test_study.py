@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sweeps.cli.launchers import StudyLauncher, _lost_by_pauses
 from sweeps.cli.main import main
 from sweeps.command.runner import run_member
 from sweeps.errors import UserError
@@ -135,3 +136,18 @@ def test_a_race_stops_the_recipe_that_will_not_be_best(tmp_path: Path) -> None:
         steps = steps_of(study.run_dir(spec))
         assert steps == list(range(1, len(steps) + 1)) and len(steps) == (400 if "dapo" in spec.recipe else 300)
     assert json.loads((study.directory / "race.jsonl").read_text().splitlines()[1])["axis"] == "compute/tokens"
+
+
+@pytest.mark.parametrize(("anew", "places", "warned"), [(True, 1, True), (True, 4, False), (False, 1, False)])
+def test_a_race_says_before_it_begins_what_its_pauses_lose(
+    anew: bool, places: int, warned: bool, tmp_path: Path
+) -> None:
+    file = write_study(tmp_path, resume={"anew": anew})
+    specs = planned(file, *(f"loss={loss} seed={seed}" for loss in ("grpo", "dapo") for seed in (0, 1)))
+    launcher = StudyLauncher("lightning_scalerl:plan_commands", "sweeps.command.runner:run_member")
+    config = {**specs[0].config, "race": {**specs[0].config["race"], "mode": "live"}}
+    config["launch"] = {**config["launch"], "max_parallel": places}
+    said = _lost_by_pauses(specs, launcher.plan(config))
+    assert bool(said) == warned
+    assert not warned or ("command.resume.anew" in said[0] and "launch.max_parallel=4" in said[0])
+    assert _lost_by_pauses(specs, launcher.plan(specs[0].config)) == [], "without a race nobody is paused"

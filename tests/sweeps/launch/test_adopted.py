@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +15,15 @@ from lightning_scalerl.member.command import plan_commands
 from sweeps.cli.launchers import _measured
 from sweeps.errors import UserError
 from sweeps.executor.local import InProcessExecutor
-from sweeps.launch.adopted import count_adopted
+from sweeps.launch.adopted import count_adopted, stood_for
 from sweeps.launch.adoption import adopt
 from sweeps.launch.ledger import Ledger
+from sweeps.launch.price import launch_of
 from sweeps.launch.study import Study
 from sweeps.run.journal import read_journal
 from sweeps.run.spec import RunSpec
 from sweeps.source import load
+from tests.paths import ROOT
 
 SCRIPT = """
 import json, sys
@@ -99,6 +102,32 @@ def test_only_what_is_missing_is_started(place: Path) -> None:
     by_hand(place, "dapo", 7)
     adopt(place / "study", [str(place / "logs")], ["loss,lr,seed"], x="tokens")
     assert sorted(set({c.recipe: c for c in load([place / "study"]).curves}["loss=dapo"].seed)) == ["0", "1", "7"]
+
+
+def test_what_adopted_runs_stand_for_takes_nothing(place: Path) -> None:
+    """Nor is anything written to know it: a design starts nothing, and a refused launch leaves all as it was."""
+    for loss, seed, steps in (("grpo", 0, 20), ("grpo", 1, 8), ("dapo", 5, 20)):
+        by_hand(place, loss, seed, steps)
+    adopt(place / "study", [str(place / "logs")], ["loss,lr,seed"], x="tokens")
+    before = {path: path.read_bytes() for path in (place / "study").rglob("*") if path.is_file()}
+    members = cells(place)
+    found = stood_for(place / "study", members)
+    assert found == {members[0].run}, "one has too few steps, one is of no seed that is asked for"
+    assert launch_of(members, place / "study", elsewhere=found).sentences()[0] == (
+        "4 members (2 recipes, 2 seeds), 80 steps, of which 60 are left"
+    )
+    assert {path: path.read_bytes() for path in (place / "study").rglob("*") if path.is_file()} == before
+    words = ["--config-dir", str(place), "--config-name", "mine", "--multirun", "loss=grpo,dapo", "seed=0,1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_scalerl.train", *words],
+        cwd=place,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "80 steps, of which 60 are left" in done.stdout + done.stderr
 
 
 def test_what_does_not_stand_for_a_member_is_said(place: Path) -> None:
