@@ -201,7 +201,7 @@ class _Member:
 
     def _follow(self, tree: Tree, follower: Follower, journal: Journal) -> Ended:
         """Follow the command to its end; ask it to stop once this run is asked to."""
-        wait_s = _LOOK_S
+        wait_s, before = _LOOK_S, 0.0
         looked = time.monotonic()
         checkpoint = -1
         while (ended := tree.wait(min(wait_s, _HEED_S))) is None:
@@ -217,7 +217,10 @@ class _Member:
             checkpoint = self._note_checkpoint(journal, follower, checkpoint)
             looked = time.monotonic()
             least_s = _REMOTE_LOOK_S if self._command.remote else _LOOK_S
-            wait_s = max(least_s, _LOOK_FACTOR * (looked - began))
+            # One slow look says nothing of the next: the first that finds a file imports its reader, for seconds on a
+            # machine that is busy, and a race would see nothing for ten times as long.
+            before, lasted = looked - began, min(before, looked - began)
+            wait_s = max(least_s, _LOOK_FACTOR * lasted)
         return ended
 
     def _ask_to_stop(self, tree: Tree, reason: str) -> None:

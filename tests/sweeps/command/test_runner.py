@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from sweeps.command.follow import Found, Source
 from sweeps.command.runner import CommandFailedError, CommandKilledError, run_member
 from sweeps.errors import UserError
 from sweeps.run.activity import HUNG_CODE
@@ -369,3 +371,37 @@ def test_a_journal_with_a_broken_line_is_mended_from_the_metrics(tmp_path: Path)
     (run_dir / "go").touch()
     run_member(run_dir)
     assert is_done(run_dir, 30, spec.run) and steps_of(run_dir) == list(range(1, 31))
+
+
+def test_one_slow_look_does_not_keep_the_next_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first that finds a file imports what reads it: a race would see nothing for ten times as long."""
+    script = (
+        f"{HEAD}def log(steps):\n    for step in steps:\n"
+        "        print(json.dumps({'step': step, 'tokens': step, 'eval_reward': 0.5}), flush=True)\n"
+        "def wait(name):\n    while not os.path.exists(os.path.join(given['out'], name)):\n        time.sleep(0.01)\n"
+        "log(range(1, 4))\nwait('looked')\nlog(range(4, 20))\nwait('go')\nlog(range(20, 31))\n"
+    )
+    _, run_dir = written(write_study(tmp_path, script))
+    read, slow = Source.read, []
+
+    def slow_once(self: Source) -> Found:
+        found = read(self)
+        if found.rows and not slow:
+            time.sleep(1.0)
+            slow.append(time.monotonic())
+            (run_dir / "looked").touch()
+        return found
+
+    took: list[float] = []
+
+    def watch() -> None:
+        wait_until(lambda: len(slow) > 0 and lines(run_dir) > 18)
+        took.append(time.monotonic() - slow[0])
+        (run_dir / "go").touch()
+
+    monkeypatch.setattr(Source, "read", slow_once)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    run_member(run_dir)
+    watcher.join()
+    assert took[0] < 6.0, "ten times the slow look is 10 s"
