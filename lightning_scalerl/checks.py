@@ -12,6 +12,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+ONE_TRAINER = "trainer: one for a whole study; take it out of the grid, and launch a study for each trainer"
+
 
 class ConfigurationError(ValueError):
     """Error about a configuration that cannot run, in one line: the field, the value and what is valid."""

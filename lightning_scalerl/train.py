@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
+from lightning_scalerl.checks import ONE_TRAINER, CannotGoOnError, ConfigurationError
 from lightning_scalerl.composition import check_choices, conf_dir, explain, explain_other
 from lightning_scalerl.member.command import named_study, plan_commands, run_command, shared_groups, study_file
 from sweeps.errors import UserError, naming, of_the_system
@@ -48,6 +48,9 @@ def main() -> None:
             _run_commands(file)
             return
         check_choices(overrides, folders)
+        # Before a member of one trainer is composed with a key of the other's.
+        if any(word.lstrip("+").startswith("trainer=") and "," in word for word in overrides):
+            raise ConfigurationError(ONE_TRAINER)
         if any(word in ("--cfg", "-c") or word.startswith("--cfg=") for word in sys.argv[1:]):
             _check_shown()
         _hydra_main()

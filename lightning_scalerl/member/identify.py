@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lightning_scalerl.checks import ConfigurationError, check_scale, shown, whole_number
+from lightning_scalerl.checks import ONE_TRAINER, ConfigurationError, check_scale, shown, whole_number
 from lightning_scalerl.choices import AXES
 from lightning_scalerl.composer import Composer, shared_composer
 from lightning_scalerl.composition import (
@@ -266,9 +266,7 @@ def _check_keys(values: Mapping[str, Any], overrides: Sequence[str], axes: Seque
             raise ConfigurationError(f"{entry}: an axis cannot be taken away; pick another of its choices instead")
     for key in values:
         if key == "trainer":
-            raise ConfigurationError(
-                "trainer: one for a whole study; take it out of the grid, and launch a study for each trainer"
-            )
+            raise ConfigurationError(ONE_TRAINER)
         if key not in known and key not in axes:
             raise ConfigurationError(
                 f"{key}: neither a setting nor an axis; an axis of your own is a mapping with _target_ "

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ONE_TRAINER, ConfigurationError
 from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.task.arithmetic_base import new_model
 from lightning_scalerl.translate.plan import plan_trl
 from lightning_scalerl.translate.trl_run import Journal, forward_flops, make_reward, sampling_flops, standard_error
+from sweeps.launch.status import overview
 from sweeps.run.journal import JournalView, read_journal
 from tests.paths import ROOT
 from tests.translate.test_translate import peers_python
@@ -39,6 +40,8 @@ ON_TRL = (
     ),
     *("thinking.interrupt_from=9", "thinking.interrupt_to=11", "evaluation.every_n_steps=2", "reward=zero_one"),
 )
+
+PASS_RATE = "eval/heldout/pass_rate"
 
 
 def test_what_trl_cannot_express_is_refused_by_name() -> None:
@@ -59,6 +62,16 @@ def test_what_trl_cannot_express_is_refused_by_name() -> None:
         ConfigurationError, match=r"(No module named|No package metadata).*; an environment with trl 1.16.0"
     ):
         plan_trl([["trainer=trl", f"trainer.python={sys.executable}", *ON_TRL]])
+
+
+@pytest.mark.parametrize("given", ["trl,ours", "ours,trl"])
+def test_a_grid_of_both_trainers_is_refused_as_such(given: str, tmp_path: Path) -> None:
+    """Not by the first key of the one that the other has not: their members have other planners and entries."""
+    refused = scalerl(
+        "train", "--multirun", f"trainer={given}", "trainer.python=/nowhere/python", *ON_TRL, cwd=tmp_path
+    )
+    assert refused.returncode == 1
+    assert refused.stderr.strip() == f"scalerl train: {ONE_TRAINER}"
 
 
 def test_a_token_costs_what_it_costs_here() -> None:
@@ -170,9 +183,10 @@ def scalerl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.live
 @pytest.mark.peers
 def test_a_study_of_trl_is_killed_twice_and_finished(tmp_path: Path) -> None:
-    """Two losses, three seeds; the controller is killed, then a member; finished, ranked, raced, reported."""
+    """Two losses, three seeds; the controller is killed, then a member; finished, ranked, reported, in MLflow."""
+    tracking = f"sqlite:///{tmp_path}/mlflow.db"
     grid = ["--multirun", "trainer=trl", f"trainer.python={peers_python()}", "study=two", "seed=0,1,2"]
-    grid += ["loss=cispo,dapo", *ON_TRL, "budget.steps=16", "checkpoint.every_n_steps=4"]
+    grid += ["loss=cispo,dapo", *ON_TRL, "budget.steps=16", "checkpoint.every_n_steps=4", f"mlflow.uri={tracking}"]
     command = [sys.executable, "-m", "sweeps.cli.main", "train", *grid]
     runs = tmp_path / "outputs" / "two" / "runs"
 
@@ -208,5 +222,50 @@ def test_a_study_of_trl_is_killed_twice_and_finished(tmp_path: Path) -> None:
         shown = scalerl(arguments[0], "outputs/two", *arguments[1:], cwd=tmp_path)
         assert shown.returncode == 0, (arguments, shown.stderr)
     assert (tmp_path / "report.html").stat().st_size > 10_000
-    live = scalerl("train", *grid, "race.mode=live", "budget.steps=24", cwd=tmp_path)
-    assert live.returncode == 0, live.stderr[-2000:]
+    assert tracked(tracking, "two") == [("FINISHED", seed, 16.0) for seed in "001122"]
+
+
+@pytest.mark.full
+@pytest.mark.live
+@pytest.mark.peers
+def test_a_race_stops_the_recipe_of_trl_that_learns_nothing(tmp_path: Path) -> None:
+    """At its first look, with far too high a learning rate; the other is run to its end. MLflow has both."""
+    tracking = f"sqlite:///{tmp_path}/mlflow.db"
+    grid = ["--multirun", "trainer=trl", f"trainer.python={peers_python()}", "study=raced", "seed=0,1", "loss=cispo"]
+    grid += ["optimizer.lr=1e-4,0.03", *ON_TRL, "budget.steps=400", "checkpoint.every_n_steps=50"]
+    grid += [
+        "launch.max_parallel=4",
+        "race.mode=live",
+        "race.budget=2.5e11",
+        "race.first=0.1",
+        f"mlflow.uri={tracking}",
+    ]
+    done = scalerl("train", *grid, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    views = {(view.recipe.rpartition("=")[2], view.seed): view for view in overview(tmp_path / "outputs" / "raced")}
+    assert {key: view.state for key, view in views.items()} == {
+        ("0.0001", 0): "finished",
+        ("0.0001", 1): "finished",
+        ("0.03", 0): "stopped",
+        ("0.03", 1): "stopped",
+    }
+    assert all("of ending ahead of" in str(view.reason) for (lr, _), view in views.items() if lr == "0.03")
+    for view in views.values():
+        steps = [record.step for record in read_journal(tmp_path / "outputs/raced/runs" / view.run).of_kind("eval")]
+        assert steps == list(range(0, steps[-1] + 1, 2)) and (steps[-1] == 400) == (view.state == "finished")
+    assert [status for status, _, _ in tracked(tracking, "raced")] == ["FINISHED", "FINISHED", "KILLED", "KILLED"]
+
+
+def tracked(uri: str, study: str) -> list[tuple[str, str, float]]:
+    """Status, seed and last step of every member that MLflow has, sorted."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name(study)
+    assert experiment is not None
+    found = client.search_runs([experiment.experiment_id], "tags.kind = 'member'")
+    last = {
+        run.info.run_id: max(each.step for each in client.get_metric_history(run.info.run_id, PASS_RATE))
+        for run in found
+    }
+    return sorted((run.info.status, run.data.tags["seed"], float(last[run.info.run_id])) for run in found)
