@@ -15,17 +15,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sweeps.command.settings import Command, command_of, own_values, templates, used_names, written_by
+from sweeps.command.settings import STDOUT_FILE, Command, command_of, own_values, templates, used_names, written_by
 from sweeps.command.template import as_text, filled, flat
 from sweeps.errors import UserError
 from sweeps.run.activity import Patience
 from sweeps.run.files import parse_line
-from sweeps.run.journal import JOURNAL_FILE
-from sweeps.run.spec import RunSpec, make_spec
+from sweeps.run.journal import CONFIG_FILE, JOURNAL_FILE, LOG_FILE, SEMANTICS_FILE
+from sweeps.run.spec import SPEC_FILE, RunSpec, make_spec
 
 # Files that a command names are read for its identity up to this size: a script, a configuration, no weights.
 MOST_BYTES = 1 << 26
 ABSENT = "absent"
+# Files in a member's folder that a command's would take the place of.
+KEPT = frozenset({JOURNAL_FILE, CONFIG_FILE, SEMANTICS_FILE, LOG_FILE, SPEC_FILE, STDOUT_FILE, "command.json"})
 
 
 @dataclass(frozen=True)
@@ -198,8 +200,19 @@ def _check(config: Mapping[str, Any]) -> None:
             f"seed: {seed} is used nowhere; write {{seed}} where the command takes its random seed, or members with "
             "different seeds are the same run"
         )
-    for name, text in command_of(config, "/").files.items():
+    command = command_of(config, "/RUN")
+    for name, text in command.files.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts or str(Path(name)) in KEPT:
+            raise UserError(
+                f"command.files.{name}: is kept for this project, or lies outside of the member's folder; give the "
+                "file another name, such as conf/" + Path(name).name
+            )
         _check_form(name, text)
+    if command.source == f"/RUN/{JOURNAL_FILE}":
+        raise UserError(
+            f"command.metrics.source: {{run_dir}}/{JOURNAL_FILE} is the member's journal, which this project writes; "
+            "let the command write below a folder of its own, such as {run_dir}/out"
+        )
 
 
 def _check_form(name: str, text: str) -> None:

@@ -265,7 +265,7 @@ def tracked(uri: str, study: str) -> list[tuple[str, str, float]]:
     assert experiment is not None
     found = client.search_runs([experiment.experiment_id], "tags.kind = 'member'")
     last = {
-        run.info.run_id: max(each.step for each in client.get_metric_history(run.info.run_id, PASS_RATE))
+        run.info.run_id: max((each.step for each in client.get_metric_history(run.info.run_id, PASS_RATE)), default=-1)
         for run in found
     }
     return sorted((run.info.status, run.data.tags["seed"], float(last[run.info.run_id])) for run in found)

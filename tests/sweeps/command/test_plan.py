@@ -182,8 +182,6 @@ def test_runs_of_ours_compose_after_a_study_of_commands(tmp_path: Path) -> None:
     """What Hydra imports at its first use, and keeps in one store for all, outlasts the study that used it first."""
     file = write_study(tmp_path)
     told = f"""
-import subprocess
-import sys
 from pathlib import Path
 from lightning_scalerl.composition import compose
 from lightning_scalerl.member.command import plan_commands
@@ -192,3 +190,14 @@ print(compose(["variant=loss_dapo"])["label"], compose(["variant=normalization_p
 """
     done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.stdout.split() == ["loss=dapo", "normalization=prompt"], done.stderr
+
+
+def test_what_this_project_keeps_in_a_members_folder_is_not_written_over(tmp_path: Path) -> None:
+    """A template for `config.yaml` would take the place of the run's own configuration, without a word."""
+    (tmp_path / "template.yaml").write_text("loss: {loss}\n")
+    for name in ("config.yaml", "spec.json", "./metrics.jsonl", "../config.yaml", "/tmp/config.yaml"):
+        with pytest.raises(ConfigurationError, match=r"command\.files\..*another"):
+            planned(write_study(tmp_path, files={name: "template.yaml"}))
+    assert planned(write_study(tmp_path, files={"conf/config.yaml": "template.yaml"}))
+    with pytest.raises(ConfigurationError, match=r"metrics\.jsonl is the member's journal"):
+        planned(write_study(tmp_path, metrics={"reward": "r", "source": "{run_dir}/metrics.jsonl"}))
