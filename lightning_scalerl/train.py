@@ -32,6 +32,8 @@ from sweeps.run.user_config_dirs import user_folders
 EXIT_INTERRUPTED = 85
 EXIT_CTRL_C = 130
 HERE = ("cluster=local", "cluster=debug")
+# With these nothing is trained.
+SHOWING = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 
 
 def main() -> None:
@@ -71,6 +73,10 @@ def main() -> None:
         other = study_file(_config_name(), folders) is not None
         sys.exit(_complain(explain_other(error) if other else explain(error, folders, overrides)))
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and SHOWING & {word.partition("=")[0] for word in sys.argv[1:]}:
+            # The reader (`head`, a pager) has seen enough; Python must not complain at exit either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return
         # A file that is missing is a matter of the program that opens it: a task's, a verifier's.
         if (told := of_the_system(error, missing=False)) is None:
             raise

@@ -312,6 +312,13 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert done.stderr == "" and done.stdout == "[\n"
 
 
+@pytest.mark.slow
+def test_help_that_nobody_reads_is_no_error() -> None:
+    command = f"set -o pipefail; {sys.executable} -m sweeps.cli.main train --help | true"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_one_group_of_rollouts_is_one_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the count that the command ends with."""
     rollout = {
