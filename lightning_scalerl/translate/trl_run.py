@@ -23,7 +23,11 @@ from pathlib import Path
 from typing import Any
 
 STOPPED = 3
-COUNTED = "scalerl.json"  # beside a checkpoint: the compute so far
+
+
+def counted(checkpoint: Path, passes: int) -> Path:
+    """Return the file in a checkpoint with the compute so far; its name has the steps that are ours: TRL's / passes."""
+    return checkpoint / f"scalerl-{int(checkpoint.name.rpartition('-')[2]) // passes}.json"
 
 
 def forward_flops(model: Mapping[str, float], prompt: int, completion: int) -> float:
@@ -65,7 +69,7 @@ class Journal:
         step = -1
         if checkpoint is not None:
             step = int(checkpoint.name.rpartition("-")[2]) // self._passes
-            self.flops = json.loads((checkpoint / COUNTED).read_text())["flops"]
+            self.flops = json.loads(counted(checkpoint, self._passes).read_text())["flops"]
         kept = [line for line in self.lines() if line["step"] <= step]
         part = self._file.with_suffix(".part")
         part.write_text("".join(json.dumps(line) + "\n" for line in kept))
@@ -123,7 +127,7 @@ def main() -> int:
     epochs = config["num_iterations"]
     journal = Journal(folder, epochs)
     saved = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    last = next((path for path in reversed(saved) if (path / COUNTED).is_file()), None)
+    last = next((path for path in reversed(saved) if counted(path, epochs).is_file()), None)
     journal.go_on_from(last)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
@@ -161,8 +165,8 @@ def main() -> int:
 
         def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             """Keep the compute beside a checkpoint; one without it is unfinished."""
-            path = folder / f"checkpoint-{state.global_step}" / COUNTED
-            path.write_text(json.dumps({"flops": journal.flops}))
+            path = folder / f"checkpoint-{state.global_step}"
+            counted(path, epochs).write_text(json.dumps({"flops": journal.flops}))
 
     @torch.no_grad()
     def evaluate(model: Any, step: int) -> None:

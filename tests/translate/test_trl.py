@@ -114,7 +114,7 @@ def test_what_is_beyond_the_last_checkpoint_is_taken_back(tmp_path: Path) -> Non
         file.write('{"step": 6, "rew')
     checkpoint = tmp_path / "checkpoint-4"
     checkpoint.mkdir()
-    (checkpoint / "scalerl.json").write_text('{"flops": 7.0}')
+    (checkpoint / "scalerl-2.json").write_text('{"flops": 7.0}')
     again = Journal(tmp_path, passes=2)
     again.go_on_from(checkpoint)
     assert ([line["step"] for line in again.lines()], again.flops) == ([0, 2], 7.0)
