@@ -58,6 +58,8 @@ class Terminal:
             environment.pop(name, None)
         self.pid, self.master = pty.fork()
         if self.pid == 0:
+            # As a terminal's shell has it: what runs in the background of a script is started with Ctrl-C ignored.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.execve(sys.executable, [sys.executable, "-m", "sweeps", *words], environment)
         self.resize(columns, rows)
         self.seen = b""
