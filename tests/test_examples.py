@@ -40,6 +40,8 @@ def test_a_plain_loop_is_a_study_by_one_file(tmp_path: Path, monkeypatch: pytest
     assert command in text and "loss=reinforce,ppo seed=1,2,3" in command
     folder = Path(shutil.copytree(source, tmp_path / "mine"))
     monkeypatch.chdir(folder)
+    # As in an environment that is active: the command is `python`.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     grid = [[f"loss={loss}", f"seed={seed}", "budget.steps=30"] for loss in ("reinforce", "ppo") for seed in (1, 2, 3)]
     specs = plan_commands(grid, [str(folder / "study.yaml")])
     assert list(dict.fromkeys(spec.recipe for spec in specs)) == ["loss=reinforce", "loss=ppo"]
