@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,8 +68,6 @@ def records(module: str) -> list[dict[str, Any]]:
 
 def products() -> list[dict[str, Any]]:
     """Return the rate of a product of two matrices of 8,192 x 8,192, in FLOPs a second."""
-    import time
-
     import torch
 
     found = []

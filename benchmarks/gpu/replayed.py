@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from lightning_scalerl import Prompt, Task
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport
+from lightning_scalerl.generator.scripted import ScriptedGenerator
 from lightning_scalerl.rollout import Rollout
 
 VOCABULARY = 151_936
@@ -70,67 +69,27 @@ class Words(Task):
         return float(int(completion.split()[0][1:]) % 2 == 0)
 
 
-class Replayed:
-    """A generator that has every rollout ready at once; `lengths(index)` are its tokens."""
+class Replayed(ScriptedGenerator):
+    """A generator that has every rollout ready at once; `lengths(number)` are the tokens of the run's number-th."""
 
     def __init__(self, lengths: Callable[[int], int], slots: int) -> None:
-        self._lengths, self._slots = lengths, slots
-        self.version = 0
-        self._waiting: list[GroupRequest] = []
         self._seen = 0
 
-    @property
-    def in_flight(self) -> int:
-        """Number of rollouts submitted and not returned."""
-        return sum(request.completions for request in self._waiting)
+        def script(request: GroupRequest, index: int) -> list[int]:
+            length = lengths(self._seen)
+            self._seen += 1
+            return [index + 1] + [1 + (index + place) % 998 for place in range(1, length)]
 
-    @property
-    def sampled_in_flight(self) -> int:
-        """Number of tokens that rollouts in flight have: none."""
-        return 0
-
-    @property
-    def free_slots(self) -> int:
-        """Number of slots that no rollout has."""
-        return max(0, self._slots - self.in_flight)
-
-    def submit(self, request: GroupRequest) -> None:
-        """Take a group."""
-        self._waiting.append(request)
+        super().__init__(script, slots)
 
     def step(self) -> StepReport:
         """Return all that was submitted; log-probabilities are those of a uniform distribution, as the model's are."""
         finished = []
-        for request in self._waiting:
-            for index in range(request.completions):
-                length = self._lengths(self._seen)
-                self._seen += 1
-                tokens = [index + 1] + [1 + (index + place) % 998 for place in range(1, length)]
-                logprobs, versions = [-math.log(VOCABULARY)] * length, [self.version] * length
-                rollout = Rollout(tokens, logprobs, versions, [False] * length, "stop")
-                finished.append(FinishedRollout(request.key, index, rollout))
-        self._waiting = []
+        for request, index in self._waiting:
+            tokens = list(self._script(request, index))
+            logprobs, versions = [-math.log(VOCABULARY)] * len(tokens), [self.version] * len(tokens)
+            rollout = Rollout(tokens, logprobs, versions, [False] * len(tokens), "stop")
+            finished.append(FinishedRollout(request.key, index, rollout))
+        self.clear()
         decoded = sum(len(each.rollout.tokens) for each in finished)
         return StepReport(finished, 0, 0, decoded, decoded)
-
-    def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
-        """Note the version; no weights are used."""
-        self.version = version
-
-    def aside(self) -> AbstractContextManager[None]:
-        """Lend the generator: nothing is ever in flight between two steps."""
-        return nullcontext()
-
-    def clear(self) -> None:
-        """Drop what was submitted."""
-        self._waiting = []
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: no checkpoint is taken."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take nothing."""

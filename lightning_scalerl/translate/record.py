@@ -12,6 +12,7 @@ from lightning_scalerl.axes.aggregation import Aggregation, named_aggregation
 from lightning_scalerl.axes.async_mode import PPOOffPolicy
 from lightning_scalerl.axes.kl import FixedKL, NoKL
 from lightning_scalerl.axes.loss import DAPO, GSPO, PPO, Loss
+from lightning_scalerl.axes.normalization import NoNormalization, PromptNormalization
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices
@@ -254,6 +255,20 @@ _PIPELINE = {
 def on_policy(run: Run) -> bool:
     """Return whether each batch is sampled by the weights that it trains."""
     return isinstance(run.choices.async_mode, PPOOffPolicy) and run.k == 1
+
+
+def by_deviation(run: Run, into: Translation, eps: float, others: str) -> bool | None:
+    """Return whether advantages are divided by their group's deviation, plus `eps`, in a trainer that knows no other.
+
+    None where they are divided otherwise: what has no counterpart is added, with what `others` says of it.
+    """
+    scale = run.choices.normalization
+    if isinstance(scale, PromptNormalization) and (scale.ddof, scale.eps) != (1, eps):
+        others = f"the deviation is unbiased, plus {eps:g}: normalization.ddof=1 and eps={eps:g}"
+    elif isinstance(scale, PromptNormalization | NoNormalization):
+        return isinstance(scale, PromptNormalization)
+    into.lacks("normalization", scale, others)
+    return None
 
 
 def distance(run: Run) -> float | None:

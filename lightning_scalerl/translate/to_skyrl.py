@@ -20,9 +20,17 @@ from lightning_scalerl.axes.correction import Proximal
 from lightning_scalerl.axes.filter import DynamicSampling, NoFilter, ZeroVariance
 from lightning_scalerl.axes.length_control import Penalty
 from lightning_scalerl.axes.loss import CISPO, GSPO, Reinforce
-from lightning_scalerl.axes.normalization import NoNormalization, PromptNormalization
 from lightning_scalerl.axes.truncated import MaskTruncated
-from lightning_scalerl.translate.record import NEVER, Run, Translation, common, distance, lasting, on_policy
+from lightning_scalerl.translate.record import (
+    NEVER,
+    Run,
+    Translation,
+    by_deviation,
+    common,
+    distance,
+    lasting,
+    on_policy,
+)
 
 VERSION = "a9564572"
 EPS = 1e-6  # what SkyRL adds to a deviation; it has no setting for it
@@ -90,21 +98,16 @@ def _loss(run: Run, into: Translation) -> None:
 
 def _credit(run: Run, into: Translation) -> None:
     choices = run.choices
-    scale = choices.normalization
     into.under(ALGORITHM, advantage_estimator="grpo", advantage_batch_normalize=False)
-    if isinstance(scale, PromptNormalization) and (scale.ddof, scale.eps) != (1, EPS):
-        into.lacks(
-            "normalization", scale, f"the deviation is unbiased, plus {EPS:g}: normalization.ddof=1 and eps={EPS:g}"
-        )
-    elif isinstance(scale, PromptNormalization | NoNormalization):
-        into.under(ALGORITHM, grpo_norm_by_std=isinstance(scale, PromptNormalization))
-    else:
-        into.lacks(
-            "normalization",
-            scale,
-            "advantage_batch_normalize counts an advantage once a token of its rollout; normalization=prompt or none "
-            "is translated",
-        )
+    divided = by_deviation(
+        run,
+        into,
+        EPS,
+        "advantage_batch_normalize counts an advantage once a token of its rollout; normalization=prompt or none is "
+        "translated",
+    )
+    if divided is not None:
+        into.under(ALGORITHM, grpo_norm_by_std=divided)
     # Masked rollouts leave the token average, and a constant does not move; the other two count them all the same.
     by_token = isinstance(choices.aggregation, TokenAggregation | ConstantAggregation)
     stays = "it keeps its place in the averages over samples and prompts there; aggregation=token is translated"

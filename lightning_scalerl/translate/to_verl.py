@@ -22,9 +22,17 @@ from lightning_scalerl.axes.entropy import FixedEntropy
 from lightning_scalerl.axes.filter import DynamicSampling, NoFilter
 from lightning_scalerl.axes.length_control import Penalty
 from lightning_scalerl.axes.loss import CISPO, GSPO, Reinforce
-from lightning_scalerl.axes.normalization import NoNormalization, PromptNormalization
 from lightning_scalerl.axes.truncated import MaskTruncated
-from lightning_scalerl.translate.record import NEVER, Run, Translation, common, distance, lasting, on_policy
+from lightning_scalerl.translate.record import (
+    NEVER,
+    Run,
+    Translation,
+    by_deviation,
+    common,
+    distance,
+    lasting,
+    on_policy,
+)
 
 VERSION = "0.9.1"
 EPS = 1e-6  # what verl adds to a deviation; it has no setting for it
@@ -91,15 +99,9 @@ def _loss(run: Run, into: Translation) -> None:
 
 def _credit(run: Run, into: Translation) -> None:
     choices = run.choices
-    scale = choices.normalization
-    if isinstance(scale, PromptNormalization) and (scale.ddof, scale.eps) != (1, EPS):
-        into.lacks(
-            "normalization", scale, f"the deviation is unbiased, plus {EPS:g}: normalization.ddof=1 and eps={EPS:g}"
-        )
-    elif isinstance(scale, PromptNormalization | NoNormalization):
-        into.set(algorithm__norm_adv_by_std_in_grpo=isinstance(scale, PromptNormalization))
-    else:
-        into.lacks("normalization", scale, "a group's deviation or none: normalization=prompt or none is translated")
+    divided = by_deviation(run, into, EPS, "a group's deviation or none: normalization=prompt or none is translated")
+    if divided is not None:
+        into.set(algorithm__norm_adv_by_std_in_grpo=divided)
     into.set(algorithm__adv_estimator="grpo")
     if isinstance(choices.filter, DynamicSampling):
         into.under("algorithm.filter_groups", enable=True, metric="reward", max_num_gen_batches=0)
