@@ -12,12 +12,12 @@ import numpy as np
 from sweeps.fit.draws import Futures, draw
 from sweeps.fit.least_squares import Array
 from sweeps.fit.mixture import JUMP, Mixture, mixture
-from sweeps.fit.points import Points, pooled
+from sweeps.fit.points import Points, grouped
 from sweeps.fit.schedule import Schedule
 from sweeps.fit.wander import Noise, Seen, noise_of
 
 DRAWS = 2000
-# Neighbours are averaged beyond this many points: they add nothing but time.
+# Neighbours, or seeds, are averaged beyond this many points: they add nothing but time.
 _MOST = 160
 # Fewer points than this say nothing of what comes.
 _LEAST = 4
@@ -102,7 +102,7 @@ class Lookout:
             draw(found, DRAWS, np.random.default_rng(zlib.crc32(self.recipe.encode()) + 5)),
             self.end, self.bottom, self.width, found.weights, found.skill,
             _jump(found, self.end, self.width, self.schedule),
-            noise_of(found.noise, found.noise_share, self.end, self.width), self.schedule,
+            noise_of(found.noise, found.noise_share, self.end, self.width, self.seen.of), self.schedule,
         )  # fmt: skip
 
 
@@ -142,10 +142,10 @@ def lookout(
     width = top - bottom
     if width <= 0:
         return None
-    fewer, _ = pooled(points, _MOST)
+    fewer, of = grouped(points, _MOST)
     order = np.lexsort((fewer.seed, fewer.compute))
     end = float(points.compute.max())
     variance = None if fewer.variance is None else fewer.variance[order] / width**2
     x, z = fewer.compute[order] / end, (fewer.reward[order] - bottom) / width
-    seen = Seen(x, z, fewer.seed[order], variance, scale is not None)
+    seen = Seen(x, z, fewer.seed[order], variance, scale is not None, of)
     return Lookout(recipe, seen, end, bottom, width, schedule=schedule)

@@ -218,7 +218,7 @@ def law_of(ahead: Lookout, problem: Problem, best: Optimum, every: Noises | None
     return Law(
         family, replace(cells, v=cells.v + shift), kind.log_prior(cells.u, cells.v), best, box, problem.a_bounds,
         ahead.bottom, ahead.width, seen.bounded,
-        noise_of(every, cells.noise_share(len(every.log_prior)), end, ahead.width), ahead.schedule,
+        noise_of(every, cells.noise_share(len(every.log_prior)), end, ahead.width, seen.of), ahead.schedule,
     )  # fmt: skip
 
 

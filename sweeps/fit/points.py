@@ -27,6 +27,8 @@ from sweeps.fit.least_squares import Array, Problem
 
 # More points than this add nothing to a curve of four parameters but time: neighbours are averaged.
 MOST_POINTS = 1000
+# A run keeps so many points, for neighbours that lie further apart hide the bend between them.
+_OF_A_RUN = 40
 _ROBUST_ROUNDS = 8
 R0Mode = float | Literal["first", "free"]
 
@@ -72,6 +74,11 @@ class Points:
     variance: Array | None
     seed: NDArray[np.intp]
 
+    @property
+    def seeds(self) -> int:
+        """Number of seeds, which are numbered from 0."""
+        return int(self.seed.max()) + 1
+
     def take(self, keep: NDArray[np.bool_]) -> Points:
         """Return the points that the mask keep selects, their seeds renumbered from 0."""
         _, seed = np.unique(self.seed[keep], return_inverse=True)
@@ -108,17 +115,48 @@ def select(curve: Curve, options: FitOptions) -> Points:
 
 
 def pooled(points: Points, most: int = MOST_POINTS) -> tuple[Points, int]:
-    """Average neighbours of one seed down to about `most` points; return them and the number averaged in each.
+    """Average neighbours of one seed down to about `most` points, or `_OF_A_RUN` a seed where those are more.
 
-    An evaluation at compute 0 stays as it is, because it observes R0.
+    An evaluation at compute 0 stays as it is, because it observes R0. Returns the points, and the number averaged in
+    each.
     """
     n = len(points.reward)
+    block = -(-n // max(most, _OF_A_RUN * points.seeds))
+    return _in_blocks(points, block), block
+
+
+def grouped(points: Points, most: int) -> tuple[Points, float]:
+    """Average points down to about `most`: neighbours of one seed, and seeds where there are too many of them.
+
+    Neighbours alone, as in `pooled`, while that leaves a run `_OF_A_RUN` points. Of more seeds, groups of them become
+    one run each: what they have in common is the curve, and it stays as finely seen as it was.
+
+    Returns:
+        The points, and how many seeds each run is the mean of.
+    """
+    n, seeds = len(points.reward), points.seeds
     block = -(-n // most)
-    if block == 1:
-        return points, 1
+    if block == 1 or most >= _OF_A_RUN * seeds:
+        return _in_blocks(points, block), 1.0
+    groups = -(-seeds // block)
+    group = points.seed * groups // seeds
+    order = np.lexsort((points.seed, points.compute, group))
+    variance = None if points.variance is None else points.variance[order]
+    merged = Points(points.compute[order], points.reward[order], variance, group[order].astype(np.intp))
+    sizes = np.bincount(np.arange(seeds) * groups // seeds)
+    # One of each seed to a block; more where even a single run is too long.
+    return _in_blocks(merged, np.maximum(sizes, block if groups == 1 else 1)), seeds / groups
+
+
+def _in_blocks(points: Points, block: int | NDArray[np.intp]) -> Points:
+    """Average blocks of so many neighbours of a run, the same for all or one for each."""
+    if np.max(block) == 1:
+        return points
+    n = len(points.reward)
     start = np.flatnonzero(np.concatenate([[True], points.seed[1:] != points.seed[:-1]]))
     rank = np.arange(n) - np.repeat(start, np.diff(np.append(start, n)))
-    key = np.where(points.compute > 0, 1 + rank // block, 0)
+    each = np.broadcast_to(block, points.seeds)[points.seed]
+    key = np.where(points.compute > 0, 1 + rank // each, 0)
     fresh = np.concatenate([[True], (points.seed[1:] != points.seed[:-1]) | (key[1:] != key[:-1])])
     cell = np.cumsum(fresh) - 1
     count = np.bincount(cell)
@@ -130,7 +168,7 @@ def pooled(points: Points, most: int = MOST_POINTS) -> tuple[Points, int]:
         # The middle on the scale on which a curve is nearly straight.
         compute = np.where(points.compute[fresh] > 0, np.exp(mean(np.log(points.compute))), 0.0)
     variance = None if points.variance is None else mean(points.variance) / count
-    return Points(compute, mean(points.reward), variance, points.seed[fresh]), block
+    return Points(compute, mean(points.reward), variance, points.seed[fresh])
 
 
 def problem_of(points: Points, options: FitOptions, bounds: tuple[float, float], variance: Array) -> Problem:

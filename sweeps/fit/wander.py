@@ -44,7 +44,8 @@ class Seen:
     """A recipe's evaluations without units.
 
     Shapes: x (compute in windows), z (reward on a scale of width 1) and seed are (n,), ordered by x; variance (n,) of
-    sampling, None if unknown. bounded: whether rewards lie in [0, 1].
+    sampling, None if unknown. bounded: whether rewards lie in [0, 1]. of: number of seeds whose mean each run is, 1
+    where there are few of them (`sweeps.fit.points.grouped`).
     """
 
     x: Array
@@ -52,6 +53,7 @@ class Seen:
     seed: NDArray[np.intp]
     variance: Array | None
     bounded: bool
+    of: float = 1.0
 
     def __getstate__(self) -> dict[str, object]:
         """Pickle the fields alone: the cached properties are many times as large."""
@@ -111,7 +113,7 @@ class Seen:
         if self.seeds == 1:
             return np.zeros((len(self.x), len(self.x)))
         grown = apart(self.x)
-        result: Array = SEED_SD**2 * np.outer(grown, grown) * (self.same - 1 / self.seeds)
+        result: Array = SEED_SD**2 / self.of * np.outer(grown, grown) * (self.same - 1 / self.seeds)
         return result
 
     def wandering(self, strength: float, memory: float) -> Array:
@@ -188,7 +190,7 @@ class Noise:
         return float(np.sqrt(self.white / len(at) + self._remembered(few).mean()))
 
 
-def noise_of(every: Noises, share: Array, end: float, width: float) -> Noise:
+def noise_of(every: Noises, share: Array, end: float, width: float, of: float = 1.0) -> Noise:
     """Average the kinds of noise by their shares (J,), converted to units of compute and reward.
 
     Args:
@@ -196,10 +198,11 @@ def noise_of(every: Noises, share: Array, end: float, width: float) -> Noise:
         share: weight of each kind, summing to 1, (J,).
         end: largest compute that was evaluated, in the curve's unit.
         width: width of the reward's scale.
+        of: number of seeds whose mean each run is; the noise returned is that of a single one.
     """
     memory, which = np.unique(every.memory, return_inverse=True)
     wander: Array = np.bincount(which, share * every.strength**2).astype(float)
-    return Noise(width**2 * float(share @ every.white), width**2 * wander, end * memory)
+    return Noise(of * width**2 * float(share @ every.white), of * width**2 * wander, end * memory)
 
 
 def noises(seen: Seen, brief: bool = False) -> Noises:
@@ -216,7 +219,7 @@ def noises(seen: Seen, brief: bool = False) -> Noises:
             for times in strengths:
                 strength = times * seen.roughness
                 # The prior, (1 + rate^2)^-2, is on the rate of diffusion and not on strength and memory apart.
-                rate = strength / (WANDER_SD * np.sqrt(memory))
+                rate = strength * np.sqrt(seen.of) / (WANDER_SD * np.sqrt(memory))
                 covariance.append(white + strength**2 * kernel)
                 prior.append((1 - P_STILL) / (len(kernels) * len(strengths)) / (1 + rate**2) ** 2)
                 what.append((mean, strength, memory))

@@ -31,7 +31,7 @@ COMPUTED = {
         "_BEHIND", "_CALM", "_LITTLE", "_RARE", "NONE", "DRIFT", "JUMP",
     },
     "forecast.py": {"DRAWS", "_MOST", "_LEAST"},
-    "points.py": {"MOST_POINTS", "_ROBUST_ROUNDS"},
+    "points.py": {"MOST_POINTS", "_OF_A_RUN", "_ROBUST_ROUNDS"},
     "predict.py": {"FAR", "_BEYOND", "_LOOKS"},
     "published.py": {"A_GRID", "C_MID_GRID", "MIN_COMPUTE", "_MIN_COMPUTES"},
     "sensitivity.py": {"_CUTS", "_ENDS"},

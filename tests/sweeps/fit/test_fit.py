@@ -302,6 +302,32 @@ def test_effect_of_R0_is_as_published() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("seeds", "own_ends"), [(20, True), pytest.param(60, False, marks=pytest.mark.slow)])
+def test_more_seeds_make_a_curve_better_known(seeds: int, own_ends: bool) -> None:
+    """Averaged along their runs, many seeds would hide the bend: 20 of them were `open`, with intervals that missed."""
+    known, named = [], 0
+    for rng in range(4):
+        found = curve(seeds=seeds, seed_sd=0.01, white=0.01, rng=rng, r0=0.15, c_mid=2500.0, end=16000.0)
+        # Runs that ended at places of their own, with compute that differs by their lengths.
+        run = found.seed.astype(int)
+        kept = found.compute <= 16000.0 * (1 - 0.01 * (run % 20)) if own_ends else np.full(len(run), True)
+        stretch = 1 + 0.01 * (run % 5 - 2) if own_ends else np.ones(len(run))
+        fit = fit_curve(
+            make_curve("r", (found.compute * stretch)[kept], found.reward[kept], [str(each) for each in run[kept]])
+        )
+        random = np.random.default_rng(rng)
+        own = []
+        for _ in range(seeds):
+            random.standard_normal(33 - 1)
+            own.append(0.61 + 0.01 * random.standard_normal())
+            random.standard_normal(33)
+        assert fit.A.low is not None and fit.A.high is not None
+        known.append(fit.A.high - fit.A.low)
+        named += fit.identifiable and fit.A.low <= np.mean(own) <= fit.A.high
+    assert named >= 3
+    assert np.median(known) <= 0.012 * np.sqrt(8 / seeds) + 0.004
+
+
 def test_a_million_points_are_averaged_and_counted() -> None:
     compute = np.linspace(0.0, 16000.0, 1_000_000)
     noise = 0.05 * np.random.default_rng(0).standard_normal(len(compute))
