@@ -244,7 +244,8 @@ class Controller:
         self._carry_out(actions)
 
     def _wish(self, decider: Decider) -> Wish:
-        wish = decider.wish(self.records.states, set(self._executor.running()) - self._executor.queued())
+        queued = self._executor.queued()
+        wish = decider.wish(self.records.states, set(self._executor.running()) - queued, queued)
         for line in wish.said:
             for observer in self._audience.observers:
                 observer.say(line)

@@ -45,12 +45,13 @@ class Decider(Protocol):
         Called once, before anything else, while the study's lease is held. New members of `members` are not among them.
         """
 
-    def wish(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> Wish:
+    def wish(self, states: Mapping[str, MemberState], at_work: Collection[str], queued: Collection[str]) -> Wish:
         """Decide which members are to run, wait or stop.
 
         Args:
-            states: state of every member, by identity.
-            at_work: identities of the members that run now; those queued on a cluster are not among them.
+            states: state of every member, by identity; `started` also where an earlier process began it and is gone.
+            at_work: identities of the members that run now.
+            queued: identities of the members whose jobs wait in a cluster's queue.
         """
 
     def members(self, states: Mapping[str, MemberState]) -> Sequence[RunSpec]:

@@ -170,7 +170,7 @@ class Search:
         (rewards,) = joint_rewards([fit], budget)
         return float(np.quantile(rewards, _LOW))
 
-    def wish(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> Wish:
+    def wish(self, states: Mapping[str, MemberState], at_work: Collection[str], queued: Collection[str]) -> Wish:
         """Want all open trials at work but the pruned ones, `n_jobs` at most. See `Decider.wish`."""
         if self._settings.prune == "race":
             self._race(states, at_work)

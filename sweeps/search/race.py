@@ -100,29 +100,27 @@ class LiveRace:
 
     # --- what it wants -------------------------------------------------------------------------------------------
 
-    def wish(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> Wish:
+    def wish(self, states: Mapping[str, MemberState], at_work: Collection[str], queued: Collection[str]) -> Wish:
         """Want members that are behind first; one ahead of a look waits for the others. See `Decider.wish`."""
         everybody = states
         now, states = self._clock(), self._own(states)
         if not self._told_members:
             self._write({"kind": "members", "runs": self._members})
             self._told_members = True
-        for run in states:
-            if run in at_work or states[run].state not in ("started", "submitting"):
-                self._queued_since.pop(run, None)
-            else:
-                self._queued_since.setdefault(run, now)
-        waits = {run for run, since in self._queued_since.items() if now - since >= _QUEUED_S}
+        self._queued_since = {run: self._queued_since.get(run, now) for run in states if run in queued}
+        # Those whose jobs will soon begin. A member that an earlier process left behind is none of them: it needs a
+        # place, and those that are ahead of it would run to their end before it has one.
+        due = {run for run, since in self._queued_since.items() if now - since < _QUEUED_S}
         ended = {run for run, state in states.items() if state.state in ("finished", "failed")}
         fresh = self._journals.watch(states, at_work)
-        seen = (frozenset(ended), frozenset(at_work), frozenset(waits), tuple(everybody))
+        seen = (frozenset(ended), frozenset(at_work), frozenset(due), tuple(everybody))
         if not fresh and seen == self._seen:
             return replace(self._wish, said=())
         self._seen = seen
         said = self._look(states, ended)
         if self._over and not at_work and not self._freed_done and (dead := self._dead(states)):
             said.append(f"race: what was freed is kept for {', '.join(dead)}, of which every run has failed")
-        go_on, later, over = self._wanted(states, ended, at_work, waits)
+        go_on, later, over = self._wanted(states, ended, {*at_work, *due})
         said, self._freed.refused = [*said, *self._freed.refused, *self._end(states, over, at_work)], []
         others = {
             spec.run: everybody[spec.run] for spec in self._study.specs if spec.run in everybody.keys() - states.keys()
@@ -140,10 +138,15 @@ class LiveRace:
         self,
         states: Mapping[str, MemberState],
         ended: Collection[str],
-        at_work: Collection[str],
-        waits: Collection[str],
+        placed: Collection[str],
     ) -> tuple[list[str], dict[str, str], dict[str, str]]:
-        """Return the members to run, in order of urgency, those to wait and those to stop, both with their reasons."""
+        """Return the members to run, in order of urgency, those to wait and those to stop, both with their reasons.
+
+        Args:
+            states: states of the members that race.
+            ended: those that have finished or failed.
+            placed: those that are at work or soon will be.
+        """
         order = {run: at for at, run in enumerate(states)}
         # What has failed goes on where whoever launches it anew wants it; nobody waits for it.
         open_runs = [run for run in states if states[run].state != "finished" or run in self._extra]
@@ -161,8 +164,7 @@ class LiveRace:
         if not self._over and len({states[run].recipe for run in racing}) > 1:
             border = self._border(racing)
             behind = [run for run in racing if self._behind(run, border)]
-            submitted = {run for run in behind if states[run].state in ("submitting", "started")}
-            idle = [run for run in behind if run not in at_work and (run not in submitted or run in waits)]
+            idle = [run for run in behind if run not in placed]
             if idle:
                 where = "has shown what a step takes" if border is None else f"is at compute {border:.4g}"
                 why = f"paused: it {where}, and {len(idle)} others have not come as far"

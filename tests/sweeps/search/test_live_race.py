@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from sweeps.cli.main import main
@@ -169,6 +169,7 @@ def test_without_a_budget_it_is_what_the_slowest_spends(tmp_path: Path) -> None:
     pace=st.integers(0, 1000),
     kills=st.lists(st.integers(1, 60), max_size=4),
 )
+@example(slots=2, pace=138, kills=[13, 22])
 def test_slots_pace_and_killed_controllers_change_no_decision(slots: int, pace: int, kills: list[int]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         undisturbed, here = Path(scratch) / "a", Path(scratch) / "b"
@@ -227,6 +228,15 @@ def test_where_there_are_few_places_none_runs_far_ahead_of_a_look(tmp_path: Path
     entries = [entry for entry in Study.read(tmp_path).ledger.entries() if entry["event"] == "stopped"]
     assert any("paused: it is at compute 0.2, and 7 others" in entry["reason"] for entry in entries)
     assert any(heard[0] == "paused" for heard in told.heard)
+
+
+@pytest.mark.slow
+def test_members_that_a_killed_controller_left_behind_are_waited_for_as_others_are(tmp_path: Path) -> None:
+    """Nothing runs them: they are in no queue, and the others would be at their end before these have a place."""
+    killed(tmp_path, Runners(slots=2, killed_after=2))
+    executor = Runners(slots=2)
+    states = raced(tmp_path, four(), executor)
+    assert recipes(states, "stopped") == LOSERS and executor.steps < 0.8 * 8 * STEPS
 
 
 @pytest.mark.slow
