@@ -42,6 +42,9 @@ EXACT = 1e-3
 # Set on the zoo's steps and collapses.
 JUMP_SD, P_JUMP = 0.3, 0.45
 JUMP_WIDTHS = (EXACT, 0.35, 1.0)
+# Beside a jump no wander is considered whose kind has less log weight before the data: either explains the same points.
+# A choice, held on the zoo's steps and collapses.
+RARE = -5.0
 # The random walk: standard deviations over one window, as likely one as another: a grid.
 WALK_STEPS = (0.015, 0.06, 0.2)
 # A curve without a ceiling counts as ending where it is at this many windows: beyond, no study could tell or use it.
@@ -67,7 +70,7 @@ WHITE_KNOWN, WHITE_UNKNOWN = (0.7, 1.0), (0.6, 1.2)
 # begin so. With their policies' wander, means over half a window lie apart by twice that, which is also the ridge on
 # offsets between the seeds given, weak on purpose.
 SEED_SD, SETTLED = 0.015, 0.15
-MEANS_SD = 0.03
+MEANS_SD = SEED_SD + SEED_SD
 # Evaluations that all agree are not infinitely precise.
 LEAST_SD = 0.04
 # A seed with less than this share of the best seed's information on A says nothing of its own asymptote.

@@ -24,6 +24,8 @@ from sweeps.fit.constants import (
     P_DRIFT,
     P_JUMP,
     R0_PRIOR,
+    RARE,
+    STRENGTHS,
     WALK_STEPS,
 )
 from sweeps.fit.family import Box
@@ -45,9 +47,6 @@ _JUMP_ROUNDS = 3
 _ROUNDS, _FINE, _ROUGH = 6, 10, 4
 # It is left where its kind has been left behind by this much log weight.
 _BEHIND = 25.0
-# Points are calm where they wander by no more than this, in units of their roughness; beside a jump they wander no more
-# than `_LITTLE`, by noise of no less log weight than `_RARE`.
-_CALM, _LITTLE, _RARE = 0.3, 0.8, -5.0
 NONE, DRIFT, JUMP = 0, 1, 2
 
 
@@ -175,10 +174,10 @@ _CEILING = np.array([kind.ceiling for kind in KINDS])
 def _explored(seen: Seen, noise: Noises, brief: bool) -> tuple[Cells, dict[int, Box]]:
     """Explore the grids of all kinds: return the cells, and the zoomed box of each kind under calm noise.
 
-    Noise with little wander and noise with much of it are explored on separate grids: a grid that is fine enough where
+    Noise without wander and noise with some of it are explored on separate grids: a grid that is fine enough where
     points wander is too coarse to tell whether a curve explains them without any wander.
     """
-    calm = noise.strength <= _CALM * seen.roughness
+    calm = noise.strength == 0
     parts, boxes = [], {i: kind.box for i, kind in enumerate(KINDS)}
     for rows in (np.flatnonzero(~calm), np.flatnonzero(calm)):
         # Where points wander a coarser grid tells enough to see whether anything is amiss.
@@ -230,8 +229,8 @@ def _jumped(seen: Seen, noise: Noises, boxes: Mapping[int, Box]) -> list[Cells]:
         at = np.concatenate(
             [at[:-late][np.linspace(0, len(at) - late - 1, _MOST_JUMPS - late).astype(int)], at[-late:]]
         )
-    # Wander and a jump explain the same thing: beside a jump there is little, and no unlikely kind, of it.
-    calm = np.flatnonzero((noise.strength <= _LITTLE * seen.roughness) & (noise.log_prior > _RARE))
+    # Wander and a jump explain the same thing: beside a jump there is the least that is tried, and no unlikely kind.
+    calm = np.flatnonzero((noise.strength <= STRENGTHS[0] * seen.roughness) & (noise.log_prior > RARE))
     some = noise.take(calm)
     tilde = whitened(seen, some)
     spacing = float(np.median(np.diff(computes)))

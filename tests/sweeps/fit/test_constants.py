@@ -28,7 +28,7 @@ COMPUTED = {
     },
     "mixture.py": {
         "_MOST_JUMPS", "_ELSEWHERE", "_SEARCHED", "_JUMP_ROUNDS", "_ROUNDS", "_FINE", "_ROUGH",
-        "_BEHIND", "_CALM", "_LITTLE", "_RARE", "NONE", "DRIFT", "JUMP",
+        "_BEHIND", "NONE", "DRIFT", "JUMP",
     },
     "forecast.py": {"DRAWS", "_MOST", "_LEAST"},
     "points.py": {"MOST_POINTS", "_OF_A_RUN", "_ROBUST_ROUNDS"},
