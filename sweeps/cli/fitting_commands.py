@@ -21,7 +21,7 @@ def fit_command(options: argparse.Namespace) -> int:
 
     warn(study.warnings)
     comparisons = [compare(fit.curve, fit.options) for fit in fits] if options.family == "all" else []
-    refits = [sensitivity(fit.curve, fit.options) for fit in fits] if options.sensitivity else []
+    refits = [sensitivity(fit) for fit in fits] if options.sensitivity else []
     if options.json:
         entries = [fit.to_json() for fit in fits]
         for entry, rows in zip(entries, refits, strict=False):

@@ -53,20 +53,16 @@ class Row(AsJson):
     JSON: ClassVar = {"short": None}
 
 
-def sensitivity(curve: Curve, options: FitOptions | None = None) -> tuple[Row, ...]:
+def sensitivity(main: Fit) -> tuple[Row, ...]:
     """The fit, and the refits under every changed setting that leaves enough points.
 
     Args:
-        curve: evaluations of one recipe.
-        options: options of the main fit; the defaults if None.
-
-    Raises:
-        UserError: as of `fit_curve`, for the main fit.
+        main: the fit of one recipe, as `fit_curve` or `fit_curves` returns it: rows have nothing that recipes of one
+            study share.
     """
-    options = options or FitOptions()
-    main = fit_curve(curve, options)
+    curve = main.curve
     rows = [_row(main, MAIN, "as fitted", "as fitted", main)]
-    seen = [_points(curve, options)]
+    seen = [_points(curve, main.options)]
     for kind, setting, short, changed in _settings(main):
         # A cut below the first point changes nothing, and a row must not look like evidence that it does not matter.
         points = _points(curve, changed)

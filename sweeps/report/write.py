@@ -18,7 +18,7 @@ from sweeps.fit.compare import Comparison, compare
 from sweeps.fit.constants import MIN_COMPUTES
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.history import GROWTH, Snapshot, history
-from sweeps.fit.sensitivity import Row, sensitivity
+from sweeps.fit.sensitivity import sensitivity
 from sweeps.launch.resume_command import command
 from sweeps.parallel import mapped
 from sweeps.run.journal import JournalView
@@ -91,7 +91,7 @@ def write_report(
     commands = [(step, command(step, runs, curves[0].axis)) for step in steps]
     named = [fit for fit in fits if fit.verdict in NAMED]
     findings = Findings(
-        sensitivity=dict(zip((fit.recipe for fit in named), mapped(_refits, named, workers), strict=True)),
+        sensitivity=dict(zip((fit.recipe for fit in named), mapped(sensitivity, named, workers), strict=True)),
         settlements=settlements,
         comparisons=comparisons or ranking.comparisons,
         histories=histories or {},
@@ -137,10 +137,6 @@ def write_report(
     for target, content in files.items():
         _write(target, content)
     return list(files)
-
-
-def _refits(fit: Fit) -> tuple[Row, ...]:
-    return sensitivity(fit.curve, fit.options)
 
 
 def _compared(fit: Fit) -> Comparison:

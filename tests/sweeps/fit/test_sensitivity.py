@@ -11,8 +11,7 @@ import pytest
 
 from sweeps.cli import main as cli
 from sweeps.curve import Curve, make_curve
-from sweeps.errors import UserError
-from sweeps.fit.fit import FitOptions, fit_curve
+from sweeps.fit.fit import Fit, FitOptions, fit_curve, fit_curves
 from sweeps.fit.sensitivity import CUT, END, MAIN, R0, ROBUST, sensitivity, signed, summary
 from tests.paths import ROOT
 from tests.sweeps.fit.simulate import curve
@@ -29,7 +28,7 @@ def with_early_bump(height: float) -> Curve:
 
 def test_settings_are_the_fits_they_name() -> None:
     data = curve(rng=1)
-    rows = {row.short: row for row in sensitivity(data)}
+    rows = {row.short: row for row in sensitivity(fit_curve(data))}
     main = fit_curve(data)
     assert main.R0 is not None
     for short, options in (
@@ -49,7 +48,7 @@ def test_settings_are_the_fits_they_name() -> None:
 @pytest.mark.slow
 def test_a_curve_that_follows_the_law_does_not_move() -> None:
     for seed in range(1, 5):
-        rows = sensitivity(curve(rng=seed))
+        rows = sensitivity(fit_curve(curve(rng=seed)))
         assert rows[0].kind == MAIN and rows[0].shift == 0
         assert all(row.verdict == "identifiable" and abs(row.shift or 0) < 0.01 for row in rows if row.kind == CUT)
         # A third of the points gone moves A a little further than its interval now and then; their own says so.
@@ -60,7 +59,7 @@ def test_a_curve_that_follows_the_law_does_not_move() -> None:
 
 @pytest.mark.slow
 def test_an_early_part_that_breaks_the_law_shows() -> None:
-    rows = sensitivity(with_early_bump(0.08))
+    rows = sensitivity(fit_curve(with_early_bump(0.08)))
     most = max((row for row in rows if row.kind == CUT), key=lambda row: abs(row.shift or 0))
     assert most.short == "cut 20%" and most.shift is not None and most.shift < -0.02
     assert rows[0].A.value is not None and rows[0].A.value > 0.63 and most.A.value == pytest.approx(0.61, abs=0.005)
@@ -72,45 +71,55 @@ def test_an_early_part_that_breaks_the_law_shows() -> None:
 def test_what_changes_nothing_is_no_row() -> None:
     data = curve(rng=1)
     # The first evaluation is at compute 0, within the window: R0 `first` and `free` are one fit.
-    assert not {"R0 first", "R0 free", "no cut"} & {row.short for row in sensitivity(data)}
-    cut = {row.short for row in sensitivity(data, FitOptions(min_compute=3200))}
+    assert not {"R0 first", "R0 free", "no cut"} & {row.short for row in sensitivity(fit_curve(data))}
+    cut = {row.short for row in sensitivity(fit_curve(data, FitOptions(min_compute=3200)))}
     assert {"no cut", "cut 10%", "cut 30%", "R0 free"} <= cut and "cut 20%" not in cut
-    free = {row.short for row in sensitivity(data, FitOptions(r0="free", min_compute=3200))}
+    free = {row.short for row in sensitivity(fit_curve(data, FitOptions(r0="free", min_compute=3200)))}
     assert "R0 first" in free and "R0 free" not in free
-    assert "robust" not in {row.short for row in sensitivity(data, FitOptions(robust=True))}
+    assert "robust" not in {row.short for row in sensitivity(fit_curve(data, FitOptions(robust=True)))}
 
 
 def test_families_without_that_r0_keep_it() -> None:
-    rows = sensitivity(curve(rng=1), FitOptions(family="power_law"))
+    rows = sensitivity(fit_curve(curve(rng=1), FitOptions(family="power_law")))
     assert {row.kind for row in rows} == {MAIN, CUT, ROBUST, END}
 
 
 def test_too_few_points_leave_the_fit_alone() -> None:
-    rows = sensitivity(curve(points=5, rng=1))
+    rows = sensitivity(fit_curve(curve(points=5, rng=1)))
     assert [row.verdict for row in rows] == ["too_few_points"] and rows[0].shift is None
     assert "not named" in summary(rows)
     # Seven positive compute values carry the whole fit and light cuts, but not half of the window.
-    some = sensitivity(curve(points=8, rng=1))
+    some = sensitivity(fit_curve(curve(points=8, rng=1)))
     assert {row.short for row in some if row.kind in (CUT, END)} == {"cut 20%"}
 
 
 def test_no_possible_r0_is_tried() -> None:
-    rows = sensitivity(curve(r0=0.02, rng=1))
+    rows = sensitivity(fit_curve(curve(r0=0.02, rng=1)))
     assert "R0 -0.05" not in {row.short for row in rows} and "R0 +0.05" in {row.short for row in rows}
 
 
 @pytest.mark.slow
 def test_the_unit_of_compute_does_not_matter() -> None:
     data = curve(rng=2)
-    small = sensitivity(data)
-    large = sensitivity(replace(data, compute=data.compute * 1e15))
+    small = sensitivity(fit_curve(data))
+    large = sensitivity(fit_curve(replace(data, compute=data.compute * 1e15)))
     assert [row.short for row in small] == [row.short for row in large]
     np.testing.assert_allclose([row.shift for row in large], [row.shift for row in small], atol=1e-5)  # type: ignore[arg-type]
 
 
-def test_an_empty_window_is_the_users_error() -> None:
-    with pytest.raises(UserError, match="no points"):
-        sensitivity(curve(), FitOptions(r0=0.3, min_compute=1e9))
+def test_the_fit_itself_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a study's fits, which share their spread between seeds, the rows are those of the recipe alone."""
+    alone = sensitivity(fit_curve(curve(rng=1)))
+    fits = fit_curves([curve(rng=1), curve(recipe="other", rng=2, a=0.5)])
+    made: list[FitOptions] = []
+
+    def spy(data: Curve, options: FitOptions) -> Fit:
+        made.append(options)
+        return fit_curve(data, options)
+
+    monkeypatch.setattr("sweeps.fit.sensitivity.fit_curve", spy)
+    assert sensitivity(fits[0]) == alone
+    assert made and FitOptions() not in made
 
 
 def test_signed_has_no_negative_zero() -> None:
