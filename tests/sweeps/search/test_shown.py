@@ -25,8 +25,8 @@ def test_the_report_says_who_was_stopped_and_why_and_what_it_paid_for(tmp_path: 
     assert main(["report", str(tmp_path / "study"), "-o", str(tmp_path / "report.html")]) == 0
     text = re.sub(r"\s+", " ", words((tmp_path / "report.html").read_text()))
     assert "A race to 1 virtual device hours a run: 2 recipes stopped at" in text
-    _, _, after = text.partition("Stopped at P(ahead)")
-    assert all(after.index(recipe) < 1000 for recipe in LOSERS)
+    table = text.partition("Stopped at P(ahead)")[2].partition("Forecasts at 1 as they stood")[0]
+    assert all(f" {recipe.removeprefix('scalerl+')} a=0.7" in table for recipe in LOSERS), "short, as in every table"
     assert "The looks freed" in text and "budget.steps=" in text
 
 
