@@ -150,7 +150,8 @@ class _Future:
         for i in range(len(every)):
             if i not in self.theta:
                 np.maximum(self._rest, self._sample(fits[i], every[i]), out=self._rest)
-        self._after: dict[tuple[int, str, float], Array] = {}
+        # Which draws the samples are, not their values: four times as large, these would be 50 megabytes.
+        self._after: dict[tuple[int, str, float], NDArray[np.uint16]] = {}
         self.loss = float(self._losses(list(self._prior.values())).mean(axis=(1, 2)).min())
         self.worth = _WORTH * max(fit.curve.scale for fit in fits)
 
@@ -195,8 +196,8 @@ class _Future:
             cumulative = np.cumsum(weight, axis=1)
             position = rng.random((_OUTCOMES, _SAMPLES)) * cumulative[:, -1:]
             rows = [np.searchsorted(c, p).clip(max=len(theta) - 1) for c, p in zip(cumulative, position, strict=True)]
-            self._after[key] = theta[np.stack(rows)]
-        samples: Array = self._after[key]
+            self._after[key] = np.stack(rows).astype(np.uint16)
+        samples: Array = self.theta[i][self._after[key]]
         return samples
 
 
