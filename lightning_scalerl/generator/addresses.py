@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from sweeps.run import slurm_job
 if TYPE_CHECKING:
     from lightning_scalerl.generator.server import Blueprint
 
-VALID = "local, srun, tcp://HOST:PORT, http://HOST:PORT"
+VALID = "local, srun, tcp://HOST:PORT, http://HOST:PORT, file:/PATH"
 HTTP_ENGINE = "lightning_scalerl.generator.vllm_server"
 SERVED_ENGINE = "lightning_scalerl.generator.vllm_served"
 
@@ -26,22 +27,25 @@ SERVED_ENGINE = "lightning_scalerl.generator.vllm_served"
 class Address:
     """Address of an engine, and who has started it there.
 
-    `local` is a child on this node; `tcp` an engine of ours that somebody has started; `http` a server of vLLM's own,
-    asked by a child on this node; `srun` a step of this job on the node `host`, with these numbers among the GPUs that
-    it sees there (empty for all of them).
+    `local` is a child on this node; `tcp` an engine of ours that somebody has started, and `file` one that has
+    announced in the file `path` where it listens; `http` a server of vLLM's own, asked by a child on this node; `srun`
+    a step of this job on the node `host`, with these numbers among the GPUs that it sees there (empty for all of them).
     """
 
-    kind: Literal["local", "tcp", "http", "srun"]
+    kind: Literal["local", "tcp", "http", "srun", "file"]
     host: str = ""
     port: int = 0
     devices: str = ""
+    path: str = ""
 
     @property
     def given(self) -> bool:
         """Return whether somebody else has started the engine, and this run cannot start it again."""
-        return self.kind == "tcp"
+        return self.kind in ("tcp", "file")
 
     def __str__(self) -> str:
+        if self.path:
+            return f"file:{self.path}"
         if self.port:
             return f"{self.kind}://{self.host}:{self.port}"
         return f"{self.kind} {self.host}{self.devices and f' GPU {self.devices}'}".strip()
@@ -132,6 +136,8 @@ def _parsed(text: str) -> Address:
         return Address("local")
     if text == "srun":
         return Address("srun")
+    if text.startswith("file:"):
+        return Address("file", path=_path(text))
     try:
         parts = urlsplit(text)
         host, port = parts.hostname, parts.port
@@ -141,6 +147,17 @@ def _parsed(text: str) -> Address:
     if parts.scheme not in ("tcp", "http") or not host or not port or rest:
         raise ConfigurationError(f"driver.engines: {text!r} cannot be read; valid: {VALID}")
     return Address("tcp" if parts.scheme == "tcp" else "http", host, port)
+
+
+def _path(text: str) -> str:
+    rest = text.removeprefix("file:")
+    path = "/" + rest.lstrip("/") if rest.startswith("///") else rest  # file:/PATH or file:///PATH
+    if not path.startswith("/") or path.startswith("//") or path.endswith("/"):
+        raise ConfigurationError(
+            f"driver.engines: {text!r} names no file by its whole path (as file:/shared/engines/0 does) in which an "
+            "engine announces itself (python -m lightning_scalerl.generator.server --announce PATH)"
+        )
+    return os.path.normpath(path)
 
 
 def blueprint_for(address: Address, blueprint: Blueprint, partners: int = 1) -> Blueprint:

@@ -52,10 +52,10 @@ class Engine:
     @property
     def name(self) -> str:
         """Its address where it has one of its own, else its number."""
-        return str(self.address) if self.address.host else str(self.number)
+        return str(self.number) if self.address.kind == "local" else str(self.address)
 
     def __str__(self) -> str:
-        return self.name if self.address.host else f"process {self.number}"
+        return f"process {self.number}" if self.address.kind == "local" else self.name
 
 
 class Listener(Protocol):

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import os
 import pickle
+import secrets
+import signal
 import socket
+import sys
 import threading
 import traceback
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import cast
+from typing import Any, cast
 
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.generator.announced import Announcement, line_of
 from lightning_scalerl.generator.base import Generator, Reusable
 from lightning_scalerl.generator.server import (
     Blueprint,
@@ -28,6 +33,7 @@ from lightning_scalerl.generator.server import (
 )
 from lightning_scalerl.generator.weights import Received
 from lightning_scalerl.generator.wire import TOKEN, answer, send, token_here
+from sweeps.run import slurm_job
 
 
 class Door:
@@ -150,18 +156,49 @@ class Engine:
         self._generator, self._made_of = None, b""
 
 
-def listen(host: str, port: int, device: str, once_s: float | None) -> int:
+def listen(host: str, port: int, device: str, once_s: float | None, announce: Path | None = None) -> int:
     """Work for whoever connects, one run after the other.
 
     Args:
         host, port: to listen at; port 0 for any that is free.
         device: of the generator.
         once_s: end when the first run has gone for so many seconds, or none has come by then; None to stay.
+        announce: file for runs that attach to this engine, with a token that is made for it.
+
+    Raises:
+        ConfigurationError: nobody can listen there, or others could read the file.
     """
+    if announce is not None:
+        return _listen_announced(host, port, device, once_s, Announcement(announce))
     if once_s is not None:
         leave_signals_to_the_trainer()
-    door, engine = Door(host, port, token_here()), Engine(device)
-    print(f"engine: listening on {host}:{door.port} (device {device})", flush=True)
+    door = Door(host, port, token_here())
+    print(line_of(host, door.port, device), flush=True)
+    return _work(door, device, once_s)
+
+
+def _listen_announced(host: str, port: int, device: str, once_s: float | None, announcement: Announcement) -> int:
+    """Work for runs that find this engine in a file, which is there for as long as it is."""
+    signal.signal(signal.SIGTERM, _end)  # its job is its own: a scheduler that ends it means this process
+    token = secrets.token_hex(32)  # of each start: a file that is out of date leads to no other engine
+    door = Door(host, port, token.encode())
+    # On all addresses of its node: by the name under which others know that.
+    line = line_of(slurm_job.node_name() if host in ("", "0.0.0.0") else host, door.port, device)
+    try:
+        announcement.write(line, token)
+        print(f"{line}, announced in {announcement.path}", flush=True)
+        return _work(door, device, once_s)
+    finally:
+        announcement.remove(line, token)
+
+
+def _end(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_IGN)  # once: the file is to be removed
+    sys.exit(128 + number)
+
+
+def _work(door: Door, device: str, once_s: float | None) -> int:
+    engine = Engine(device)
     while (connection := door.next(once_s)) is not None:
         done = engine.work_for(connection)
         door.leave()

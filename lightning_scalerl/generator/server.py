@@ -4,7 +4,10 @@
 goes, whatever the reason, so does this process. Or somebody starts it on another node, where it listens:
 
     SCALERL_ENGINE_TOKEN=... python -m lightning_scalerl.generator.server --listen HOST:PORT
+    python -m lightning_scalerl.generator.server --listen 0.0.0.0:0 --announce PATH
 
+The second way it makes a token, and says in a file of its user's alone where it listens: a run attaches to it by
+`driver.engines=[file:PATH]`, wherever it was started, and finds it again when it was started elsewhere.
 One run works with it at a time. When that run's connection ends, what is in flight is dropped and the next may come;
 the generator stays, and is used again if that one asks for the same.
 
@@ -273,6 +276,7 @@ def main() -> int:
     parser.add_argument("--device", default=None, help="of the generator; default: cuda where there is one, else cpu")
     parser.add_argument("--gpus", metavar="0,1", help="numbers among the GPUs that it sees; default: all of them")
     parser.add_argument("--once", type=float, metavar="SECONDS", help="end when no run is connected for so long")
+    parser.add_argument("--announce", type=Path, metavar="PATH", help="file, seen by runs, that says where it listens")
     arguments = parser.parse_args()
     from lightning_scalerl.generator.listening import listen
 
@@ -282,7 +286,8 @@ def main() -> int:
     try:
         if arguments.gpus:
             take_gpus(arguments.gpus)
-        return listen(host, int(port), arguments.device or _default_device(), arguments.once)
+        device = arguments.device or _default_device()
+        return listen(host, int(port), device, arguments.once, arguments.announce)
     except (ConfigurationError, KeyboardInterrupt) as error:
         print(f"engine: ended ({said(error)})" if isinstance(error, KeyboardInterrupt) else error, file=sys.stderr)
         return 1

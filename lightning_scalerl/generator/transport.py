@@ -1,28 +1,28 @@
 """Transports: how the trainer starts or reaches an engine, talks to it, and learns that it is gone.
 
-One protocol, three ways: a child of this process, an engine at an address that somebody else has started, and a step
-of this SLURM job on another node. What is said over them is `server`'s, who has which rollout is the ledger's.
+One protocol, three ways: a child of this process, an engine that somebody else has started (at an address, or where
+it has announced itself), and a step of this SLURM job on another node. What is said over them is `server`'s, who has
+which rollout is the ledger's.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_scalerl.generator.addresses import Address
-from lightning_scalerl.generator.wire import TOKEN, Caller, Line, call_until
+from lightning_scalerl.generator.announced import Announcement, listens_at
+from lightning_scalerl.generator.wire import TOKEN, Caller, Line, OtherTokenError, call, call_until
 
 # The kernel closes a connection a moment before the exit status of its process can be read.
 EXIT_S = 5.0
@@ -31,7 +31,6 @@ LOOK_S = 0.2
 # Time that a process has to end by itself.
 STOP_S = 5.0
 SERVER = "lightning_scalerl.generator.server"
-_LISTENING = re.compile(r"engine: listening on \S+:(\d+) ")
 
 
 @dataclass(frozen=True)
@@ -128,25 +127,32 @@ class _Talks:
 
 
 class Given(_Talks):
-    """Engine at an address, started by somebody else: it is connected, again and again for a while, and left.
+    """Engine that somebody else has started: it is connected, again and again for a while, and left.
 
     Args:
         address: of the engine.
         around: the run that calls it.
-        find: returns host and port, called in a thread; None for those of the address.
     """
 
-    def __init__(
-        self, address: Address, around: Surroundings, find: Callable[[], tuple[str, int]] | None = None
-    ) -> None:
+    def __init__(self, address: Address, around: Surroundings) -> None:
+        self._address, self._around = address, around
         self._closed = threading.Event()
         self._failed: Exception | None = None
-        find = find or (lambda: (address.host, address.port))
-        open_ = partial(self._open, find, around.token, around)
-        self._line = Line(open_, around.news, carries=True)
+        self._line = Line(self._open, around.news, carries=True)
 
-    def _open(self, find: Callable[[], tuple[str, int]], token: bytes, around: Surroundings) -> Connection:
-        return call_until(*find(), token, around.caller, around.start_s, self._closed, self._attempt_failed)
+    def _open(self) -> Connection:
+        caller, start_s = self._around.caller, self._around.start_s
+        return call_until(self._call, str(self._address), caller, start_s, self._closed, self._attempt_failed)
+
+    def _call(self) -> Connection:
+        """Connect once, in a thread; a file is read anew each time."""
+        if self._address.kind != "file":
+            return call(self._address.host, self._address.port, self._around.token, self._around.caller)
+        host, port, token = Announcement(Path(self._address.path)).read()
+        try:
+            return call(host, port, token, self._around.caller)
+        except OtherTokenError as error:  # each start makes its own
+            raise OSError(f"the engine that has announced itself there is gone; another is at {host}:{port}") from error
 
     def _attempt_failed(self, error: Exception) -> None:
         self._failed = error
@@ -278,21 +284,23 @@ class Step(Given):
         # By the engine itself: SLURM sets CUDA_VISIBLE_DEVICES of a step, whatever the environment says.
         engine += ["--gpus", device] if device else []
         environment = {**_environment(""), TOKEN: around.token.decode()}
-        self._address = address
         log = around.folder / f"generator-{number}.log"
         log.unlink(missing_ok=True)  # of a step before, with another port
         self._started = _Started(["srun", place, *shared, *engine], log, environment, ())
-        super().__init__(address, around, partial(self._listens_at, around.start_s))
+        super().__init__(address, around)
 
-    def _listens_at(self, seconds: float) -> tuple[str, int]:
-        """Return node and port, once the step has said it."""
-        deadline = time.monotonic() + seconds
+    def _call(self) -> Connection:
+        """Connect once the step has said its port."""
+        return call(self._address.host, self._port(), self._around.token, self._around.caller)
+
+    def _port(self) -> int:
+        deadline = time.monotonic() + self._around.start_s
         while True:
             with suppress(OSError):
-                if port := _LISTENING.search(self._started.log.read_text(errors="replace")):
-                    return self._address.host, int(port[1])
+                if place := listens_at(self._started.log.read_text(errors="replace")):
+                    return place[1]
             if self._closed.wait(LOOK_S) or time.monotonic() > deadline:
-                raise OSError(f"the step on {self._address.host} did not start within {seconds:.0f} s")
+                raise OSError(f"the step on {self._address.host} did not start within {self._around.start_s:.0f} s")
 
     @property
     def pid(self) -> int:
@@ -321,7 +329,7 @@ class Step(Given):
 
 def reach(address: Address, number: int, around: Surroundings, device: str) -> Transport:
     """Start the engine of an address, or connect to it."""
-    if address.kind == "tcp":
+    if address.given:
         return Given(address, around)
     if address.kind == "srun":
         return Step(address, number, around, device)

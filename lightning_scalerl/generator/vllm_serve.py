@@ -66,13 +66,34 @@ class Server:
         """File that holds what the server says."""
         return self.folder / "server.log"
 
-    def start(self) -> None:
-        """Start the process, in a group of its own: its engine's processes end with it."""
+    def start(self, aloud: bool = False) -> None:
+        """Start the process, in a group of its own: its engine's processes end with it.
+
+        Args:
+            aloud: whether it says here what it has to say, not in its log.
+        """
         nothing = subprocess.DEVNULL
         with self.log.open("ab") as log:
+            said = None if aloud else log
             self.process = subprocess.Popen(
-                self.command, env=self.started_by_us(), stdin=nothing, stdout=log, stderr=log, start_new_session=True
+                self.command, env=self.started_by_us(), stdin=nothing, stdout=said, stderr=said, start_new_session=True
             )
+
+    def run(self) -> int:
+        """Start the process and return its exit status; told to end (SIGTERM, Ctrl-C) end it and all that it started.
+
+        For the main thread of a command.
+        """
+        before = signal.signal(signal.SIGTERM, _interrupted)
+        try:
+            self.start(aloud=True)
+            assert self.process is not None
+            return self.process.wait()
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            self.close()
+            signal.signal(signal.SIGTERM, before)
 
     def started_by_us(self) -> dict[str, str]:
         """Return the environment of a server that this process starts, with which it ends."""
@@ -201,6 +222,11 @@ def serve(model: nn.Module, precision: Precision, *, start_s: float = 600.0, **s
     return server
 
 
+def _interrupted(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_IGN)  # once: what follows takes its time
+    raise KeyboardInterrupt
+
+
 def _flags(settings: dict[str, Any]) -> list[str]:
     """Return settings as a command line has them."""
     flags: list[str] = []
@@ -253,12 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(server.line, flush=True)
     if given.print:
         return 0
-    try:
-        return subprocess.call(server.command, env=server.started_by_us())
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        shutil.rmtree(server.folder, ignore_errors=True)
+    return server.run()
 
 
 if __name__ == "__main__":

@@ -44,6 +44,10 @@ class RefusedError(ConfigurationError):
     """Raised when the other side will not talk to us, now or later: its token, its version, or its owner."""
 
 
+class OtherTokenError(RefusedError):
+    """Raised when the other side has another token; it may be another engine than was meant."""
+
+
 class TakenError(RefusedError):
     """Raised when an engine works for another run; one that has just ended may be about to leave it."""
 
@@ -126,7 +130,7 @@ def call(host: str, port: int, token: bytes, caller: Caller) -> Connection:
             answer_challenge(connection, token)
             deliver_challenge(connection, token)
         except AuthenticationError as error:
-            raise RefusedError(f"it has another token ({TOKEN})") from error
+            raise OtherTokenError(f"it has another token ({TOKEN})") from error
         said = {"versions": versions(), "run": caller.run, "silence_s": caller.silence_s}
         connection.send_bytes(json.dumps(said).encode())
         answer = json.loads(connection.recv_bytes(GREETING))
@@ -179,15 +183,22 @@ def _problem(said: dict[str, Any], taken_by: str | None) -> str | None:
 
 
 def call_until(
-    host: str,
-    port: int,
-    token: bytes,
+    attempt: Callable[[], Connection],
+    name: str,
     caller: Caller,
     seconds: float,
     closed: threading.Event,
     failed: Callable[[Exception], None],
 ) -> Connection:
-    """Connect, again and again with growing waits, until it succeeds; `failed` hears why an attempt did not.
+    """Connect, again and again with growing waits, until it succeeds.
+
+    Args:
+        attempt: connects, by `call`.
+        name: of the engine.
+        caller: that connects.
+        seconds: how long it is tried.
+        closed: ends it when set.
+        failed: hears why an attempt did not succeed.
 
     Raises:
         OSError: the last attempt's, after so many seconds or once `closed` is set.
@@ -196,7 +207,7 @@ def call_until(
     began, wait_s, told = time.monotonic(), FIRST_WAIT_S, False
     while True:
         try:
-            return call(host, port, token, caller)
+            return attempt()
         except (OSError, TakenError) as error:
             failed(error)
             # A run whose node is gone holds its engine until its silence is noticed there.
@@ -204,13 +215,7 @@ def call_until(
             if closed.wait(wait_s) or time.monotonic() - began > min(limit_s, seconds):
                 raise
             if not told:
-                _log.warning(
-                    "driver.engines: tcp://%s:%d does not answer yet (%s); trying for %.0f s",
-                    host,
-                    port,
-                    error,
-                    seconds,
-                )
+                _log.warning("driver.engines: %s does not answer yet (%s); trying for %.0f s", name, error, seconds)
             told, wait_s = True, min(2 * wait_s, LONGEST_WAIT_S)
 
 

@@ -32,11 +32,16 @@ class Listening:
     log: Path
     prefix: Sequence[str] = ()
     port: int = 0
+    announce: Path | None = None
     process: subprocess.Popen[bytes] = field(init=False)
 
     def start(self) -> None:
         environment = {**os.environ, "SCALERL_ENGINE_TOKEN": TOKEN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [*self.prefix, sys.executable, "-u", "-m", "lightning_scalerl.generator.server"]
+        if self.announce is not None:  # each start at another port, with another token
+            self.port = 0
+            command += ["--announce", str(self.announce)]
+            del environment["SCALERL_ENGINE_TOKEN"]
         self.log.write_text("")
         with self.log.open("ab") as said:
             self.process = subprocess.Popen(
@@ -53,7 +58,7 @@ class Listening:
 
     @property
     def address(self) -> str:
-        return f"tcp://{self.host}:{self.port}"
+        return f"file:{self.announce}" if self.announce else f"tcp://{self.host}:{self.port}"
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -64,9 +69,11 @@ class Listening:
 
 
 @contextmanager
-def listening(folder: Path, host: str = "127.0.0.1", prefix: Sequence[str] = ()) -> Iterator[Listening]:
+def listening(
+    folder: Path, host: str = "127.0.0.1", prefix: Sequence[str] = (), announce: Path | None = None
+) -> Iterator[Listening]:
     """An engine that listens, ended by its pid."""
-    engine = Listening(host, folder / f"engine-{next(_numbers)}.log", prefix)
+    engine = Listening(host, folder / f"engine-{next(_numbers)}.log", prefix, announce=announce)
     engine.start()
     try:
         yield engine

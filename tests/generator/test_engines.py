@@ -18,6 +18,7 @@ from lightning_scalerl.axes.async_mode import Pipeline
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator import wire
 from lightning_scalerl.generator.addresses import check_engines
+from lightning_scalerl.generator.announced import Announcement
 from lightning_scalerl.generator.base import StepReport
 from lightning_scalerl.generator.channel import DirectChannel
 from lightning_scalerl.generator.engines import Engine, GeneratorLostError
@@ -130,6 +131,18 @@ def test_a_server_that_is_stopped_and_goes_on(far: Listening, near: Listening) -
 def test_a_server_that_is_killed_and_started_again(far: Listening, near: Listening) -> None:
     with closing(driver_at(far.address, near.address)) as driver:
         comes_back(driver, far.address, far.end, far.start)
+
+
+def test_one_that_is_lost_and_announces_itself_elsewhere(tmp_path: Path, near: Listening) -> None:
+    """The file stays as it was until the engine is back at another port, with another token."""
+    path = tmp_path / "engine"
+    with listening(tmp_path, announce=path) as moved, closing(driver_at(moved.address, near.address)) as driver:
+        before = Announcement(path).read()
+        comes_back(driver, moved.address, moved.end, moved.start)
+        host, port, token = Announcement(path).read()
+        assert (host, port) == ("127.0.0.1", moved.port) and port != before[1] and token != before[2]
+        moved.signal(signal.SIGTERM)
+        assert moved.process.wait(30) == 128 + signal.SIGTERM and not path.exists()
 
 
 @pytest.mark.full

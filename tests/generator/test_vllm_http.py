@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -30,7 +28,6 @@ from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.generator.fleet import Fleet
 from lightning_scalerl.generator.vllm_generator import VLLMGenerator
 from lightning_scalerl.generator.vllm_http import EngineLostError
-from lightning_scalerl.generator.vllm_plugin import PARENT
 from lightning_scalerl.generator.vllm_serve import Server, main, prepare, serve
 from lightning_scalerl.generator.vllm_server import VLLMServerGenerator
 from lightning_scalerl.generator.vllm_weights import Control
@@ -324,16 +321,6 @@ def test_the_process_group_is_gone_after_close(plugin: None, tmp_path: Path) -> 
         assert time.monotonic() < until, alive()
         time.sleep(0.05)
     assert not server.folder.exists()
-
-
-def test_a_server_that_is_started_by_hand_ends_with_its_command(
-    tiny_model_path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A command that is killed can tell nobody: the server's processes look whether it is there."""
-    started: list[dict[str, str]] = []
-    monkeypatch.setattr(subprocess, "call", lambda command, env: started.append(env) or 0)
-    assert main([tiny_model_path, "--max-tokens", "25"]) == 0
-    assert started[0][PARENT] == f"{os.getpid()}@{socket.gethostname()}"
 
 
 def test_the_printed_command_is_one_that_vllm_takes(tiny_model_path: str, capsys: pytest.CaptureFixture[str]) -> None:

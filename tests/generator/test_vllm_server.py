@@ -5,8 +5,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +26,7 @@ from lightning_scalerl.generator.vllm_server import VLLMServerGenerator
 from lightning_scalerl.generator.vllm_stream import Tokens
 from lightning_scalerl.model.load import load_model
 from tests.generator.stand_in import TOKEN, StandIn
+from tests.paths import ROOT
 
 PROMPT = (5, 9, 20)
 
@@ -459,11 +466,6 @@ def test_nobody_without_the_key_gets_weights(server: StandIn, made: Any) -> None
 
 def test_a_server_ends_with_the_program_that_started_it() -> None:
     """The plugin's watch, in a process that stands for one of the server's."""
-    import os
-    import socket
-    import subprocess
-    import sys
-
     from lightning_scalerl.generator.vllm_plugin import PARENT
 
     code = (
@@ -483,3 +485,69 @@ def test_a_server_ends_with_the_program_that_started_it() -> None:
     finally:
         elsewhere.kill()
         elsewhere.wait()
+
+
+# Stands for vllm's server: it starts a worker that does not hear SIGTERM, and takes a moment to end.
+_SERVER = """
+import os, signal, subprocess, sys, time
+def end(number, frame):
+    time.sleep(0.3)
+    open("ended", "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+worker = subprocess.Popen(["sh", "-c", "trap '' TERM; echo there; sleep 77 & wait"], stdout=subprocess.PIPE)
+worker.stdout.readline()
+with open("unfinished", "w") as file:
+    print(os.getpid(), worker.pid, os.environ["SCALERL_SERVER_PARENT"], file=file)
+os.rename("unfinished", "started")
+time.sleep(77)
+"""
+_COMMAND = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from lightning_scalerl.generator import vllm_serve
+anything = SimpleNamespace(from_pretrained=lambda name: None, from_config=lambda config: None)
+sys.modules["transformers"] = SimpleNamespace(AutoConfig=anything, AutoModelForCausalLM=anything)
+given = vllm_serve.Server([sys.executable, "-c", sys.argv[1]], {}, "http://here:1", Path("shape"))
+vllm_serve.prepare = lambda *arguments, **settings: given
+given.folder.mkdir()
+sys.exit(vllm_serve.main(["model", "--max-tokens", "25"]))
+"""
+
+
+@pytest.mark.parametrize("told", ["SIGTERM", "SIGINT"])
+def test_a_server_that_is_started_by_hand_ends_with_its_command(
+    told: str, tmp_path: Path, tiny_model_path: str
+) -> None:
+    """Told to end, the command tells the server and all that it has started, and waits for them."""
+    command = subprocess.Popen(
+        [sys.executable, "-c", _COMMAND, _SERVER],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        until = time.monotonic() + 60
+        while not (tmp_path / "started").exists():
+            assert command.poll() is None and time.monotonic() < until
+            time.sleep(0.02)
+        server, worker, parent = (tmp_path / "started").read_text().split()
+        # One that is killed can tell nobody: the server's processes look whether it is there.
+        assert parent == f"{command.pid}@{socket.gethostname()}"
+        command.send_signal(signal.Signals[told])
+        assert command.wait(30) == 0
+        assert (tmp_path / "ended").exists(), "the server had its time"
+        assert not (tmp_path / "shape").exists()
+        while alive := [pid for pid in (server, worker) if runs(pid)]:
+            assert time.monotonic() < until + 30, alive
+            time.sleep(0.02)
+    finally:
+        command.kill()
+        command.wait()
+
+
+def runs(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,15 +1,19 @@
-"""A member whose engines are steps on other nodes of its job: preempted and killed, all of them together."""
+"""A member whose engines are steps on other nodes of its job, or a job of their own: preempted and killed."""
 
 from __future__ import annotations
 
 import re
+import stat
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from lightning_scalerl.generator.announced import Announcement
 from sweeps.launch.status import overview
 from tests.place import STEPS, Place
 from tests.slurm.cluster import PATIENCE_S, Lab, eventually
-from tests.slurm.test_templates import ONE, FromTemplate, preempt
+from tests.slurm.test_templates import ONE, FromTemplate, preempt, submitted
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -92,3 +96,59 @@ def test_a_node_of_two_gpus_has_two_engines(sweep: FromTemplate) -> None:
     assert sweep.finished()
     last = sweep.journal().of_kind("train")[-1]
     assert all(last.metrics[f"live/engine{number}_tokens_s"] > 0 for number in (0, 1))
+
+
+# --- a job of their own ----------------------------------------------------------------------------------------
+
+
+def announced(files: list[Path]) -> list[tuple[str, int, bytes]]:
+    """What the engines say at the moment; nothing of one that is not there."""
+    found = []
+    for path in files:
+        with suppress(OSError):
+            found.append(Announcement(path).read())
+    return found
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_engines_that_are_a_job_of_their_own(studies: Place, whole: Lab, times: int) -> None:
+    """Theirs is preempted and comes back on another node, then the trainer's is: every group counts once."""
+    folder = studies.root / f"engines-{times}"
+    files = [folder / "0", folder / "1"]
+    steps = STEPS // 2 * (1 + times)
+    named = f"driver.engines=[{','.join(f'file:{path}' for path in files)}]"
+    live = ("driver=live", named, "driver.silence_s=20", "driver.start_s=200", f"budget.steps={steps}")
+    sweep = FromTemplate(studies, whole, (*ONE, *live), name=f"study of a job of engines {times}")
+    options = ("--signal=B:USR2@60", "--gpus-per-node=2")  # both of a node: the trainer is on another
+    engines = submitted(whole, studies, 0.0, str(folder), options=options, script="engines.sbatch")
+
+    def node(job: str) -> str:
+        return whole.sh("squeue", "-h", "-j", job, "-o", "%N")
+
+    with sweep.launched(verifier_s=0.2) as process:
+        sweep.reaches(3)
+        assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+        (member,) = overview(sweep.directory)
+        assert [side.where for side in member.sides[1:]] == [f"file:{path}" for path in files]
+        for number in range(times):
+            before, place = announced(files), node(engines)
+            assert place != sweep.attempts()[-1].node and {host for host, _, _ in before} == {place}
+            preempt(whole, ("-w", place), 30)
+            eventually(lambda: len(set(announced(files)) - set(before)) == 2, "engines at another place")  # noqa: B023
+            assert {host for host, _, _ in announced(files)} == {node(engines)} != {place}
+            sweep.reaches(max(sweep.step() + 1, 6 * number + 5))
+            preempt(whole, ("-w", sweep.attempts()[-1].node))
+            eventually(lambda: len(sweep.attempts()) == number + 2, "another start")  # noqa: B023
+            sweep.reaches(6 * number + 8)
+        assert process.wait(timeout=PATIENCE_S) == 0, sweep.said()
+    assert sweep.finished() and sweep.steps_written() == list(range(1, steps + 1)), "no step twice"
+    trained = sweep.journal().of_kind("train")
+    assert max(record.metrics["train/staleness_max"] for record in trained) <= 2
+    assert all(trained[-1].metrics[f"live/engine{number}_tokens_s"] > 0 for number in (0, 1))
+    assert trained[-1].metrics["compute/device_hours"] > 0
+    assert [each.kind for each in sweep.attempts()[:-1]] == ["preempted"] * times
+    assert len({each.job for each in sweep.attempts()}) == 1
+    assert f"Restarts={times} " in whole.sh("scontrol", "show", "job", engines)
+    whole.sh("scancel", engines)
+    eventually(lambda: not whole.jobs(), "no engine outlives its job", 60)
+    assert list(folder.iterdir()) == [], "a clean end leaves no announcement"

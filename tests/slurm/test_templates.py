@@ -69,9 +69,9 @@ def variables(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
 
 
-def preempt(lab: Lab) -> None:
-    """A job of higher priority takes the whole cluster for a moment."""
-    lab.sh("sbatch", "-p", "high", "-N4", "--exclusive", "--wrap", "sleep 1", "-o", "/dev/null")
+def preempt(lab: Lab, where: Sequence[str] = ("-N4",), seconds: int = 1) -> None:
+    """A job of higher priority takes the whole cluster, or some of its nodes, for a moment."""
+    lab.sh("sbatch", "-p", "high", *where, "--exclusive", "--wrap", f"sleep {seconds}", "-o", "/dev/null")
 
 
 @pytest.fixture(scope="session")
@@ -113,7 +113,7 @@ def sweep(place: Place, whole: Lab, request: pytest.FixtureRequest) -> FromTempl
 
 def test_every_template_is_tried_here() -> None:
     assert sorted(path.stem for path in (ROOT / "slurm/cluster").glob("*.yaml")) == sorted(TEMPLATES)
-    assert [path.name for path in (ROOT / "slurm").glob("*.sbatch")] == ["single_run.sbatch"]
+    assert sorted(path.name for path in (ROOT / "slurm").glob("*.sbatch")) == ["engines.sbatch", "single_run.sbatch"]
 
 
 def test_links_lead_somewhere() -> None:
@@ -232,13 +232,20 @@ def test_a_container_at_its_time_limit(sweep: FromTemplate, truth: Any) -> None:
 FITS = ("--cpus-per-task=1", "--mem=3G", "--time=10", "--signal=USR2@60")
 
 
-def submitted(lab: Lab, place: Place, verifier_s: float, *arguments: str, options: Sequence[str] = ()) -> str:
+def submitted(
+    lab: Lab,
+    place: Place,
+    verifier_s: float,
+    *arguments: str,
+    options: Sequence[str] = (),
+    script: str = "single_run.sbatch",
+) -> str:
     """`sbatch slurm/single_run.sbatch ...` with a `python` in PATH; the job's id."""
     own = place.environment(verifier_s)
     environment = {**lab.environment, **{key: own[key] for key in own if os.environ.get(key) != own[key]}}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     done = subprocess.run(
-        ["sbatch", "--parsable", *FITS, *options, str(ROOT / "slurm/single_run.sbatch"), *arguments],
+        ["sbatch", "--parsable", *FITS, *options, str(ROOT / "slurm" / script), *arguments],
         cwd=place.root,
         env=environment,
         capture_output=True,
