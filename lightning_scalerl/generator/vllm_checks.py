@@ -18,6 +18,8 @@ _log = logging.getLogger(__name__)
 AGAIN_S = 0.5
 # Limit of a call that moves no weights and waits for no token.
 CALL_S = 30.0
+# Limit of a server's first token, for which it may compile; on a busy CPU 30 s were too few.
+FIRST_TOKEN_S = 120.0
 
 
 def wait_for_server(connection: Connection, away_s: float) -> None:
@@ -129,7 +131,7 @@ def check_answer(connection: Connection, body: dict[str, Any], version: int) -> 
     """
     address = connection.address
     try:
-        answer = connection.call("POST", ROUTE, body, timeout_s=CALL_S)
+        answer = connection.call("POST", ROUTE, body, timeout_s=FIRST_TOKEN_S)
         (choice,) = answer["choices"]
         details = answer["usage"]["prompt_tokens_details"]
         (entry,) = choice["logprobs"]["content"]
