@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
+from transformers.utils.logging import disable_progress_bar
 
 from lightning_scalerl.callbacks.checkpointing import UNRECORDED, ResumableCheckpoint, newest_checkpoint, set_aside
 from lightning_scalerl.callbacks.rollout_log import RolloutLog
@@ -29,11 +30,14 @@ from sweeps.run.spec import RunSpec
 from sweeps.run.writer import sole_writer
 
 
-def hush_lightning() -> None:
-    """Silence Lightning's start-up messages, which are of no use to a user of the command."""
+def hush_libraries() -> None:
+    """Silence start-up messages and bars of Lightning and transformers that are of no use to a user of the command."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    # A hint at `srun` wherever SLURM is installed: a study starts its ranks by itself.
+    warnings.filterwarnings("ignore", message=".*`srun` command.*")
+    disable_progress_bar()  # of loading weights, which would stand between the lines of the run
 
 
 def run_member(run_dir: Path, progress: bool = False) -> None:
@@ -47,7 +51,7 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
         UserError: another process is running it, the journal in `run_dir` is another run's, or the frozen
             specification is not of the run that it names.
     """
-    hush_lightning()
+    hush_libraries()
     spec = RunSpec.read(run_dir)
     use_folders(spec.folders)
     config = OmegaConf.create(dict(spec.config))

@@ -193,7 +193,8 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         launch = launch_of(specs, directory, settings.get("like"), settings.get("rate"), elsewhere)
         check_hours(launch, settings.get("max_device_hours"))
         if (form := settings.get("design")) is None:
-            self._takes = launch.sentences()  # said when the launch is accepted: a refusal is one line
+            # Said when the launch is accepted: a refusal is one line.
+            self._takes = launch.sentences(asked=settings.get("rate") is not None)
             return False
         from sweeps.cli.design import show_design
 

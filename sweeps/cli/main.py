@@ -13,7 +13,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -47,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["train"]:
         options = argparse.Namespace(handler=lambda options: train_command(options.overrides), overrides=arguments[1:])
     else:
-        options = make_parser().parse_args(arguments or ["--help"])
+        parser, names = _make_parser()
+        if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
+            parser.error(_no_command(arguments[0], names))
+        options = parser.parse_args(arguments or ["--help"])
     handler: Handler = options.handler
     try:
         code = handler(options)
@@ -79,6 +82,15 @@ def _told_in_one_line() -> tuple[type[Exception], ...]:
     return (UserError, LeaseLostError)
 
 
+def _no_command(word: str, names: Collection[str]) -> str:
+    """Return the message for a command that does not exist, with those that look like it."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(word, names, n=2)
+    meant = f"; did you mean {' or '.join(near)}?" if near else ";"
+    return f"{word!r} is no command{meant} scalerl --help lists all"
+
+
 def _later(module: str, function: str) -> Handler:
     """Return a handler that imports the command's module when it runs."""
 
@@ -93,6 +105,11 @@ def _later(module: str, function: str) -> Handler:
 
 def make_parser() -> argparse.ArgumentParser:
     """Make the argument parser of all commands; `scalerl completion` uses it too."""
+    return _make_parser()[0]
+
+
+def _make_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
+    """Make the argument parser, and return it with the names of all commands."""
     parser = argparse.ArgumentParser(
         prog="scalerl",
         description="Run RL recipes, fit their compute curves, rank them and say how sure that is.",
@@ -134,7 +151,7 @@ def make_parser() -> argparse.ArgumentParser:
         'scalerl completion bash   (to have it: eval "$(scalerl completion bash)" in ~/.bashrc)',
     )
     completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
-    return parser
+    return parser, tuple(commands.choices)
 
 
 def _fitting(command: Command) -> None:

@@ -61,15 +61,20 @@ class Launch(AsJson):
     price: Price | None
     money: float | None
 
-    def sentences(self) -> list[str]:
-        """Describe the launch and its device hours in lines for people."""
+    def sentences(self, asked: bool = True) -> list[str]:
+        """Describe the launch and its device hours in lines for people.
+
+        Args:
+            asked: whether to say that the device hours are not known where they are not; a launch that is merely
+                accepted does not, for a first study is told nothing by it.
+        """
         arms = f"{counted(self.recipes, 'recipe')}, {counted(self.seeds, 'seed')}"
         lines = [f"{counted(self.members, 'member')} ({arms}), {self.steps} steps"]
         if self.left < self.steps:
             lines[0] += f", of which {self.left} are left"
         if self.price is None:
-            lines.append("device hours: not known, for no run says what a step takes (launch.like=STUDY)")
-            return lines
+            unknown = "device hours: not known, for no run here has taken a step; name an earlier study that has"
+            return [*lines, f"{unknown} (launch.like=STUDY, or --like)"] if asked else lines
         text = f"device hours: {self.price.hours:.3g}, by {counted(self.price.runs, 'run')} of {self.price.by}"
         if self.price.other_scale:
             text += f", with another {', '.join(self.price.other_scale)} than some members have"

@@ -7,7 +7,13 @@ from sweeps.decide.effects import Effects
 from sweeps.decide.pairwise import Comparisons
 from sweeps.decide.race import Race
 from sweeps.fit.fit import shown
-from sweeps.report.plain import one_line, table
+from sweeps.report.plain import one_line, table, units
+
+# Explanation of the columns `best` and `ahead` of a race.
+CHANCES = (
+    "best, ahead: chance of being best and of ending ahead of the favourite, at the last look that the recipe was "
+    "part of"
+)
 
 
 def comparisons_text(comparisons: Comparisons, curve: Curve) -> str:
@@ -29,7 +35,7 @@ def comparisons_text(comparisons: Comparisons, curve: Curve) -> str:
     lines = [
         table(list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]),
         "",
-        f"compute: {curve.unit}; reward: {curve.metric}; 95% intervals, over all seeds{together}",
+        "; ".join([*units(curve.unit, curve.metric), f"95% intervals, over all seeds{together}"]),
         *(one_line(row.sentence) for row in pairs),
     ]
     return "\n".join(lines)
@@ -79,8 +85,7 @@ def race_text(race: Race) -> str:
     lines = [
         table(head, rows),
         "",
-        f"compute: {race.unit}; best, ahead: chance of being best and of ending ahead of the favourite, at the last "
-        "look that the recipe was part of",
+        "; ".join([*units(race.unit), CHANCES]),
         *(f"{one_line(runner.recipe)}: {one_line(runner.reason)}" for runner in race.runners),
         one_line(race.sentence),
     ]

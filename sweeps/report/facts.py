@@ -17,6 +17,8 @@ from sweeps.run.spec import SPEC_FILE
 
 # So many different models or tasks are named.
 _NAMED = 3
+# Seconds since 1970 at the beginning of 2000: journals of simulations count from 0, and so does a clock never set.
+_CLOCK_SET = 946_684_800.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Facts:
 
     def _dates(self) -> str:
         times = [record.time for view in self._runs for record in (*view.records[:1], *view.records[-1:])]
-        if not times:
+        if not times or min(times) < _CLOCK_SET:
             return ""
         first, last = (datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d") for at in (min(times), max(times)))
         return first if first == last else f"{first} to {last}"

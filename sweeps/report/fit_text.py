@@ -10,7 +10,7 @@ from sweeps.fit.fit import Fit, shown
 from sweeps.fit.history import Snapshot
 from sweeps.fit.sensitivity import Row as SensitivityRow
 from sweeps.fit.sensitivity import signed, summary
-from sweeps.report.plain import one_line, table
+from sweeps.report.plain import one_line, table, units
 from sweeps.terminal import counted
 
 
@@ -36,8 +36,8 @@ def fits_table(fits: Sequence[Fit]) -> str:
 
 
 def units_line(fit: Fit, bounds: str) -> str:
-    """Format the units of compute and reward, and what the bounds are."""
-    return f"compute: {fit.curve.unit}; reward: {fit.curve.metric}; {bounds}"
+    """Format the names of compute and reward, and what the bounds are."""
+    return "; ".join([*units(fit.curve.unit, fit.curve.metric), bounds])
 
 
 def verdict_line(fit: Fit) -> str:

@@ -13,3 +13,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join(lines)
+
+
+def units(compute: str, reward: str = "reward") -> list[str]:
+    """Name the compute axis and the reward, each only where its name tells more than the column's heading does."""
+    named = (("compute", compute), ("reward", reward))
+    return [f"{heading}: {name}" for heading, name in named if name != heading]

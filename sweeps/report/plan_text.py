@@ -60,7 +60,8 @@ def _target_section(plan: Plan) -> Section:
         assert row.reach is not None
         compute, fresh = shown(row.compute, ".4g"), shown(row.reach.new_run, ".4g")
         rows.append([row.recipe, compute, fresh, row.asymptote.verdict, row.reason])
-    return f"compute to reach {plan.target:g}, in {plan.unit}, 95% intervals:", head, rows
+    unit = "" if plan.unit == "compute" else f", in {plan.unit}"
+    return f"compute to reach {plan.target:g}{unit}, 95% intervals:", head, rows
 
 
 def _budget_section(plan: Plan) -> Section:
@@ -71,7 +72,8 @@ def _budget_section(plan: Plan) -> Section:
         gets, to = f"{row.compute.value:.4g}", "-" if row.to is None else f"{row.to:.4g}"
         rows.append([row.recipe, gets, to, shown(row.R, ".3f"), row.asymptote.verdict, row.reason])
     what = "compute still to spend" if plan.split is not None else "compute of one run"
-    return f"a budget of {plan.budget:.4g} ({plan.unit}; {what}), 95% intervals:", head, rows
+    unit = "" if plan.unit == "compute" else f"{plan.unit}; "
+    return f"a budget of {plan.budget:.4g} ({unit}{what}), 95% intervals:", head, rows
 
 
 def _size_sections(sizes: Sizes) -> Iterator[Section]:

@@ -71,6 +71,28 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int
     return code, captured.out, captured.err
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("fti", "'fti' is no command; did you mean fit? scalerl --help"),
+        ("trian", "'trian' is no command; did you mean train? scalerl --help"),
+        ("wibble", "'wibble' is no command; scalerl --help"),
+    ],
+)
+def test_a_command_that_does_not_exist_names_those_like_it(
+    word: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, word, EXAMPLE)
+    assert (code, out) == (2, "") and said in err
+
+
+def test_a_fit_names_compute_and_reward_only_where_that_tells_something(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "fit", EXAMPLE)
+    assert "\n95% intervals, within these runs\n" in out
+    _, out, _ = run(capsys, "fit", ROOT / "examples" / "study")
+    assert "\ncompute: virtual device hours; reward: eval/heldout/pass_rate; 95% intervals" in out
+
+
 def test_fit_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "fit", EXAMPLE, "--r0", "0.3", "--min-compute", "1000")
     assert code == 0

@@ -53,6 +53,7 @@ def test_it_runs_as_it_is(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "sweeps.cli.main", *words]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment)
         assert done.returncode == 0, done.stderr
+        assert "Loading weights" not in done.stderr and "srun" not in done.stderr, "neither bars nor hints of libraries"
         return done.stdout
 
     scalerl("init", "mine", folder=tmp_path)
