@@ -83,11 +83,11 @@ def _told_in_one_line() -> tuple[type[Exception], ...]:
 
 
 def _no_command(word: str, names: Collection[str]) -> str:
-    """Return the message for a command that does not exist, with those that look like it."""
+    """Return the message for a command that does not exist, with the one that looks like it."""
     from difflib import get_close_matches
 
-    near = get_close_matches(word, names, n=2)
-    meant = f"; did you mean {' or '.join(near)}?" if near else ";"
+    near = get_close_matches(word, names, n=1)
+    meant = f"; did you mean {near[0]}?" if near else ";"
     return f"{word!r} is no command{meant} scalerl --help lists all"
 
 

@@ -79,7 +79,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int
         ("wibble", "'wibble' is no command; scalerl --help"),
     ],
 )
-def test_a_command_that_does_not_exist_names_those_like_it(
+def test_a_command_that_does_not_exist_names_the_one_like_it(
     word: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run(capsys, word, EXAMPLE)
