@@ -357,6 +357,8 @@ return ["h1", "h2", "p", ".md-content p a", ".md-content td", ".md-content code"
   const e = [...document.querySelectorAll(kind)].find(e => e.offsetParent !== null);
   return e ? [[kind, parse(getComputedStyle(e).color), under(e)]] : [] });
 """
+# The theme's names of them.
+SCHEMES = {"light": "default", "dark": "slate"}
 SEARCH = """
 const roots = [document, ...[...document.querySelectorAll("*")].filter(e => e.shadowRoot).map(e => e.shadowRoot)];
 return [roots.slice(1).flatMap(root => [...root.querySelectorAll("input")]).find(e => e.offsetParent !== null),
@@ -394,12 +396,15 @@ def test_opened_from_a_folder_it_is_searched_and_fits_a_screen_and_a_phone(built
             browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
             media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
             browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+            browser.get((built / "index.html").as_uri())
+            browser.execute_script("localStorage.clear()")  # it keeps the scheme of the first page that was opened
             for page in ("index.html", "commands/fit.html", "recipes/variant.html", "api/axis_loss.html"):
                 browser.get((built / page).as_uri())
                 reach, screen = browser.execute_script(
                     "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
                 )
                 assert reach <= screen, f"{page}: {reach} px on a screen of {screen}"
+                assert browser.execute_script("return document.body.dataset.mdColorScheme") == SCHEMES[scheme]
                 colours = browser.execute_script(COLOURS)
                 assert len(colours) >= 3 and {kind: contrast(text, under) for kind, text, under in colours
                                               if contrast(text, under) < 4.5} == {}, (page, scheme)  # fmt: skip
@@ -422,6 +427,22 @@ def test_opened_from_a_folder_it_is_searched_and_fits_a_screen_and_a_phone(built
             time.sleep(0.2)
         assert field.get_property("value") == "staleness" and "Staleness" in shown
         assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+@pytest.mark.docs
+@pytest.mark.browser
+def test_the_sites_own_picture_shows_a_screen_in_light_and_a_phone_in_the_dark(built: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    from docs.site.screenshots import take_site
+    from tests.chromium import need_chromium
+
+    need_chromium()
+    with Image.open(take_site(built, tmp_path / "site.png")) as picture:
+        shown = picture.convert("L")
+    assert shown.size == (1400 + 10 + 390, 844)
+    screen, phone = (sorted(shown.crop(area).getdata()) for area in ((0, 100, 1380, 844), (1410, 100, 1800, 844)))
+    assert screen[len(screen) // 2] > 200 and phone[len(phone) // 2] < 60, "the middle pixel's lightness"
 
 
 # --- metadata ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Builds the documentation site: `python -m docs.site build`, `serve` to look at it, `figures` and `screenshots`.
 
-Needs the extra `docs`; `figures`, those of the concepts, only matplotlib, `screenshots` Chromium. `build` is strict: a
-link or anchor that leads nowhere is an error.
+Needs the extra `docs`; `figures`, those of the concepts, only matplotlib, `screenshots` Chromium, and for the site's
+own what `build` has built. `build` is strict: a link or anchor that leads nowhere is an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from docs.site.figures import draw
-from docs.site.screenshots import take
+from docs.site.screenshots import take, take_site
 from docs.site.source import ROOT
 from docs.site.stage import finish, stage
 
@@ -58,7 +58,9 @@ def main() -> int:
         draw(ROOT / "docs" / "reference" / "figures")
         return 0
     if options.what == "screenshots":
-        for path in take(ROOT / "docs" / "guide" / "figures"):
+        folder = ROOT / "docs" / "guide" / "figures"
+        site = TARGET / "site"
+        for path in [*([take_site(site, folder / "site.png")] if site.is_dir() else []), *take(folder)]:
             print(path.relative_to(ROOT), f"{path.stat().st_size / 1000:.0f} kB")
         return 0
     return build() if options.what == "build" else serve(options.port)

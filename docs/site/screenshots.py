@@ -1,6 +1,7 @@
 """Takes the screenshots of docs/guide: `python -m docs.site screenshots`. Needs Chromium, as the browser tests do.
 
-They show `examples/study`: its report, and in MLflow's interface both views that `scalerl publish` prints.
+They show `examples/study`: its report, and in MLflow's interface both views that `scalerl publish` prints; and, where
+`python -m docs.site build` was called before, this site on a screen and on a phone, light and dark.
 """
 
 from __future__ import annotations
@@ -8,12 +9,16 @@ from __future__ import annotations
 import contextlib
 import io
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from docs.site.source import ROOT
 
 WIDTH = 1400
+# A page of the site with a figure and a table, and each screen it is shown on: width, height, colour scheme.
+SITE_PAGE = "reference/concepts.html"
+SCREENS = ((WIDTH, 844, "light"), (390, 844, "dark"))
 
 
 def take(folder: Path) -> list[Path]:
@@ -59,6 +64,35 @@ def take(folder: Path) -> list[Path]:
                 wait_for(lambda: len(table(browser)["rows"]) > 1)
                 written.append(_small(browser.get_screenshot_as_png(), folder / "mlflow_runs.png"))
     return written
+
+
+def take_site(site: Path, path: Path, screens: Sequence[tuple[int, int, str]] = SCREENS) -> Path:
+    """Write one picture of the built site below `site`, its screens side by side, and return its path."""
+    from PIL import Image
+
+    from tests.chromium import chromium
+
+    shots = []
+    with TemporaryDirectory() as name, chromium(Path(name)) as browser:
+        for width, height, scheme in screens:
+            size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+            browser.get((site / SITE_PAGE).as_uri())
+            browser.execute_script("localStorage.clear()")  # it keeps the scheme of the first page that was opened
+            browser.refresh()
+            shots.append(Image.open(io.BytesIO(browser.get_screenshot_as_png())))
+    gap = 10
+    wide = sum(shot.width + gap for shot in shots) - gap
+    beside = Image.new("RGB", (wide, max(shot.height for shot in shots)), "white")
+    left = 0
+    for shot in shots:
+        beside.paste(shot, (left, 0))
+        left += shot.width + gap
+    png = io.BytesIO()
+    beside.save(png, "png")
+    return _small(png.getvalue(), path)
 
 
 def _small(png: bytes, path: Path) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from lightning_scalerl.axes.adapter import NoAdapter
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint, unusable
@@ -53,6 +54,7 @@ def export_run(
         check_run(run_dir, spec)
     view = read_journal(run_dir)
     path = _checkpoint(run_dir / "checkpoints", step, spec.run)
+    disable_progress_bar()  # of loading weights and writing shards: the command prints one line
     try:
         free(directory)  # before a large model is read for nothing
         use_folders(spec.folders)

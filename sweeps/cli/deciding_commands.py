@@ -93,13 +93,11 @@ def _by_axis(options: argparse.Namespace, axes: Sequence[str], fits: Sequence[Fi
 
 
 def plan_command(options: argparse.Namespace) -> int:
-    """Print the compute that a target or budget takes and the next runs, or a study's design (`scalerl plan`)."""
+    """Print the next runs, the compute that a target or budget takes, or a study's design (`scalerl plan`)."""
     if options.design is not None:
         return _design(options)
     if not options.sources:
         options.refuse("give a SOURCE, or --design with the overrides of a study to come")
-    if options.target is None and options.budget is None:
-        options.refuse("one of the arguments --target --budget --design is required")
     if options.like is not None or options.rate is not None:
         options.refuse("--like and --rate: of a study to come; give --design")
     if options.output is not None and options.size is None:

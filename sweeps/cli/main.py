@@ -206,7 +206,7 @@ def _deciding(command: Command) -> None:
     planning = command(
         "plan",
         _later("deciding_commands", "plan_command"),
-        "say what a target, a budget or a launch takes: compute, what to run next to settle the choice, model size",
+        "say what to run next to settle the choice, and what a target, a budget or a launch takes; which model size",
         "scalerl plan examples/curves.csv --target 0.6",
     )
     _add_source(planning, "*")

@@ -65,7 +65,7 @@ class Row(AsJson):
 
 @dataclass(frozen=True)
 class Plan(AsJson):
-    """The answer of `scalerl plan`. Exactly one of target and budget is given."""
+    """The answer of `scalerl plan`. Target or budget is None, or both where only what to run next was asked."""
 
     target: float | None
     budget: float | None
@@ -79,7 +79,8 @@ class Plan(AsJson):
 
     def to_json(self) -> dict[str, Any]:
         """The object of `scalerl plan --json`."""
-        entry: dict[str, Any] = {"budget": self.budget} if self.target is None else {"target": self.target}
+        goals = {"target": self.target, "budget": self.budget}
+        entry: dict[str, Any] = {name: goal for name, goal in goals.items() if goal is not None}
         entry["unit"] = self.unit
         entry["recipes"] = as_json(self.rows)
         entry["next"] = as_json(self.next)
@@ -109,24 +110,26 @@ def make_plan(
     margin: float | None = None,
     factors: Factors | None = None,
 ) -> Plan:
-    """Plan for a target or a budget.
+    """Plan for a target or a budget, or without either say what to run next.
 
     Args:
         fits: fits of curves that are grouped by the factors, as `fit_curves` returns them.
-        target: reward to reach; None if a budget is given.
+        target: reward to reach; None for none.
         budget: compute in the curves' unit: still to spend over all recipes together where the study has no factors,
-            else of one run; None if a target is given.
+            else of one run; None for none.
         margin: recipes whose A lies within this of the best are no wrong choice, in reward; None for the default.
         factors: what the study varied besides the recipe; None for nothing.
 
     Raises:
-        UserError: both or neither of target and budget, either out of range, or factors that do not fit.
+        UserError: both target and budget, either out of range, or factors that do not fit.
     """
     factors = factors or Factors()
     if not fits:
         raise UserError("nothing to plan: give at least one recipe")
-    if (target is None) == (budget is None):
+    if target is not None and budget is not None:
         raise UserError("give one of --target and --budget")
+    if factors.size is not None and target is None and budget is None:
+        raise UserError("--size: which size is best depends on what it is for; give --budget or --target")
     if factors.more_sizes and factors.size is None:
         raise UserError("--sizes: name the column of sizes with --size")
     if factors.difficulty is not None and factors.rollouts is None:
@@ -167,7 +170,7 @@ def make_plan(
         )
     settlements = tuple(settle(choice_of(group, margin)) for group in comparable(fits, apart_from=factors.rollouts))
     steps = tuple(step for settlement in settlements for step in settlement.steps)
-    rows = tuple(_reach_row(fit, target) if target is not None else _budget_row(fit, budget) for fit in fits)
+    rows = tuple(_row(fit, target, budget) for fit in fits)
     return Plan(
         target=target,
         budget=budget,
@@ -179,6 +182,15 @@ def make_plan(
         sizes=sizes,
         rollouts=rollouts,
     )
+
+
+def _row(fit: Fit, target: float | None, budget: float | None) -> Row:
+    """Return a recipe's row for a target, for one run of a budget, or for neither."""
+    if target is not None:
+        return _reach_row(fit, target)
+    if budget is not None:
+        return _budget_row(fit, budget)
+    return Row(recipe=fit.recipe, compute=None, R=None, reason=fit.reason, asymptote=near_asymptote(fit))
 
 
 def _reach_row(fit: Fit, target: float) -> Row:
@@ -207,8 +219,7 @@ def _share_row(fit: Fit, split: Split) -> Row:
     )
 
 
-def _budget_row(fit: Fit, budget: float | None) -> Row:
-    assert budget is not None
+def _budget_row(fit: Fit, budget: float) -> Row:
     reward = reward_at(fit, budget)
     reason = "one run of the budget"
     if reward is None:

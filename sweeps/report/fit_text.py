@@ -47,8 +47,10 @@ def verdict_line(fit: Fit) -> str:
     if effect is None or not fit.identifiable:
         return line
     sides = zip(("lower", "higher"), effect.A, effect.B, strict=True)
-    moved = [f"{side} A {a:.3f}, B {b:.3g}" for side, a, b in sides if a is not None and b is not None]
-    return f"{line}; with R0 {effect.step:g} {'; '.join(moved)}" if moved else line
+    moved = [
+        f"{effect.step:g} {side}, A {a:.3f} and B {b:.3g}" for side, a, b in sides if a is not None and b is not None
+    ]
+    return f"{line}; were R0 {', or '.join(moved)}" if moved else line
 
 
 def families_text(comparison: Comparison) -> str:

@@ -28,7 +28,7 @@ def sections(plan: Plan) -> Iterator[Section]:
     """Yield the sections of a plan that `scalerl plan` prints, in order."""
     if plan.target is not None:
         yield _target_section(plan)
-    else:
+    elif plan.budget is not None:
         yield _budget_section(plan)
     for sizes in plan.sizes:
         yield from _size_sections(sizes)

@@ -113,6 +113,21 @@ def test_rank_prints_outcome_and_json(capsys: pytest.CaptureFixture[str]) -> Non
     assert ranking["ranking"][-1]["rank"] is None
 
 
+def test_plan_says_what_to_run_next_where_neither_target_nor_budget_is_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = run(capsys, "plan", EXAMPLE)
+    _, aimed, _ = run(capsys, "plan", EXAMPLE, "--target", "0.6")
+    assert code == 0 and out.startswith("not settled: scalerl is the best choice so far")
+    assert "what to run next (gain" in out and aimed.endswith(out), "the steps are those to any target"
+    code, out, _ = run(capsys, "plan", EXAMPLE, "--json")
+    plan = json.loads(out)
+    assert code == 0 and "target" not in plan and "budget" not in plan and plan["next"][0]["action"] == "extend"
+    assert [row["compute"] for row in plan["recipes"]] == [None] * 4
+    code, _, err = run(capsys, "plan", ROOT / "examples" / "sizes.csv", "--size", "size")
+    assert code == 1 and "--size: which size is best depends" in err
+
+
 @pytest.mark.full
 def test_report_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "report", EXAMPLE, "-o", tmp_path / "sub" / "report.html")

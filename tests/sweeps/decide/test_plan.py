@@ -429,18 +429,22 @@ def test_failures_are_one_line(capsys: pytest.CaptureFixture[str], arguments: li
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--target", "x"], ["--target", "0.5", "--budget", "1"], ["--budget", "-1"], ["--target", "nan"]]
+    "arguments", [["--target", "x"], ["--target", "0.5", "--budget", "1"], ["--budget", "-1"], ["--target", "nan"]]
 )
 def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     code, _, err = run(capsys, EXAMPLE, *arguments)
     assert code == 2 and "usage" in err
 
 
-def test_a_plan_wants_one_goal() -> None:
+def test_a_plan_has_one_goal_or_none() -> None:
     fits = fit_curves([curve(points=15)])
-    for goal in ({}, {"target": 0.5, "budget": 1.0}):
-        with pytest.raises(UserError, match="one of"):
-            make_plan(fits, **goal)
+    with pytest.raises(UserError, match="one of"):
+        make_plan(fits, target=0.5, budget=1.0)
+    aimless, aimed = make_plan(fits), make_plan(fits, target=0.5)
+    assert (aimless.next, aimless.settlements) == (aimed.next, aimed.settlements)
+    assert [(row.compute, row.R, row.asymptote) for row in aimless.rows] == [(None, None, aimed.rows[0].asymptote)]
+    with pytest.raises(UserError, match="which size is best depends"):
+        make_plan(fits, factors=Factors(size="size"))
     with pytest.raises(UserError, match="nothing to plan"):
         make_plan([], target=0.5)
     with pytest.raises(UserError, match="has no size"):
