@@ -14,7 +14,7 @@ from sweeps.decide.race import Look, next_look
 from sweeps.decide.rules import Rules
 from sweeps.errors import UserError
 from sweeps.run.files import append_lines, parse_lines
-from sweeps.run.journal import JournalView, find_runs
+from sweeps.run.journal import JOURNAL_FILE, JournalView, find_runs
 from sweeps.search.journals import Journals, how_far
 from sweeps.search.race_log import RACE_FILE
 
@@ -29,7 +29,7 @@ class RunObserver:
         metric, axis: reward and compute to compare by, see `sweeps.source.load`; None for the defaults.
 
     Raises:
-        UserError: the run is not in the folder, or has looked by other rules before.
+        UserError: the run is not in the folder, the folder is itself a run, or other rules were looked by before.
     """
 
     def __init__(
@@ -39,6 +39,8 @@ class RunObserver:
         self._metric, self._axis = metric, axis
         if self._study not in self._run_dir.parents:
             raise UserError(f"study: {run_dir} is not in {study}; give the folder that holds the run and its rivals")
+        if (self._study / JOURNAL_FILE).is_file():
+            raise UserError(f"study: {study} is a run itself ({JOURNAL_FILE}), so no run below it is seen")
         self._path = run_dir / RACE_FILE
         self._journals = Journals(self._study)
         self._looks: list[Look] = []

@@ -114,6 +114,13 @@ def test_scripts_that_share_a_label_do_not_race_and_are_told_once(
     assert said.endswith("give each recipe its own, RunLog(run_dir, {'recipe': NAME})")
 
 
+def test_a_folder_that_is_a_run_itself_is_no_race(tmp_path: Path) -> None:
+    mine = begun(tmp_path, 0.7, 4)
+    Journal(tmp_path).close()
+    with pytest.raises(UserError, match=r"is a run itself \(metrics\.jsonl\)"):
+        RunObserver(tmp_path, mine, Rules(1.0, 0.05))
+
+
 def test_of_one_label_are_seeds_where_seeds_tell_them_apart(tmp_path: Path) -> None:
     mine, rules = begun(tmp_path, 0.7, 4), Rules(1.0, 0.05)
     observer = RunObserver(tmp_path, mine, rules)
