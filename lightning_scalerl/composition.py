@@ -54,6 +54,8 @@ _NO_NEWS = ("full_key", "object_type", "reference_type", "Set the env")
 _OURS = ("train", "scalerl_axes", "hydra/config")
 # Settings of Lightning's Trainer that a user looks for here, and where it is decided instead.
 ELSEWHERE = dict.fromkeys(("accelerator", "device", "devices", "gpus", "num_gpus"), _DEVICE)
+# Groups of another trainer's studies, which stand beside ours in `scalerl train --help`.
+_OTHER_STUDIES = ("command", "member")
 
 
 def conf_dir() -> Path:
@@ -230,6 +232,11 @@ def explain(error: Exception, folders: Folders = (), overrides: Sequence[str] = 
     unknown = _unknown_key(error)
     if (hint := ELSEWHERE.get(unknown.rpartition(".")[2])) is not None:
         return f"{unknown}: no setting of a run; {hint}"
+    if (group := re.split(r"[./@]", unknown)[0]) in _OTHER_STUDIES:
+        return (
+            f"{group}: another trainer's command is a file of yours, which begins with member: command; copy one of "
+            "conf/command, and give --config-dir FOLDER --config-name NAME (docs/guide/any_trainer.md)"
+        )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         asking = re.match(r"In '([^']+)'", lines[0])

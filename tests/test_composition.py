@@ -324,6 +324,8 @@ DEVICE = "accelerator: no setting of a run; a run trains on the GPU that its pro
                 (["variant=loss_dappo"], "did you mean variant=loss_dapo?"),
                 ([*MULTIRUN, "variant=none,loss_dappo"], "did you mean variant=loss_dapo?"),
                 (["accelerator=gpu"], DEVICE),
+                (["command=trl"], "command: another trainer's command is a file of yours"),
+                (["command.line=x"], "give --config-dir FOLDER --config-name NAME"),
                 # No truth value is a number, and no text.
                 (["optimizer.lr=true"], "optimizer.lr: true must be a number"),
                 ([*MULTIRUN, "mlflow.uri=1e999"], "mlflow.uri: inf must be an address"),

@@ -12,8 +12,15 @@ from tests.paths import ROOT
 
 DOCS = ROOT / "docs"
 INDEX = DOCS / "README.md"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(DOCS.rglob("*.md")),
+    *sorted((ROOT / "slurm").rglob("*.md")),
+]
 CODE = ("benchmarks", "conf", "examples", "hydra_plugins", "lightning_scalerl", "slurm", "sweeps", "tests", ".ci")
+# A program of the reader's own, which the page has shown before.
+OF_THE_READER = {"main.py"}
 SUFFIXES = {".py", ".yaml", ".yml", ".sh", ".sbatch", ""}
 
 
@@ -77,6 +84,34 @@ def test_every_page_is_reachable_from_the_index() -> None:
 def test_the_index_lists_every_page() -> None:
     listed = {(INDEX.parent / target).resolve() for target, _ in links(INDEX) if target}
     assert sorted(set(DOCS.rglob("*.md")) - listed - {INDEX}) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_begin_with_a_header_and_have_as_many_cells_in_each_row(page: Path) -> None:
+    """A blank line within a table ends it: the rows that follow would be shown as they are written."""
+    before, cells = "", 0
+    lines = prose(page).splitlines()
+    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+        row = len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", line)))
+        if line.startswith("|") and not before.startswith("|"):
+            assert re.fullmatch(r"\|(\s*:?-+:?\s*\|)+", after), f"{page.name}: a row without a header: {line}"
+            cells = row
+        assert not line.startswith("|") or row == cells, f"{page.name}: other cells than its header has: {line}"
+        before = line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_stand_in_fences_and_name_programs_that_exist(page: Path) -> None:
+    """Only fenced blocks have a button to copy them, and are checked; programs that a page names are looked up."""
+    text = page.read_text()
+    assert not re.findall(r"^ {4}(?:\$ )?(?:python3?|scalerl|make|sbatch|srun|pip) .*", prose(page), flags=re.MULTILINE)
+    for module, file in re.findall(r"(?<![\w/])python3? (?:-m ([\w.]+)|([\w/]+\.py)\b)", text):
+        if file:
+            places = [ROOT, *(ROOT / "examples").glob("*/"), page.parent]
+            assert file in OF_THE_READER or any((place / file).is_file() for place in places), f"{page.name}: {file}"
+        elif module.split(".")[0] in (*CODE, "docs"):
+            place = ROOT.joinpath(*module.split("."))
+            assert place.is_dir() or place.with_suffix(".py").is_file(), f"{page.name}: {module}"
 
 
 def test_code_names_pages_that_exist() -> None:

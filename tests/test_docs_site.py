@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import cache
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -32,7 +33,9 @@ import sweeps
 from docs.site.generate import OTHERS, ROWS, commands, pages, setting_groups
 from docs.site.stage import CONFIG, completed, finish, navigated, site_pages, stage
 from lightning_scalerl.composition import plain_variants
+from lightning_scalerl.member.identify import check_shown
 from sweeps.cli.main import make_parser
+from tests.examples import every
 from tests.paths import ROOT
 from tests.sweeps.cli.test_commands import COMMANDS
 
@@ -214,6 +217,7 @@ def commands_shown() -> Iterator[tuple[str, list[str]]]:
         if language not in ("", "sh", "bash", "console"):
             continue
         for line in re.sub(r"\\\n\s*", " ", code).splitlines():
+            line = re.sub(r"^(?:python|sbatch \S+) -m lightning_scalerl\.train", "scalerl train", line)
             # What follows one blank and a word is a command; tables of output have recipes called `scalerl`.
             if found := re.match(r"(?:\$ )?(?:[A-Z_]+=\S+ )*scalerl ([a-z]+(?:\s.*)?)$", line):
                 yield place, shlex.split(re.split(r"\s#|\s{2,}\(|\s[|>]|\s&&|;", found[1])[0])
@@ -265,6 +269,28 @@ def test_choices_and_keys_of_training_commands_in_the_pages_exist() -> None:
             elif name.split(".")[0] not in roots:
                 wrong.append(f"{place}: {word}")
     assert wrong == []
+
+
+def composed_in_the_pages() -> list[object]:
+    """Return what each training command of ours gives the first of its members: folder of configurations, overrides."""
+    found = {}
+    for place, words in commands_shown():
+        folders = [after for word, after in pairwise(words) if word == "--config-dir"]
+        told = [word for word in words[1:] if "=" in word and not word.startswith(("-", "hydra.searchpath"))]
+        if words[0] != "train" or "--config-name" in words or any("..." in word for word in words):
+            continue
+        if all((ROOT / folder / "cluster").is_dir() for folder in folders):  # else one that the page has written
+            # Of a grid its first values; of a search, whose values are drawn, nothing.
+            told = [re.sub(r"=([\w.]+),.*", r"=\1", word) for word in told if not re.search(r"^trainer\b|\(", word)]
+            first = tuple(told)
+            found[f"{place}: {' '.join(first)}"] = (folders, first)
+    return [pytest.param(*command, id=name) for name, command in found.items()]
+
+
+@pytest.mark.parametrize(("folders", "overrides"), every(12, composed_in_the_pages(), pytest.mark.full))
+def test_training_commands_in_the_pages_compose(folders: list[str], overrides: tuple[str, ...]) -> None:
+    """Their keys are looked up at every level, and their values checked, as when they are run."""
+    check_shown(overrides, [str(ROOT / folder) for folder in folders])
 
 
 # --- the site itself -----------------------------------------------------------------------------------------------
