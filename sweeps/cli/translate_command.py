@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from sweeps.cli.output import print_json
 from sweeps.executor.base import load_entry
 from sweeps.run.files import write_atomically
+from sweeps.terminal import counted
 
 
 def translate_command(options: argparse.Namespace) -> int:
@@ -23,6 +25,9 @@ def translate_command(options: argparse.Namespace) -> int:
         print_json({**vars(found), "missing": missing})
     if options.output is not None:
         write_atomically(Path(options.output), found.text())
+        missing = ", ".join(each.key for each in found.missing)
+        lacking = f"; without a counterpart, as its comments say: {missing}" if missing else ""
+        print(f"{options.output}: {counted(len(found.settings), 'setting')} of {found.to}{lacking}", file=sys.stderr)
     elif not options.json:
         print(found.text(), end="")
     return 0

@@ -23,6 +23,7 @@ from lightning_scalerl.composition import names_in
 from lightning_scalerl.optim import ConstantSchedule, CosineSchedule
 from lightning_scalerl.translate.command import TRAINERS, translated
 from lightning_scalerl.translate.record import Run, Translation
+from sweeps.cli.main import main
 from sweeps.errors import UserError
 from tests.examples import every
 
@@ -275,6 +276,16 @@ def test_the_rate_of_every_step_is_ours(schedule: ConstantSchedule) -> None:
         factor = prime["trainer.scheduler.min_lr"] / prime["trainer.optim.lr"]
         linear = {"start_factor": factor, "end_factor": 1.0, "total_iters": prime["trainer.scheduler.warmup_steps"]}
         assert rates(lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, **linear)) == pytest.approx(ours)
+
+
+def test_a_file_that_is_written_is_told_with_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rl.toml"
+    assert main(["translate", "recipe=scalerl", "--to", "prime-rl", "-o", str(file)]) == 0
+    told = capsys.readouterr()
+    settings = int(file.read_text().split("\n")[0].split(": ")[1].split()[0])
+    assert told.out == "" and told.err.startswith(f"{file}: {settings} settings of prime-rl; without a counterpart, as")
+    lacking = told.err.strip().rpartition(": ")[2].split(", ")
+    assert lacking == [each.key for each in translated(["recipe=scalerl"], "prime-rl").missing] and len(lacking) > 1
 
 
 def test_an_unknown_trainer_and_a_typing_error_are_one_line() -> None:
