@@ -25,8 +25,8 @@ def translate_command(options: argparse.Namespace) -> int:
         print_json({**vars(found), "missing": missing})
     if options.output is not None:
         write_atomically(Path(options.output), found.text())
-        missing = ", ".join(each.key for each in found.missing)
-        lacking = f"; without a counterpart, as its comments say: {missing}" if missing else ""
+        keys = ", ".join(each.key for each in found.missing)
+        lacking = f"; without a counterpart, as its comments say: {keys}" if keys else ""
         print(f"{options.output}: {counted(len(found.settings), 'setting')} of {found.to}{lacking}", file=sys.stderr)
     elif not options.json:
         print(found.text(), end="")
