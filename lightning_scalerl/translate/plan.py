@@ -91,6 +91,8 @@ def _command(python: str, spec: RunSpec, overrides: Sequence[str]) -> dict[str, 
     """Return what `sweeps.command` is told of a member, with every key of conf/command/base/command.yaml."""
     # What is said of the whole study is no run's, and braces in a value are no placeholders.
     of_run = [entry for entry in overrides if entry.lstrip("+~").split("=")[0] not in ("seed", "budget.steps", "study")]
+    # A tracker's address may hold a login, and words of a command are seen by everybody on the machine.
+    of_run = [entry for entry in of_run if entry.lstrip("+~").split("=")[0].split(".")[0] != "mlflow"]
     escaped = [entry.replace("{", "{{").replace("}", "}}") for entry in of_run]
     directories = [word for folder in spec.folders for word in ("--config-dir", folder)]
     line = [sys.executable, "-m", "lightning_scalerl.translate.trl_member", "--python", python]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +24,7 @@ from lightning_scalerl.recipe import Recipe
 # A bound that never acts, where a trainer knows no word for none: no gradient is that long, and no ratio that large
 # (ours and verl's end at exp(20), below it).
 NEVER = 1e9
+OWN = "a choice of your own"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Translation:
         settings: by the trainer's names, dots between the levels.
         missing: what of ours has no counterpart.
         notes: in what the two differ beyond any setting.
+        added: settings that the trainer's own file does not list, though its code reads them.
     """
 
     to: str
@@ -52,6 +55,7 @@ class Translation:
     settings: dict[str, Any] = field(default_factory=dict)
     missing: list[Missing] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    added: set[str] = field(default_factory=set)
 
     def set(self, **settings: Any) -> None:
         """Add settings by name; two underscores stand for a dot."""
@@ -61,8 +65,15 @@ class Translation:
         """Add settings below a prefix; two underscores stand for a dot."""
         self.settings |= {f"{prefix}.{name.replace('__', '.')}": value for name, value in settings.items()}
 
+    def add(self, name: str, value: Any) -> None:
+        """Add a setting that the trainer's own file leaves out: it is written as a new key, by Hydra's mark."""
+        self.settings[name] = value
+        self.added.add(name)
+
     def lacks(self, key: str, value: Any, why: str) -> None:
-        """Add a choice or setting that has no counterpart."""
+        """Add a choice or setting that has no counterpart; of a choice of the user's own no more is said."""
+        if any((each.key, each.why) == (key, OWN) for each in self.missing):
+            return
         self.missing.append(Missing(key, _shown(value), why))
 
     def note(self, text: str) -> None:
@@ -74,7 +85,8 @@ class Translation:
         head = [f"# {self.to} {self.version}: {len(self.settings)} settings; written by scalerl translate"]
         head += [f"# without a counterpart: {each.key}={each.value}: {each.why}" for each in self.missing]
         head += [f"# beyond any setting: {each}" for each in self.notes]
-        body = {"yaml": _yaml, "toml": _toml, "overrides": _overrides}[self.form](self.settings)
+        marked = {f"{'+' if name in self.added else ''}{name}": value for name, value in self.settings.items()}
+        body = {"yaml": _yaml, "toml": _toml, "overrides": _overrides}[self.form](marked)
         return "\n".join([*head, *body]) + "\n"
 
 
@@ -91,7 +103,14 @@ def _plain(value: Any) -> str:
 
 
 def _yaml(settings: Mapping[str, Any]) -> list[str]:
-    return [f"{name}: {_plain(value)}" for name, value in settings.items()]
+    return [f"{name}: {_in_yaml(value)}" for name, value in settings.items()]
+
+
+def _in_yaml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(name)}: {_in_yaml(each)}" for name, each in value.items()) + "}"
+    # With a point: 1e-15 is a text for YAML 1.1.
+    return re.sub(r"^(-?\d+)e", r"\1.0e", _plain(value)) if isinstance(value, float) else _plain(value)
 
 
 def _overrides(settings: Mapping[str, Any]) -> list[str]:
@@ -222,8 +241,12 @@ def common(run: Run, into: Translation) -> None:
         choice = choices.on(axis)
         if type(choice).__name__ not in neutral:
             into.lacks(axis, choice, f"{why}; {axis}={plain} is translated")
-    for axis, choice in choices.own.items():
-        into.lacks(axis, choice, "an axis of your own")
+    for axis, choice in choices.items():
+        if axis in choices.own:
+            into.lacks(axis, choice, "an axis of your own")
+        elif not type(choice).__module__.startswith("lightning_scalerl."):
+            # Also one that is derived from a choice of ours: what it has changed nobody knows here.
+            into.lacks(axis, choice, OWN)
     if type(choices.length_control).__name__ == "Interruption":
         into.lacks("length_control", choices.length_control, "nothing is forced into a completion there")
     if not isinstance(choices.async_mode, PPOOffPolicy):

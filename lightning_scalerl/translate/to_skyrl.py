@@ -1,9 +1,11 @@
 """A recipe in SkyRL's words: overrides of `skyrl.train.config` (`python -m skyrl.train.entrypoints.main_base`).
 
 What holds of the code at the commit: both bounds of `cispo` are offsets from 1; a masked rollout, whatever masked it,
-keeps its place in the averages over sequences and prompts, and leaves that over tokens; KL is averaged over sequences
-under every reduction; `advantage_batch_normalize` counts an advantage once a token; the trainer's log-probabilities of
-before the update are made by mini-batches, but of when the whole batch was sampled. Source: NovaSky-AI/SkyRL a9564572,
+keeps its place in the averages over sequences and prompts, and leaves that over tokens; whether a group varies is asked
+of its unmasked rollouts; KL is averaged over sequences under every reduction; `advantage_batch_normalize` counts an
+advantage once a token; the trainer's log-probabilities of before the update are made by mini-batches, but of when the
+whole batch was sampled; workers compute under autocast of BF16, whatever `bf16` says; training ends with `epochs`, 1 by
+default, whatever `max_training_steps` says. Source: NovaSky-AI/SkyRL a9564572,
 skyrl/train/config/config.py, skyrl/train/trainer.py, skyrl/backends/skyrl_train/utils/ppo_utils.py, workers/worker.py.
 """
 
@@ -121,6 +123,8 @@ def _credit(run: Run, into: Translation) -> None:
         into.note("filter: it never gives up there")
     elif isinstance(choices.filter, NoFilter):
         into.under(ALGORITHM, zero_variance_filter=False)
+    elif isinstance(choices.filter, ZeroVariance) and by_token and isinstance(choices.truncated, MaskTruncated):
+        into.lacks("filter", choices.filter, "a group varies there if its unmasked rollouts do; truncated=keep")
     elif isinstance(choices.filter, ZeroVariance) and by_token:
         into.under(ALGORITHM, zero_variance_filter=True, zero_variance_filter_tol=0.0)
     else:
@@ -148,6 +152,7 @@ def _data(run: Run, into: Translation) -> None:
         micro_train_batch_size_per_gpu=run.micro_batch,
         update_epochs_per_batch=epochs,
         max_training_steps=run.steps // k,
+        epochs=run.steps // k,  # passes over the data: as many steps as a pass of one batch would have
         max_prompt_length=limits.max_prompt_tokens,
         fully_async__enabled=False,
         seed=run.seed,
@@ -205,6 +210,8 @@ def _ratio(run: Run, into: Translation) -> None:
     """Add types and the anchor of the ratio: the engine's log-probabilities, or the trainer's own."""
     correction, precision, loss = run.choices.correction, run.choices.precision, run.choices.loss
     engine = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision.policy]
+    if precision.policy == "fp32":
+        into.lacks("precision", precision, "workers compute under autocast of BF16 there; precision=bf16 is nearest")
     into.set(trainer__bf16=precision.policy == "bf16")
     into.under("generator.inference_engine", model_dtype=engine)
     if run.head is None or run.head:

@@ -67,6 +67,7 @@ def _loss(run: Run, into: Translation) -> None:
         into.lacks("loss", loss, "no loss_type is known to be it")
     elif by_name is not None:
         into.set(loss_type=by_name, epsilon=clips[0], epsilon_high=clips[1])
+    into.set(router_aux_loss_coef=0.0)  # else experts get the load-balancing loss of their model's configuration
     into.set(importance_sampling_level="sequence" if isinstance(loss, GSPO) else "token")
     beta = distance(run)
     if beta is None:

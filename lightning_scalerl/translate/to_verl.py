@@ -2,10 +2,13 @@
 
 What holds of the released code: `vanilla` has a dual clip at 3 by default, a surrogate of its own; `clip_ratio_high` of
 `cispo` is the cap less 1, and its lower bound is 0 at `clip_ratio_low=1`; the divisor of `seq-mean-token-sum-norm` is
-the padded width unless `loss_scale_factor` is set; the learning rate advances once a generation batch. The engine is
-never the trainer, so that the anchor of the ratio is a choice: bypass_mode takes the engine's, and knows PPO's
-surrogate alone. Source: verl 0.9.1, trainer/ppo/core_algos.py, trainer/ppo/rollout_corr_helper.py, trainer/config,
-workers/utils/losses.py; the losses are compared number by number in tests/parity.
+the padded width unless `loss_scale_factor` is set; the learning rate advances once a generation batch; training ends
+with `total_epochs`, whatever `total_training_steps` says; FSDP's types are those of `mixed_precision`, BF16 without it,
+and `dtype` is not read. The engine is never the trainer, so that the anchor of the ratio is a choice: bypass_mode takes
+the engine's (and with `use_v1=false`, the older trainer, PPO's surrogate in the place of any other). Source: verl
+0.9.1, trainer/ppo/core_algos.py, trainer/ppo/rollout_corr_helper.py, trainer/ppo/v1/trainer_base.py, trainer/config,
+workers/engine/fsdp/transformer_impl.py, workers/utils/losses.py; the losses are compared number by number in
+tests/parity.
 """
 
 from __future__ import annotations
@@ -151,7 +154,9 @@ def _data(run: Run, into: Translation) -> None:
         ppo_epochs=epochs,
         shuffle=False,
     )
-    into.under("trainer", total_training_steps=run.steps // k, v1__trainer_mode="sync")
+    # Passes over the data: as many steps as a pass of one batch would have.
+    into.under("trainer", total_training_steps=run.steps // k, total_epochs=run.steps // k)
+    into.under("trainer", use_v1=True, v1__trainer_mode="sync")
     every = int(recipe.evaluation.get("every_n_steps", 0))
     if every and every % k:
         into.lacks("evaluation.every_n_steps", every, f"evaluations are counted in batches of {k} steps there")
@@ -190,23 +195,21 @@ def _optimizer(run: Run, into: Translation) -> None:
 
 def _ratio(run: Run, into: Translation) -> None:
     """Add types and the anchor of the ratio: the engine's log-probabilities, or the trainer's own."""
-    correction, precision, loss = run.choices.correction, run.choices.precision, run.choices.loss
+    correction, precision = run.choices.correction, run.choices.precision
     dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision.policy]
     into.under(ROLLOUT, dtype=dtype)
-    into.under(f"{ACTOR}.fsdp_config", dtype=dtype, model_dtype="fp32")
+    # The reference has an engine of its own, of BF16 too unless it is told.
+    for engine in (ACTOR, "actor_rollout_ref.ref")[: 2 if distance(run) else 1]:
+        into.under(f"{engine}.fsdp_config", model_dtype="fp32")
+        types = {"param_dtype": dtype, "reduce_dtype": "float32", "buffer_dtype": "float32"}
+        into.add(f"{engine}.fsdp_config.mixed_precision", types)
+    if precision.policy == "fp32":
+        into.note("precision: flash attention, the default there, knows no FP32 (model.override_config)")
     if run.head is None or run.head:
         into.lacks("precision.fp32_head", "true", "a head in FP32 beside a 16-bit policy is no setting there")
     under = "algorithm.rollout_correction"
     if not isinstance(correction, Proximal):
-        if isinstance(loss, CISPO | GSPO | Reinforce):
-            into.lacks(
-                "correction",
-                correction,
-                "the engine's log-probabilities are the anchor of PPO's surrogate alone there (bypass_mode); "
-                "correction=proximal with async_mode=on_policy is translated",
-            )
-        else:
-            into.under(under, bypass_mode=True, loss_type="ppo_clip", rollout_is=None)
+        into.under(under, bypass_mode=True, loss_type="ppo_clip", rollout_is=None)
         return
     into.under(under, bypass_mode=False)
     if not on_policy(run):

@@ -165,8 +165,10 @@ def main() -> int:
 
         def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             """Keep the compute beside a checkpoint; one without it is unfinished."""
-            path = folder / f"checkpoint-{state.global_step}"
-            counted(path, epochs).write_text(json.dumps({"flops": journal.flops}))
+            file = counted(folder / f"checkpoint-{state.global_step}", epochs)
+            part = file.with_name(f".{file.name}")  # a kill leaves it whole or not there
+            part.write_text(json.dumps({"flops": journal.flops}))
+            part.replace(file)
 
     @torch.no_grad()
     def evaluate(model: Any, step: int) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 import yaml
 
+from lightning_scalerl.axes.loss import PPO
 from lightning_scalerl.composition import names_in
 from lightning_scalerl.optim import ConstantSchedule, CosineSchedule
 from lightning_scalerl.translate.command import TRAINERS, translated
@@ -87,7 +88,7 @@ def read_back(found: Translation) -> dict[str, object]:
     text = found.text()
     if found.form == "yaml":
         content: dict[str, object] = yaml.safe_load(text)
-        return content | {"adam_epsilon": float(str(content["adam_epsilon"]))}  # 1e-15: a text for YAML 1.1
+        return content
     if found.form == "toml":
         return flat(tomllib.loads(text))
     lines = [line for line in text.splitlines() if not line.startswith("#")]
@@ -109,7 +110,7 @@ def flat(table: dict[str, object], prefix: str = "") -> dict[str, object]:
 REFUSED = [
     ("trl", "", ""),
     ("verl", "", ""),
-    ("skyrl", "correction=proximal correction.mode=none", ""),
+    ("skyrl", "correction=proximal correction.mode=none", "precision"),
     ("prime-rl", "", "loss seed precision"),
     # denominators
     ("trl", "aggregation=prompt", "aggregation"),
@@ -122,14 +123,18 @@ REFUSED = [
     ("trl", "loss=cispo aggregation=sample", "loss"),
     ("verl", "aggregation=prompt", "aggregation"),
     ("verl", "truncated=mask", "truncated"),
-    ("skyrl", "loss=cispo aggregation=prompt", ""),
-    ("skyrl", "loss=cispo aggregation=prompt filter=zero_variance", "filter"),
-    ("skyrl", "loss=cispo aggregation=token filter=zero_variance truncated=mask", ""),
-    ("skyrl", "loss=cispo aggregation=sample truncated=mask", "truncated"),
-    ("skyrl", "loss=cispo aggregation=sum", "aggregation"),
+    ("skyrl", "loss=cispo aggregation=prompt", "precision"),
+    ("skyrl", "loss=cispo aggregation=prompt filter=zero_variance", "filter precision"),
+    ("skyrl", "loss=cispo aggregation=token filter=zero_variance", "precision"),
+    ("skyrl", "loss=cispo aggregation=token truncated=mask", "precision"),
+    # Whether a group varies is asked there of its unmasked rollouts.
+    ("skyrl", "loss=cispo aggregation=token filter=zero_variance truncated=mask", "filter precision"),
+    ("skyrl", "loss=cispo aggregation=sample truncated=mask", "truncated precision"),
+    ("skyrl", "loss=cispo aggregation=sum", "aggregation precision"),
     ("prime-rl", "aggregation=sample", "loss seed precision aggregation"),
     # losses
-    *((to, "loss=reinforce correction=proximal correction.mode=none", "loss") for to in ("trl", "verl", "skyrl")),
+    *((to, "loss=reinforce correction=proximal correction.mode=none", "loss") for to in ("trl", "verl")),
+    ("skyrl", "loss=reinforce correction=proximal correction.mode=none", "loss precision"),
     # advantages
     ("trl", "normalization=batch", "normalization"),
     ("trl", "normalization=batch_reward_std", ""),
@@ -140,12 +145,12 @@ REFUSED = [
     ("verl", "normalization=prompt", ""),
     ("verl", "normalization=prompt normalization.eps=1e-4", "normalization"),
     ("verl", "normalization=prompt normalization.ddof=0", "normalization"),
-    ("skyrl", "loss=cispo normalization=batch", "normalization"),
+    ("skyrl", "loss=cispo normalization=batch", "normalization precision"),
     # what is sampled, and when
     ("trl", "filter=dynamic_sampling", "filter"),
     ("verl", "filter=dynamic_sampling", ""),
     ("verl", "filter=zero_variance", "filter"),
-    ("skyrl", "loss=cispo filter=dynamic_sampling", ""),
+    ("skyrl", "loss=cispo filter=dynamic_sampling", "precision"),
     *((to, "resampling=no_positive", "resampling") for to in ("trl", "verl")),
     ("trl", "curriculum=linear", "curriculum"),
     ("verl", "allocation=by_difficulty", "allocation"),
@@ -166,26 +171,27 @@ REFUSED = [
     ("trl", "generator=vllm correction=proximal", ""),
     ("trl", "generator=vllm", "correction"),
     ("trl", "aggregation=sample async_mode=ppo_off_policy correction=proximal", "correction"),
-    ("verl", "loss=cispo", "correction"),
+    ("verl", "loss=cispo", ""),
+    ("verl", "loss=gspo aggregation=sample", ""),
     ("verl", "loss=cispo correction=proximal", ""),
     ("verl", "correction=proximal correction.min_weight=0.5", "correction"),
     ("verl", "correction=proximal correction.mode=mask correction.min_weight=0.5", ""),
-    ("skyrl", "", "correction"),
-    ("skyrl", "loss=cispo correction=proximal correction.mode=mask", "correction"),
+    ("skyrl", "", "correction precision"),
+    ("skyrl", "loss=cispo correction=proximal correction.mode=mask", "correction precision"),
     ("verl", "precision=bf16", "precision.fp32_head"),
     # terms
     ("trl", "kl=fixed", ""),
     ("trl", "kl=by_difficulty", "kl"),
     ("trl", "kl=fixed kl.aggregation=sample", "kl.aggregation"),
-    ("skyrl", "loss=cispo kl=fixed", "kl.aggregation"),
-    ("skyrl", "loss=cispo kl=fixed kl.aggregation=sample", ""),
+    ("skyrl", "loss=cispo kl=fixed", "kl.aggregation precision"),
+    ("skyrl", "loss=cispo kl=fixed kl.aggregation=sample", "precision"),
     ("trl", "entropy=fixed batch.micro_batch=64", "entropy"),
     ("trl", "entropy=fixed batch.micro_batch=128", ""),
     ("verl", "entropy=fixed", ""),
     # the optimizer
     ("trl", "optimizer.weight_decay=0.01", "optimizer.weight_decay"),
     ("verl", "optimizer.weight_decay=0.01 optimizer.eps=1e-15", ""),
-    ("skyrl", "loss=cispo optimizer.eps=1e-15", "optimizer.eps"),
+    ("skyrl", "loss=cispo optimizer.eps=1e-15", "optimizer.eps precision"),
     ("trl", "schedule.warmup_steps=5", ""),
     ("trl", "schedule.warmup_steps=5 epochs.count=2", "schedule"),
     ("verl", "schedule.warmup_steps=5", "schedule.warmup_steps"),
@@ -218,6 +224,29 @@ def test_a_cap_and_a_clip_are_not_confused() -> None:
     gspo = said("trl", "loss=gspo", "aggregation=sample").settings
     assert (gspo["loss_type"], gspo["importance_sampling_level"]) == ("grpo", "sequence")
     assert (gspo["epsilon"], gspo["epsilon_high"]) == (3e-3, 5e-3)
+
+
+def test_fp32_and_the_budget_hold_whatever_the_trainers_defaults_are() -> None:
+    """BF16 and 30 passes over the data in verl, one in SkyRL; a reference of verl's has types of its own."""
+    verl = said("verl", "kl=fixed")
+    for engine in ("actor", "ref"):
+        name = f"actor_rollout_ref.{engine}.fsdp_config.mixed_precision"
+        assert verl.settings[name]["param_dtype"] == "float32" and f"+{name}={{param_dtype:float32," in verl.text()
+    skyrl = said("skyrl", "async_mode=ppo_off_policy", "async_mode.k=4", "budget.steps=8").settings
+    assert skyrl["trainer.epochs"] == skyrl["trainer.max_training_steps"] == 2
+
+
+class Half(PPO):
+    """A loss of a user's: half of PPO's."""
+
+    def per_token(self, *tables: torch.Tensor) -> torch.Tensor:
+        return super().per_token(*tables) / 2
+
+
+@pytest.mark.parametrize("to", TRAINERS)
+def test_what_is_derived_from_a_choice_of_ours_is_not_taken_for_it(to: str) -> None:
+    own = said(to, f"loss._target_={Half.__module__}.Half").missing
+    assert [each.why for each in own if each.key == "loss"] == ["a choice of your own"]
 
 
 def test_batches_are_counted_in_each_trainers_units() -> None:
@@ -312,7 +341,15 @@ else:
         config = compose("ppo_trainer", overrides=settings)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     algorithm = omega_conf_to_dataclass(config.algorithm)
-    print(json.dumps([actor.policy_loss.loss_mode, actor.loss_agg_mode, algorithm.adv_estimator]))
+    root = Path(verl.trainer.__file__).parents[1]
+    source = {name: (root / name).read_text() for name in
+              ("trainer/ppo/v1/trainer_base.py", "workers/engine/fsdp/transformer_impl.py")}
+    print(json.dumps([
+        actor.policy_loss.loss_mode, actor.loss_agg_mode, algorithm.adv_estimator,
+        actor.engine.mixed_precision["param_dtype"], config.trainer.total_epochs,
+        ["apply_bypass_mode" in source["trainer/ppo/v1/trainer_base.py"],
+         "engine_config.dtype" in source["workers/engine/fsdp/transformer_impl.py"]],
+    ]))
 """
 
 
@@ -333,6 +370,9 @@ def test_the_installed_packages_take_it(tmp_path: Path, changes: str) -> None:
     actor = "actor_rollout_ref.actor"
     assert ask(python, "verl", str(tmp_path), lines) == [
         verl.settings[f"{actor}.policy_loss.loss_mode"], verl.settings[f"{actor}.loss_agg_mode"], "grpo",
+        # FSDP reads its types there and nowhere else, and its trainer lets another loss than PPO's keep the engine's
+        # log-probabilities for its anchor.
+        "float32", run_of(*PLAIN).steps, [False, False],
     ]  # fmt: skip
 
 
