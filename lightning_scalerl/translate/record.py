@@ -55,7 +55,7 @@ class Translation:
     settings: dict[str, Any] = field(default_factory=dict)
     missing: list[Missing] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    added: set[str] = field(default_factory=set)
+    added: list[str] = field(default_factory=list)
 
     def set(self, **settings: Any) -> None:
         """Add settings by name; two underscores stand for a dot."""
@@ -68,7 +68,7 @@ class Translation:
     def add(self, name: str, value: Any) -> None:
         """Add a setting that the trainer's own file leaves out: it is written as a new key, by Hydra's mark."""
         self.settings[name] = value
-        self.added.add(name)
+        self.added.append(name)
 
     def lacks(self, key: str, value: Any, why: str) -> None:
         """Add a choice or setting that has no counterpart; of a choice of the user's own no more is said."""

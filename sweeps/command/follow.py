@@ -1,29 +1,28 @@
-"""A command's metrics, read as they grow, as records of a journal: each step once, whatever happens to the command.
+"""A command's metrics as records of a journal: each step once, whatever happens to the command.
 
 A step is recorded once it is whole: a later one was logged, or the command has ended. What an attempt logs again after
 it has gone back to a checkpoint follows a `resume` record, which voids what was there. What is lost when a member is
-killed is nothing: the metrics lie where the command writes them, and the next attempt reads on from there.
+killed is nothing: the metrics lie where the command writes them, and the next attempt reads on from there. A look costs
+what has been logged since the last one.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
 from sweeps.command.compute import Compute
-from sweeps.command.settings import STDOUT, STDOUT_FILE, Command, newest
+from sweeps.command.growing import Column, Ending
+from sweeps.command.metrics import Found, Source
+from sweeps.command.settings import Command
 from sweeps.errors import UserError
 from sweeps.run.activity import activity
-from sweeps.run.files import parse_json
 from sweeps.run.journal import Journal, Record
-from sweeps.source.frame import table_of
-from sweeps.source.log import Log
-from sweeps.source.raw import log_of_table, read_logs
 from sweeps.source.text import listed, short
 
 # Of a log whose last evaluations are overdue: so many times the longest distance between two of them.
@@ -34,99 +33,48 @@ class MetricsError(UserError):
     """Error in a command's metrics: a column that is not there, or steps that went back; the message names it."""
 
 
-# Values of one metric with their steps, in the order of logging.
-Column = list[tuple[float, float]]
+@dataclass
+class _Fresh:
+    """What an attempt has logged so far.
 
-
-@dataclass(frozen=True)
-class Found:
-    """Metrics of a source as they are now: by column, in the order of logging; names of all columns, and rows."""
-
-    columns: Mapping[str, Column]
-    names: Sequence[str] = ()
-    rows: int = 0
-
-
-class Source:
-    """Reader of a command's metrics, read anew only where they have changed.
-
-    Args:
-        command: names the source and the columns.
-        run_dir: the member's folder, where its standard output is kept.
+    Attributes:
+        latest: by column and step, the value that was logged last.
+        waiting: steps with values that are not recorded yet.
+        newest: the largest step; newest_compute: the largest that has compute.
+        column: of compute, in the order of logging; `counter` has taken the first `counted` of it.
     """
 
-    def __init__(self, command: Command, run_dir: Path) -> None:
-        self._command = command
-        self.pattern = str(run_dir / STDOUT_FILE) if command.source == STDOUT else command.source
-        self._stamp: object = None
-        self._found = Found({})
-        wanted = [*command.rewards.values(), *command.keep, command.compute.column or ""]
-        self._wanted = [name for name in dict.fromkeys(wanted) if name]
+    latest: dict[str, dict[float, float]] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
+    newest: int = -1
+    newest_compute: int = -1
+    column: Column = field(default_factory=list)
+    counter: Counter | None = None
+    counted: int = 0
 
-    @property
-    def title(self) -> str:
-        """The source as messages name it."""
-        return "standard output" if self._command.source == STDOUT else self._command.source
-
-    def read(self) -> Found:
-        """Return the metrics as they are now; empty before there are any.
+    def take(self, name: str, rows: Sequence[tuple[float, float]], compute: Compute, where: str) -> None:
+        """Take rows of a column.
 
         Raises:
-            UserError: the source is there and cannot be read.
+            MetricsError: a step is no whole number.
         """
-        if self._command.remote:
-            self._found = self._of(read_logs(self._command.source, self._command.step))
-            return self._found
-        place = newest(self.pattern) if "*" in self.pattern else self.pattern
-        stamp = None if place is None else (place, *_stamps(Path(place)))
-        if place is None or not Path(place).exists() or stamp == self._stamp:
-            return self._found
-        logs = self._of_stdout(Path(place)) if self._command.source == STDOUT else self._of_files(place)
-        self._found, self._stamp = self._of(logs), stamp
-        return self._found
+        latest = self.latest.setdefault(name, {})
+        for step, value in rows:
+            if step != int(step):
+                raise MetricsError(
+                    f"command.metrics.step: {step:g} in {where} is no whole step; name the column that counts steps"
+                )
+            latest[step] = value
+            self.waiting.add(int(step))
+            self.newest = max(self.newest, int(step))
+            if name == compute.column:
+                self.newest_compute = max(self.newest_compute, int(step))
+        if name == compute.column:
+            self.column += rows
 
-    def _of_files(self, place: str) -> list[Log]:
-        path = Path(place)
-        if (path.is_file() and not path.stat().st_size) or (path.is_dir() and not any(path.iterdir())):
-            return []
-        return read_logs(place, self._command.step)
-
-    def _of_stdout(self, path: Path) -> list[Log]:
-        """Read the lines of standard output that are JSON objects; others are what a program prints besides."""
-        records = []
-        for line in path.read_bytes().split(b"\n"):
-            if line.lstrip().startswith(b"{"):
-                try:
-                    record = parse_json(line)
-                except ValueError:
-                    continue
-                if isinstance(record, dict):
-                    records.append(record)
-        return [log_of_table(table_of(records), "stdout", self.title, self._command.step)] if records else []
-
-    def _of(self, logs: Sequence[Log]) -> Found:
-        columns: dict[str, Column] = {}
-        for log in logs:
-            for name in self._wanted:
-                if name in log.names:
-                    series = log.series(name)
-                    pairs = zip(series.steps.tolist(), series.values.tolist(), strict=True)
-                    columns.setdefault(name, []).extend(pairs)
-        names = list(dict.fromkeys(name for log in logs for name in log.names))
-        return Found(columns, names, sum(log.rows for log in logs))
-
-
-def _stamps(path: Path) -> list[tuple[str, int, int]]:
-    """Return names, sizes and times of a file, or of all below a folder: what changes when something is written."""
-    paths = [path] if not path.is_dir() else sorted(each for each in path.rglob("*") if each.is_file())
-    stamps = []
-    for each in paths:
-        try:
-            status = each.stat()
-        except OSError:
-            continue
-        stamps.append((str(each), status.st_size, status.st_mtime_ns))
-    return stamps
+    def at(self, step: int) -> dict[str, float]:
+        """Return the values at a step, by column."""
+        return {name: column[step] for name, column in self.latest.items() if step in column}
 
 
 class Follower:
@@ -158,22 +106,28 @@ class Follower:
         self._spent: dict[int, float] = {r.step: r.metrics.get(self._axis, 0.0) for r in records}
         self._wasted = max((r.metrics.get("compute/wasted_device_hours", 0.0) for r in records), default=0.0)
         self._eval_steps = {r.step for r in records if r.kind == "eval"}
+        self._known: dict[int, dict[str, float]] = {}
+        for record in records:
+            self._known.setdefault(record.step, {}).update(record.metrics)
         self._began_anew = began_anew or command.anew
         self._resume_facts = dict(resume or {})
+        # The newest step in the journal, -1 before the first.
+        self.last_step = max(self._spent, default=-1)
         # Of this attempt: what the source held before it, the step that it goes on from, with compute and clock there,
         # the step and clock of the last look, and the values that were recorded by step.
-        self._before: Mapping[str, Column] = {}
+        self._before: dict[str, Column] = {}
         self._goes_on: int | None = None
         self._begin = 0.0, 0.0, 0.0
         self._seen = 0.0, 0.0
         self._taken: dict[int, dict[str, float]] = {}
+        self._lowest = 0  # of the steps that were recorded
+        # What this attempt has logged, how far each column was read for it, and of which version of the source.
+        self._fresh = _Fresh()
+        self._read: dict[str, int] = {}
+        self._cut_back: float | None = None
+        self._version = -1
         self._columns: set[str] = set()
         self._rows = 0
-
-    @property
-    def last_step(self) -> int:
-        """The newest step in the journal, -1 before the first."""
-        return max(self._spent, default=-1)
 
     def catch_up(self) -> None:
         """Record what an earlier attempt has logged and its member, killed, has not recorded; then begin this one.
@@ -181,15 +135,60 @@ class Follower:
         Raises:
             UserError: as `update`.
         """
+        self._source.ending = Ending.TORN
         found = self._source.read()
-        last = self.last_step
-        self._start(last)
-        rest = {name: [(s, v) for s, v in column if s > last] for name, column in found.columns.items()}
-        if any(rest.values()):
-            self._record(rest, final=True, going_on=True)
+        self._source.ending = Ending.OPEN
+        self._start(self.last_step)
+        newest, went_back = _newest_attempt(found.columns)
+        first = min((int(step) for column in newest.values() for step, _ in column), default=0)
+        other = self._differing(newest)
+        self._start(self.last_step)
+        if other and went_back and any(step < first for step in self._spent):
+            self._go_back(first, max(self._spent))
+        elif other:  # logged when the step had been recorded
+            self._record_ended({name: [row for row in rows if row[0] in other] for name, rows in newest.items()}, True)
+        self._count_on(newest)
+        last, begin = self.last_step, self._begin[0]
+        behind = {
+            name: [row for row in rows if row[0] > last or (name == self._command.compute.column and row[0] >= begin)]
+            for name, rows in newest.items()
+        }
+        if any(step > last for rows in behind.values() for step, _ in rows):
+            self._record_ended(behind, False)
         self._before = {name: list(column) for name, column in found.columns.items()}
+        self._known = {}
         self._goes_on = max(self._spent, default=None)
         self._start(self.last_step)
+
+    def _differing(self, columns: Mapping[str, Column]) -> set[int]:
+        """Return the steps for which the journal has other values than these, or lacks some of them."""
+        named = [(column, f"eval/{name}/pass_rate") for name, column in self._command.rewards.items()]
+        named += [(column, f"train/{column}") for column in self._command.keep]
+        return {
+            int(step)
+            for column, metric in named
+            for step, value in dict(columns.get(column, ())).items()
+            if step <= self.last_step and self._known.get(int(step), {}).get(metric) != value
+        }
+
+    def _count_on(self, newest: Mapping[str, Column]) -> None:
+        """Let compute count on from where the journal has it, in a column that began from zero with its attempt."""
+        compute = self._command.compute
+        if not compute.restarts:
+            return
+        rows = [row for row in newest.get(compute.column or "", ()) if row[0] in self._spent]
+        if rows:
+            step, value = max(rows)
+            self._begin = step, self._spent[int(step)] - value * compute.factor, self._begin[2]
+
+    def _record_ended(self, columns: Mapping[str, Column], late: bool) -> None:
+        """Record what an attempt that has ended has logged; `late`: at steps that the journal is beyond."""
+        fresh = _Fresh()
+        for name, column in columns.items():
+            fresh.take(name, column, self._command.compute, self._source.title)
+        if not late:
+            fresh.waiting = {step for step in fresh.waiting if step > self.last_step}
+        self._record(fresh, final=True, ended=True, late=late)
 
     def _start(self, step: int) -> None:
         """Begin to count compute and recorded steps behind this one."""
@@ -198,30 +197,54 @@ class Follower:
         self._seen = self._begin[0], now
         self._taken = {}
 
-    def update(self, final: bool = False) -> bool:
+    def update(self, ending: Ending = Ending.OPEN) -> bool:
         """Record the steps that are whole now; return whether there were any.
 
         Args:
-            final: whether the command has ended, so that nothing follows its last step.
+            ending: other than `OPEN` once the command has ended, so that nothing follows its last step.
 
         Raises:
             MetricsError: a column is not there (any more), the run has begun again from zero, or the source of a
                 command that has ended cannot be read; nothing is voided.
         """
+        final = ending is not Ending.OPEN
+        self._source.ending = ending
         try:
             found = self._source.read()
         except UserError as error:
             if not final:  # half of it may be written
                 return False
             raise MetricsError(f"command.metrics.source: {error}") from error
+        if found.rows != self._rows:
+            activity.note(f"{self._source.title}: {found.rows} rows")
         self._check_columns(found, final)
-        fresh: dict[str, Column] = {}
-        for name, column in found.columns.items():
-            before = self._before.get(name, [])
-            same = _common(before, column)
-            # Shorter than it was: the command has begun its file again.
-            fresh[name] = column if len(column) < len(before) else column[same:]
-        return self._record(fresh, final)
+        self._take(found)
+        return self._record(self._fresh, final)
+
+    def _take(self, found: Found) -> None:
+        """Take what was logged since the last look: of this attempt is what lies behind what was there before it."""
+        if found.version != self._version:
+            self._version, self._fresh, self._read, self._cut_back = found.version, _Fresh(), {}, None
+        if self._began_anew and any(len(found.columns.get(name, ())) < len(c) for name, c in self._before.items()):
+            self._before = {}  # begun again, with a log of its own
+        unread = {name: column for name, column in found.columns.items() if name not in self._read}
+        same = {name: _common(self._before.get(name, []), column) for name, column in unread.items()}
+        # A log that was cut back to a checkpoint: from the first step at which it is another one all is this attempt's.
+        others = [c[same[n]][0] for n, c in unread.items() if same[n] < min(len(c), len(self._before.get(n, [])))]
+        self._cut_back = min([*others, *([] if self._cut_back is None else [self._cut_back])], default=None)
+        for name, column in unread.items():
+            at = same[name]
+            if self._cut_back is not None:
+                while at and column[at - 1][0] >= self._cut_back:
+                    at -= 1
+            elif at == len(column) < len(self._before.get(name, [])):
+                continue  # nothing was logged since
+            self._read[name] = at
+        for name, at in self._read.items():
+            rows = found.columns.get(name, [])[at:]
+            if rows:
+                self._fresh.take(name, rows, self._command.compute, self._source.title)
+                self._read[name] += len(rows)
 
     def _check_columns(self, found: Found, final: bool) -> None:
         needed = dict.fromkeys(self._command.rewards.values(), "metrics.reward")
@@ -230,81 +253,82 @@ class Follower:
         if found.rows < self._rows:  # a file that was begun again
             self._columns = set()
         self._rows = found.rows
-        for name, field in needed.items():
+        for name, setting in needed.items():
             if name in found.columns or not found.names:
                 continue
             where = f"found {listed(found.names)}"
             if name in self._columns:
                 raise MetricsError(
-                    f"command.{field}: {short(name)} was in {self._source.title} up to step {self.last_step} and is "
+                    f"command.{setting}: {short(name)} was in {self._source.title} up to step {self.last_step} and is "
                     f"there no more; {where}; the journal has what was there"
                 )
             if final:
                 raise MetricsError(
-                    f"command.{field}: no column {short(name)} in {self._source.title}; {where}; name one of these"
+                    f"command.{setting}: no column {short(name)} in {self._source.title}; {where}; name one of these"
                 )
         self._columns |= set(found.columns)
 
-    def _record(self, fresh: Mapping[str, Column], final: bool, going_on: bool = False) -> bool:
-        """Record the whole steps of this attempt; with `going_on` those that an earlier one has left."""
-        steps = sorted({int(step) for column in fresh.values() for step, _ in column})
-        compute = self._command.compute
-        if compute.column is not None and not final:
-            # Compute at a step that was logged apart from it lies between two that have it.
-            known = max((step for step, _ in fresh.get(compute.column, [])), default=-1)
-            steps = [step for step in steps if step <= known]
-        if not steps:
+    def _record(self, fresh: _Fresh, final: bool, ended: bool = False, late: bool = False) -> bool:
+        """Record the whole steps of this attempt, or of an earlier one that has `ended`; see `_record_ended`."""
+        if not fresh.waiting:
             return False
-        whole = steps if final else steps[:-1]
-        latest = {name: dict(column) for name, column in fresh.items()}
-        values = {step: {name: column[step] for name, column in latest.items() if step in column} for step in whole}
+        whole = list(fresh.waiting)
+        newest = fresh.newest
+        if not final:
+            if self._command.compute.column is not None:
+                # Compute at a step that was logged apart from it lies between two that have it.
+                newest = fresh.newest_compute
+            whole = [step for step in whole if step < newest]
         # Once recorded, a step is recorded again if it has got other values since: they were logged late, or again.
-        new = [step for step in whole if self._taken.get(step) != values[step]]
+        new = sorted(step for step in whole if self._taken.get(step) != fresh.at(step))
+        fresh.waiting.difference_update(whole)
         if not new:
             return False
-        if not going_on and not self._taken:
-            self._go_back(new[0])
-        elif not going_on and len(self._taken) > 1 and new[0] < min(self._taken):
+        if not ended and not self._taken:
+            if self._goes_on is not None:
+                self._go_back(new[0], self._goes_on)
+        elif not ended and len(self._taken) > 1 and new[0] < self._lowest:
             self._refuse(new[0])
-        spent = self._compute_at(new, steps[-1], fresh, going_on)
+        spent = [self._spent_by(step) for step in new] if late else self._compute_at(new, newest, fresh, ended)
         first_set = next(iter(self._command.rewards.values()))
         for step, compute_then in zip(new, spent, strict=True):
+            values = fresh.at(step)
             amounts = {self._axis: compute_then}
             if self._wasted:
                 amounts["compute/wasted_device_hours"] = self._wasted
-            kept = {f"train/{name}": values[step][name] for name in self._command.keep if name in values[step]}
+            kept = {f"train/{name}": values[name] for name in self._command.keep if name in values}
             self._journal.record("train", step, {**amounts, **kept})
-            if first_set in values[step]:
+            if first_set in values:
                 rewards = {
-                    f"eval/{name}/pass_rate": values[step][column]
+                    f"eval/{name}/pass_rate": values[column]
                     for name, column in self._command.rewards.items()
-                    if column in values[step]
+                    if column in values
                 }
                 self._journal.record("eval", step, {**rewards, **amounts})
                 self._eval_steps.add(step)
             self._spent[step] = compute_then
-            self._taken[step] = values[step]
+            self._lowest = min(self._lowest, step) if self._taken else step
+            self._taken[step] = values
+            self.last_step = max(self.last_step, step)
         activity.note(f"{self._source.title}: step {new[-1]}")
         return True
 
-    def _go_back(self, first: int) -> None:
-        """Write from which step this attempt goes on, by the first that it has logged.
+    def _go_back(self, first: int, reached: int) -> None:
+        """Write from which step an attempt goes on, by the first that it has logged, and void what was `reached`.
 
         Raises:
             MetricsError: from the beginning, though it was to resume.
         """
-        if self._goes_on is None:
-            return
         kept = [step for step in self._spent if step < first]
         if not kept and not self._began_anew:
             self._refuse(first)
         step = max(kept, default=-1)
-        reached = self._spent[self._goes_on]
         if self._axis == "compute/device_hours":
-            self._wasted += reached - self._spent.get(step, 0.0)
+            self._wasted += self._spent[reached] - self._spent.get(step, 0.0)
         self._journal.resume(step, **self._resume_facts)
         self._spent = {at: value for at, value in self._spent.items() if at <= step}
         self._eval_steps = {at for at in self._eval_steps if at <= step}
+        self.last_step = step
         self._begin = float(max(step, 0)), self._spent.get(step, 0.0), self._begin[2]
         self._seen = self._begin[0], self._seen[1]
 
@@ -315,16 +339,23 @@ class Follower:
             "or command.resume.anew=true for one that cannot; the journal is as it was"
         )
 
-    def _compute_at(
-        self, steps: Sequence[int], newest: int, fresh: Mapping[str, Column], going_on: bool
-    ) -> list[float]:
+    def _spent_by(self, step: int) -> float:
+        """Return compute by a step that the journal is beyond."""
+        steps = sorted(self._spent)
+        return float(np.interp(step, steps, [self._spent[at] for at in steps]))
+
+    def _compute_at(self, steps: Sequence[int], newest: int, fresh: _Fresh, ended: bool) -> list[float]:
         compute = self._command.compute
         if compute.unit == "steps":
             return [float(step) for step in steps]
         begin, base, began = self._begin
         if compute.column is not None:
-            return counted_at(compute, steps, fresh.get(compute.column, []), (begin, base), self._source.title)
-        if going_on:  # of an attempt that is gone nobody knows the time any more
+            if fresh.counter is None:
+                fresh.counter = Counter(compute, (begin, base), self._source.title)
+            fresh.counter.add(fresh.column[fresh.counted :])
+            fresh.counted = len(fresh.column)
+            return fresh.counter.at(steps)
+        if ended:  # of an attempt that is gone nobody knows the time any more
             return [base] * len(steps)
         # Between two looks time is shared out by steps.
         (at, then), now = self._seen, self._clock()
@@ -338,6 +369,7 @@ class Follower:
             "train", step, {self._axis: float(step) if self._command.compute.unit == "steps" else spent}
         )
         self._spent[step] = spent
+        self.last_step = max(self.last_step, step)
 
     def overdue(self) -> str | None:
         """Return why the reward counts as gone: logged at much smaller distances than it is missing now; else None."""
@@ -352,38 +384,89 @@ class Follower:
         )
 
 
-def counted_at(
-    compute: Compute, steps: Sequence[int], column: Column, begin: tuple[float, float], where: str
-) -> list[float]:
-    """Return compute at these steps from a column that counts it; between two that have it, it is interpolated.
+class Counter:
+    """Compute by step from a column that counts it; between two steps that have it, it is interpolated.
 
     Args:
         compute: how the column is meant.
-        steps: at which it is wanted.
-        column: what was logged since the run has last begun or resumed.
-        begin: the step of that, and compute by then.
+        begin: the step at which the run has last begun or resumed, and compute by then.
         where: source of the column, for messages.
-
-    Raises:
-        MetricsError: a counter that has begun again from zero, or goes back.
     """
-    latest = dict(column)
-    at = np.array(sorted(latest), dtype=float)
-    values = np.array([latest[step] for step in at]) * compute.factor
-    base = begin[1]
-    if compute.per_step:
-        values = base + np.cumsum(values)
-    elif compute.restarts:
-        values = base + values
-    at, values = np.concatenate([begin[:1], at]), np.concatenate([[base], values])
-    fell = np.flatnonzero(np.diff(values) < 0)
-    if len(fell):
-        raise MetricsError(
-            f"command.compute.column: {short(str(compute.column))} in {where} went back at step {at[fell[0] + 1]:g}: "
-            "it counts one attempt only (command.compute.restarts=true), or one step (command.compute.per_step=true)"
-        )
-    order = np.argsort(at, kind="stable")  # a value at step 0 stands beside the beginning
-    return [float(value) for value in np.interp(steps, at[order], values[order])]
+
+    def __init__(self, compute: Compute, begin: tuple[float, float], where: str) -> None:
+        self._compute, self._begin, self._where = compute, begin, where
+        self._latest: dict[float, float] = {}
+        self._at, self._values = [begin[0]], [begin[1]]
+        self._sum = 0.0
+
+    def add(self, rows: Sequence[tuple[float, float]]) -> None:
+        """Take rows that were logged since.
+
+        Raises:
+            MetricsError: a counter that has begun again from zero, or goes back.
+        """
+        ordered = True
+        for step, value in rows:
+            last = self._at[-1]
+            ordered = ordered and (step > last or (step == last and len(self._at) == 1))
+            self._latest[step] = value
+            if ordered:
+                self._append(step, value)
+        if not ordered:
+            self._at, self._values, self._sum = [], [], 0.0
+            at, values = [self._begin[0]], [self._begin[1]]
+            for step in sorted(self._latest):
+                at.append(step)
+                values.append(self._next(self._latest[step], values[-1], step))
+            order = np.argsort(at, kind="stable")  # a step may lie before the one that the run goes on from
+            self._at, self._values = [at[n] for n in order], [values[n] for n in order]
+
+    def _append(self, step: float, value: float) -> None:
+        self._values.append(self._next(value, self._values[-1], step))
+        self._at.append(step)
+
+    def _next(self, value: float, before: float, step: float) -> float:
+        amount, base = value * self._compute.factor, self._begin[1]
+        if self._compute.per_step:
+            self._sum += amount
+            amount = base + self._sum
+        elif self._compute.restarts:
+            amount = base + amount
+        if amount < before:
+            raise MetricsError(
+                f"command.compute.column: {short(str(self._compute.column))} in {self._where} went back at step "
+                f"{step:g}: it counts one attempt only (command.compute.restarts=true), or one step "
+                "(command.compute.per_step=true)"
+            )
+        return amount
+
+    def at(self, steps: Sequence[int]) -> list[float]:
+        """Return compute at these steps, which are sorted."""
+        first, last = max(0, bisect_left(self._at, steps[0]) - 1), bisect_right(self._at, steps[-1]) + 1
+        return [float(value) for value in np.interp(steps, self._at[first:last], self._values[first:last])]
+
+
+def _newest_attempt(columns: Mapping[str, Column]) -> tuple[dict[str, Column], bool]:
+    """Return what the newest of several attempts has logged into one log, and whether there were several.
+
+    Where steps went back another attempt has begun. A column in which they did not may lack the newest attempt's: what
+    it has beyond the others is of an earlier one.
+    """
+    parts = {name: column[_begins_at(column) :] for name, column in columns.items()}
+    again = [name for name, part in parts.items() if len(part) < len(columns[name])]
+    if not again:
+        return parts, False
+    first = min(parts[name][0][0] for name in again)
+    reach = max(parts[name][-1][0] for name in again)
+    rest = {
+        name: part if name in again else [row for row in part if first <= row[0] <= reach]
+        for name, part in parts.items()
+    }
+    return rest, True
+
+
+def _begins_at(column: Column) -> int:
+    return next((at for at in range(len(column) - 1, 0, -1) if column[at][0] < column[at - 1][0]), 0)
 
 
 def _common(before: Column, now: Column) -> int:

@@ -10,7 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sweeps.command.follow import Follower, MetricsError, Source
+from sweeps.command.follow import Follower, MetricsError
+from sweeps.command.growing import Cut, Ending
+from sweeps.command.metrics import Source
 from sweeps.command.plan import named_files, resolved
 from sweeps.command.process import Ended, Tree, locked
 from sweeps.command.settings import STDOUT, STDOUT_FILE, command_of
@@ -81,8 +83,10 @@ class _Member:
     def __init__(self, run_dir: Path, spec: RunSpec, lease: Lease, progress: bool) -> None:
         self._run_dir, self._spec, self._lease, self._progress = run_dir, spec, lease, progress
         self._command = resolved(spec, run_dir)
-        self._source = Source(self._command, run_dir)
-        self._attempts = int(read_json(run_dir / ATTEMPT_FILE).get("attempts", 0))
+        before = read_json(run_dir / ATTEMPT_FILE)
+        self._attempts = int(before.get("attempts", 0))
+        self._cuts = [Cut(int(at), str(digest)) for at, digest in before.get("cuts", ())]
+        self._source = Source(self._command, run_dir, self._cuts)
         self._asked: str | None = None  # the reason for which the command was asked to stop
         self._log_at = 0
 
@@ -115,6 +119,8 @@ class _Member:
                 resume={"code": facts},
             )
             follower.catch_up()
+            if (cut := self._source.seal()) is not None:
+                self._cuts.append(cut)
             self._start_and_follow(follower, journal, goes_on, checkpoint, lock)
         finally:
             journal.close()
@@ -133,6 +139,11 @@ class _Member:
             raise UserError(
                 f"command.metrics.source: {self._source.title} holds {there.rows} rows already, and this run has not "
                 "begun: another run writes there; put {run_dir} into its path, or move the file away"
+            )
+        if not self._attempts and (path := self._command.newest_checkpoint()) is not None and not self._command.anew:
+            raise UserError(
+                f"command.resume.checkpoints: {path} is there already, and this run has not begun: it would go on from "
+                "another run's; put {run_dir} into its path, or move the checkpoint away"
             )
         return earlier
 
@@ -183,6 +194,7 @@ class _Member:
         self._attempts += 1
         self._lease.check()
         attempt = {"attempts": self._attempts, "words": words, "folder": str(command.folder), "goes_on": goes_on}
+        attempt |= {"cuts": [[cut.at, cut.before] for cut in self._cuts]} if self._cuts else {}
         write_json(run_dir / ATTEMPT_FILE, attempt)
         self._write_semantics(words)
         print(f"  {' '.join(words)}\n  compute is {command.compute.text}", flush=True)
@@ -194,7 +206,7 @@ class _Member:
         try:
             with Tree(words, {**own, **command.env}, command.folder, out, lock) as tree:
                 ended = self._follow(tree, follower, journal)
-            follower.update(final=True)
+            follower.update(Ending.TORN if ended.code else Ending.WHOLE)
         except MetricsError as error:
             self._fail(journal, follower, str(error))
         self._judge(ended, follower, journal)
@@ -246,8 +258,12 @@ class _Member:
     def _judge(self, ended: Ended, follower: Follower, journal: Journal) -> None:
         """Record how the run has ended, and raise where it is not done."""
         steps, last = self._spec.steps, follower.last_step
+        behind = ""
         if ended.left:
+            behind = f" (it left {ended.left} processes behind, which were killed: a command must not go on elsewhere)"
             print(f"the command left {ended.left} processes behind, which were killed", flush=True)
+        if self._source.left_out:
+            print(f"warning: {self._source.title}: {self._source.left_out} damaged lines were left out", flush=True)
         if ended.code == 0 and last >= steps - self._command.within and last >= 0:
             if (why := follower.overdue()) is not None:
                 self._fail(journal, follower, why)
@@ -275,14 +291,14 @@ class _Member:
             self._fail(
                 journal,
                 follower,
-                f"command.metrics.source: the command ended with exit code 0, and {self._source.title} holds no "
-                "metrics; look where it writes them, and say it there",
+                f"command.metrics.source: the command ended with exit code 0{behind}, and {self._source.title} holds "
+                "no metrics; look where it writes them, and say it there",
             )
         self._fail(
             journal,
             follower,
-            f"budget.steps: the command ended with exit code 0 at step {last} of {steps}; give it {{steps}}, a smaller "
-            "budget.steps, or command.done.within for steps at the end that it does not log",
+            f"budget.steps: the command ended with exit code 0 at step {last} of {steps}{behind}; give it {{steps}}, a "
+            "smaller budget.steps, or command.done.within for steps at the end that it does not log",
         )
 
     def _fail(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 import shlex
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.command.compute import Compute, compute_of
-from sweeps.command.template import filled, flat, names_in
+from sweeps.command.template import as_text, check_for_shell, filled, flat, names_in
 from sweeps.errors import UserError
 from sweeps.run.spec import OPERATIONAL_KEYS
 
@@ -33,6 +34,9 @@ _SECTIONS = {
 DEFAULT_SET = "heldout"
 _REMOTE = ("mlflow:", "wandb:")
 _NUMBER = re.compile(r"\d+")
+# Shells, and the option behind which words of theirs stand.
+_SHELL_WORDS = re.compile(r"-[a-z]*c")
+_SHELLS = ("sh", "bash", "dash", "ksh", "zsh")
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Command:
         env: environment variables beside those that are set.
         folder: where it is started.
         source: where its metrics lie: `stdout`, a path (with `*` for the newest of several) or an address.
+        is_pattern: whether the source is a path with `*`; what else a pattern may hold stands for itself.
         step: column of the step; None for a tracker's usual name.
         rewards: column of the reward of each evaluation set.
         keep: other columns that are kept.
@@ -62,6 +67,7 @@ class Command:
     env: Mapping[str, str]
     folder: Path
     source: str
+    is_pattern: bool
     step: str | None
     rewards: Mapping[str, str]
     keep: tuple[str, ...]
@@ -116,17 +122,26 @@ def command_of(config: Mapping[str, Any], run_dir: Path | str, run: str = "", on
     values = {**flat(own_values(config)), **apart, "devices": given["compute"]["devices"]}
 
     def text(field: str, value: Any) -> str:
-        if not isinstance(value, str):
-            raise UserError(f"command.{field}: {value!r} must be a text")
-        return filled(value, values, f"command.{field}")
+        return filled(_text(field, value), values, f"command.{field}")
 
     folder = Path(given["folder"])
-    words = [text("line", word) for word in split("line", given["line"])]
+    written = split("line", given["line"])
+    words = [text("line", word) for word in written]
     if not words:
         raise UserError("command.line: is empty; give the command that trains, with {seed} and your values in it")
-    source = text("metrics.source", given["metrics"]["source"])
+    if not only_symbols and Path(words[0]).name in _SHELLS:
+        options = [at for at, word in enumerate(written) if _SHELL_WORDS.fullmatch(word)]
+        for word in written[options[0] + 1 : options[0] + 2] if options else ():
+            check_for_shell(word, values)
+    # In a pattern the user's own stars alone are some: a folder may be called `study[1]`.
+    literal = {key: glob.escape(as_text(value)) for key, value in values.items()}
+    escaped = Path(glob.escape(str(folder)))
+    lies = given["metrics"]["source"]
+    source = text("metrics.source", lies)
+    is_pattern = False
     if source != STDOUT and not source.startswith(_REMOTE):
-        source = str(folder / source)
+        is_pattern = "*" in lies
+        source = str(escaped / filled(lies, literal, "command.metrics.source") if is_pattern else folder / source)
     stop, resume = given["stop"], given["resume"]
     checkpoints = resume["checkpoints"]
     within, seconds = given["done"]["within"], stop["within_s"]
@@ -148,18 +163,27 @@ def command_of(config: Mapping[str, Any], run_dir: Path | str, run: str = "", on
         env={str(name): text(f"env.{name}", str(value)) for name, value in given["env"].items()},
         folder=folder,
         source=source,
+        is_pattern=is_pattern,
         step=None if step is None else str(step),
         rewards=_rewards(given["metrics"]["reward"]),
         keep=tuple(str(column) for column in keep),
         compute=compute_of(given["compute"], folder),
         anew=resume["anew"],
         add=tuple(text("resume.add", word) for word in split("resume.add", resume["add"] or [])),
-        checkpoints=None if checkpoints is None else str(folder / text("resume.checkpoints", checkpoints)),
+        checkpoints=None
+        if checkpoints is None
+        else str(escaped / filled(_text("resume.checkpoints", checkpoints), literal, "command.resume.checkpoints")),
         stop_signal=_signal(stop["signal"]),
         stop_file=None if stop["file"] is None else folder / text("stop.file", stop["file"]),
         stop_within_s=float(seconds),
         within=within,
     )
+
+
+def _text(field: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"command.{field}: {value!r} must be a text")
+    return value
 
 
 def used_names(config: Mapping[str, Any]) -> set[str]:
@@ -244,15 +268,24 @@ def _signal(name: Any) -> signal.Signals | None:
 
 
 def written_by(commands: Sequence[tuple[str, Command]]) -> None:
-    """Check that no two members write their metrics to one place.
+    """Check that no two members write to one place: metrics, checkpoints that each would go on from, a file to stop.
 
     Raises:
         UserError: two do; which, and where.
     """
-    known: dict[str, str] = {}
+    known: dict[tuple[str, str], str] = {}
     for title, command in commands:
-        if command.source != STDOUT and (other := known.setdefault(command.source, title)) != title:
-            raise UserError(
-                f"command.metrics.source: {command.source}: {other} and {title} would both write it; put {{run_dir}}, "
-                "or {seed} and all values that vary, into its path"
-            )
+        places = {
+            "metrics.source": None if command.source == STDOUT else command.source,
+            "resume.checkpoints": command.checkpoints,
+            "stop.file": None if command.stop_file is None else str(command.stop_file),
+        }
+        for setting, place in places.items():
+            if place is None:
+                continue
+            real = place if command.remote and setting == "metrics.source" else os.path.realpath(place)
+            if (other := known.setdefault((setting, real), title)) != title:
+                raise UserError(
+                    f"command.{setting}: {place}: {other} and {title} would both write it; put {{run_dir}}, "
+                    "or {seed} and all values that vary, into its path"
+                )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +45,37 @@ def filled(text: str, values: Mapping[str, Any], field: str) -> str:
         return as_text(values[match[2]])
 
     return _PLACEHOLDER.sub(value, text)
+
+
+def check_for_shell(text: str, values: Mapping[str, Any]) -> None:
+    """Check the values that a shell is given inside of its own words, as in `bash -c "train {loss} | tee log"`.
+
+    Raises:
+        UserError: the shell would take a part of one for something else than that value.
+    """
+    for match in _PLACEHOLDER.finditer(text):
+        name = match[2]
+        if name not in values or text == match[0]:
+            continue
+        value, quote = as_text(values[name]), _quote_at(text[: match.start()])
+        plain = {"": shlex.quote(value) == value, "'": "'" not in value, '"': not set('"$`\\') & set(value)}
+        if not plain[quote]:
+            raise UserError(
+                f"command.line: {name}: {value[:80]!r} stands in words of a shell, which would read it otherwise; "
+                f"give it as an argument: [bash, -c, 'train \"$1\"', bash, '{{{name}}}']"
+            )
+
+
+def _quote_at(text: str) -> str:
+    """Return the quote that is open at the end of a shell's words; "" for none."""
+    quote, at = "", 0
+    while at < len(text):
+        if text[at] == "\\" and quote != "'":
+            at += 1
+        elif text[at] in "'\"":
+            quote = "" if quote == text[at] else quote or text[at]
+        at += 1
+    return quote
 
 
 def as_text(value: Any) -> str:

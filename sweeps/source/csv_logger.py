@@ -19,18 +19,18 @@ from sweeps.source.text import File
 from sweeps.source.vocabulary import SCALERL
 
 NAME = "Lightning's CSVLogger"
-FILE, _BESIDE = "metrics.csv", "hparams.yaml"
+FILE, BESIDE = "metrics.csv", "hparams.yaml"
 _VERSION = re.compile(r"version_\d+")
 
 
 def log_files(directory: Path) -> list[Path]:
     """Return the logs at or below a directory, sorted by path."""
-    return sorted(path for path in directory.rglob(FILE) if (path.parent / _BESIDE).is_file())
+    return sorted(path for path in directory.rglob(FILE) if (path.parent / BESIDE).is_file())
 
 
 def matches(file: File, into: Collected) -> bool:
     """Return whether the file has the logger's name, lies beside its hyper-parameters, and has steps."""
-    if file.path.name != FILE or not (file.path.parent / _BESIDE).is_file():
+    if file.path.name != FILE or not (file.path.parent / BESIDE).is_file():
         return False
     table = read_table(file, into.asked)
     return table is not None and "step" in table.names
@@ -44,7 +44,7 @@ def read(file: File, into: Collected) -> None:
     """
     table = read_table(file, into.asked)
     assert table is not None, "`matches` has read it"
-    given = _parameters(file.path.parent / _BESIDE)
+    given = _parameters(file.path.parent / BESIDE)
     labels = {key: str(value) for key, value in given.items() if isinstance(value, str | int | float)}
     folder = file.path.parent
     name = folder.parent.name if _VERSION.fullmatch(folder.name) and folder.parent.name else folder.name

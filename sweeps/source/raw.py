@@ -17,7 +17,7 @@ from sweeps.source.log import Log, series_of
 from sweeps.source.places import Place
 from sweeps.source.readers import READERS
 from sweeps.source.text import File, listed, short
-from sweeps.source.vocabulary import STEP_NAMES, vocabulary_of
+from sweeps.source.vocabulary import STEP_NAMES, VOCABULARIES, vocabulary_of
 
 # Readers of plain tables, in which a step is a column like any other.
 _TABLES = (wandb_export, wide, table)
@@ -72,10 +72,24 @@ def log_of_table(rows: Table, name: str, where: str, step: str | None = None) ->
     Raises:
         UserError: no column of steps.
     """
-    spoken = vocabulary_of(rows.names)
-    known = (*(spoken.step if spoken else ()), *STEP_NAMES) if step is None else (step,)
-    column = next((each for each in known if each in rows.names), None)
+    column = step_column(rows.names, step)
     if column is None:
-        asked = "of steps" if step is None else short(step)
-        raise UserError(f"{where}: no column {asked}; found {listed(rows.names)}")
+        raise no_steps(where, rows.names, step)
     return Log(name, rows.names, rows.count, series_of(rows, numbers(rows.column(column))))
+
+
+# All names that a column of steps may have where nobody names it.
+STEP_COLUMNS = frozenset([*STEP_NAMES, *(name for each in VOCABULARIES for name in each.step)])
+
+
+def step_column(names: Sequence[str], step: str | None) -> str | None:
+    """Return the column of the step among these: the one named, else a framework's, else a tracker's; None for none."""
+    spoken = vocabulary_of(names) if step is None else None
+    known = (*(spoken.step if spoken else ()), *STEP_NAMES) if step is None else (step,)
+    return next((each for each in known if each in names), None)
+
+
+def no_steps(where: str, names: Sequence[str], step: str | None) -> UserError:
+    """Return the error of a log without a column of steps."""
+    asked = "of steps" if step is None else short(step)
+    return UserError(f"{where}: no column {asked}; found {listed(names)}")

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from sweeps.command.compute import compute_of, parameters_of
-from sweeps.command.follow import MetricsError, counted_at
+from sweeps.command.compute import Compute, compute_of, parameters_of
+from sweeps.command.follow import Counter, MetricsError
+from sweeps.command.growing import Column
 from sweeps.errors import UserError
 
 GIVEN: dict[str, Any] = {
@@ -26,6 +27,15 @@ EXPERTS = {
     "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts_per_tok": 8,
     "moe_intermediate_size": 768, "hidden_act": "silu",
 }  # fmt: skip
+
+
+def counted_at(
+    compute: Compute, steps: list[int], column: Column, begin: tuple[float, float], where: str
+) -> list[float]:
+    """Return compute at these steps by a column that was logged since a run has begun."""
+    counter = Counter(compute, begin, where)
+    counter.add(column)
+    return counter.at(steps)
 
 
 def test_a_sum_of_steps_goes_on_from_where_it_was() -> None:

@@ -13,6 +13,7 @@ import yaml
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.member.command import command_conf_dir, plan_commands, study_file
 from sweeps.command.plan import resolved
+from sweeps.command.settings import newest
 from tests.paths import ROOT
 from tests.sweeps.command.toy import SCRIPT, planned, write_study
 
@@ -129,6 +130,69 @@ def test_two_members_that_would_write_one_file_are_named(tmp_path: Path) -> None
     with pytest.raises(ConfigurationError, match=r"out/grpo.jsonl: toy seed 1 and toy seed 2 would both write it; put"):
         planned(file, "seed=1", "seed=2")
     assert len(planned(file, "loss=grpo", "loss=dapo")) == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "settings"),
+    [
+        ("metrics.source", {"metrics": {"source": "{loss}/../out.jsonl", "reward": "r"}}),
+        ("resume.checkpoints", {"resume": {"checkpoints": "state-*.json"}}),
+        ("stop.file", {"stop": {"file": "STOP"}}),
+    ],
+)
+def test_two_members_share_no_log_no_checkpoint_and_no_request_to_stop(
+    tmp_path: Path, setting: str, settings: dict[str, Any]
+) -> None:
+    """Each would go on from the other's checkpoint, or be stopped with it; one log has several names."""
+    file = write_study(tmp_path, **settings)
+    for loss in ("grpo", "dapo"):
+        (tmp_path / loss).mkdir()
+    with pytest.raises(
+        ConfigurationError, match=rf"^command.{setting}: .*: toy seed 0 and loss=dapo seed 0 would both"
+    ):
+        planned(file, "loss=grpo", "loss=dapo")
+
+
+@pytest.mark.parametrize(
+    ("script", "value", "safe"),
+    [
+        ("train {loss} | tee log", "grpo", True),
+        ("train {loss} | tee log", "'a;touch pwned'", False),
+        ("train {loss}", "'two words'", False),
+        ("train '{loss}'", "'two words; $HOME'", True),
+        ("train '{loss}'", '"it\'s"', False),
+        ('train "{loss}"', "'two words; *'", True),
+        ('train "{loss}"', "'$(date)'", False),
+    ],
+)
+def test_a_value_means_itself_to_a_shell_too(tmp_path: Path, script: str, value: str, safe: bool) -> None:
+    line = ["bash", "-c", f"{script} --seed {{seed}} {{steps}}"]
+    file = write_study(tmp_path, line=line)
+    lists = [[f"loss={value}"]]
+    if safe:
+        assert plan_commands(lists, [str(file)])
+        return
+    with pytest.raises(ConfigurationError, match=r"^command.line: loss: .* stands in words of a shell, .* as an argum"):
+        plan_commands(lists, [str(file)])
+    as_argument = write_study(tmp_path, line=["bash", "-c", 'train "$1"', "bash", "{loss}", "{seed}", "{steps}"])
+    (spec,) = plan_commands(lists, [str(as_argument)])
+    assert resolved(spec, tmp_path).words[4] in ("a;touch pwned", "two words", "it's", "$(date)")
+
+
+def test_a_folder_may_be_called_as_a_pattern_is(tmp_path: Path) -> None:
+    place = tmp_path / "study[1] *"
+    file = write_study(
+        place,
+        metrics={"source": "{run_dir}/checkpoint-*/state.json", "reward": "r"},
+        resume={"checkpoints": "{run_dir}/state-*.json"},
+    )
+    (spec,) = planned(file)
+    command = resolved(spec, run_dir := place / "outputs/runs" / spec.run)
+    (run_dir / "checkpoint-10").mkdir(parents=True)
+    for name in ("checkpoint-10/state.json", "state-5.json", "state-10.json"):
+        (run_dir / name).touch()
+    assert command.newest_checkpoint() == str(run_dir / "state-10.json")
+    assert newest(command.source) == str(run_dir / "checkpoint-10/state.json")
 
 
 def test_one_study_has_one_axis_of_compute(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sweeps.command.follow import Found, Source
+from sweeps.command.metrics import Found, Source
 from sweeps.command.runner import CommandFailedError, CommandKilledError, run_member
 from sweeps.errors import UserError
 from sweeps.run.activity import HUNG_CODE
@@ -236,6 +236,10 @@ ENDS = {
         HEAD,
         r"^command.metrics.source: the command ended with exit code 0, and standard output holds no m",
     ),
+    "elsewhere": (
+        f"{HEAD}if os.fork(): sys.exit(0)\nos.setsid()\ntime.sleep(600)\n",
+        r"^command.metrics.source: the command ended with exit code 0 \(it left 1 processes behind, which were kill",
+    ),
     "too_early": (log_of("range(1, 21)", ROW), r"^budget.steps: the command ended with exit code 0 at step 20 of 30;"),
     "exit_code": (
         log_of("range(1, 21)", ROW, "raise ValueError('no such loss')"),
@@ -325,6 +329,15 @@ def test_another_runs_metrics_are_not_taken_for_its_own(tmp_path: Path) -> None:
     _, run_dir = written(file)
     with pytest.raises(
         UserError, match=r"mine.jsonl holds 1 rows already, and this run has not begun: .*put \{run_dir\}"
+    ):
+        run_member(run_dir)
+
+
+def test_another_runs_checkpoint_is_not_gone_on_from(tmp_path: Path) -> None:
+    _, run_dir = written(write_study(tmp_path, resume={"checkpoints": "state-*.json"}))
+    (tmp_path / "state-20.json").touch()
+    with pytest.raises(
+        UserError, match=r"^command.resume.checkpoints: .*/state-20.json is there already, and this run has not begun: "
     ):
         run_member(run_dir)
 

@@ -1,0 +1,149 @@
+"""A command's metrics as they are now: read where they lie, and only what has changed since the last look."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sweeps.command.growing import Column, Cut, Ending, GrowingLog, Rows, UnfitError
+from sweeps.command.settings import STDOUT, STDOUT_FILE, Command, newest
+from sweeps.source.log import Log
+from sweeps.source.raw import no_steps, read_logs
+
+# Files that are read line by line as they grow; of all others the whole is read when they have changed.
+_BY_LINE = (".jsonl", ".ndjson", ".csv")
+
+
+@dataclass(frozen=True)
+class Found:
+    """Metrics of a source: by column, in the order of logging; names of all columns, and rows.
+
+    While `version` is the same, columns only grow. left_out: lines that are damaged, and were passed over.
+    """
+
+    columns: Mapping[str, Column]
+    names: Sequence[str] = ()
+    rows: int = 0
+    version: int = 0
+    left_out: int = 0
+
+
+class Source:
+    """Reader of a command's metrics, read anew only where they have changed.
+
+    Args:
+        command: names the source and the columns.
+        run_dir: the member's folder, where its standard output is kept.
+        cuts: where attempts that were killed have left half a line in the file, see `seal`.
+
+    Attributes:
+        ending: what is to be thought of a last line that nothing ends.
+    """
+
+    def __init__(self, command: Command, run_dir: Path, cuts: Sequence[Cut] = ()) -> None:
+        self._command, self._cuts = command, cuts
+        self._stdout = command.source == STDOUT
+        self._path = str(run_dir / STDOUT_FILE) if self._stdout else command.source
+        self._stamp: object = None
+        self._found = Found({})
+        self._log: GrowingLog | None = None
+        self._log_of, self._log_version = "", -1  # the file that it reads, and the version of what it has found
+        self._unfit = ""  # a file that is not read line by line
+        self.ending = Ending.OPEN
+        wanted = [*command.rewards.values(), *command.keep, command.compute.column or ""]
+        self._wanted = [name for name in dict.fromkeys(wanted) if name]
+
+    @property
+    def title(self) -> str:
+        """The source as messages name it."""
+        return "standard output" if self._stdout else self._command.source
+
+    @property
+    def left_out(self) -> int:
+        """Number of damaged lines that were passed over."""
+        return self._found.left_out
+
+    def seal(self) -> Cut | None:
+        """End half a line that a killed process has left: what the next one appends is a line of its own.
+
+        Standard output is ours, and gets the line's end. Of a file of the command's the place is returned, to be kept.
+        """
+        if self._command.remote or self._command.is_pattern:
+            return None
+        path = Path(self._path)
+        cut = Cut.of(path)
+        if cut is None or not self._stdout:
+            return None if cut is None or path.suffix.lower() not in _BY_LINE else cut
+        with path.open("ab") as handle:
+            handle.write(b"\n")
+        return None
+
+    def read(self) -> Found:
+        """Return the metrics as they are now; empty before there are any.
+
+        Raises:
+            UserError: the source is there and cannot be read.
+        """
+        if self._command.remote:
+            self._found = self._of(read_logs(self._command.source, self._command.step))
+            return self._found
+        place = newest(self._path) if self._command.is_pattern else self._path
+        stamp = None if place is None else (place, self.ending, *_stamps(Path(place)))
+        if place is None or not Path(place).exists() or stamp == self._stamp:
+            return self._found
+        self._found = self._by_line(place) or self._of(self._of_files(place))
+        self._stamp = stamp
+        return self._found
+
+    def _by_line(self, place: str) -> Found | None:
+        """Return the metrics of a log that is read line by line; None for another one."""
+        path = Path(place)
+        if place == self._unfit or not (self._stdout or path.suffix.lower() in _BY_LINE) or not path.is_file():
+            return None
+        if self._log is None or self._log_of != place:
+            self._log_of = place
+            self._log = GrowingLog(path, lambda: Rows(self._wanted, self._command.step), self._stdout, self._cuts)
+        try:
+            self._log.update(self.ending)
+        except UnfitError:
+            self._unfit = place
+            return None
+        except OSError:  # it was taken away this very moment
+            return self._found
+        rows = self._log.rows
+        if rows.count and not rows.has_steps:
+            raise no_steps(self.title, list(rows.names), self._command.step)
+        version = self._found.version + (self._log.version != self._log_version)
+        self._log_version = self._log.version
+        return Found(rows.columns, list(rows.names), rows.count, version, self._log.left_out)
+
+    def _of_files(self, place: str) -> list[Log]:
+        path = Path(place)
+        if (path.is_file() and not path.stat().st_size) or (path.is_dir() and not any(path.iterdir())):
+            return []
+        return read_logs(place, self._command.step)
+
+    def _of(self, logs: Sequence[Log]) -> Found:
+        columns: dict[str, Column] = {}
+        for log in logs:
+            for name in self._wanted:
+                if name in log.names:
+                    series = log.series(name)
+                    pairs = zip(series.steps.tolist(), series.values.tolist(), strict=True)
+                    columns.setdefault(name, []).extend(pairs)
+        names = list(dict.fromkeys(name for log in logs for name in log.names))
+        return Found(columns, names, sum(log.rows for log in logs), self._found.version + 1)
+
+
+def _stamps(path: Path) -> list[tuple[str, int, int]]:
+    """Return names, sizes and times of a file, or of all below a folder: what changes when something is written."""
+    paths = [path] if not path.is_dir() else sorted(each for each in path.rglob("*") if each.is_file())
+    stamps = []
+    for each in paths:
+        try:
+            status = each.stat()
+        except OSError:
+            continue
+        stamps.append((str(each), status.st_size, status.st_mtime_ns))
+    return stamps

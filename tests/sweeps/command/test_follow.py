@@ -1,0 +1,309 @@
+"""Truths about following a log: in whatever pieces it comes and whoever is killed, its journal is that of the whole."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sweeps.command.compute import Compute
+from sweeps.command.follow import Follower, MetricsError
+from sweeps.command.growing import Cut, Ending, GrowingLog, Rows
+from sweeps.command.metrics import Source
+from sweeps.command.settings import STDOUT, Command
+from sweeps.run.journal import Journal, JournalView, read_journal
+from sweeps.source.raw import read_logs
+
+TOKENS = Compute("tokens", "tokens", per_step=False, restarts=False, factor=1.0)
+COMMAND = Command(
+    words=("train",), files={}, env={}, folder=Path(), source=STDOUT, is_pattern=False, step=None,
+    rewards={"heldout": "reward"}, keep=("loss",), compute=TOKENS, anew=False, add=(), checkpoints=None,
+    stop_signal=None, stop_file=None, stop_within_s=1.0, within=0,
+)  # fmt: skip
+WANTED = ("reward", "loss", "tokens")
+
+
+class Member:
+    """A member's attempts at a command: what each logs, and what its follower makes of it.
+
+    Args:
+        run_dir: its folder.
+        name: of its log.
+        changes: of the command.
+    """
+
+    def __init__(self, run_dir: Path, name: str = "log.jsonl", **changes: Any) -> None:
+        self.run_dir, self.log = run_dir, run_dir / name
+        self.command = replace(COMMAND, source=str(self.log), **changes)
+        self.cuts: list[Cut] = []
+        Journal(run_dir).header(axis=self.command.compute.axis)
+
+    def attempt(self, *writes: bytes | Callable[[], object], ending: Ending | None = Ending.WHOLE) -> JournalView:
+        """Append to the log, or do what is asked, with a look after each; `ending` None: the member is killed."""
+        records = read_journal(self.run_dir).records
+        source, journal = Source(self.command, self.run_dir, self.cuts), Journal(self.run_dir)
+        follower = Follower(journal, records, self.command, source)
+        follower.catch_up()
+        self.cuts += [cut for cut in [source.seal()] if cut is not None]
+        for write in writes:
+            if isinstance(write, bytes):
+                with self.log.open("ab") as handle:
+                    handle.write(write)
+            else:
+                write()
+            follower.update()
+        if ending is not None:
+            follower.update(ending)
+        journal.close()
+        return read_journal(self.run_dir)
+
+
+def rows(*steps: int, tokens: int = 100, **more: float) -> bytes:
+    """JSON lines with tokens, a loss and a reward at each step."""
+    return b"".join(
+        json.dumps(
+            {"step": step, "tokens": tokens * step, "loss": 1 / (1 + step), "reward": step / 100, **more}
+        ).encode()
+        + b"\n"
+        for step in steps
+    )
+
+
+def points(view: JournalView, metric: str = "eval/heldout/pass_rate") -> dict[int, tuple[float, float]]:
+    """Reward, or another metric, and compute by step."""
+    return {r.step: (r.metrics[metric], r.metrics["compute/tokens"]) for r in view.records if metric in r.metrics}
+
+
+# --- any split into appends --------------------------------------------------------------------------------------
+
+NUMBERS = st.one_of(st.floats(), st.integers(-5, 5), st.sampled_from(["0.5", "21%", "nan", "", "x", " 3 "]))
+CELL = st.one_of(NUMBERS, st.none(), st.booleans(), st.just({"a": 1}))
+
+
+@st.composite
+def logs(draw: st.DrawFn, names: Sequence[str] = ("step",)) -> bytes:
+    """A log of JSON lines as a command may write it: sparse, with cells of all kinds and Windows' ends of lines.
+
+    A column that goes before another as that of the step changes what was read before it came: of these there is one,
+    unless `names` has more.
+    """
+    step, tokens, lines = 0, 0.0, []
+    for _ in range(draw(st.integers(0, 12))):
+        further = draw(st.integers(0, 2))
+        step += further
+        tokens += draw(st.floats(0, 1e6)) if further else 0.0  # one number a step, however often it is logged
+        row: dict[str, Any] = {draw(st.sampled_from(names)): draw(st.sampled_from([step, str(step)]))}
+        if draw(st.booleans()):
+            row["tokens"] = tokens
+        for name in draw(st.sets(st.sampled_from(["reward", "loss", "é"]))):
+            row[name] = draw(CELL)
+        lines.append(json.dumps(row, ensure_ascii=draw(st.booleans())))
+    return "".join(line + draw(st.sampled_from(["\n", "\r\n", "\n\n"])) for line in lines).encode()
+
+
+def pieces(whole: bytes, cuts: Sequence[int]) -> list[bytes]:
+    """A log in the pieces that it is appended in."""
+    places = sorted({0, len(whole), *(cut % (len(whole) + 1) for cut in cuts)})
+    return [whole[a:b] for a, b in pairwise(places)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(logs(), st.lists(st.integers(0, 10_000), max_size=8))
+def test_any_split_of_a_log_into_appends_gives_the_journal_of_the_whole(whole: bytes, cuts: list[int]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = []
+        for name, parts in (("once", [whole]), ("pieces", pieces(whole, cuts))):
+            (run_dir := Path(folder) / name).mkdir()
+            member, said = Member(run_dir), ""
+            try:
+                member.attempt(*parts)
+            except MetricsError as error:  # no column of tokens, say
+                said = str(error).replace(str(run_dir), "")
+            found.append((read_journal(run_dir).deterministic(), said))
+        assert found[0] == found[1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(logs(names=("step", "global_step", "_step")), st.lists(st.integers(0, 10_000), max_size=6))
+def test_json_lines_read_as_they_grow_are_those_of_the_whole_file(whole: bytes, cuts: list[int]) -> None:
+    same_as_whole("log.jsonl", whole, cuts)
+
+
+TEXT = st.one_of(
+    st.floats().map(str),
+    st.integers(-(10**20), 10**20).map(str),
+    st.sampled_from(["", " ", "x", "5%", "True", "1e400", "007"]),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.lists(TEXT, max_size=5), min_size=1, max_size=8),
+    st.sampled_from(["\n", "\r\n"]),
+    st.lists(st.integers(0, 10_000), max_size=6),
+)
+def test_csv_read_as_it_grows_is_that_of_the_whole_file(table: list[list[str]], end: str, cuts: list[int]) -> None:
+    lines = ["step,tokens,reward,loss", *(",".join([str(n), *cells][:4]) for n, cells in enumerate(table))]
+    same_as_whole("log.csv", "".join(line + end for line in lines).encode(), cuts)
+
+
+def same_as_whole(name: str, whole: bytes, cuts: list[int]) -> None:
+    """Compare what a growing log gives in the end, read in pieces, with what the readers make of the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        growing = GrowingLog(path, lambda: Rows(WANTED, None))
+        path.touch()
+        for part in pieces(whole, cuts):
+            with path.open("ab") as handle:
+                handle.write(part)
+            growing.update(Ending.OPEN)
+        found = growing.rows
+        if found.count:
+            (log,) = read_logs(path)
+            wanted = {n: log.series(n) for n in WANTED if n in log.names}
+            columns = {n: list(zip(s.steps.tolist(), s.values.tolist(), strict=True)) for n, s in wanted.items()}
+            assert (found.columns, list(found.names), found.count) == (columns, list(log.names), log.rows)
+
+
+# --- killed in the middle of a line ------------------------------------------------------------------------------
+
+
+def test_half_a_number_is_no_number(tmp_path: Path) -> None:
+    """While the command writes it the counter would have gone back, which ends the run."""
+    member = Member(tmp_path, "log.csv")
+    found = member.attempt(b"step,tokens,reward\n1,1000,0.1\n2,2000,0.2\n3,3", b"000,0.3\n")
+    assert points(found) == {1: (0.1, 1000), 2: (0.2, 2000), 3: (0.3, 3000)}
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.jsonl", "stdout.txt"])
+def test_a_line_torn_by_a_kill_spoils_neither_its_own_nor_the_next(tmp_path: Path, name: str) -> None:
+    """The next attempt appends behind it: two halves that look like a row, or a row that is none."""
+    member = Member(tmp_path, name)
+    if name == "stdout.txt":
+        member.command = replace(member.command, source=STDOUT)
+    if name == "log.csv":
+        member.attempt(b"step,tokens,reward\n1,1000,0.1\n2,2000,0.2\n3,30", ending=None)
+        found = member.attempt(b"2,2000,0.25\n", b"3,3000,0.35\n")
+    else:
+        member.attempt(
+            b'{"step": 1, "tokens": 1000, "reward": 0.1}\n{"step": 2, "tokens": 2000, "reward": 0.2}\n{"st', ending=None
+        )
+        found = member.attempt(
+            b'{"step": 2, "tokens": 2000, "reward": 0.25}\n', b'{"step": 3, "tokens": 3000, "reward": 0.35}\n'
+        )
+    assert points(found) == {1: (0.1, 1000), 2: (0.25, 2000), 3: (0.35, 3000)}
+    again = member.attempt(ending=None)  # found again, and nothing is recorded twice
+    assert again.deterministic() == found.deterministic()
+
+
+def test_a_row_without_an_end_counts_once_the_command_has_ended_well(tmp_path: Path) -> None:
+    for ending, last in ((Ending.WHOLE, {1, 2}), (Ending.TORN, {1})):
+        (run_dir := tmp_path / ending.value).mkdir()
+        found = Member(run_dir, "log.csv").attempt(b"step,tokens,reward\n1,1000,0.1\n2,2000,0.2", ending=ending)
+        assert points(found).keys() == last
+
+
+def test_a_damaged_line_costs_itself(tmp_path: Path) -> None:
+    """A JSON file was not read at all for one broken line in it."""
+    found = Member(tmp_path).attempt(rows(1, 2) + b'{"step": 3, "tok\n' + rows(4, 5))
+    assert points(found).keys() == {1, 2, 4, 5}
+
+
+# --- attempts ----------------------------------------------------------------------------------------------------
+
+
+def test_a_log_cut_back_to_its_checkpoint_is_no_new_beginning(tmp_path: Path) -> None:
+    """As a trainer does that takes back what lies beyond its checkpoint before it goes on."""
+    member = Member(tmp_path)
+    member.attempt(rows(1, 2, 3, 4, 5), ending=None)
+    found = member.attempt(lambda: member.log.write_bytes(rows(1, 2, 3)), rows(4, 5, 6, loss=7.0))
+    assert points(found).keys() == {1, 2, 3, 4, 5, 6}
+    assert points(found, "train/loss")[3][0] == 1 / 4 and points(found, "train/loss")[4][0] == 7.0
+
+
+def test_what_a_dead_attempt_did_beyond_the_newest_is_not_taken_for_it(tmp_path: Path) -> None:
+    """Both lie in one log, and tokens of the newest may be more than those of later steps of the other."""
+    member = Member(tmp_path)
+    member.attempt(rows(1, 2, 3, 4, 5, 6), ending=None)
+    member.attempt(rows(4, 5, tokens=130), ending=None)  # from its checkpoint of step 3; its member is killed
+    assert points(member.attempt(ending=None)).keys() == {1, 2, 3, 4, 5}
+    found = member.attempt(rows(6, 7, tokens=130))
+    assert {step: compute for step, (_, compute) in points(found).items()} == {
+        1: 100, 2: 200, 3: 300, 4: 520, 5: 650, 6: 780, 7: 910,
+    }  # fmt: skip
+
+
+def test_an_attempt_whose_member_saw_nothing_of_it_takes_its_place(tmp_path: Path) -> None:
+    member = Member(tmp_path)
+    member.attempt(rows(1, 2, 3, 4, 5), ending=Ending.TORN)
+    with member.log.open("ab") as handle:  # the command has logged, and its member was killed before a look
+        handle.write(rows(4, loss=7.0))
+    found = member.attempt(ending=None)
+    assert points(found, "train/loss")[4][0] == 7.0 and points(found).keys() == {1, 2, 3, 4}
+
+
+def test_an_evaluation_that_was_logged_late_is_not_lost_with_its_member(tmp_path: Path) -> None:
+    member = Member(tmp_path)
+    plain = [json.dumps({"step": step, "tokens": 100 * step}).encode() + b"\n" for step in range(1, 5)]
+    member.attempt(*plain, ending=None)
+    with member.log.open("ab") as handle:
+        handle.write(b'{"step": 2, "reward": 0.5}\n')
+    assert points(member.attempt(ending=None)) == {2: (0.5, 200)}
+
+
+def test_a_counter_that_restarts_counts_on_where_its_attempt_was(tmp_path: Path) -> None:
+    member = Member(tmp_path, compute=replace(TOKENS, restarts=True))
+    member.attempt(rows(1, 2, 3), ending=Ending.TORN)
+    lines = [json.dumps({"step": s, "tokens": 100 * (s - 3), "reward": 0.5}).encode() + b"\n" for s in (4, 5, 6)]
+    member.attempt(*lines[:2], ending=None)
+    with member.log.open("ab") as handle:
+        handle.write(lines[2])
+    found = points(member.attempt(ending=None))
+    assert [found[step][1] for step in sorted(found)] == [100, 200, 300, 400, 500, 600]
+
+
+def test_one_that_begins_anew_and_writes_its_log_again_sums_from_zero(tmp_path: Path) -> None:
+    """What it logs is what was there: it is the same, and yet counts once."""
+    member = Member(tmp_path, compute=replace(TOKENS, per_step=True), anew=True)
+    member.attempt(rows(1, 2, 3), ending=None)
+    found = member.attempt(lambda: member.log.write_bytes(rows(1)), rows(2, 3), rows(4, 5))
+    assert [compute for _, compute in points(found).values()] == [100, 300, 600, 1000, 1500]
+
+
+def test_a_step_that_is_no_whole_number_is_named(tmp_path: Path) -> None:
+    """A column of epochs, say: the journal had steps without a reward."""
+    with pytest.raises(MetricsError, match=r"^command.metrics.step: 0.5 in .*log.jsonl is no whole step; name the co"):
+        Member(tmp_path).attempt(b'{"step": 0.5, "tokens": 1, "reward": 0.5}\n')
+
+
+def test_a_log_of_verls_and_one_with_quotes_are_followed(tmp_path: Path) -> None:
+    (one := tmp_path / "one").mkdir()
+    lines = [json.dumps({"step": s, "data": {"tokens": s, "reward": 0.5}}).encode() + b"\n" for s in (1, 2, 3)]
+    assert points(Member(one).attempt(*lines)).keys() == {1, 2, 3}
+    (two := tmp_path / "two").mkdir()
+    found = Member(two, "log.csv").attempt(
+        b'step,tokens,reward,note\n1,1,0.1,"a, b"\n', b'2,2,0.2,"c"\n', b"3,3,0.3,d\n"
+    )
+    assert points(found) == {1: (0.1, 1), 2: (0.2, 2), 3: (0.3, 3)}
+
+
+def test_a_look_at_a_long_log_reads_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    member = Member(tmp_path)
+    taken: list[int] = []
+    add = Rows.add
+
+    def counted(self: Rows, row: dict[str, Any]) -> None:
+        taken.append(1)
+        add(self, row)
+
+    monkeypatch.setattr(Rows, "add", counted)
+    member.attempt(*(rows(step) for step in range(1, 101)), ending=None)
+    assert len(taken) == 100
