@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,10 +236,23 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         trials = [replace(spec, run=f"{spec.run}/{n}") for n in range(len(study.specs), checked.n_trials)]
         if self._designed(trials, directory, spec.config["launch"]):
             return
+        from sweeps.launch.adopted import count_adopted, stand_ins
         from sweeps.search.optuna_search import Search  # Optuna takes a second to import
 
+        stand = None
+        if "command" in spec.config and any(state.adopted for state in study.ledger.fold().values()):
+            count_adopted(directory, [spec], _measured)  # they measure as the trials do from now on, or are refused
+            stand = partial(stand_ins, directory, measured=_measured)
         with self._search_planner() as planned:
-            search = Search(study=study, space=space, settings=checked, base=lists[0], planned=planned, sampler=sampler)
+            search = Search(
+                study=study,
+                space=space,
+                settings=checked,
+                base=lists[0],
+                planned=planned,
+                sampler=sampler,
+                stand=stand,
+            )
             states = self._run(study, plan, search)
         if any(state.state == "finished" for state in states.values()):
             show_results(study.directory, plan.tracking)  # trials that failed are part of a search

@@ -7,7 +7,8 @@ everything is killed at once, before another process takes the member over. Stan
     in   {"words": [...], "env": {...}, "folder": "...", "out": "path or null"}     started; null: on our standard error
     in   {"stop": 15, "within_s": 60}          the signal (null: none) is sent, and after so long everything is killed
     out  {"started": 4711} or {"failed": "..."}
-    out  {"ended": 0, "left": 2, "killed": false}      exit code, or minus the signal's number; processes that it left
+    out  {"ended": 0, "behind": 3, "left": 2, "killed": false}     exit code, or minus the signal's number; processes
+                                            that it left behind, and those of them that did not end when they were asked
 """
 
 from __future__ import annotations
@@ -80,8 +81,9 @@ def main() -> None:
             killed = True
             _kill_all(but=child.pid)
             child.kill()
+    behind = len(_descendants())
     left = _end_rest()
-    _say({"ended": child.returncode, "left": left, "killed": killed})
+    _say({"ended": child.returncode, "behind": behind, "left": left, "killed": killed})
 
 
 def _in_the_child() -> None:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,14 @@ _GUARD = Path(__file__).with_name("guard.py")
 class Ended:
     """End of a command: exit code, or minus the number of the signal that killed it.
 
-    left: processes that it left behind, which were killed; killed: whether it had to be killed when asked to stop.
+    left: processes that it left behind, which were killed; killed: whether it had to be killed when asked to stop;
+    behind: processes that were at work when it ended, those that ended themselves when asked among them.
     """
 
     code: int
     left: int
     killed: bool
+    behind: int = field(default=0, compare=False)
 
     @property
     def how(self) -> str:
@@ -116,7 +118,7 @@ class Tree:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._guard.pid, signal.SIGKILL)
             return Ended(-signal.SIGKILL, 0, False)
-        return Ended(said["ended"], said["left"], said["killed"])
+        return Ended(said["ended"], said["left"], said["killed"], said["behind"])
 
     def _tell(self, what: Mapping[str, Any]) -> None:
         assert self._guard.stdin is not None

@@ -258,9 +258,10 @@ class _Member:
     def _judge(self, ended: Ended, follower: Follower, journal: Journal) -> None:
         """Record how the run has ended, and raise where it is not done."""
         steps, last = self._spec.steps, follower.last_step
-        behind = ""
+        behind = (
+            f" (it left {ended.behind} processes behind, which were ended: its own has to stay)" if ended.behind else ""
+        )
         if ended.left:
-            behind = f" (it left {ended.left} processes behind, which were killed: a command must not go on elsewhere)"
             print(f"the command left {ended.left} processes behind, which were killed", flush=True)
         if self._source.left_out:
             print(f"warning: {self._source.title}: {self._source.left_out} damaged lines were left out", flush=True)

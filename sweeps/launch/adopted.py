@@ -100,54 +100,63 @@ def count_adopted(
     Raises:
         UserError: adopted runs count another unit of compute or have another reward, or the study is being run.
     """
-    theirs = [run for run, state in Ledger(directory).fold().items() if state.adopted]
     cells = [spec for spec in specs if "command" in spec.config]
-    if not theirs or not cells:
+    if not cells or not any(state.adopted for state in Ledger(directory).fold().values()):
         return list(specs), []
-    axis, text, metric = measured(cells[0])
-    taken: dict[str, RunSpec | None] = {}  # by the member that is not started
-    notes: list[str] = []
     with held(directory):
-        states = Ledger(directory).fold()
-        for run in theirs:
-            spec, state = RunSpec.read(directory / RUNS_DIR / run), states[run]
-            view = read_journal(directory / RUNS_DIR / run)
-            if view.header.get("axis") != axis:
-                raise UserError(
-                    f"{directory}: its adopted runs count {view.header.get('axis')}, and this launch {axis}; measure "
-                    "alike (command.compute), or launch into a study of its own (study=NAME)"
-                )
-            if not any(metric in record.metrics for record in view.of_kind("eval")):
-                name = metric.removeprefix("eval/").removesuffix("/pass_rate")
-                raise UserError(
-                    f"{directory}: its adopted runs have no {metric}, by which this launch is compared; adopt them "
-                    f"with --set {name} into a study of their own, or name the set so in command.metrics.reward"
-                )
-            alike = _alike(spec, cells)
-            if len({cell.curve for cell in alike}) > 1:
-                names = ", ".join(dict.fromkeys(cell.recipe for cell in alike))
-                notes.append(
-                    f"{spec.title} may be {names}: it stands for none; adopt by all values that these differ in"
-                )
-                alike = []
-            spec = _relabelled(directory, spec, alike[0] if alike else spec, view, text)
-            cell = next((each for each in alike if each.seed == spec.seed), None)
-            if cell is None or cell.run in taken or state.state == "failed":
-                continue
-            if state.state != "finished":
-                taken[cell.run] = None
-                notes.append(
-                    f"{cell.title} is running elsewhere ({spec.config['adopted']['source']}) and is not started"
-                )
-            elif not _whole(spec, cell):
-                notes.append(f"{cell.title} was adopted with {spec.steps} of {cell.steps} steps and is started anew")
-            else:
-                taken[cell.run] = spec
+        taken, notes = stand_ins(directory, cells, measured)
     stand = sum(spec is not None for spec in taken.values())
     if stand:
         notes.insert(0, f"{stand} of {len(specs)} members ran elsewhere and were adopted; they are not started")
     found = [taken.get(spec.run, spec) for spec in specs]
     return [spec for spec in found if spec is not None], notes
+
+
+def stand_ins(
+    directory: Path, cells: Sequence[RunSpec], measured: Callable[[RunSpec], tuple[str, str, str]]
+) -> tuple[dict[str, RunSpec | None], list[str]]:
+    """Return the adopted run that stands for each of these members, None for one at work elsewhere, and lines on them.
+
+    Adopted runs are relabelled; see `count_adopted`. The study's lease is held by whoever calls this.
+
+    Raises:
+        UserError: adopted runs count another unit of compute, or have another reward.
+    """
+    axis, text, metric = measured(cells[0])
+    taken: dict[str, RunSpec | None] = {}  # by the member that is not started
+    notes: list[str] = []
+    states = Ledger(directory).fold()
+    for run in [run for run, state in states.items() if state.adopted]:
+        spec, state = RunSpec.read(directory / RUNS_DIR / run), states[run]
+        view = read_journal(directory / RUNS_DIR / run)
+        if view.header.get("axis") != axis:
+            raise UserError(
+                f"{directory}: its adopted runs count {view.header.get('axis')}, and this launch {axis}; measure "
+                "alike (command.compute), or launch into a study of its own (study=NAME)"
+            )
+        if not any(metric in record.metrics for record in view.of_kind("eval")):
+            name = metric.removeprefix("eval/").removesuffix("/pass_rate")
+            raise UserError(
+                f"{directory}: its adopted runs have no {metric}, by which this launch is compared; adopt them "
+                f"with --set {name} into a study of their own, or name the set so in command.metrics.reward"
+            )
+        alike = _alike(spec, cells)
+        if len({cell.curve for cell in alike}) > 1:
+            names = ", ".join(dict.fromkeys(cell.recipe for cell in alike))
+            notes.append(f"{spec.title} may be {names}: it stands for none; adopt by all values that these differ in")
+            alike = []
+        spec = _relabelled(directory, spec, alike[0] if alike else spec, view, text)
+        cell = next((each for each in alike if each.seed == spec.seed), None)
+        if cell is None or cell.run in taken or state.state == "failed":
+            continue
+        if state.state != "finished":
+            taken[cell.run] = None
+            notes.append(f"{cell.title} is running elsewhere ({spec.config['adopted']['source']}) and is not started")
+        elif not _whole(spec, cell):
+            notes.append(f"{cell.title} was adopted with {spec.steps} of {cell.steps} steps and is started anew")
+        else:
+            taken[cell.run] = spec
+    return taken, notes
 
 
 def stood_for(directory: Path, specs: Sequence[RunSpec]) -> set[str]:

@@ -48,6 +48,7 @@ class Search:
         base: command-line overrides that all trials share.
         planned: makes members' specifications from lists of overrides.
         sampler: makes Optuna's sampler from a seed.
+        stand: of members, the run that was adopted with the values of each, if there is one, and lines on them.
     """
 
     files: tuple[str, ...] = (TRIALS_FILE, RACE_FILE)
@@ -60,7 +61,9 @@ class Search:
         base: Sequence[str],
         planned: Planner,
         sampler: Callable[[int], optuna.samplers.BaseSampler],
+        stand: Callable[[Sequence[RunSpec]], tuple[Mapping[str, RunSpec | None], list[str]]] | None = None,
     ) -> None:
+        self._stand = stand
         self._study, self._settings, self._base, self._planned = study, settings, list(base), planned
         self.trials = Trials(study.directory, list(space), settings, self._base, planned, sampler)
         self._journals = Journals(study.directory / RUNS_DIR)
@@ -122,9 +125,22 @@ class Search:
             self._said.append(f"trial {trial.number} refused ({' '.join(overrides)}): {said}")
             return []
         self._refused = 0
+        if self._stand is not None:
+            specs = self._adopted(asked, specs)
         for (trial, _), spec in zip(asked, specs, strict=True):
             trial.set_user_attr("run", spec.run)
         return specs
+
+    def _adopted(self, asked: Sequence[tuple[Trial, list[str]]], specs: Sequence[RunSpec]) -> list[RunSpec]:
+        """Return the members with adopted runs in the place of those that have run elsewhere to their end."""
+        assert self._stand is not None
+        found, _ = self._stand(specs)
+        for (trial, _), spec in zip(asked, specs, strict=True):
+            if found.get(spec.run) is not None:
+                self._said.append(
+                    f"trial {trial.number} ({spec.title}) ran elsewhere and was adopted; it is not started"
+                )
+        return [found.get(spec.run) or spec for spec in specs]
 
     def _tell(self, states: Mapping[str, MemberState]) -> None:
         """Tell Optuna the results of the members that have ended."""

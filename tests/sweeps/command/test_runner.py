@@ -238,7 +238,7 @@ ENDS = {
     ),
     "elsewhere": (
         f"{HEAD}if os.fork(): sys.exit(0)\nos.setsid()\ntime.sleep(600)\n",
-        r"^command.metrics.source: the command ended with exit code 0 \(it left 1 processes behind, which were kill",
+        r"^command.metrics.source: the command ended with exit code 0 \(it left 1 processes behind, which were ended",
     ),
     "too_early": (log_of("range(1, 21)", ROW), r"^budget.steps: the command ended with exit code 0 at step 20 of 30;"),
     "exit_code": (

@@ -176,3 +176,22 @@ def test_provenance_outlives_another_label(place: Path) -> None:
     assert (before.header["recipe"], after.header["recipe"]) == ("loss=grpo", "mine")
     assert after.header["adopted"] == before.header["adopted"] and after.records == before.records
     assert after.status == "finished" and after.header["compute_is"] == "tokens: tokens"
+
+
+@pytest.mark.slow
+def test_a_search_takes_adopted_runs_for_its_trials(place: Path) -> None:
+    """They were begun under another measure, and their labels are those that the trials would have."""
+    by_hand(place, "dapo", 0)
+    adopt(place / "study", [str(place / "logs")], ["loss,lr,seed"], x="tokens")
+    words = ["--config-dir", ".", "--config-name", "mine", "--multirun", "hydra/sweeper=scalerl_optuna"]
+    words += ["loss=choice(grpo,dapo)", "hydra.sweeper.n_trials=4", "hydra.sweeper.prune=race"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_scalerl.train", *words, "hydra.sweeper.budget=2000"],
+        cwd=place, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "(loss=dapo seed 0) ran elsewhere and was adopted; it is not started" in output
+    assert "4 of 4 trials finished" in output and "nothing is pruned" not in output
+    assert len(Study.read(place / "study").specs) == 2
+    assert {curve.recipe for curve in load([place / "study"]).curves} == {"mine", "loss=dapo"}
