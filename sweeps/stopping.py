@@ -148,9 +148,16 @@ class RacingRun:
         if self.axis is None:
             self.axis = STEPS if compute is None else SPENT
             self._observer = RunObserver(self.study, self.run_dir, self.rules, self.metric, self.axis)
-        spent = float(step) if compute is None else float(compute)
-        if not (math.isfinite(spent) and spent >= 0 and math.isfinite(reward)):
-            self._warn(f"step {step}: reward {reward} at compute {spent} is no evaluation, and was not recorded")
+        if compute is None and self.axis != STEPS:
+            self._warn(f"compute is not given, and {self.axis} is compared; evaluations without it are not recorded")
+            return self._why
+        try:
+            spent, reward = float(step) if compute is None else float(compute), float(reward)
+            bad = not (math.isfinite(spent) and spent >= 0 and math.isfinite(reward))
+        except (TypeError, ValueError):  # nothing of this may end a training
+            bad, spent = True, math.nan
+        if bad:
+            self._warn(f"step {step}: reward {reward} at compute {compute} is no evaluation, and was not recorded")
             return self._why
         error = {f"{self.metric}_se": float(reward_se)} if reward_se is not None and math.isfinite(reward_se) else {}
         metrics = {self.metric: float(reward), **error, self.axis: spent}

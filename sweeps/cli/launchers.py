@@ -324,6 +324,7 @@ class DebugStudyLauncher(StudyLauncher):
 
 def _lost_by_pauses(specs: Sequence[RunSpec], plan: LaunchSettings) -> list[str]:
     """Return a warning where a race will pause members whose commands cannot resume; none elsewhere."""
+    specs = [spec for spec in specs if "adopted" not in spec.config]  # they are at work nowhere
     lost = [spec for spec in specs if (spec.config.get("command") or {}).get("resume", {}).get("anew")]
     at_once = not plan.outlives and plan.max_parallel >= len(specs)
     if plan.race.get("mode") != "live" or at_once or not lost:

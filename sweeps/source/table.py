@@ -8,7 +8,8 @@ over, and counted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +18,14 @@ from sweeps.errors import UserError
 from sweeps.source.collected import ALL, Asked, Collected, ForeignRun, described
 from sweeps.source.columns import check_columns, column_named, counter_named, not_negative, strict_numbers
 from sweeps.source.frame import Table, grouped, read_table
+from sweeps.source.run_names import pairs_in
 from sweeps.source.text import File, listed, short
 from sweeps.source.vocabulary import order_warning
 from sweeps.source.wide import how_wide
 from sweeps.terminal import counted
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 NAME = "table"
 
@@ -61,6 +66,7 @@ def read(file: File, into: Collected) -> None:
         raise UserError(table.torn)
     if asked.y == ALL:
         raise UserError(f"{path}: --metric {ALL} is for runs and logs; a table has one reward column, named with --y")
+    table = _with_names(file, table, asked)
     columns = _columns(file, table, asked)
     used = columns.used
     check_columns(file, table, [*used.values(), *columns.factors])
@@ -121,6 +127,22 @@ def read(file: File, into: Collected) -> None:
             )
     _say_skipped(file, into, no_compute, no_reward, recipes)
     _note(file, into, columns, table, int((~skipped).sum()))
+
+
+def _with_names(file: File, table: Table, asked: Asked) -> Table:
+    """Return a table with the columns asked for that its file's name holds, as `loss=grpo,seed=1.csv` does."""
+    told = pairs_in(file.run_name)
+    wanted = [name for name in (asked.by, *asked.factors) if name is not None and not table.named(name)]
+    if not wanted or not all(name in told for name in wanted):
+        return table
+    constant = {name: told[name] for name in dict.fromkeys([*wanted, "seed"]) if name in told and not table.named(name)}
+    names = [*table.names, *constant]
+
+    def load() -> DataFrame:
+        frame = table.frame.assign(**{f"_{name}": value for name, value in constant.items()})
+        return frame.set_axis(range(len(names)), axis=1)
+
+    return replace(table, names=names, load=load)
 
 
 def _columns(file: File, table: Table, asked: Asked) -> Columns:

@@ -239,14 +239,26 @@ def test_a_look_that_takes_long_holds_nothing_up(
     assert [step for step, _, _ in rows_in(run)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("reward", "compute"), [(float("nan"), 1.0), (0.5, float("inf")), (0.5, -1.0)])
+@pytest.mark.parametrize(
+    ("reward", "compute"), [(float("nan"), 1.0), (0.5, float("inf")), (0.5, -1.0), (None, 1.0), (0.5, "many")]
+)
 def test_what_is_no_evaluation_is_told_and_left_out(
-    reward: float, compute: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    reward: Any, compute: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = RacingRun(tmp_path, "mine", 0, budget=20)
     with caplog.at_level(logging.WARNING):
         assert run.should_stop(0, 0.1, 0.0) is None and run.should_stop(1, reward, compute) is None
     assert "is no evaluation" in caplog.text and len(rows_in(run)) == 1
+
+
+def test_steps_do_not_pass_for_the_compute_that_a_call_has_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RacingRun(tmp_path, "mine", 0, budget=2e9, axis="compute/tokens")
+    with caplog.at_level(logging.WARNING):
+        assert run.should_stop(1, 0.1, 1e8) is None and run.should_stop(2, 0.2) is None
+    assert "compute is not given, and compute/tokens is compared" in caplog.text
+    assert [step for step, _, _ in rows_in(run)] == [1]
 
 
 def test_a_counter_that_began_again_is_told_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

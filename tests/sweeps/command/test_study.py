@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,6 @@ def test_a_race_says_before_it_begins_what_its_pauses_lose(
     assert bool(said) == warned
     assert not warned or ("command.resume.anew" in said[0] and "launch.max_parallel=4" in said[0])
     assert _lost_by_pauses(specs, launcher.plan(specs[0].config)) == [], "without a race nobody is paused"
+    # Runs that were adopted take nobody's place.
+    adopted = [replace(spec, config={**spec.config, "adopted": {}}) for spec in specs[1:]]
+    assert _lost_by_pauses([specs[0], *adopted], launcher.plan(config)) == []

@@ -521,3 +521,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["runs"][0]["what"] == "unchanged" and told["runs"][0]["points"] == 33
+
+
+def test_a_table_is_told_apart_by_its_files_name_where_it_has_no_such_column(tmp_path: Path) -> None:
+    """As a log is, whose columns have a framework's names."""
+    (tmp_path / "runs").mkdir()
+    for loss, seed in (("grpo", 3), ("dapo", 4)):
+        rows = "".join(f"{step},{100 * step},{0.01 * step + seed}\n" for step in range(1, 7))
+        (tmp_path / "runs" / f"loss={loss},seed={seed}.csv").write_text(f"step,tokens,reward\n{rows}")
+    found = adopt(tmp_path / "study", [str(tmp_path / "runs")], ["loss,seed"], x="tokens", y="reward")
+    assert sorted((run.recipe, run.seed, run.what) for run in found.runs) == [
+        ("loss=dapo", 4, "adopted"),
+        ("loss=grpo", 3, "adopted"),
+    ]
+    with pytest.raises(UserError, match="no column width; found step, tokens, reward"):
+        adopt(tmp_path / "other", [str(tmp_path / "runs")], ["width"], x="tokens", y="reward")
