@@ -5,5 +5,6 @@ launch, and in a member's process a journal like that of our own runs, so that a
 
     plan.make_specs     settings (checked), template (values into words and files) -> RunSpec
     runner.run_member   process.Tree (guard.py: a process of its own, which ends all that the command started)
-                        follow.Follower: sweeps.source.raw reads the command's metrics as they grow -> journal
+                        metrics.Source reads what the command has logged since the last look (growing: JSON lines, CSV)
+                        follow.Follower: metrics -> journal
 """

@@ -91,7 +91,7 @@ class Rows:
         self.version = 0  # one more whenever columns do not only grow
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take the next row."""
+        """Take the next row of the log."""
         at, self.count = self.count, self.count + 1
         found = {}
         for name in self._kept & row.keys():
@@ -165,7 +165,7 @@ class GrowingLog:
         return self._lenient or self._path.suffix.lower() != ".csv"
 
     def update(self, ending: Ending) -> None:
-        """Read what was appended.
+        """Read what was appended since the last look.
 
         Raises:
             UnfitError: it is a log to be read whole.
