@@ -7,8 +7,8 @@ pass rate on the held-out prompts), its standard error, and compute. Compute is 
 counting, so that a step of a recipe costs the same in both trainers: a prompt is prefilled once a group; padding,
 evaluations, and the pass by which TRL asks its trainer what our generator has recorded, are not counted.
 
-Killed and started again it goes on from its last checkpoint; lines beyond that are taken back. SIGTERM, or a file
-named STOP in the folder, ends it with a checkpoint after the step at hand, by exit code 3.
+Killed and started again it goes on from its last checkpoint; steps beyond that get other lines behind theirs. SIGTERM,
+or a file named STOP in the folder, ends it with a checkpoint after the step at hand, by exit code 3.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def standard_error(passed: Sequence[int], samples: int) -> float:
 
 
 class Journal:
-    """Lines of `evaluations.jsonl`, one a step, and the compute that they stand at."""
+    """Writer of `evaluations.jsonl`, a line an evaluation, and the compute that it stands at."""
 
     def __init__(self, folder: Path, passes: int) -> None:
         self._file = folder / "evaluations.jsonl"
@@ -65,25 +65,16 @@ class Journal:
         self.flops = 0.0
 
     def go_on_from(self, checkpoint: Path | None) -> None:
-        """Take back what is beyond a checkpoint: its steps are made again. Without one, everything."""
-        step = -1
-        if checkpoint is not None:
-            step = int(checkpoint.name.rpartition("-")[2]) // self._passes
-            self.flops = json.loads(counted(checkpoint, self._passes).read_text())["flops"]
-        kept = [line for line in self.lines() if line["step"] <= step]
-        part = self._file.with_suffix(".part")
-        part.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        part.replace(self._file)
+        """Take up the compute of a checkpoint, and cut off a line that was torn by a kill.
 
-    def lines(self) -> list[dict[str, float]]:
-        """Return the lines so far; one that was torn by a kill is no line."""
-        found = []
-        for line in self._file.read_text().splitlines() if self._file.exists() else []:
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                break
-        return found
+        Lines beyond the checkpoint stay: their steps are logged again behind them, by which whoever follows the file
+        sees where the run goes on. A file that became shorter would look like one that was begun again.
+        """
+        if checkpoint is not None:
+            self.flops = json.loads(counted(checkpoint, self._passes).read_text())["flops"]
+        if self._file.exists():
+            whole = self._file.read_bytes().rpartition(b"\n")
+            os.truncate(self._file, len(whole[0]) + len(whole[1]))
 
     def add(self, **values: float) -> None:
         """Append a line with these values, durably."""

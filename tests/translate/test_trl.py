@@ -105,8 +105,8 @@ def test_a_standard_error_is_that_of_our_evaluation() -> None:
         assert standard_error(passed, 4) == pytest.approx(ours(torch.tensor(passed) / 4, 4))
 
 
-def test_what_is_beyond_the_last_checkpoint_is_taken_back(tmp_path: Path) -> None:
-    """Two of TRL's steps are one of ours; a line torn by a kill is none."""
+def test_what_is_beyond_the_last_checkpoint_is_logged_again(tmp_path: Path) -> None:
+    """Two of TRL's steps are one of ours; a line torn by a kill is none, and no other line follows on it."""
     journal = Journal(tmp_path, passes=2)
     for step in (0, 2, 4):
         journal.add(step=step, reward=0.5)
@@ -117,7 +117,8 @@ def test_what_is_beyond_the_last_checkpoint_is_taken_back(tmp_path: Path) -> Non
     (checkpoint / "scalerl-2.json").write_text('{"flops": 7.0}')
     again = Journal(tmp_path, passes=2)
     again.go_on_from(checkpoint)
-    assert ([line["step"] for line in again.lines()], again.flops) == ([0, 2], 7.0)
+    again.add(step=4, reward=0.25)
+    assert (steps_of(tmp_path), again.flops) == ([0, 2, 4, 4], 7.0)
 
 
 def member(folder: Path, *overrides: str) -> list[str]:
