@@ -44,5 +44,7 @@ def test_a_study_of_commands_is_killed_twice_and_finished(tmp_path: Path, whole:
     assert done.returncode == 0, done.stdout + done.stderr
     states = Ledger(tmp_path / "outputs").fold().values()
     assert {state.state for state in states} == {"finished"}
+    (again,) = [entry for entry in Ledger(tmp_path / "outputs").entries() if entry["event"] == "retried"]
+    assert (again["run"], again["kind"]) == (one.name, "killed") and "killed by SIGKILL at step" in again["reason"]
     for run in (one, other):
         assert steps_of(run) == list(range(1, 31)) and steps_of(run, "eval") == [5, 10, 15, 20, 25, 30]

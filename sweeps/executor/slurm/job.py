@@ -31,7 +31,16 @@ from sweeps.run.files import parse_json
 from sweeps.run.gpu import REQUIRED, check_gpu
 from sweeps.run.interruption import RunInterruptedError, interruption, stop_asked
 from sweeps.run.journal import LOG_FILE, covered_step
-from sweeps.run.slurm_job import array_index, job_id, length_s, node_name, rank, restart_count, submission_folder
+from sweeps.run.slurm_job import (
+    array_index,
+    job_id,
+    length_s,
+    node_name,
+    rank,
+    restart_count,
+    step_tasks,
+    submission_folder,
+)
 
 MANIFEST_FILE = "submission.json"
 REQUEUE_VARIABLE = "SCALERL_REQUEUE_FILE"
@@ -129,9 +138,11 @@ def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float) -> int:
     except BaseException as error:
         # Everything that is known is said before anything else can go wrong; one may fail and not the other.
         kind = kind_of(error)
-        gone = "another rank of the job died; its log is log.rank<number>.txt"
+        reason = first_line(error)
+        if kind == "killed" and step_tasks() > 1:  # alone it has lost something else: its command, its lease
+            reason = "another rank of the job died; its log is log.rank<number>.txt"
         with suppress(OSError):  # a full disk takes no last words; the exit code is one
-            log.end("failed", kind, gone if kind == "killed" else first_line(error))
+            log.end("failed", kind, reason)
         with suppress(OSError):
             print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
         return DISK_FULL_CODE if kind == "disk_full" else 1

@@ -88,6 +88,11 @@ def fill_the_disk_while_saving(run_dir: Path) -> None:
     raise RuntimeError("basic_ios::clear: iostream error: No space left on device")
 
 
+def lose_a_peer(run_dir: Path) -> None:
+    """As gloo says it; of a member of one task it is somebody else."""
+    raise RuntimeError("Connection closed by peer [10.0.0.7]:4711")
+
+
 def wait_for_a_signal(run_dir: Path) -> None:
     """Work until asked to stop; save; stop."""
     (run_dir / "begun").touch()
@@ -324,6 +329,17 @@ def test_a_member_that_fails_says_why_and_asks_for_no_requeue(
     assert attempt.reason is not None and attempt.reason.startswith(reason)
     assert not here.marker.exists()
     assert "Traceback" in (here.run_dir() / LOG_FILE).read_text()
+
+
+@pytest.mark.parametrize(
+    ("tasks", "reason"),
+    [("1", "RuntimeError: Connection closed by peer"), ("2", "another rank of the job died; its log")],
+)
+def test_a_member_of_one_task_has_no_other_rank_that_died(tmp_path: Path, tasks: str, reason: str) -> None:
+    here = Submission(tmp_path, lose_a_peer)
+    assert here.run(SLURM_STEP_NUM_TASKS=tasks) == 1
+    (attempt,) = here.attempts()
+    assert attempt.kind == "killed" and str(attempt.reason).startswith(reason)
 
 
 def test_one_that_hangs_ends_itself_says_where_and_asks_for_no_requeue(tmp_path: Path) -> None:
