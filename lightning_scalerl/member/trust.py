@@ -9,8 +9,9 @@ Without `--trust` the names in it must be
   belongs to the user, which nobody else may write, and which lies outside of the study's folder;
 
 A member that is a command must be what the study's file says, which belongs to the user and lies elsewhere: only values
-may differ that it leaves to a grid. And the specification must be that of its identity. An identity can be computed by
-anybody, so that this finds what was edited or damaged; that nothing foreign runs rests on the names.
+may differ that it leaves to a grid. One that TRL trains must be the command that its overrides make here, and its
+interpreter the user's or the system's. And the specification must be that of its identity. An identity can be computed
+by anybody, so that this finds what was edited or damaged; that nothing foreign runs rests on the names.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from lightning_scalerl import axis_names
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.composition import conf_dir, use_folders
+from lightning_scalerl.composition import compose, conf_dir, use_folders
 from lightning_scalerl.member.command import plan_commands
 from lightning_scalerl.member.identity import content_of, identity_of, located
 from sweeps.errors import UserError
 from sweeps.run.progress import is_done
 from sweeps.run.spec import SPEC_FILE, RunSpec, digest
-from sweeps.run.trust import REMEDY, belongs_to_user, refusal
+from sweeps.run.trust import REMEDY, belongs_to_system, belongs_to_user, refusal
 
 _PACKAGE = "lightning_scalerl"
+_TRAINER = "trainer"  # group of who trains a run; only others' are in a specification
 _NAMED_IN_CONF = re.compile(rf"\b_target_: *({_PACKAGE}\.\w+)")
 # Keys of a task under which a verifier is named: one of ours in one word, or file.py:function or module:function.
 _VERIFIERS = ("rewards", "use", "verifier")
@@ -62,20 +66,10 @@ def check_run(run_dir: Path, spec: RunSpec, done: bool = False) -> None:
             raise refusal(file, "folders", folder, "a folder of yours")
     if "command" in spec.config:
         if not done:
-            _check_command(file, spec)
+            (_check_trl if _TRAINER in spec.config else _check_command)(file, spec, study)
         return
-    # Before the folders are known, so that no name of ours is looked for in them.
-    theirs = [
-        (field, name)
-        for part, config in (("config", spec.config), ("reference", spec.reference))
-        for field, name in dict.fromkeys(_code_named(config, part))
-        if not _is_ours(field, name)
-    ]
     try:
-        use_folders(spec.folders)
-        for field, name in theirs:
-            if not (belongs_to_user(file) and _is_own_code(name, spec.folders, study)):
-                raise refusal(file, field, name, "a public name of lightning_scalerl, nor code of yours")
+        _check_names(file, {"config": spec.config, "reference": spec.reference}, spec.folders, study)
         if not done:
             _check_identity(file, spec)
     except ConfigurationError as error:
@@ -98,6 +92,20 @@ def check_runs(words: Sequence[Sequence[str]], _: Sequence[str]) -> list[RunSpec
             raise refusal(run_dir / SPEC_FILE, "run", spec.run, f"{run!r}, as the ledger has it")
         check_run(run_dir, spec, is_done(run_dir, spec.steps, spec.run))
     return []
+
+
+def _check_names(file: Path, configs: Mapping[str, Any], folders: Sequence[str], study: Path) -> None:
+    # Before the folders are known, so that no name of ours is looked for in them.
+    theirs = [
+        (field, name)
+        for part, config in configs.items()
+        for field, name in dict.fromkeys(_code_named(config, part))
+        if not _is_ours(field, name)
+    ]
+    use_folders(folders)
+    for field, name in theirs:
+        if not (belongs_to_user(file) and _is_own_code(name, folders, study)):
+            raise refusal(file, field, name, "a public name of lightning_scalerl, nor code of yours")
 
 
 def _code_named(config: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -160,17 +168,14 @@ def _below(place: str | None, folders: Sequence[str]) -> bool:
     return found is not None and any(found.is_relative_to(Path(folder).resolve()) for folder in folders)
 
 
-def _check_command(file: Path, spec: RunSpec) -> None:
+def _check_command(file: Path, spec: RunSpec, _: Path) -> None:
     """Check that a member's command is the one that the user's own file makes of its overrides.
 
-    The file, the last of the folders, is known to be the user's and to lie outside of the study. A member of TRL has
-    none: that its words are ours cannot be told without building what they name.
+    The file, the last of the folders, is known to be the user's and to lie outside of the study.
     """
-    line = spec.config["command"].get("line") if isinstance(spec.config["command"], Mapping) else None
-    foreign = refusal(file, "config.command.line", line, "the command of a study's file of yours")
+    foreign = _foreign(file, spec, "the command of a study's file of yours")
     study_file = Path(spec.folders[-1]) if spec.folders else None
-    given = {word.lstrip("+~").partition("=")[0].partition(".")[0].partition("@")[0] for word in spec.overrides}
-    if study_file is None or not study_file.is_file() or given & {"command", "member", "hydra"}:
+    if study_file is None or not study_file.is_file() or _chosen(spec) & {"command", "member", "hydra"}:
         raise foreign
     try:
         (again,) = plan_commands([spec.overrides], spec.folders)
@@ -178,6 +183,63 @@ def _check_command(file: Path, spec: RunSpec) -> None:
         raise UserError(f"{file}: {error}") from error
     if again.run != spec.run or again.config["command"] != spec.config["command"]:
         raise foreign
+
+
+def _foreign(file: Path, spec: RunSpec, expected: str) -> UserError:
+    line = spec.config["command"].get("line") if isinstance(spec.config["command"], Mapping) else None
+    return refusal(file, "config.command.line", line, expected)
+
+
+def _chosen(spec: RunSpec) -> set[str]:
+    """Return the groups that a run's overrides are of."""
+    return {word.lstrip("+~").partition("=")[0].partition(".")[0].partition("@")[0] for word in spec.overrides}
+
+
+def _check_trl(file: Path, spec: RunSpec, study: Path) -> None:
+    """Check that a member's command is the one that its overrides make here, of names that are ours or the user's own.
+
+    Names are looked at before anything of the overrides is built, and the interpreter before it is asked for its TRL.
+    """
+    from lightning_scalerl import plan_trl  # by its public name, for its room is above this one
+
+    foreign = _foreign(file, spec, "the command that this version makes of its overrides")
+    trainer, command = spec.config[_TRAINER], spec.config["command"]
+    python = trainer.get("python") if isinstance(trainer, Mapping) else None
+    if not _is_own_interpreter(python, study):
+        raise refusal(file, f"config.{_TRAINER}.python", python, "an interpreter of yours or of the system's")
+    if not isinstance(command, Mapping) or _chosen(spec) & {"command", "member", "hydra"}:
+        raise foreign
+    try:
+        composed = OmegaConf.to_container(compose(spec.overrides, spec.folders), resolve=True)
+        _check_names(file, {"overrides": composed}, spec.folders, study)
+        # By its whole path: a relative one was seen from where the study was launched.
+        (again,) = plan_trl([[*spec.overrides, f"{_TRAINER}.python={python}"]], spec.folders)
+    except ConfigurationError as error:
+        raise UserError(f"{file}: {error}") from error
+    # Where it is started, Python looks for modules.
+    folder = command.get("folder")
+    if not (isinstance(folder, str) and Path(folder).is_absolute() and belongs_to_user(Path(folder), study)):
+        raise refusal(file, "config.command.folder", folder, "a folder of yours")
+    line, here = command.get("line"), Path(sys.executable)
+    if isinstance(line, list) and line and _is_another_name_of(Path(str(line[0])), here):  # bin/python3, bin/python
+        line = [str(here), *line[1:]]
+    if again.run != spec.run or {**again.config["command"], "folder": folder} != {**command, "line": line}:
+        raise foreign
+
+
+def _is_another_name_of(place: Path, python: Path) -> bool:
+    return place.parent == python.parent and place.resolve() == python.resolve()
+
+
+def _is_own_interpreter(python: Any, study: Path) -> bool:
+    """Return whether an interpreter, and the folder that it is named in, are the user's or the system's.
+
+    The folder decides what a virtual environment imports; its interpreter is a link to another.
+    """
+    if not (isinstance(python, str) and Path(python).is_absolute()):
+        return False
+    places = (Path(python), Path(python).parent)
+    return all(belongs_to_user(place, study) or belongs_to_system(place, study) for place in places)
 
 
 def _check_identity(file: Path, spec: RunSpec) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from lightning_scalerl.translate.trl_member import refuse
 from sweeps.run.spec import RunSpec, make_spec
 
 GROUP = "trainer"
+# How a study is conducted, which is its controller's to know: a run's command is the same wherever and however it is
+# launched, and holds no address. Seed and budget are filled in by the runner.
+_OF_STUDY = frozenset({"seed", "budget", "study", "output_dir", "label", "cluster", "launch", "race", "mlflow"})
+_OF_RUN = ("launch.threads",)
 _ASKED = "from importlib.metadata import version; import torch, transformers, datasets; print(version('trl'))"
 
 
@@ -41,32 +46,43 @@ def plan_trl(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> 
         if spec.curve not in checked:
             refuse(Run.of(rest, list(own)))
             checked.add(spec.curve)
-        made.append(_on_trl(spec, _python(overrides, checked), rest, tuple(overrides)))
+        made.append(_on_trl(spec, _python(overrides), rest, tuple(overrides)))
     return made
 
 
+def _key(entry: str) -> str:
+    return entry.lstrip("+~").partition("=")[0]
+
+
 def _is_trainers(entry: str) -> bool:
-    return entry.lstrip("+~").split("=")[0].split(".")[0] == GROUP
+    return _key(entry).partition(".")[0] == GROUP
 
 
-def _python(overrides: Sequence[str], checked: set[str]) -> str:
-    """Return the interpreter that a member names, having asked it once for its TRL."""
+def _is_runs(entry: str) -> bool:
+    """Return whether an override belongs in the command of a run."""
+    return _key(entry) in _OF_RUN or _key(entry).partition(".")[0] not in _OF_STUDY
+
+
+def _python(overrides: Sequence[str]) -> str:
+    """Return the interpreter that a member names, having asked it for its TRL."""
     named = [entry.partition("=")[2] for entry in overrides if entry.lstrip("+").startswith(f"{GROUP}.python=")]
     if not named:
         raise ConfigurationError(f"{GROUP}.python: needs a value; name the interpreter of an environment that has TRL")
-    python = str(Path(named[-1]).expanduser().absolute())
-    if python not in checked:
-        try:
-            done = subprocess.run([python, "-c", _ASKED], capture_output=True, text=True, check=False)
-        except OSError as error:
-            raise ConfigurationError(f"{GROUP}.python: {python}: {error.strerror}; name an interpreter") from error
-        found = (done.stdout or done.stderr).strip().splitlines()[-1:] or [""]
-        if done.returncode or found[0].split(".")[:2] != VERSION.split(".")[:2]:
-            raise ConfigurationError(
-                f"{GROUP}.python: {python}: {found[0]}; an environment with trl {VERSION}, torch, transformers and "
-                "datasets is needed"
-            )
-        checked.add(python)
+    return _asked(str(Path(named[-1]).expanduser().absolute()))
+
+
+@cache  # once in a planner's process, which takes seconds
+def _asked(python: str) -> str:
+    try:
+        done = subprocess.run([python, "-c", _ASKED], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise ConfigurationError(f"{GROUP}.python: {python}: {error.strerror}; name an interpreter") from error
+    found = (done.stdout or done.stderr).strip().splitlines()[-1:] or [""]
+    if done.returncode or found[0].split(".")[:2] != VERSION.split(".")[:2]:
+        raise ConfigurationError(
+            f"{GROUP}.python: {python}: {found[0]}; an environment with trl {VERSION}, torch, transformers and "
+            "datasets is needed"
+        )
     return python
 
 
@@ -89,11 +105,8 @@ def _on_trl(spec: RunSpec, python: str, overrides: Sequence[str], pasted: tuple[
 
 def _command(python: str, spec: RunSpec, overrides: Sequence[str]) -> dict[str, Any]:
     """Return what `sweeps.command` is told of a member, with every key of conf/command/base/command.yaml."""
-    # What is said of the whole study is no run's, and braces in a value are no placeholders.
-    of_run = [entry for entry in overrides if entry.lstrip("+~").split("=")[0] not in ("seed", "budget.steps", "study")]
-    # A tracker's address may hold a login, and words of a command are seen by everybody on the machine.
-    of_run = [entry for entry in of_run if entry.lstrip("+~").split("=")[0].split(".")[0] != "mlflow"]
-    escaped = [entry.replace("{", "{{").replace("}", "}}") for entry in of_run]
+    # Braces in a value are no placeholders.
+    escaped = [entry.replace("{", "{{").replace("}", "}}") for entry in overrides if _is_runs(entry)]
     directories = [word for folder in spec.folders for word in ("--config-dir", folder)]
     line = [sys.executable, "-m", "lightning_scalerl.translate.trl_member", "--python", python]
     line += ["--folder", "{run_dir}/trl", *directories, *escaped, "seed={seed}", "budget.steps={steps}"]

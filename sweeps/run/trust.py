@@ -20,13 +20,22 @@ def belongs_to_user(path: Path, outside: Path | None = None) -> bool:
         outside: folder that it must not lie in, such as a study's: what a study brings along is not the user's own,
             whoever unpacked it. None for no such folder.
     """
+    return _belongs_to(os.geteuid(), path, outside)
+
+
+def belongs_to_system(path: Path, outside: Path | None = None) -> bool:
+    """Return whether a file or folder belongs to root, and not everybody may write it; see `belongs_to_user`."""
+    return _belongs_to(0, path, outside)
+
+
+def _belongs_to(user: int, path: Path, outside: Path | None) -> bool:
     try:
         found = path.expanduser().resolve(strict=True)
         about = found.stat()
     except OSError:
         return False
     # A member of the same group may often write: many systems give each user a group of his own.
-    own = about.st_uid == os.geteuid() and not about.st_mode & stat.S_IWOTH
+    own = about.st_uid == user and not about.st_mode & stat.S_IWOTH
     return own and (outside is None or not found.is_relative_to(outside))
 
 

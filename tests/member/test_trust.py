@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,9 @@ import pytest
 from lightning_scalerl.member.command import plan_commands
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.trust import check_run, check_runs
+from lightning_scalerl.translate import plan
+from lightning_scalerl.translate.plan import plan_trl
+from lightning_scalerl.translate.to_trl import VERSION
 from sweeps.cli.main import main
 from sweeps.errors import UserError
 from sweeps.executor.slurm.settings import JobSettings
@@ -25,6 +29,7 @@ from sweeps.launch.trust import check_launch
 from sweeps.run.rollouts import write_groups
 from sweeps.run.spec import SPEC_FILE, RunSpec
 from tests.sweeps.command.toy import write_study
+from tests.translate.test_trl import ON_TRL
 
 FOREIGN = """
 from dataclasses import replace
@@ -63,8 +68,8 @@ def launched(study: Path, **others: Any) -> None:
         "planner": "lightning_scalerl:plan_members", "max_parallel": 1, "threads": 1, "tracking": None,
         "axis": "compute",
     }  # fmt: skip
-    plan = LaunchSettings(**{**values, **others})  # type: ignore[arg-type]
-    (study / LAUNCH_FILE).write_text(plan.text())
+    settings = LaunchSettings(**{**values, **others})  # type: ignore[arg-type]
+    (study / LAUNCH_FILE).write_text(settings.text())
 
 
 @pytest.fixture(scope="module")
@@ -272,3 +277,83 @@ def test_a_command_is_run_that_ones_own_file_says(tmp_path: Path) -> None:
     replace(spec, folders=(str(inside),)).write(run_dir)
     with pytest.raises(UserError, match=r"spec.json: folders: .*--trust"):
         check_runs([[str(run_dir), spec.run]], [])
+
+
+def trl_study(place: Path, *more: str) -> tuple[Path, RunSpec]:
+    """A launched study of one member that TRL is to train, by an interpreter that only says so; its run's folder."""
+    python = place / "env" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\ntouch {place}/asked\necho {VERSION}\n")
+    python.chmod(0o755)
+    words = ["trainer=trl", "trainer.python=env/bin/python", *ON_TRL, "model.batches=1", "model.width=32"]
+    (spec,) = plan_trl([[*words, "cluster=slurm", f"output_dir={place}/study", *more]])
+    (place / "asked").unlink()
+    plan._asked.cache_clear()
+    run_dir = place / "study" / "runs" / spec.run
+    spec.write(run_dir)
+    Ledger(place / "study").append("planned", spec.run, recipe=spec.recipe, seed=spec.seed, curve=spec.curve)
+    launched(
+        place / "study",
+        entry="sweeps.command.runner:run_member",
+        planner="lightning_scalerl:plan_trl",
+        preload=("sweeps.command.runner",),
+    )
+    return run_dir, spec
+
+
+def test_a_member_of_trl_is_run_that_its_overrides_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From wherever it is asked for; how a study is conducted, and its tracking's address, are in no command."""
+    monkeypatch.chdir(tmp_path)
+    run_dir, spec = trl_study(tmp_path, "mlflow.uri=https://me:hunter2@example.org", "race.mode=live", "seed=1")
+    line = spec.config["command"]["line"]
+    assert not [word for word in line if word.startswith(("mlflow", "race", "cluster", "output_dir"))]
+    assert (
+        "loss=cispo" not in line and "batch.prompts=4" in line and line[-2:] == ["seed={seed}", "budget.steps={steps}"]
+    )
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    check_launch(Study.read(tmp_path / "study"), LaunchSettings.read(tmp_path / "study"))
+    check_runs([[str(run_dir), spec.run]], [])
+
+
+FOREIGN_ON_TRL: dict[str, tuple[dict[str, Any], str]] = {
+    "a line": ({"config.command.line": ["touch", "{mark}"]}, "config.command.line: \"['touch', "),
+    "an environment": ({"config.command.env": {"PYTHONPATH": THEIRS}}, "config.command.line: "),
+    "a folder of modules": ({"config.command.folder": THEIRS}, "config.command.folder: '{study}/theirs'"),
+    "an interpreter": ({"config.trainer.python": "{study}/theirs/python"}, "config.trainer.python: '{study}/"),
+    "a relative one": ({"config.trainer.python": "theirs/python"}, "config.trainer.python: 'theirs/python'"),
+    "a name": ({"overrides": ["task._target_=os.mkdir", "+task.path={mark}"]}, "overrides.task._target_: 'os.mkdir'"),
+    "a name in a text": (
+        {"overrides": ["task.train='${{oc.decode:\"{{_target_: os.mkdir, path: {mark}}}\"}}'"]},
+        "overrides.task.train._target_: 'os.mkdir'",
+    ),
+    "another run": ({"overrides": ["optimizer.lr=0.5"]}, "config.command.line: "),
+    "files of Hydra's": ({"overrides": ["hydra.searchpath=[file://{study}/theirs]"]}, "config.command.line: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN_ON_TRL)
+def test_what_somebody_elses_member_of_trl_names_is_not_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_dir, spec = trl_study(tmp_path)
+    study = tmp_path / "study"
+    shutil.copytree(tmp_path / "env" / "bin", study / "theirs")
+    names = {"study": study, "mark": tmp_path / "mark"}
+    edits, said = FOREIGN_ON_TRL[name]
+    for field, value in edits.items():
+        value = filled(value, **names)
+        edit(run_dir, field, [*spec.overrides, *value] if field == "overrides" else value)
+    with pytest.raises(UserError, match=re.escape(said.format(**names)) + ".*--trust"):
+        check_runs([[str(run_dir), spec.run]], [])
+    assert not (tmp_path / "mark").exists()
+
+
+def test_an_interpreter_that_anybody_may_change_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_dir, spec = trl_study(tmp_path)
+    (tmp_path / "env" / "bin").chmod(0o777)
+    with pytest.raises(UserError, match=r"config.trainer.python: .*an interpreter of yours .*--trust"):
+        check_runs([[str(run_dir), spec.run]], [])
+    assert not (tmp_path / "asked").exists()
