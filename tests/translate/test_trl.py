@@ -138,7 +138,7 @@ def steps_of(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def until(holds: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 240) -> None:
+def until(holds: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 600) -> None:
     """Wait for something that a process does."""
     end = time.monotonic() + seconds
     while not holds():
