@@ -66,8 +66,8 @@ def theirs(model: Any, prompts: torch.Tensor, rollouts: int, new_tokens: int) ->
 def theirs_in_pages(model: Any, prompts: torch.Tensor, rollouts: int, new_tokens: int) -> float:
     """The same by `generate_batch`, which keeps keys and values in pages; as many as the rollouts need."""
     rows = prompts.repeat_interleave(rollouts, 0)
-    # A page holds 256 tokens; by default pages fill the machine's memory, and making them takes half a minute. Its mask is
-    # as large as a pass times the cache: 16 GB with all prompts of 128 rollouts at once. 1,024 was the fastest of 256 to 2,048.
+    # A page holds 256 tokens; by default pages fill the machine's memory, and making them takes half a minute. A mask
+    # has the size of a pass times the cache, 16 GB with all prompts at once: 1,024 tokens a pass were the fastest.
     pages = len(rows) * -(-(rows.shape[1] + new_tokens) // 256)
     sampling = copy.deepcopy(model.generation_config)
     sampling.update(do_sample=True, top_k=0, max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0)
