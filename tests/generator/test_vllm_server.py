@@ -525,6 +525,8 @@ def test_a_server_that_is_started_by_hand_ends_with_its_command(
         [sys.executable, "-c", _COMMAND, _SERVER],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # As in a terminal, also where the tests were started in the background, with Ctrl-C ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         until = time.monotonic() + 60

@@ -110,7 +110,8 @@ def announced(files: list[Path]) -> list[tuple[str, int, bytes]]:
     return found
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("times", [1, 3])
 def test_engines_that_are_a_job_of_their_own(studies: Place, whole: Lab, times: int) -> None:
     """Theirs is preempted and comes back on another node, then the trainer's is: every group counts once."""
     folder = studies.root / f"engines-{times}"
