@@ -288,7 +288,7 @@ class Follower:
             if self._goes_on is not None:
                 self._go_back(new[0], self._goes_on)
         elif not ended and len(self._taken) > 1 and new[0] < self._lowest:
-            self._refuse(new[0])
+            raise _not_resumed(new[0], self.last_step)
         spent = [self._spent_by(step) for step in new] if late else self._compute_at(new, newest, fresh, ended)
         first_set = next(iter(self._command.rewards.values()))
         for step, compute_then in zip(new, spent, strict=True):
@@ -321,7 +321,7 @@ class Follower:
         """
         kept = [step for step in self._spent if step < first]
         if not kept and not self._began_anew:
-            self._refuse(first)
+            raise _not_resumed(first, self.last_step)
         step = max(kept, default=-1)
         if self._axis == "compute/device_hours":
             self._wasted += self._spent[reached] - self._spent.get(step, 0.0)
@@ -331,13 +331,6 @@ class Follower:
         self.last_step = step
         self._begin = float(max(step, 0)), self._spent.get(step, 0.0), self._begin[2]
         self._seen = self._begin[0], self._seen[1]
-
-    def _refuse(self, first: int) -> None:
-        raise MetricsError(
-            f"command.resume: the command began again at step {first}, and the journal has steps up to "
-            f"{self.last_step}: it has not resumed; say how it does (command.resume.add, command.resume.checkpoints), "
-            "or command.resume.anew=true for one that cannot; the journal is as it was"
-        )
 
     def _spent_by(self, step: int) -> float:
         """Return compute by a step that the journal is beyond."""
@@ -444,6 +437,14 @@ class Counter:
         """Return compute at these steps, which are sorted."""
         first, last = max(0, bisect_left(self._at, steps[0]) - 1), bisect_right(self._at, steps[-1]) + 1
         return [float(value) for value in np.interp(steps, self._at[first:last], self._values[first:last])]
+
+
+def _not_resumed(first: int, last: int) -> MetricsError:
+    return MetricsError(
+        f"command.resume: the command began again at step {first}, and the journal has steps up to "
+        f"{last}: it has not resumed; say how it does (command.resume.add, command.resume.checkpoints), "
+        "or command.resume.anew=true for one that cannot; the journal is as it was"
+    )
 
 
 def _newest_attempt(columns: Mapping[str, Column]) -> tuple[dict[str, Column], bool]:
