@@ -89,7 +89,7 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
 
 def _to_paste(overrides: Sequence[str]) -> tuple[str, ...]:
     """Return the part of a command that may be written down: without the tracking address, which may hold a login."""
-    return tuple(entry for entry in overrides if _group(entry) != "mlflow")
+    return tuple(entry for entry in overrides if group_of(entry) != "mlflow")
 
 
 @dataclass(frozen=True)
@@ -221,17 +221,18 @@ def _draft(overrides: list[str], everywhere: set[str], composed: Composer) -> _D
     _check_numbers(values)
     axes = axes_of(values)
     _check_keys(values, overrides, axes)
-    departing = [entry for entry in overrides if _group(entry) in (*axes, "variant")]
+    departing = [entry for entry in overrides if group_of(entry) in (*axes, "variant")]
     reference = composed.resolved([entry for entry in overrides if entry not in departing]) if departing else values
     by_hand: dict[str, list[str]] = {}
     for entry in departing:
-        if _group(entry) != "variant":
-            by_hand.setdefault(_group(entry), []).append(entry.lstrip("+"))
+        if group_of(entry) != "variant":
+            by_hand.setdefault(group_of(entry), []).append(entry.lstrip("+"))
     unlabelled = UNLABELLED | set(axes)
-    settings = [entry.lstrip("+") for entry in overrides if entry not in everywhere and _group(entry) not in unlabelled]
+    own = [entry for entry in overrides if entry not in everywhere]
+    settings = [entry.lstrip("+") for entry in own if group_of(entry) not in unlabelled]
     recipe = _value(overrides, "recipe") or DEFAULT_RECIPE
     for entry in overrides:
-        if _group(entry) == "label":
+        if group_of(entry) == "label":
             raise ConfigurationError(
                 f"{entry}: a run is named after what it changes in its recipe; leave it out, or give a file of yours "
                 "in a folder variant/ the label (docs/guide/extend.md)"
@@ -250,7 +251,7 @@ def check_shown(overrides: Sequence[str], folders: Folders = ()) -> None:
 
 def _check_label(draft: _Draft) -> None:
     """Check that a label names what the variant's file changes, and that nothing else changes that."""
-    axis = _group(draft.variant) if draft.variant else ""
+    axis = group_of(draft.variant) if draft.variant else ""
     if axis in draft.by_hand:
         raise ConfigurationError(
             f"{axis}: changed twice, by the variant {draft.variant} and by {' '.join(draft.by_hand[axis])}; keep one"
@@ -300,7 +301,7 @@ def _identified(
     departures: dict[str, str] = {}
     _check_label(draft)
     if draft.variant:
-        axis = _group(draft.variant)
+        axis = group_of(draft.variant)
         if [axis] != [key for key in changed if key not in draft.by_hand]:
             found = ", ".join(key for key in changed if key not in draft.by_hand) or "nothing"
             raise ConfigurationError(
@@ -325,7 +326,8 @@ def _identified(
     )
 
 
-def _group(override: str) -> str:
+def group_of(override: str) -> str:
+    """Return the group that an override is of, the first word of its key."""
     return override.lstrip("+~").split("=")[0].split(".")[0].split("@")[0]
 
 

@@ -30,6 +30,7 @@ from lightning_scalerl import axis_names
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import compose, conf_dir, use_folders
 from lightning_scalerl.member.command import plan_commands
+from lightning_scalerl.member.identify import group_of
 from lightning_scalerl.member.identity import content_of, identity_of, located
 from sweeps.errors import UserError
 from sweeps.run.progress import is_done
@@ -175,7 +176,7 @@ def _check_command(file: Path, spec: RunSpec, _: Path) -> None:
     """
     foreign = _foreign(file, spec, "the command of a study's file of yours")
     study_file = Path(spec.folders[-1]) if spec.folders else None
-    if study_file is None or not study_file.is_file() or _chosen(spec) & {"command", "member", "hydra"}:
+    if study_file is None or not study_file.is_file() or _names_a_command(spec):
         raise foreign
     try:
         (again,) = plan_commands([spec.overrides], spec.folders)
@@ -190,9 +191,9 @@ def _foreign(file: Path, spec: RunSpec, expected: str) -> UserError:
     return refusal(file, "config.command.line", line, expected)
 
 
-def _chosen(spec: RunSpec) -> set[str]:
-    """Return the groups that a run's overrides are of."""
-    return {word.lstrip("+~").partition("=")[0].partition(".")[0].partition("@")[0] for word in spec.overrides}
+def _names_a_command(spec: RunSpec) -> bool:
+    """Return whether an override says what is run, or how it is launched, in the place of the file or of ours."""
+    return any(group_of(word) in ("command", "member", "hydra") for word in spec.overrides)
 
 
 def _check_trl(file: Path, spec: RunSpec, study: Path) -> None:
@@ -207,7 +208,7 @@ def _check_trl(file: Path, spec: RunSpec, study: Path) -> None:
     python = trainer.get("python") if isinstance(trainer, Mapping) else None
     if not _is_own_interpreter(python, study):
         raise refusal(file, f"config.{_TRAINER}.python", python, "an interpreter of yours or of the system's")
-    if not isinstance(command, Mapping) or _chosen(spec) & {"command", "member", "hydra"}:
+    if not isinstance(command, Mapping) or _names_a_command(spec):
         raise foreign
     try:
         composed = OmegaConf.to_container(compose(spec.overrides, spec.folders), resolve=True)

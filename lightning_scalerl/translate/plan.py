@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import Folders, use_folders
-from lightning_scalerl.member.identify import plan_members
+from lightning_scalerl.member.identify import group_of, plan_members
 from lightning_scalerl.member.identity import identity_of
 from lightning_scalerl.translate.record import Run
 from lightning_scalerl.translate.to_trl import VERSION
@@ -38,7 +38,7 @@ def plan_trl(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> 
         ConfigurationError: the first problem found, in one line: what TRL cannot express, by name, among them.
     """
     own = use_folders(folders)
-    ours = [[entry for entry in overrides if not _is_trainers(entry)] for overrides in override_lists]
+    ours = [[entry for entry in overrides if group_of(entry) != GROUP] for overrides in override_lists]
     specs = plan_members(ours, folders)
     made: list[RunSpec] = []
     checked: set[str] = set()
@@ -50,17 +50,9 @@ def plan_trl(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> 
     return made
 
 
-def _key(entry: str) -> str:
-    return entry.lstrip("+~").partition("=")[0]
-
-
-def _is_trainers(entry: str) -> bool:
-    return _key(entry).partition(".")[0] == GROUP
-
-
 def _is_runs(entry: str) -> bool:
     """Return whether an override belongs in the command of a run."""
-    return _key(entry) in _OF_RUN or _key(entry).partition(".")[0] not in _OF_STUDY
+    return group_of(entry) not in _OF_STUDY or entry.lstrip("+~").partition("=")[0] in _OF_RUN
 
 
 def _python(overrides: Sequence[str]) -> str:
