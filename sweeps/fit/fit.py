@@ -207,7 +207,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     bounds = curve.bounds
     if not isinstance(options.r0, str) and not bounds[0] <= options.r0 <= bounds[1]:
         raise UserError(f"--r0 {options.r0:g}: outside the reward's range {bounds[0]:g}..{bounds[1]:g}; give a reward")
-    seeds = int(points.seed.max()) + 1
+    seeds = points.seeds
     parameters = options.shape.shape + (options.asymptote is None) + fits_r0(options) + (seeds - 1)
     low = 0.0 if options.min_compute is None else options.min_compute
     warnings = list(curve.warnings)

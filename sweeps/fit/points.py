@@ -134,18 +134,17 @@ def grouped(points: Points, most: int) -> tuple[Points, float]:
     Returns:
         The points, and how many seeds each run is the mean of.
     """
-    n, seeds = len(points.reward), points.seeds
-    block = -(-n // most)
+    seeds, block = points.seeds, -(-len(points.reward) // most)
     if block == 1 or most >= _OF_A_RUN * seeds:
         return _in_blocks(points, block), 1.0
     groups = -(-seeds // block)
-    group = points.seed * groups // seeds
+    group_of = np.arange(seeds) * groups // seeds
+    group = group_of[points.seed]
     order = np.lexsort((points.seed, points.compute, group))
     variance = None if points.variance is None else points.variance[order]
-    merged = Points(points.compute[order], points.reward[order], variance, group[order].astype(np.intp))
-    sizes = np.bincount(np.arange(seeds) * groups // seeds)
+    merged = Points(points.compute[order], points.reward[order], variance, group[order])
     # One of each seed to a block; more where even a single run is too long.
-    return _in_blocks(merged, np.maximum(sizes, block if groups == 1 else 1)), seeds / groups
+    return _in_blocks(merged, block if groups == 1 else np.bincount(group_of)), seeds / groups
 
 
 def _in_blocks(points: Points, block: int | NDArray[np.intp]) -> Points:
