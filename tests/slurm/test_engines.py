@@ -116,7 +116,7 @@ def test_engines_that_are_a_job_of_their_own(studies: Place, whole: Lab, times: 
     """Theirs is preempted and comes back on another node, then the trainer's is: every group counts once."""
     folder = studies.root / f"engines-{times}"
     files = [folder / "0", folder / "1"]
-    steps = STEPS // 2 * (1 + times)
+    steps = STEPS * (1 + times)  # enough that no preemption comes when the run is over
     named = f"driver.engines=[{','.join(f'file:{path}' for path in files)}]"
     live = ("driver=live", named, "driver.silence_s=20", "driver.start_s=200", f"budget.steps={steps}")
     sweep = FromTemplate(studies, whole, (*ONE, *live), name=f"study of a job of engines {times}")
@@ -129,8 +129,8 @@ def test_engines_that_are_a_job_of_their_own(studies: Place, whole: Lab, times: 
     with sweep.launched(verifier_s=0.2) as process:
         sweep.reaches(3)
         assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
-        (member,) = overview(sweep.directory)
-        assert [side.where for side in member.sides[1:]] == [f"file:{path}" for path in files]
+        places = [f"file:{path}" for path in files]
+        eventually(lambda: [side.where for side in overview(sweep.directory)[0].sides[1:]] == places, "status has them")
         for number in range(times):
             before, place = announced(files), node(engines)
             assert place != sweep.attempts()[-1].node and {host for host, _, _ in before} == {place}
