@@ -78,7 +78,12 @@ def clear(source: np.random.Generator) -> list[Recipe]:
     ]
 
 
-KINDS = (crossing, slower_is_better, ties, many, bad_seed, unequal, clear)
+def parallel(source: np.random.Generator) -> list[Recipe]:
+    """The best leads by three margins, all rise alike, and three seeds each reach 4 C_mid."""
+    return [Recipe(0.64, 1.8, 1.0, 4.0, 3), *(Recipe(source.uniform(0.5, 0.58), 1.8, 1.0, 4.0, 3) for _ in "123")]
+
+
+KINDS = (crossing, slower_is_better, ties, many, bad_seed, unequal, clear, parallel)
 
 
 def run(recipe: Recipe, name: str, source: np.random.Generator) -> Curve:
