@@ -157,7 +157,12 @@ def command_of(config: Mapping[str, Any], run_dir: Path | str, run: str = "", on
     return Command(
         words=tuple(words),
         files={
-            text(f"files.{name}", name): filled(template, values, f"command.files.{name} ({given['files'][name]})")
+            text(f"files.{name}", name): filled(
+                template,
+                values,
+                f"command.files.{name} ({given['files'][name]})",
+                yaml=name.endswith((".yaml", ".yml")),
+            )
             for name, template in _templates(given).items()
         },
         env={str(name): text(f"env.{name}", str(value)) for name, value in given["env"].items()},

@@ -21,13 +21,15 @@ def names_in(text: str) -> list[str]:
     return [match[2] for match in _PLACEHOLDER.finditer(text) if match[2]]
 
 
-def filled(text: str, values: Mapping[str, Any], field: str) -> str:
+def filled(text: str, values: Mapping[str, Any], field: str, yaml: bool = False) -> str:
     """Fill the placeholders of a text.
 
     Args:
         text: with placeholders.
         values: by dotted key; what is no text is written as YAML and JSON have it (true, null, 1e-05).
         field: where the text stands, for the message.
+        yaml: whether the text is a YAML file: numbers are then written as YAML 1.1 knows them (1.0e-05), for readers
+            such as PyYAML take 1e-05 for a text.
 
     Raises:
         UserError: a placeholder without a value.
@@ -42,7 +44,11 @@ def filled(text: str, values: Mapping[str, Any], field: str) -> str:
                 f"{field}: {{{match[2]}}} has no value; give the key {match[2]} one in your file, or write "
                 f"{{{{{match[2]}}}}} for the text; valid: {valid}"
             )
-        return as_text(values[match[2]])
+        found = values[match[2]]
+        shown = as_text(found)
+        if yaml and isinstance(found, float) and "e" in shown and "." not in shown:
+            shown = shown.replace("e", ".0e")
+        return shown
 
     return _PLACEHOLDER.sub(value, text)
 

@@ -11,6 +11,7 @@ from sweeps.as_json import AsJson
 from sweeps.decide.pairwise import POWER, apart, deviation, pairing_of_two, rewards_near, seeds_needed
 from sweeps.fit.fit import Fit
 from sweeps.fit.predict import readable
+from sweeps.terminal import counted
 
 # The label of a run at a learning rate of 0 (conf/variant/lr_0.yaml), which shows nothing but noise.
 NULL = "optimizer=null"
@@ -23,7 +24,7 @@ class Resolution(AsJson):
     Attributes:
         compute: largest compute that all recipes have spent, in the curves' unit.
         smallest: difference that half of the comparisons detect at 5% with 80% power.
-        seeds: present number of seeds per recipe, the least of all.
+        seeds: present number of seeds per recipe that went far enough to tell of its asymptote, the least of all.
         seeds_needed: seeds per recipe to detect the margin in half of the comparisons; None where too many.
         told, of: number of comparisons whose 95% interval excludes 0, and of all comparisons.
         source: where the spread between seeds comes from; "paired" where the recipes have the same seeds.
@@ -84,6 +85,7 @@ def resolve(fits: Sequence[Fit], leader: str | None, margin: float) -> Resolutio
             compute=compute,
             smallest=smallest,
             seeds=seeds,
+            ran=min(fit.seeds for fit in known),
             needed=seeds_for_margin,
             margin=margin,
             source=source,
@@ -104,10 +106,19 @@ def _noise(fits: Sequence[Fit]) -> float | None:
 
 
 def _sentence(
-    compute: float, smallest: float, seeds: int, needed: int | None, margin: float, source: str, noise: float | None
+    compute: float,
+    smallest: float,
+    seeds: int,
+    ran: int,
+    needed: int | None,
+    margin: float,
+    source: str,
+    noise: float | None,
 ) -> str:
-    now = f"{seeds} seed{'' if seeds == 1 else 's'}"
-    text = f"with {now} a recipe this study tells differences of {smallest:.3f} in reward at compute {compute:.4g}"
+    now = f"{counted(ran, 'seed')} a recipe"
+    if ran > seeds:
+        now += f", of which in one recipe {seeds} went far enough to tell of the asymptote,"
+    text = f"with {now} this study tells differences of {smallest:.3f} in reward at compute {compute:.4g}"
     more = "more seeds than anybody runs" if needed is None else f"{needed} seeds a recipe"
     text += f" (at 5%, with 80% power; spread between seeds {source})"
     if needed is None or needed > seeds:

@@ -69,6 +69,15 @@ def test_the_content_of_the_script_and_of_a_template_counts(tmp_path: Path) -> N
     assert resolved(first, tmp_path).files == {"c.toml": 'loss = "grpo"\nseed = 0\n'}
 
 
+def test_a_learning_rate_is_a_number_in_a_yaml_template(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("learning_rate: {lr}\n")
+    line = "python -S train.py --config={run_dir}/c.yaml --lr={lr} --steps={steps} --seed={seed}"
+    spec = planned(write_study(tmp_path, values={"lr": 1e-5}, files={"c.yaml": "base.yaml"}, line=line))[0]
+    command = resolved(spec, tmp_path)
+    assert yaml.safe_load(command.files["c.yaml"]) == {"learning_rate": 1e-5}
+    assert "--lr=1e-05" in command.words
+
+
 def test_names_of_our_groups_are_free_for_values_of_ones_own(tmp_path: Path) -> None:
     values = {"loss": "grpo", "model": "tiny", "variant": 8}
     file = write_study(tmp_path, values=values, line=f"{LINE} {{model}} {{variant}}")

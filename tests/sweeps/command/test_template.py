@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sweeps.command.template import filled, flat, names_in
 from sweeps.errors import UserError
@@ -14,6 +17,17 @@ def test_values_stand_as_configuration_files_and_command_lines_have_them() -> No
     )
     text = "{loss} {lr} {on} {none} {optim.name} {optim.betas} {optim}"
     assert filled(text, values, "x") == 'dapo 1e-06 true null adam [0.9, 0.99] {"name": "adam", "betas": [0.9, 0.99]}'
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_numbers_in_a_yaml_file_are_numbers_to_its_readers(value: float) -> None:
+    """PyYAML, as transformers' parsers use it, reads 1e-05 as a text."""
+    assert yaml.safe_load(filled("lr: {lr}", {"lr": value}, "x", yaml=True)) == {"lr": value}
+
+
+def test_a_small_learning_rate_is_a_number_in_yaml_and_as_before_elsewhere() -> None:
+    assert filled("{lr} {a}", {"lr": 1e-5, "a": "1e-05"}, "x", yaml=True) == "1.0e-05 1e-05"
+    assert filled("{lr}", {"lr": 1e-5}, "x") == "1e-05"
 
 
 @pytest.mark.parametrize("text", ['{"a": 1}', "{ x = 1 }", "${HOME}", "{}", "{a: b}", "{{ jinja }}", "{1}"])

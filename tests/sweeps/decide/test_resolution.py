@@ -48,6 +48,21 @@ def test_where_there_is_one_seed_the_spread_is_borrowed_and_named() -> None:
     assert "spread between seeds borrowed" in found.sentence
 
 
+def test_seeds_that_ran_and_seeds_that_tell_are_both_said() -> None:
+    curves = study(ALIKE, ("0", "1"))
+    short = curves[1]
+    # Its second seed stopped at its start.
+    keep = (short.seed == "0") | (short.compute <= 0.02 * short.compute.max())
+    curves[1] = short.take(keep)
+    found = resolve(fit_curves(curves), "a", 0.02)
+    assert found is not None and found.seeds == 1
+    assert found.sentence.startswith(
+        "with 2 seeds a recipe, of which in one recipe 1 went far enough to tell of the asymptote, this study tells"
+    )
+    whole = resolve(fit_curves(study(ALIKE, ("0", "1"))), "a", 0.02)
+    assert whole is not None and whole.sentence.startswith("with 2 seeds a recipe this study tells")
+
+
 @pytest.mark.slow
 def test_a_run_at_a_learning_rate_of_zero_shows_the_noise() -> None:
     rng = np.random.default_rng(2)
