@@ -61,7 +61,7 @@ class RacingRun:
         study: the study's folder, new or existing.
         recipe, seed: label of the recipe that it runs, shared by its seeds, and the seed.
         budget: compute of one run at which the best recipe is wanted; None for that of the study's own race.
-        p_ahead, looks, first, growth: see `sweeps.decide.rules.Rules`; only with a budget.
+        p_ahead, looks, first, growth, loss: see `sweeps.decide.rules.Rules`; only with a budget.
         axis: what compute counts, as a journal names it (`compute/tokens`); None for the study's, else steps where no
             compute is given.
         members: number of runs that must be there before a look is taken; a look cannot judge whom it does not know.
@@ -85,10 +85,11 @@ class RacingRun:
         axis: str | None = None,
         members: int = 2,
         wait_s: float = WAIT_S,
+        loss: float = Rules.loss,
     ) -> None:
         self.study, self.recipe, self.seed = Path(study).resolve(), str(recipe), int(seed)
         self.rules = (
-            Rules(float(budget), p_ahead, looks, first, growth) if budget is not None else _rules_of(self.study)
+            Rules(float(budget), p_ahead, looks, first, growth, loss) if budget is not None else _rules_of(self.study)
         )
         self._members, self._wait_s = members, wait_s
         curve = digest({"loop": self.recipe})

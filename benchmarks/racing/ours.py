@@ -21,7 +21,7 @@ from benchmarks.racing.studies import (
 )
 from sweeps.curve import Array, Curve, make_curve
 from sweeps.decide.race import Look, judged
-from sweeps.decide.rules import Rules
+from sweeps.decide.rules import NO_LIMIT, Rules
 from sweeps.decide.standing import joint_rewards
 from sweeps.fit.fit import Fit, FitOptions, Interval
 from sweeps.fit.forecast import lookout
@@ -32,7 +32,7 @@ from sweeps.fit.seeds import BORROWED_SEED_SD, SeedSpread
 from sweeps.fit.verdict import before_fit
 
 RACING = Rules(1.0)
-CHANCES, LOOKS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3), (1, 2, 3)
+CHANCES, LOOKS, LOSSES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3), (1, 2, 3), (0.003, 0.01, 0.02)
 # Of a curve of one run: two of its shape, A and R0.
 _PARAMETERS = 4
 # Looks of racing: at every evaluation from a fifth of the budget on.
@@ -95,11 +95,12 @@ class Forecasts:
 
     def race(self, rules: Rules) -> tuple[int, Array]:
         """The winner, and compute spent on each."""
-        spent, left, look = np.ones(RECIPES), list(range(RECIPES)), None
+        spent, left, look, lost = np.ones(RECIPES), list(range(RECIPES)), None, 0.0
         for level, fits, draws in self.fits[:-1]:
             if len(left) < 2:
                 break
-            look = self._look(level, fits, draws, left, rules, look)
+            look = self._look(level, fits, draws, left, rules, look, lost)
+            lost += look.loss
             for name in look.stopped:
                 left.remove(int(name))
                 spent[int(name)] = level
@@ -108,14 +109,21 @@ class Forecasts:
 
     @staticmethod
     def _look(
-        level: float, fits: Sequence[Fit], draws: Sequence[Array], left: Sequence[int], rules: Rules, last: Look | None
+        level: float,
+        fits: Sequence[Fit],
+        draws: Sequence[Array],
+        left: Sequence[int],
+        rules: Rules,
+        last: Look | None,
+        lost: float,
     ) -> Look:
         below = {each.recipe: each.below for each in last.chances} if last is not None else {}
-        return judged(level, [fits[i] for i in left], [draws[i] for i in left], rules, below)
+        return judged(level, [fits[i] for i in left], [draws[i] for i in left], rules, below, lost)
 
 
 def _name(rules: Rules) -> str:
-    return f"racing, p {rules.p_ahead:g}, {rules.looks} looks"
+    limit = f", loss {rules.loss:g}" if rules.loss < NO_LIMIT else ""
+    return f"racing, p {rules.p_ahead:g}, {rules.looks} looks{limit}"
 
 
 DEFAULT = _name(RACING)
@@ -127,8 +135,10 @@ def outcomes(study: Study) -> dict[str, Outcome]:
     forecasts = Forecasts(study, RACING)
     for p in CHANCES:
         for looks in LOOKS:
-            rules = replace(RACING, p_ahead=p, looks=looks)
+            rules = replace(RACING, p_ahead=p, looks=looks, loss=NO_LIMIT)
             spent = last_value(study, rules)
             found[f"last value, p {p:g}, {looks} looks"] = judge(study, by_last(study, spent), spent)
             found[_name(rules)] = judge(study, *forecasts.race(rules))
+    for rules in [replace(RACING, loss=loss) for loss in LOSSES]:
+        found[_name(rules)] = judge(study, *forecasts.race(rules))
     return found

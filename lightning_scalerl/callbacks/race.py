@@ -40,6 +40,7 @@ class Race(Recorder):
         growth: compute grows by this factor from one look to the next.
         dry_run: look, write down and say what would be done, and stop nothing.
         metric, axis: of the evaluations; None for the first set's pass rate and the default axis of the device.
+        loss: the most that all stops together may be expected to cost, as a share of the reward's scale; 1: no limit.
 
     Raises:
         ConfigurationError: a value out of range; at the start of a fit, no `RunLog`, or one outside of the folder.
@@ -56,12 +57,13 @@ class Race(Recorder):
         dry_run: bool = False,
         metric: str | None = None,
         axis: str | None = None,
+        loss: float = 0.01,
     ) -> None:
         from sweeps.decide.rules import Rules
         from sweeps.errors import UserError
 
         try:
-            self.rules = Rules(budget, p_ahead, looks, first, growth)
+            self.rules = Rules(budget, p_ahead, looks, first, growth, loss)
         except UserError as error:
             raise ConfigurationError(f"Race: {str(error).removeprefix('--')}") from error
         self.study, self.dry_run, self._metric, self._axis = Path(study), dry_run, metric, axis

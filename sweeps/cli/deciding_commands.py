@@ -257,6 +257,7 @@ def race_command(options: argparse.Namespace) -> int:
         looks=options.looks,
         first=options.first,
         growth=options.growth,
+        loss=options.loss,
     )
     study = shown_study(options)
     from sweeps.decide.race import run_race, run_states

@@ -271,7 +271,13 @@ def _deciding(command: Command) -> None:
     race.add_argument(
         "--growth", type=_number, metavar="G", help="of compute, from one look to the next; default: %(default)g"
     )
-    race.set_defaults(p_ahead=Rules.p_ahead, looks=Rules.looks, first=Rules.first, growth=Rules.growth)
+    race.add_argument(
+        "--loss",
+        type=_number,
+        metavar="L",
+        help="the most that all stops together may be expected to cost, of the reward's scale; default: %(default)g",
+    )
+    race.set_defaults(p_ahead=Rules.p_ahead, looks=Rules.looks, first=Rules.first, growth=Rules.growth, loss=Rules.loss)
     race.add_argument("--json", action="store_true", help="print a JSON object, with every look")
 
 

@@ -3,9 +3,11 @@
 A look is taken at growing compute, the same for all. At each, every recipe still in the race is fitted to its
 evaluations up to that compute and no further, so that a decision depends on the evaluations alone and not on when
 anybody looked: a race repeated, or taken up by another process, decides the same. A recipe is stopped when its chance
-of ending ahead of the favourite has been small at several looks in a row. The chances are read off joint draws of the
-reward at the budget (`sweeps.decide.standing.joint_rewards`), in which what may not be named keeps all its width; so
-nothing is stopped for a forecast that nobody could make. `benchmarks/racing` holds it against halving and others.
+of ending ahead of the favourite has been small at several looks in a row, and what all stops together are expected to
+cost is within a limit: chances that are small each add up over many recipes, which may err together. Both are read off
+joint draws of the reward at the budget (`sweeps.decide.standing.joint_rewards`), in which what may not be named keeps
+all its width; so nothing is stopped for a forecast that nobody could make. `benchmarks/racing` holds it against halving
+and others.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 
 from sweeps.as_json import AsJson
 from sweeps.curve import Curve
-from sweeps.decide.rules import Rules
+from sweeps.decide.rules import NO_LIMIT, Rules
 from sweeps.decide.standing import best_chances, joint_rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curves
@@ -66,12 +68,15 @@ class Look(AsJson):
         favourite: recipe of the highest expected reward at the budget, which has the least expected loss.
         chances: of every recipe still in the race.
         stopped: recipes that this look stops.
+        loss: by how much the best of these is expected to exceed the best of those left at the budget, on average over
+            the draws where it does and 0 where it does not; as a share of the reward's scale.
     """
 
     compute: float
     favourite: str
     chances: tuple[Chance, ...]
     stopped: tuple[str, ...]
+    loss: float = 0.0
 
     def of(self, recipe: str) -> Chance:
         """Return the chances of one recipe; raise StopIteration if it is not in the look."""
@@ -81,7 +86,7 @@ class Look(AsJson):
     def of_json(cls, entry: Mapping[str, Any]) -> Look:
         """Read a look back from the JSON that `to_json` wrote."""
         chances = tuple(Chance.of_json(each) for each in entry["chances"])
-        return cls(entry["compute"], entry["favourite"], chances, tuple(entry["stopped"]))
+        return cls(entry["compute"], entry["favourite"], chances, tuple(entry["stopped"]), entry.get("loss", 0.0))
 
     def why(self, recipe: str, rules: Rules) -> str:
         """Why it stops a recipe, in words."""
@@ -262,7 +267,8 @@ def next_look(
         if looks and not any(_between(curve, last, level) for curve in known):
             continue  # nothing new: it would count what was seen already a second time
         below = {each.recipe: each.below for each in looks[-1].chances} if looks else {}
-        return look_at(curves=known, level=level, rules=rules, options=options, below=below, workers=workers)
+        lost = sum(look.loss for look in looks)
+        return look_at(curves=known, level=level, rules=rules, options=options, below=below, lost=lost, workers=workers)
     return ()
 
 
@@ -313,6 +319,7 @@ def look_at(
     rules: Rules,
     options: FitOptions | None = None,
     below: Mapping[str, int] | None = None,
+    lost: float = 0.0,
     workers: int = 1,
 ) -> Look:
     """Take a look: fit each recipe to its evaluations up to a compute and decide which to stop.
@@ -323,16 +330,25 @@ def look_at(
         rules: when a recipe is stopped.
         options: options of every fit; its `max_compute` is replaced by `level`.
         below: for each recipe, the number of looks in a row before this one at which its chance was too small.
+        lost: what the stops of earlier looks are expected to cost, see `Look.loss`.
         workers: number of processes that share the fits.
     """
     options = replace(options or FitOptions(), max_compute=level)
     # Cut, not only fitted in a window: how far seeds lie apart is told from all points of a curve.
     seen = [each.take(each.compute <= level) for each in curves if _between(each, options.min_compute or 0.0, level)]
     fits = fit_curves(seen, options, workers, regions=False)
-    return judged(level=level, fits=fits, draws=joint_rewards(fits, rules.budget), rules=rules, below=below or {})
+    draws = joint_rewards(fits, rules.budget)
+    return judged(level=level, fits=fits, draws=draws, rules=rules, below=below or {}, lost=lost)
 
 
-def judged(level: float, fits: Sequence[Fit], draws: Sequence[Array], rules: Rules, below: Mapping[str, int]) -> Look:
+def judged(
+    level: float,
+    fits: Sequence[Fit],
+    draws: Sequence[Array],
+    rules: Rules,
+    below: Mapping[str, int],
+    lost: float = 0.0,
+) -> Look:
     """Make a look from joint draws of the reward at the budget, (K,) a fit."""
     p_best = best_chances(draws)
     # Of the least expected loss; but what nobody can forecast is no measure for others.
@@ -354,8 +370,34 @@ def judged(level: float, fits: Sequence[Fit], draws: Sequence[Array], rules: Rul
                 below=row,
             )
         )
-    stopped = tuple(each.recipe for each in chances if each.below >= rules.looks)
-    return Look(level, fits[first].recipe, tuple(chances), stopped)
+    # The least likely first: where not all may be stopped, those that could still come out ahead stay.
+    due = sorted(
+        (at for at, each in enumerate(chances) if each.below >= rules.looks), key=lambda at: chances[at].p_ahead or 0.0
+    )
+    scale = max((fit.curve.scale for fit in fits), default=1.0)
+    number, loss = _affordable(draws, due, scale, rules.loss - lost if rules.loss < NO_LIMIT else math.inf)
+    stopped = tuple(chances[at].recipe for at in sorted(due[:number]))
+    return Look(level, fits[first].recipe, tuple(chances), stopped, loss)
+
+
+def _affordable(draws: Sequence[Array], due: Sequence[int], scale: float, limit: float) -> tuple[int, float]:
+    """Return how many of the recipes due, from the first on, may be stopped together, and what that will likely cost.
+
+    Args:
+        draws: joint draws of the reward at the budget, (K,) a recipe; at least one recipe is not due.
+        due: places of the recipes that might be stopped.
+        scale: width of the reward's scale.
+        limit: on the cost, as a share of the scale.
+    """
+    if not due:
+        return 0, 0.0
+    going = np.stack([draws[at] for at in due])
+    staying = np.stack([values for at, values in enumerate(draws) if at not in due]).max(axis=0)
+    best_gone = np.maximum.accumulate(going)
+    best_left = np.maximum.accumulate(np.vstack([staying, going[:0:-1]]))[::-1]
+    losses = np.maximum(best_gone - best_left, 0.0).mean(axis=1) / scale
+    number = max((n for n, loss in enumerate(losses, start=1) if loss <= limit), default=0)
+    return number, float(losses[number - 1]) if number else 0.0
 
 
 def _told(curves: Sequence[Curve], rules: Rules, looks: Sequence[Look], waits_for: tuple[str, ...]) -> Race:

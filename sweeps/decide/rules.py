@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from sweeps.as_json import AsJson
 from sweeps.errors import UserError
+
+# A `loss` of the whole scale: no limit.
+NO_LIMIT = 1.0
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,9 @@ class Rules(AsJson):
         looks: number of looks in a row at which that must be so.
         first: share of the budget at which the first look is taken; nothing is stopped before.
         growth: factor by which compute grows from one look to the next.
+        loss: the most that all that is stopped may be expected to cost: by how much the best of the stopped will exceed
+            the best of those left, in expectation and summed over the looks, as a share of the reward's scale. Each
+            stopped recipe may be unlikely to come out ahead, and one of many still be likely to. 1 sets no limit.
 
     Raises:
         UserError: one of them is out of range.
@@ -32,6 +39,7 @@ class Rules(AsJson):
     looks: int = 1
     first: float = 0.2
     growth: float = 1.05
+    loss: float = 0.01
 
     def __post_init__(self) -> None:
         checks = (
@@ -40,10 +48,20 @@ class Rules(AsJson):
             ("looks", self.looks >= 1, "1 or more"),
             ("first", 0 < self.first < 1, "a share of the budget, above 0 and below 1"),
             ("growth", 1 < self.growth < math.inf, "a factor above 1"),
+            ("loss", 0 < self.loss <= NO_LIMIT, "a share of the reward's scale, above 0; 1 sets no limit"),
         )
         for name, holds, wanted in checks:
             if not holds:
                 raise UserError(f"--{name} {getattr(self, name.replace('-', '_')):g}: give {wanted}")
+
+    @classmethod
+    def of_json(cls, entry: Mapping[str, Any]) -> Rules:
+        """Read rules back from the JSON that `to_json` wrote; races that were begun without a `loss` have no limit."""
+        return cls(**{"loss": NO_LIMIT, **entry})
+
+    def going_on(self, begun: Rules) -> Rules:
+        """Return these rules for a race that was begun by others: without a limit on the loss where it has none."""
+        return replace(self, loss=NO_LIMIT) if begun.loss == NO_LIMIT and self.loss == Rules.loss else self
 
     def levels(self) -> Iterator[float]:
         """Computes at which looks are taken, the budget itself excepted."""

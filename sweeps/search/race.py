@@ -90,8 +90,8 @@ class LiveRace:
         begun = self._record.rules
         if begun is None:
             return
-        asked = self._settings.rules(self._settings.budget or begun.budget)
-        for name in ("budget", "p_ahead", "looks", "first", "growth"):
+        asked = self._settings.rules(self._settings.budget or begun.budget).going_on(begun)
+        for name in ("budget", "p_ahead", "looks", "first", "growth", "loss"):
             if getattr(asked, name) != getattr(begun, name):
                 raise UserError(
                     f"race.{name}: {getattr(asked, name):g}, and the race in {self._study.directory} was begun with "

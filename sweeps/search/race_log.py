@@ -9,7 +9,7 @@ from typing import Any
 
 from sweeps.curve import UNITS
 from sweeps.decide.race import Look
-from sweeps.decide.rules import Rules
+from sweeps.decide.rules import NO_LIMIT, Rules
 from sweeps.run.files import parse_lines
 from sweeps.terminal import counted
 
@@ -63,7 +63,7 @@ class RaceRecord:
             elif theirs:
                 continue
             elif kind == "race":
-                found = replace(found, rules=Rules(**line["rules"]), axis=line["axis"], metric=line["metric"])
+                found = replace(found, rules=Rules.of_json(line["rules"]), axis=line["axis"], metric=line["metric"])
             elif kind == "look":
                 mode = line.get("mode", found.mode)
                 looks, taken = (*found.looks, Look.of_json(line["look"])), (*found.taken, (line.get("time", 0.0), mode))
@@ -88,8 +88,9 @@ class RaceRecord:
         unit = UNITS.get(self.axis or "", self.axis or "")
         last = f", the last at {self.looks[-1].compute:.4g}" if self.looks else ""
         gone = counted(len(self.stopped), "recipe")
+        limit = f", for an expected loss of {self.rules.loss:g} at most" if self.rules.loss < NO_LIMIT else ""
         return (
             f"a race to {self.rules.budget:.4g} {unit} a run: {gone} {verb} at "
             f"{counted(len(self.looks), 'look')}{last}; below a chance of {self.rules.p_ahead:g} of ending ahead "
-            f"of the favourite, from {self.rules.first:.0%} of the budget on"
+            f"of the favourite, from {self.rules.first:.0%} of the budget on{limit}"
         )

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sweeps.decide.rules import Rules
+from sweeps.decide.rules import NO_LIMIT, Rules
 from sweeps.errors import UserError
 
 MODES = ("none", "dry_run", "live")
@@ -104,7 +104,9 @@ class SearchSettings:
 
     def rules(self) -> Rules:
         """Return the rules by which trials are pruned; without a budget they are for a compute of 1."""
-        return Rules(1.0 if self.budget is None else float(self.budget), float(self.p_ahead), first=float(self.first))
+        budget = 1.0 if self.budget is None else float(self.budget)
+        # Trials come one by one: each is judged alone, and there is no sum to limit.
+        return Rules(budget, float(self.p_ahead), first=float(self.first), loss=NO_LIMIT)
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class RaceSettings:
         mode: `none`; `dry_run`, which takes and records looks but stops nothing; or `live`.
         budget: compute of one run at which the best recipe is wanted; None for the least compute that any member will
             have spent at the end of its steps, estimated once each has taken a tenth of them.
-        p_ahead, looks, first, growth: see `sweeps.decide.rules.Rules`.
+        p_ahead, looks, first, growth, loss: see `sweeps.decide.rules.Rules`.
         ahead: where not all members can run at once, factor of compute between the borders at which members wait for
             each other.
         freed: use of the compute that stopped runs do not spend: `nothing`, or further runs by `plan`.
@@ -130,12 +132,13 @@ class RaceSettings:
     looks: int = 1
     first: float = 0.2
     growth: float = 1.05
+    loss: float = 0.01
     ahead: float = 1.5
     freed: str = "nothing"
 
     def __post_init__(self) -> None:
         _check_choices(self, "race", mode=MODES, freed=FREED)
-        _check_numbers(self, "race", "budget", "p_ahead", "first", "growth", "ahead")
+        _check_numbers(self, "race", "budget", "p_ahead", "first", "growth", "loss", "ahead")
         if isinstance(self.looks, bool) or not isinstance(self.looks, int):
             raise UserError(f"race.looks: {self.looks!r} is no whole number")
         if not 1 < self.ahead < float("inf"):
@@ -159,7 +162,9 @@ class RaceSettings:
 
     def rules(self, budget: float) -> Rules:
         """Return the rules of a race to this budget."""
-        return Rules(float(budget), float(self.p_ahead), self.looks, float(self.first), float(self.growth))
+        return Rules(
+            float(budget), float(self.p_ahead), self.looks, float(self.first), float(self.growth), float(self.loss)
+        )
 
 
 def _check_choices(settings: Any, where: str, **valid: Sequence[str]) -> None:

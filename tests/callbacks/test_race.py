@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,13 @@ def test_onlookers_decide_alike_whenever_they_look(tmp_path: Path) -> None:
     assert RunObserver(tmp_path, bad, rules).look() == late.look(), "who comes back remembers"
     with pytest.raises(UserError, match="looked by other rules"):
         RunObserver(tmp_path, bad, Rules(1.0, 0.2))
+    # One that looked before there was a limit on the loss goes on without.
+    path = bad / "race.jsonl"
+    path.write_text(path.read_text().replace(f',"loss":{rules.loss}', ""))
+    assert '"loss"' not in path.read_text().split('"look"')[0]
+    assert RunObserver(tmp_path, bad, rules).look() == late.look()
+    with pytest.raises(UserError, match="looked by other rules"):
+        RunObserver(tmp_path, bad, replace(rules, loss=0.5))
 
 
 def test_an_onlooker_neither_waits_for_a_run_that_died_nor_judges_it(tmp_path: Path) -> None:

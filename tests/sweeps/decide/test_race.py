@@ -21,12 +21,12 @@ from benchmarks.racing.rivals import halving, median_rule, signed_rank
 from benchmarks.racing.simulate import simulate, together
 from benchmarks.racing.studies import SETTINGS, Outcome, Study, make_study
 from sweeps.cli.main import main
-from sweeps.curve import Curve, make_curve
-from sweeps.decide.race import Race, judged, look_at, run_race
+from sweeps.curve import Array, Curve, make_curve
+from sweeps.decide.race import Look, Race, _affordable, judged, look_at, run_race
 from sweeps.decide.rules import Rules
 from sweeps.decide.standing import best_chances, joint_rewards
 from sweeps.errors import UserError
-from sweeps.fit.fit import FitOptions, fit_curves
+from sweeps.fit.fit import Fit, FitOptions, fit_curves
 from sweeps.source import load
 from tests.examples import every
 from tests.paths import ROOT
@@ -155,6 +155,8 @@ def test_whatever_happens_one_is_left_and_json_is_clean(tops: list[float], numbe
         ({"looks": 0}, "--looks 0: give 1 or more"),
         ({"first": 1.0}, "--first 1: give a share of the budget"),
         ({"growth": 1.0}, "--growth 1: give a factor above 1"),
+        ({"loss": 0.0}, "--loss 0: give a share of the reward's scale, above 0; 1 sets no limit"),
+        ({"loss": 1.5}, "--loss 1.5"),
     ],
 )
 def test_rules_that_mean_nothing_are_refused(bad: dict[str, float], said: str) -> None:
@@ -300,6 +302,61 @@ def test_a_simulation_goes_on_where_it_was_left_and_tells_of_the_studies_that_al
     assert simulate("a", _half, SETTINGS[0], 1, tmp_path) == more, "more than asked for are taken where they are there"
     found = together(more, simulate("b", _whole, SETTINGS[0], 2, tmp_path))
     assert {name: rows.shape for name, rows in found.items()} == {"half": (2, 4), "whole": (2, 4)}
+
+
+def many(number: int) -> tuple[list[Fit], list[Array]]:
+    """A favourite at 0.5, and others of which each ends ahead of it, by 0.2, in one draw in twenty and in turn."""
+    fits = fit_curves([curve(f"r{i:02d}", rng=i) for i in range(number + 1)])
+    turns = np.arange(2000) % 20
+    return fits, [np.full(2000, 0.5), *(np.where(turns == i, 0.7, 0.3) for i in range(number))]
+
+
+def test_chances_that_are_small_each_add_up_over_many_recipes() -> None:
+    fits, draws = many(12)
+    rules = Rules(BUDGET, loss=0.035)
+    look = judged(4000.0, fits, draws, rules, {})
+    assert {each.p_ahead for each in look.chances} == {None, 0.05}
+    # Each costs 0.2 in one draw of twenty, 0.01, and no two in the same draw.
+    assert look.stopped == ("r01", "r02", "r03") and look.loss == pytest.approx(0.03)
+    assert judged(4000.0, fits, draws, rules, {}, lost=0.02).stopped == ("r01",), "earlier looks' stops count"
+    assert judged(4000.0, fits, draws, rules, {}, lost=0.04).stopped == ()
+    every_one = judged(4000.0, fits, draws, replace(rules, loss=1.0), {}, lost=3.0)
+    assert len(every_one.stopped) == 12 and every_one.loss == pytest.approx(0.12), "no limit"
+    assert Look.of_json(every_one.to_json()) == every_one
+
+
+def test_the_least_likely_are_stopped_first() -> None:
+    fits, draws = many(2)
+    draws[1] = np.where(np.arange(2000) % 50 < 4, 0.9, 0.3)  # one in 12.5, and by more
+    look = judged(4000.0, fits, draws, Rules(BUDGET, loss=0.02), {})
+    assert look.stopped == ("r02",) and (look.of("r01").p_ahead or 0) < 0.1
+
+
+@settings(max_examples=60, deadline=None)
+@given(number=st.integers(2, 7), seed=st.integers(0, 10**6), limit=st.floats(0.0, 0.2))
+def test_what_is_stopped_together_is_what_the_draws_say_it_costs(number: int, seed: int, limit: float) -> None:
+    rng = np.random.default_rng(seed)
+    draws = list(rng.random((number, 50)))
+    due = [int(at) for at in rng.permutation(number)[: rng.integers(0, number)]]
+
+    def cost(gone: list[int]) -> float:
+        left = np.max([draws[at] for at in range(number) if at not in gone], axis=0)
+        return float(np.mean([max(max(draws[at][k] for at in gone) - left[k], 0.0) for k in range(50)])) / 2.0
+
+    costs = [cost(due[:n]) for n in range(1, len(due) + 1)]
+    most = max((n for n, each in enumerate(costs, start=1) if each <= limit), default=0)
+    stopped, loss = _affordable(draws, due, 2.0, limit)
+    assert stopped == most and loss == pytest.approx(costs[most - 1] if most else 0.0)
+
+
+def test_a_race_is_never_expected_to_cost_more_than_its_limit() -> None:
+    curves = [curve(f"r{i}", a=0.5 + 0.05 * i, rng=i) for i in range(5)]
+    free = raced(curves, Rules(BUDGET, growth=1.6, loss=1.0))
+    free_loss = sum(look.loss for look in free.looks)
+    for share in (0.5, 0.1):
+        race = raced(curves, Rules(BUDGET, growth=1.6, loss=share * free_loss))
+        assert sum(look.loss for look in race.looks) <= share * free_loss
+        assert race.saved < free.saved and race.leader == free.leader
 
 
 def test_the_favourite_is_worth_most_and_one_that_nobody_can_forecast_is_none() -> None:

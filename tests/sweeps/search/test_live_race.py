@@ -407,6 +407,26 @@ def test_a_race_goes_on_by_the_rules_that_it_was_begun_with(tmp_path: Path) -> N
         raced(tmp_path, four(), rules=replace(LIVE, budget=2.0))
 
 
+@pytest.mark.slow
+def test_a_race_that_was_begun_without_a_limit_on_the_loss_goes_on_without(tmp_path: Path) -> None:
+    """Studies of versions that had none: what was decided by their rules is decided by these to the end."""
+    killed(tmp_path, Runners(slots=8, killed_after=14), LIVE)
+    path = tmp_path / "race.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "race":
+            assert line["rules"].pop("loss") == 0.01
+        elif line["kind"] == "look":
+            del line["look"]["loss"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    states = raced(tmp_path, four())
+    assert recipes(states, "stopped") == LOSERS
+    begun = RaceRecord.read(tmp_path)
+    assert begun.rules is not None and begun.rules.loss == 1.0 and begun.looks
+    with pytest.raises(UserError, match=r"race.loss: 0.02, and the race in .* was begun with 1;"):
+        raced(tmp_path, four(), rules=replace(LIVE, loss=0.02))
+
+
 # --- freed compute -------------------------------------------------------------------------------------------
 
 
