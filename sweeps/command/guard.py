@@ -126,9 +126,11 @@ def _descendants() -> list[int]:
 def _end_rest() -> int:
     """Let what the command has left behind end for a moment, kill what does not, and return how many were killed."""
     deadline = time.monotonic() + _LEFT_S
+    asked: set[int] = set()  # once each: to many programs a second request means at once
     while (left := _descendants()) and time.monotonic() < deadline:
-        for process in left:
+        for process in set(left) - asked:
             _send(process, signal.SIGTERM)
+        asked.update(left)
         _reap(0.05)
     _kill_all()
     return len(left)

@@ -64,6 +64,27 @@ def test_what_it_leaves_behind_ends_with_it(tmp_path: Path, monkeypatch: pytest.
     assert ended == Ended(0, 1, False) and gone(left)
 
 
+def test_what_is_left_behind_is_asked_to_end_once(tmp_path: Path) -> None:
+    """It saves what it has for a moment; a second SIGTERM would cut that short."""
+    left = """
+import os, signal, time
+if os.fork() == 0:
+    def ask(*_):
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+        open("asked", "w").close()
+        time.sleep(0.5)
+        os.rename("asked", "saved")
+        os._exit(0)
+    signal.signal(signal.SIGTERM, ask)
+    open("number", "w").close()
+    time.sleep(600)
+"""
+    code = f"{left}\nwhile not os.path.exists('number'): time.sleep(0.01)"
+    with Tree([*PYTHON, code], {}, tmp_path) as tree:
+        assert tree.wait(60) == Ended(0, 0, False)
+    assert (tmp_path / "saved").exists()
+
+
 def test_a_command_that_stops_when_asked_has_its_time(tmp_path: Path) -> None:
     code = "import signal, time, sys; " + WAIT.format("lambda *_: sys.exit(5)")
     with Tree([*PYTHON, code], {}, tmp_path) as tree:
