@@ -103,6 +103,9 @@ def page(studies: int, settings: Sequence[Setting], work: Path, syne: str | None
         "Hyperband; halving was tried with three rates and ten grace periods, abreast and as Optuna's ASHA, the median "
         "and signed ranks with as many, so that the frontier is that of tuned rivals.",
         "",
+        "Of racing, `loss` is the limit on what all stops together may be expected to cost; rows without it have none, "
+        f"and the default has {ours.RACING.loss:g}.",
+        "",
     ]
     for setting in settings:
         others = simulate("rivals", rivals.outcomes, setting, studies, work)
