@@ -375,7 +375,8 @@ def judged(
         (at for at, each in enumerate(chances) if each.below >= rules.looks), key=lambda at: chances[at].p_ahead or 0.0
     )
     scale = max((fit.curve.scale for fit in fits), default=1.0)
-    number, loss = _affordable(draws, due, scale, rules.loss - lost if rules.loss < NO_LIMIT else math.inf)
+    limit = max(rules.loss - lost, 0.0) if rules.loss < NO_LIMIT else math.inf
+    number, loss = _affordable(draws, due, scale, limit)
     stopped = tuple(chances[at].recipe for at in sorted(due[:number]))
     return Look(level, fits[first].recipe, tuple(chances), stopped, loss)
 
@@ -442,6 +443,8 @@ def _runner(curve: Curve, rules: Rules, looks: Sequence[Look], last: Look | None
     at = mine[-1].of(curve.recipe)
     if last is None:
         reason = f"in the race: {chance(at.p_best)} of being best at {rules.budget:.4g}"
+        if at.below >= rules.looks:
+            reason += f"; stopping it too could be expected to cost more than {rules.loss:g} in all"
         return Runner(
             recipe=curve.recipe,
             stopped_at=None,

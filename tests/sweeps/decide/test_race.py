@@ -320,6 +320,10 @@ def test_chances_that_are_small_each_add_up_over_many_recipes() -> None:
     assert look.stopped == ("r01", "r02", "r03") and look.loss == pytest.approx(0.03)
     assert judged(4000.0, fits, draws, rules, {}, lost=0.02).stopped == ("r01",), "earlier looks' stops count"
     assert judged(4000.0, fits, draws, rules, {}, lost=0.04).stopped == ()
+    hopeless = [draws[0], *(each - 0.5 for each in draws[1:])]
+    assert len(judged(4000.0, fits, hopeless, rules, {}, lost=0.04).stopped) == 12, (
+        "what costs nothing goes all the same"
+    )
     every_one = judged(4000.0, fits, draws, replace(rules, loss=1.0), {}, lost=3.0)
     assert len(every_one.stopped) == 12 and every_one.loss == pytest.approx(0.12), "no limit"
     assert Look.of_json(every_one.to_json()) == every_one
@@ -357,6 +361,11 @@ def test_a_race_is_never_expected_to_cost_more_than_its_limit() -> None:
         race = raced(curves, Rules(BUDGET, growth=1.6, loss=share * free_loss))
         assert sum(look.loss for look in race.looks) <= share * free_loss
         assert race.saved < free.saved and race.leader == free.leader
+    kept = look_at(curves, 0.3 * BUDGET, Rules(BUDGET, loss=1e-9))
+    assert kept.stopped == () and any(each.below for each in kept.chances)
+    early = run_race([cut(each, 0.4 * BUDGET) for each in curves], Rules(BUDGET, growth=1.6, loss=1e-9))
+    told = {each.recipe: each.reason for each in early.runners}
+    assert any("stopping it too could be expected to cost more than 1e-09 in all" in said for said in told.values())
 
 
 def test_the_favourite_is_worth_most_and_one_that_nobody_can_forecast_is_none() -> None:
