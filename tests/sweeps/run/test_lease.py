@@ -120,6 +120,12 @@ def is_beating(directory: Path) -> bool:
     return bool(beating([directory], "writer", EXPIRY_S))
 
 
+def refused(directory: Path, by: str) -> None:
+    """One that comes for the lease is told who has it: it saw a heartbeat, however late a busy machine let it come."""
+    with pytest.raises(LeaseHeldError, match=by):
+        Lease(directory, beat_s=BEAT_S, expiry_s=PATIENCE_S).acquire(wait_s=2 * EXPIRY_S)
+
+
 # --- on one machine ------------------------------------------------------------------------------------------
 
 
@@ -260,10 +266,10 @@ def test_many_contenders_never_hold_it_together(tmp_path: Path) -> None:
 def test_a_holder_elsewhere_that_beats_keeps_it(tmp_path: Path) -> None:
     with Elsewhere(tmp_path):
         begin = time.monotonic()
-        with pytest.raises(LeaseHeldError, match="process 7 on another-machine"):
-            lease(tmp_path).acquire(wait_s=2 * EXPIRY_S)
+        refused(tmp_path, "process 7 on another-machine")
         assert time.monotonic() - begin >= 2 * EXPIRY_S
-        assert is_beating(tmp_path) and held(tmp_path, "writer") is None
+        until(lambda: is_beating(tmp_path))
+        assert held(tmp_path, "writer") is None
 
 
 def test_a_holder_elsewhere_that_fell_silent_is_followed_after_its_time_and_not_before(tmp_path: Path) -> None:
@@ -295,9 +301,8 @@ def test_whether_a_holder_elsewhere_is_alive_is_told_by_its_beat_and_by_no_clock
     tmp_path: Path, ahead_s: float
 ) -> None:
     with Elsewhere(tmp_path, ahead_s):
-        assert is_beating(tmp_path)
-        with pytest.raises(LeaseHeldError, match="process 7 on another-machine"):
-            lease(tmp_path).acquire()
+        until(lambda: is_beating(tmp_path))
+        refused(tmp_path, "process 7 on another-machine")
     assert not is_beating(tmp_path)
     assert held(tmp_path, "writer") is None, "without watching nobody knows"
 
@@ -610,9 +615,8 @@ def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_without_locks_a_holder_keeps_it_and_who_is_killed_is_followed_at_once(tmp_path: Path) -> None:
     with process(holds(tmp_path)) as pid:
         until((tmp_path / "held").exists)
-        assert is_beating(tmp_path)
-        with pytest.raises(LeaseHeldError, match=rf"job 41, process {pid} on .* is at work here"):
-            lease(tmp_path).acquire(wait_s=2 * EXPIRY_S)
+        until(lambda: is_beating(tmp_path))
+        refused(tmp_path, rf"job 41, process {pid} on .* is at work here")
         os.kill(pid, signal.SIGKILL)
         until(lambda: held(tmp_path, "writer") is False)
         begin = time.monotonic()
@@ -672,9 +676,8 @@ def test_a_holder_in_a_container_of_the_same_hostname_is_no_process_of_ours(tmp_
             until(lambda: alive(tmp_path) is not None)
             facts = alive(tmp_path)
             assert facts is not None and (facts["host"], facts["pid"]) == (node_name(), 1)
-            assert is_beating(tmp_path)
-            with pytest.raises(LeaseHeldError, match=rf"process 1 on {re.escape(node_name())} is at work here"):
-                lease(tmp_path).acquire(wait_s=2 * EXPIRY_S)
+            until(lambda: is_beating(tmp_path))
+            refused(tmp_path, rf"process 1 on {re.escape(node_name())} is at work here")
         finally:
             container.kill()
             container.wait()
