@@ -20,6 +20,7 @@ from sweeps.errors import UserError, naming
 from sweeps.launch.adopted import agree, fields_of, held, named, values_of
 from sweeps.launch.labels import check_labels
 from sweeps.launch.ledger import LEDGER_FILE, RUNS_DIR, Ledger, adopted
+from sweeps.launch.study import LEASE_NAME
 from sweeps.redact import redact
 from sweeps.run.files import write_atomically
 from sweeps.run.journal import CONFIG_FILE, Journal, JournalView, find_runs
@@ -133,7 +134,9 @@ def _check_place(directory: Path, sources: Sequence[str]) -> None:
     """
     with naming("STUDY"):
         study = (directory / LEDGER_FILE).is_file() or (directory / RUNS_DIR).is_dir()
-        if not study and directory.exists() and any(directory.iterdir()):
+        # A new one as somebody holds it at this moment, or was killed before its first run was taken.
+        lease = f".{LEASE_NAME}."
+        if not study and directory.exists() and any(not path.name.startswith(lease) for path in directory.iterdir()):
             raise UserError(f"{directory}: no study (no {LEDGER_FILE}, no {RUNS_DIR}/); give one, or a new folder")
     for source in sources:
         place = Place(source)

@@ -20,6 +20,7 @@ from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.launch import adoption
 from sweeps.launch.adopted import agree
+from sweeps.launch.adopted import held as held_by_us
 from sweeps.launch.adoption import Adoption, adopt, columns_of
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.status import overview
@@ -297,6 +298,22 @@ def test_several_processes_adopt_into_one_study(tmp_path: Path) -> None:
             else:
                 assert "is being run by another process" in said, "one after the other, or told so"
     assert len(held(tmp_path / "study")) == 8 and len(Study.read(tmp_path / "study").specs) == 8
+
+
+def test_a_new_study_that_another_process_holds_is_one(tmp_path: Path) -> None:
+    """As it lies there before its first run is taken: so somebody who was killed then leaves it."""
+    source, study = table(tmp_path / "a.jsonl", rows_of("a", 0, 8, 0.3)), tmp_path / "study"
+    with held_by_us(study):
+        assert list(study.iterdir())
+        with pytest.raises(UserError, match="is being run by another process"):
+            adopt(study, [str(source)], ["loss,seed"])
+    assert what(adopt(study, [str(source)], ["loss,seed"])) == ["adopted"]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / ".controller.json").touch()
+    (other / "mine.txt").touch()
+    with pytest.raises(UserError, match="no study"):
+        adopt(other, [str(source)], ["loss,seed"])
 
 
 # --- who it is -------------------------------------------------------------------------------------------------
