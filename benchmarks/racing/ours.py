@@ -95,30 +95,17 @@ class Forecasts:
 
     def race(self, rules: Rules) -> tuple[int, Array]:
         """The winner, and compute spent on each."""
-        spent, left, look, lost = np.ones(RECIPES), list(range(RECIPES)), None, 0.0
+        spent, left = np.ones(RECIPES), list(range(RECIPES))
+        looks: list[Look] = []
         for level, fits, draws in self.fits[:-1]:
             if len(left) < 2:
                 break
-            look = self._look(level, fits, draws, left, rules, look, lost)
-            lost += look.loss
-            for name in look.stopped:
+            looks.append(judged(level, [fits[i] for i in left], [draws[i] for i in left], rules, looks))
+            for name in looks[-1].stopped:
                 left.remove(int(name))
                 spent[int(name)] = level
         _, fits, _ = self.fits[-1]
         return max(left, key=lambda i: float(np.median(paths(fits[i], [rules.budget])))), spent
-
-    @staticmethod
-    def _look(
-        level: float,
-        fits: Sequence[Fit],
-        draws: Sequence[Array],
-        left: Sequence[int],
-        rules: Rules,
-        last: Look | None,
-        lost: float,
-    ) -> Look:
-        below = {each.recipe: each.below for each in last.chances} if last is not None else {}
-        return judged(level, [fits[i] for i in left], [draws[i] for i in left], rules, below, lost)
 
 
 def _name(rules: Rules) -> str:

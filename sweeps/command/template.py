@@ -28,8 +28,8 @@ def filled(text: str, values: Mapping[str, Any], field: str, yaml: bool = False)
         text: with placeholders.
         values: by dotted key; what is no text is written as YAML and JSON have it (true, null, 1e-05).
         field: where the text stands, for the message.
-        yaml: whether the text is a YAML file: numbers are then written as YAML 1.1 knows them (1.0e-05), for readers
-            such as PyYAML take 1e-05 for a text.
+        yaml: whether the text is a YAML file: numbers are then written as YAML 1.1 has them (1.0e-05), because PyYAML
+            reads 1e-05 as a text.
 
     Raises:
         UserError: a placeholder without a value.

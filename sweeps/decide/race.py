@@ -266,9 +266,7 @@ def next_look(
             continue  # nothing to compare yet
         if looks and not any(_between(curve, last, level) for curve in known):
             continue  # nothing new: it would count what was seen already a second time
-        below = {each.recipe: each.below for each in looks[-1].chances} if looks else {}
-        lost = sum(look.loss for look in looks)
-        return look_at(curves=known, level=level, rules=rules, options=options, below=below, lost=lost, workers=workers)
+        return look_at(curves=known, level=level, rules=rules, options=options, taken=looks, workers=workers)
     return ()
 
 
@@ -284,7 +282,7 @@ def result(curves: Sequence[Curve], rules: Rules, stopped: Mapping[str, Look]) -
     names: list[str] = []
     if curves:
         fits = fit_curves(curves, regions=False)
-        look = judged(level=rules.budget, fits=fits, draws=joint_rewards(fits, rules.budget), rules=rules, below={})
+        look = judged(level=rules.budget, fits=fits, draws=joint_rewards(fits, rules.budget), rules=rules)
         order = sorted(look.chances, key=lambda each: -each.p_best)
         names = [each.recipe for each in order if each.p_ahead is None or each.p_ahead >= rules.p_ahead]
         lines += [
@@ -318,8 +316,7 @@ def look_at(
     level: float,
     rules: Rules,
     options: FitOptions | None = None,
-    below: Mapping[str, int] | None = None,
-    lost: float = 0.0,
+    taken: Sequence[Look] = (),
     workers: int = 1,
 ) -> Look:
     """Take a look: fit each recipe to its evaluations up to a compute and decide which to stop.
@@ -329,8 +326,7 @@ def look_at(
         level: compute up to which evaluations count, in the curves' unit.
         rules: when a recipe is stopped.
         options: options of every fit; its `max_compute` is replaced by `level`.
-        below: for each recipe, the number of looks in a row before this one at which its chance was too small.
-        lost: what the stops of earlier looks are expected to cost, see `Look.loss`.
+        taken: looks taken before this one.
         workers: number of processes that share the fits.
     """
     options = replace(options or FitOptions(), max_compute=level)
@@ -338,18 +334,13 @@ def look_at(
     seen = [each.take(each.compute <= level) for each in curves if _between(each, options.min_compute or 0.0, level)]
     fits = fit_curves(seen, options, workers, regions=False)
     draws = joint_rewards(fits, rules.budget)
-    return judged(level=level, fits=fits, draws=draws, rules=rules, below=below or {}, lost=lost)
+    return judged(level=level, fits=fits, draws=draws, rules=rules, taken=taken)
 
 
-def judged(
-    level: float,
-    fits: Sequence[Fit],
-    draws: Sequence[Array],
-    rules: Rules,
-    below: Mapping[str, int],
-    lost: float = 0.0,
-) -> Look:
-    """Make a look from joint draws of the reward at the budget, (K,) a fit."""
+def judged(level: float, fits: Sequence[Fit], draws: Sequence[Array], rules: Rules, taken: Sequence[Look] = ()) -> Look:
+    """Make the look that follows those `taken`, from joint draws of the reward at the budget, (K,) a fit."""
+    below = {each.recipe: each.below for each in taken[-1].chances} if taken else {}
+    lost = sum(look.loss for look in taken)
     p_best = best_chances(draws)
     # Of the least expected loss; but what nobody can forecast is no measure for others.
     known = [within(fit, rules.budget) for fit in fits]

@@ -223,7 +223,7 @@ class Search:
         if not due or len(curves) < 2:
             return
         fits: list[Fit] = fit_curves(curves, regions=False)
-        look = judged(max(self._looked[run] for run in due), fits, joint_rewards(fits, rules.budget), rules, {})
+        look = judged(max(self._looked[run] for run in due), fits, joint_rewards(fits, rules.budget), rules)
         for run in due:
             if states[run].recipe in look.stopped:
                 why = replace(look, compute=self._looked[run]).why(states[run].recipe, rules)

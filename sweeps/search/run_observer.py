@@ -45,10 +45,13 @@ class RunObserver:
         self._journals = Journals(self._study)
         self._looks: list[Look] = []
         for line in parse_lines(self._path.read_bytes()) if self._path.exists() else []:
-            begun = Rules.of_json(line["rules"])
-            self._rules = rules.going_on(begun)
+            try:
+                begun = Rules.of_json(line["rules"])
+            except (KeyError, TypeError, UserError):  # not of this version
+                begun = None
+            self._rules = rules if begun is None else rules.going_on(begun)
             if self._rules != begun:
-                raise UserError(f"{self._path}: looked by other rules; go on with {line['rules']}, or remove it")
+                raise UserError(f"{self._path}: looked by other rules; go on with {line.get('rules')}, or remove it")
             self._looks.append(Look.of_json(line["look"]))
         self.waits_for: tuple[str, ...] = ()
         self.trouble: str | None = None

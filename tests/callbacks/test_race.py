@@ -191,6 +191,9 @@ def test_onlookers_decide_alike_whenever_they_look(tmp_path: Path) -> None:
     assert RunObserver(tmp_path, bad, rules).look() == late.look()
     with pytest.raises(UserError, match="looked by other rules"):
         RunObserver(tmp_path, bad, replace(rules, loss=0.5))
+    path.write_text(path.read_text().replace('"growth"', '"pace"'))
+    with pytest.raises(UserError, match="looked by other rules"):
+        RunObserver(tmp_path, bad, rules)
 
 
 def test_an_onlooker_neither_waits_for_a_run_that_died_nor_judges_it(tmp_path: Path) -> None:

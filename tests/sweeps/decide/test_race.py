@@ -311,20 +311,23 @@ def many(number: int) -> tuple[list[Fit], list[Array]]:
     return fits, [np.full(2000, 0.5), *(np.where(turns == i, 0.7, 0.3) for i in range(number))]
 
 
+def cost(loss: float) -> list[Look]:
+    """An earlier look whose stops were expected to cost so much."""
+    return [Look(0.0, "r00", (), (), loss)]
+
+
 def test_chances_that_are_small_each_add_up_over_many_recipes() -> None:
     fits, draws = many(12)
     rules = Rules(BUDGET, loss=0.035)
-    look = judged(4000.0, fits, draws, rules, {})
+    look = judged(4000.0, fits, draws, rules)
     assert {each.p_ahead for each in look.chances} == {None, 0.05}
     # Each costs 0.2 in one draw of twenty, 0.01, and no two in the same draw.
     assert look.stopped == ("r01", "r02", "r03") and look.loss == pytest.approx(0.03)
-    assert judged(4000.0, fits, draws, rules, {}, lost=0.02).stopped == ("r01",), "earlier looks' stops count"
-    assert judged(4000.0, fits, draws, rules, {}, lost=0.04).stopped == ()
+    assert judged(4000.0, fits, draws, rules, cost(0.02)).stopped == ("r01",), "earlier looks' stops count"
+    assert judged(4000.0, fits, draws, rules, cost(0.04)).stopped == ()
     hopeless = [draws[0], *(each - 0.5 for each in draws[1:])]
-    assert len(judged(4000.0, fits, hopeless, rules, {}, lost=0.04).stopped) == 12, (
-        "what costs nothing goes all the same"
-    )
-    every_one = judged(4000.0, fits, draws, replace(rules, loss=1.0), {}, lost=3.0)
+    assert len(judged(4000.0, fits, hopeless, rules, cost(0.04)).stopped) == 12, "what costs nothing goes all the same"
+    every_one = judged(4000.0, fits, draws, replace(rules, loss=1.0), cost(3.0))
     assert len(every_one.stopped) == 12 and every_one.loss == pytest.approx(0.12), "no limit"
     assert Look.of_json(every_one.to_json()) == every_one
 
@@ -332,7 +335,7 @@ def test_chances_that_are_small_each_add_up_over_many_recipes() -> None:
 def test_the_least_likely_are_stopped_first() -> None:
     fits, draws = many(2)
     draws[1] = np.where(np.arange(2000) % 50 < 4, 0.9, 0.3)  # one in 12.5, and by more
-    look = judged(4000.0, fits, draws, Rules(BUDGET, loss=0.02), {})
+    look = judged(4000.0, fits, draws, Rules(BUDGET, loss=0.02))
     assert look.stopped == ("r02",) and (look.of("r01").p_ahead or 0) < 0.1
 
 
@@ -343,11 +346,11 @@ def test_what_is_stopped_together_is_what_the_draws_say_it_costs(number: int, se
     draws = list(rng.random((number, 50)))
     due = [int(at) for at in rng.permutation(number)[: rng.integers(0, number)]]
 
-    def cost(gone: list[int]) -> float:
+    def costs_of(gone: list[int]) -> float:
         left = np.max([draws[at] for at in range(number) if at not in gone], axis=0)
         return float(np.mean([max(max(draws[at][k] for at in gone) - left[k], 0.0) for k in range(50)])) / 2.0
 
-    costs = [cost(due[:n]) for n in range(1, len(due) + 1)]
+    costs = [costs_of(due[:n]) for n in range(1, len(due) + 1)]
     most = max((n for n, each in enumerate(costs, start=1) if each <= limit), default=0)
     stopped, loss = _affordable(draws, due, 2.0, limit)
     assert stopped == most and loss == pytest.approx(costs[most - 1] if most else 0.0)
@@ -374,8 +377,8 @@ def test_the_favourite_is_worth_most_and_one_that_nobody_can_forecast_is_none() 
     rules = Rules(budget=24000.0)
     tenths = np.arange(1000) % 10
     draws = [np.full(1000, 0.5), np.where(tenths < 4, 0.9, 0.49), np.full(1000, 0.99)]
-    look = judged(16000.0, [often, seldom, short], draws, rules, {})
+    look = judged(16000.0, [often, seldom, short], draws, rules)
     assert best_chances(draws[:2])[0] > 0.5 and look.favourite == "seldom"
     assert look.of("seldom").p_ahead is None and look.of("often").p_ahead == 0.6
     # Where nothing can be forecast of any there is a favourite all the same.
-    assert judged(9.0, [short, short], [np.full(10, 0.1), np.full(10, 0.2)], rules, {}).favourite == "short"
+    assert judged(9.0, [short, short], [np.full(10, 0.1), np.full(10, 0.2)], rules).favourite == "short"
