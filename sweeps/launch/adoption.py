@@ -133,10 +133,11 @@ def _check_place(directory: Path, sources: Sequence[str]) -> None:
         UserError: it is something else, or one does.
     """
     with naming("STUDY"):
-        study = (directory / LEDGER_FILE).is_file() or (directory / RUNS_DIR).is_dir()
-        # A new one as somebody holds it at this moment, or was killed before its first run was taken.
-        lease = f".{LEASE_NAME}."
-        if not study and directory.exists() and any(not path.name.startswith(lease) for path in directory.iterdir()):
+        # A lease's files lie in a new one that somebody holds, or was killed in before its first run was taken. Listed
+        # before it is asked whether it is a study, which it may become at this moment.
+        names = [path.name for path in directory.iterdir()] if directory.exists() else []
+        used = any(not name.startswith(f".{LEASE_NAME}.") for name in names)
+        if used and not ((directory / LEDGER_FILE).is_file() or (directory / RUNS_DIR).is_dir()):
             raise UserError(f"{directory}: no study (no {LEDGER_FILE}, no {RUNS_DIR}/); give one, or a new folder")
     for source in sources:
         place = Place(source)
