@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "fsdp2": ("strategy=fsdp2",),
     "bf16": ("precision=bf16",),
     "live": ("driver=live",),
+    **({"vllm": ("generator=vllm",), "vllm_live": ("driver=live", "generator=vllm")} if find_spec("vllm") else {}),
 }
-OF_THEIR_OWN = ("bf16", "live")  # curves that are not the CPU's
+OF_THEIR_OWN = ("bf16", "live", "vllm", "vllm_live")  # curves that are not the CPU's
 # Of these no two runs are alike; and the probe's distances are nothing but rounding.
 LEFT_OUT = ("time/", "compute/device_hours", "compute/wasted_device_hours", "train/probe_")
 

@@ -103,7 +103,7 @@ def measure(backend: str, tiny: bool, sleeps: bool, fp32_head: bool, flags: Sequ
     try:
         server.start()
         log = server.log.open(errors="replace")
-        found["start_s"] = timed(server.wait, 280)
+        found["start_s"] = timed(server.wait, 150)
         generator = VLLMServerGenerator(
             one,
             precision,
@@ -147,7 +147,7 @@ def measure(backend: str, tiny: bool, sleeps: bool, fp32_head: bool, flags: Sequ
             found["gap_after_that"] = gap(two, drained(generator))
     except Exception as error:
         found["error"] = f"{type(error).__name__}: {error}"[:2000]
-        found["log"] = log.read()[-6000:] if log else ""
+        found["log"] = log.read()[-60000:] if log else ""
     finally:
         if generator is not None:
             generator.close()
@@ -162,7 +162,10 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     sleeps, fp32_head = on_gpu and "--no-sleep" not in ours, "--bf16-head" not in ours
     for backend in ("ipc", "scalerl") if on_gpu else ("scalerl",):
-        print("RECORD " + json.dumps(measure(backend, "--tiny" in ours, sleeps, fp32_head, flags)), flush=True)
+        found = measure(backend, "--tiny" in ours, sleeps, fp32_head, flags)
+        print("RECORD " + json.dumps(found), flush=True)
+        if "start_s" not in found:
+            break
 
 
 if __name__ == "__main__":

@@ -197,6 +197,10 @@ def prepare(
         "disable_log_stats": True,
         "disable_uvicorn_access_log": True,
     }
+    if not on_cpu:
+        # `cache_gib` says what is reserved. Without this vLLM asks for nine tenths of the GPU to be free as well, and
+        # would not start beside a trainer that holds more than the rest.
+        settings["gpu_memory_utilization"] = 0.01
     if tensor_parallel > 1:
         settings["tensor_parallel_size"] = tensor_parallel
     if sleep:
