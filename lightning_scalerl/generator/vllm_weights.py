@@ -330,7 +330,7 @@ class EngineSender:
         model: a model of the same class, which knows how weights are named in a checkpoint.
         dtype: type in which floating tensors are sent.
         device: the GPU that they are sent from.
-        bucket_bytes: bytes of a bucket.
+        bucket_bytes: bytes of a bucket, raised to those of the largest tensor.
     """
 
     digest = ""
@@ -366,6 +366,8 @@ class EngineSender:
         self._weights: Mapping[str, Tensor] = {}
         self.bytes_sent = 0
         self.allocated = 0
+        # vLLM's buffer on a GPU does not grow: it must hold the largest tensor, which is the embeddings' as a rule.
+        bucket_bytes = max(bucket_bytes, max(each.numel() for each in model.parameters()) * dtype.itemsize)
         init_info: TrainerInitInfo
         if backend == "ipc":
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo

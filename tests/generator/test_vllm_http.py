@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -23,6 +24,7 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 
+from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.generator.fleet import Fleet
@@ -256,6 +258,18 @@ def test_nobody_without_the_token_gets_in(server: Server, generator: VLLMServerG
     with pytest.raises(ConfigurationError, match="without a token takes weights from everybody"):
         prepare(new_model(FAMILY), FP32, slots=1, capacity=177, cache_gib=0.25, host="0.0.0.0")
     assert TOKEN not in server.line
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_a_server_on_a_gpu_takes_what_is_said_and_computes_in_the_policys_type(plugin: None, policy: str) -> None:
+    given = {"slots": 1, "capacity": 177, "cache_gib": 0.25, "on_cpu": False, "backend": "ipc"}
+    server = prepare(new_model(FAMILY), Precision(policy), **given)
+    server.close()
+    words = dict(pairwise(server.command))
+    assert words["--kv-cache-memory-bytes"] == str(2**28)
+    # Of the whole GPU no more need be free: a trainer may hold the rest.
+    assert words["--gpu-memory-utilization"] == "0.01"
+    assert server.environment.get("TRITON_F32_DEFAULT") == ("ieee" if policy == "fp32" else None)
 
 
 def test_a_server_that_is_killed_is_lost_and_another_gets_weights_before_prompts(server: Server) -> None:

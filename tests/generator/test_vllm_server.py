@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.accelerators import cuda
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
+from lightning_scalerl.generator.vllm_engine import keep_workspaces
 from lightning_scalerl.generator.vllm_http import EngineLostError
 from lightning_scalerl.generator.vllm_server import VLLMServerGenerator
 from lightning_scalerl.generator.vllm_stream import Tokens
@@ -29,6 +31,19 @@ from tests.generator.stand_in import TOKEN, StandIn
 from tests.paths import ROOT
 
 PROMPT = (5, 9, 20)
+
+
+def test_lightning_frees_nothing_that_an_engines_graphs_point_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[str] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: freed.append("workspaces"), raising=False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append("cache"))
+    monkeypatch.setitem(vars(cuda), "_clear_cuda_memory", vars(cuda)["_clear_cuda_memory"])
+    accelerator: Any = cuda.CUDAAccelerator()
+    accelerator.teardown()
+    assert freed == ["workspaces", "cache"]
+    keep_workspaces()
+    accelerator.teardown()
+    assert freed == ["workspaces", "cache", "cache"]
 
 
 @pytest.fixture
