@@ -108,5 +108,6 @@ AGREED = 0.65
 # behind by this much log predictive density. Set on the zoo's Frechet curves, whose A is then held in 0.84 of the cases
 # in which it is named (docs/measured/forecast_zoo.md).
 OTHERS, RULED_OUT = 1.4, 6.0
-# A run has gone bad if it ends this share of its gain below its best stretch. A choice, held on the zoo.
+# A run has gone bad if it ends this share of its gain below its best stretch; and only what was at this reward can be
+# said to have died. A choice, held on the zoo.
 COLLAPSE = 0.2

@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit
 
-from sweeps.fit.constants import FARTHEST
+from sweeps.fit.constants import COLLAPSE, FARTHEST
 from sweeps.fit.grid import by_weight, draw_levels
 from sweeps.fit.kinds import KINDS, drifting
 from sweeps.fit.least_squares import Array
 from sweeps.fit.mixture import DRIFT, JUMP, NONE, Mixture, Walk
+from sweeps.fit.wander import Seen
 
 # Where a walk is drawn beyond the window's end, in windows.
 _NODES = np.array([0.02, 0.05, 0.1, 0.175, 0.25, 0.4, 0.6, 0.8, 1, 1.5, 2, 3, 5, 9, 20, 50, 99.0])
@@ -33,6 +34,7 @@ class Futures:
         nodes, levels: computes (m,), and the levels of the W walks there, (W, m).
         smoothed: draws of the reward within the window, at the first w nodes, under no law but that it wanders, (S, w).
         bounded: whether rewards lie in [0, 1].
+        dead: draws whose reward stays at 0 from `died` on, (K,) and a compute; see `death`.
     """
 
     kind: NDArray[np.intp]
@@ -48,6 +50,8 @@ class Futures:
     levels: Array
     smoothed: Array
     bounded: bool
+    dead: NDArray[np.bool_]
+    died: float = np.inf
 
     def at(self, x: Array) -> Array:
         """Return each draw's rewards at computes x (m,), in windows; (K, m)."""
@@ -63,6 +67,7 @@ class Futures:
         paths[adrift] += self.size[adrift, None] * drifting(x)[None, :]
         steps = (x[None, :] - self.jump_at[jumped, None]) / self.width[jumped, None]
         paths[jumped] += self.size[jumped, None] * expit(steps)
+        paths[np.ix_(self.dead, x >= self.died)] = 0.0
         return np.clip(paths, 0.0, 1.0) if self.bounded else paths
 
     @cached_property
@@ -72,8 +77,41 @@ class Futures:
         A ceiling that is approached more slowly than that could be neither observed nor used by a study.
         """
         still = replace(self, extra=np.where(self.extra == DRIFT, NONE, self.extra))
-        value: Array = still.at(np.array([FARTHEST]))[:, 0] + np.where(self.extra == DRIFT, self.size, 0.0)
+        drifted = np.where((self.extra == DRIFT) & ~self.dead, self.size, 0.0)
+        value: Array = still.at(np.array([FARTHEST]))[:, 0] + drifted
         return np.clip(value, 0.0, 1.0) if self.bounded else value
+
+
+def death(seen: Seen) -> tuple[float, float]:
+    """Return how likely a run that came down to no reward at all stays there, and the compute where it began.
+
+    Where no completion earns anything every advantage is 0, and nothing leads out again; but a few samples may all fail
+    by chance. Of k evaluations in a row at 0, the last there are, a dead run shows k for certain; one that fails by
+    chance shows the next whenever it has shown the last, which it did s times of s + r before (Laplace's rule, and one
+    death for every r recoveries):
+
+        P = d / (d + (1 - d) q^(k - 1)),   d = 1 / (r + 2),   q = (s + 1) / (s + r + 2)
+
+    Returns:
+        The probability and the compute; 0 for fewer than two evaluations at 0, or a run that never was at `COLLAPSE`.
+    """
+    never = 0.0, np.inf
+    if not seen.bounded:
+        return never
+    # All seeds of a compute are one evaluation: those that are left must all be at 0.
+    x, of = np.unique(seen.x, return_inverse=True)
+    none = np.bincount(of, seen.z != 0) == 0
+    high = np.flatnonzero(seen.z >= COLLAPSE)
+    if not len(high) or not none[-1]:
+        return never
+    since = int(of[high].min())
+    k = len(x) - 1 - int(np.flatnonzero(~none).max())
+    if k < 2:
+        return never
+    before = none[since : len(x) - k]
+    stayed, left = int((before[:-1] & before[1:]).sum()), int((before[:-1] & ~before[1:]).sum())
+    d, q = 1 / (left + 2), (stayed + 1) / (stayed + left + 2)
+    return d / (d + (1 - d) * q ** (k - 1)), float(x[len(x) - k])
 
 
 def draw(found: Mixture, count: int, rng: np.random.Generator) -> Futures:
@@ -100,7 +138,12 @@ def draw(found: Mixture, count: int, rng: np.random.Generator) -> Futures:
     moved = np.cumsum(walk.step[walking, None] * spans * rng.standard_normal((len(walking), len(spans))), axis=1)
     levels = np.concatenate([now, now[:, -1:] + moved], axis=1)
     nodes = np.concatenate([walk.x, walk.x[-1] + _NODES])
-    return Futures(kind, u, v, r0, a, extra, size, jump_at, width, nodes, levels, smoothed, found.seen.bounded)
+    p, died = death(found.seen)
+    dead = np.zeros(count, dtype=np.bool_)
+    dead[rng.permutation(count)[: round(p * count)] if p else []] = True
+    return Futures(
+        kind, u, v, r0, a, extra, size, jump_at, width, nodes, levels, smoothed, found.seen.bounded, dead, died
+    )  # fmt: skip
 
 
 def _levels(walk: Walk, which: NDArray[np.intp], rng: np.random.Generator) -> Array:

@@ -24,6 +24,7 @@ from sweeps.fit import least_squares as profile
 from sweeps.fit import verdict
 from sweeps.fit.bad_seeds import BadSeed, without_bad_seeds
 from sweeps.fit.constants import AHEAD, OTHERS, PLATEAU, RULED_OUT
+from sweeps.fit.draws import death
 from sweeps.fit.forecast import DRAWS, Lookout, Outlook, lookout
 from sweeps.fit.law import Draws, Law, law_of
 from sweeps.fit.least_squares import Array, Optimum, Problem
@@ -224,6 +225,14 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     warnings += [_left_out(seed, kept) for seed in bad]
     if block > 1:
         warnings.append(f"{total} points were averaged in blocks of {block} neighbours")
+    ahead = lookout(curve.recipe, points, curve.range, schedule)
+    if ahead is not None and (gone := death(ahead.seen))[0] > 0:
+        at = ahead.end * np.array(gone[1])
+        since = float(at if schedule is None else schedule.compute_at(at))
+        warnings.append(
+            f"the reward is exactly {ahead.bottom:g} from compute {since:.4g} on, where nothing is learned any more: "
+            f"it stays there with P = {gone[0]:.3f}"
+        )
     nothing = Interval(None, None, None)
     zero = options.family == "sigmoid_zero"
     empty = Fit(
@@ -231,7 +240,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
         0.0 if zero else None if isinstance(options.r0, str) else float(options.r0),
         options.r0 if isinstance(options.r0, str) and not zero else "given",
         spread, None, None, total, seeds, window, None, tuple(warnings), bounds, bad_seeds=bad,
-        lookout=lookout(curve.recipe, points, curve.range, schedule),
+        lookout=ahead,
     )  # fmt: skip
     # A first evaluation from before the window observes R0; it shows nothing of the curve's shape.
     shown = points.compute >= low

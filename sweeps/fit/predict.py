@@ -105,7 +105,10 @@ def _noise(fit: Fit, compute: Array, seeds: float, count: int) -> Array:
     """Noise of the mean of one evaluation a seed at each compute; (m,) -> (K, 1)."""
     rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 1)
     assert fit.outlook is not None
-    return np.asarray(fit.outlook.noise.of_mean(compute) / np.sqrt(seeds) * rng.standard_normal((count, 1)))
+    noise = fit.outlook.noise.of_mean(compute) / np.sqrt(seeds) * rng.standard_normal((count, 1))
+    if fit.options.sigmoid:
+        noise[fit.outlook.futures.dead] = 0.0  # what never passes is read without error
+    return np.asarray(noise)
 
 
 def spacing(fit: Fit) -> float:

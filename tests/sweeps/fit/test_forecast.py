@@ -1,0 +1,94 @@
+"""Truths about forecasts of runs that have died: no reward at all, where nothing leads out again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sweeps.curve import make_curve
+from sweeps.decide.standing import best_chances, joint_rewards
+from sweeps.fit.draws import death
+from sweeps.fit.fit import fit_curve, fit_curves
+from sweeps.fit.predict import asymptote_draws, paths, predict, predict_mean
+from sweeps.fit.wander import Seen
+from tests.sweeps.fit.simulate import curve
+
+RISING = [0.16, 0.2, 0.3, 0.36, 0.42, 0.45]
+
+
+def seen(rewards: Sequence[float], seeds: int = 1, bounded: bool = True) -> Seen:
+    """Evaluations at even steps; of several seeds one after the other at each step."""
+    x = np.repeat(np.arange(1, len(rewards) // seeds + 1), seeds) / (len(rewards) // seeds)
+    return Seen(x, np.array(rewards, dtype=float), np.tile(np.arange(seeds), len(rewards) // seeds), None, bounded)
+
+
+@pytest.mark.parametrize(("zeros", "p"), [(2, 2 / 3), (3, 4 / 5), (5, 16 / 17)])
+def test_more_evaluations_without_reward_are_more_surely_a_death(zeros: int, p: float) -> None:
+    found, since = death(seen([*RISING, *[0.0] * zeros]))
+    assert found == pytest.approx(p) and since == pytest.approx(7 / (6 + zeros))
+
+
+@pytest.mark.parametrize(
+    "alive",
+    [
+        seen([*RISING, 0.0]),  # one is chance
+        seen([*RISING, 0.0, 0.0, 0.01]),
+        seen([*RISING, 0.001, 0.001]),
+        seen([0.0] * 8),  # never rose
+        seen([0.0, 0.0, 0.02, 0.0, 0.01, 0.0, 0.0]),  # nor did this
+        seen([0.3, 0.4, 0.4, 0.5, 0.0, 0.4, 0.0, 0.5], seeds=2),  # one seed of two
+        seen([*RISING, 0.0, 0.0], bounded=False),
+    ],
+)
+def test_what_has_not_died(alive: Seen) -> None:
+    assert death(alive) == (0.0, np.inf)
+
+
+def test_a_run_that_came_back_is_believed_less() -> None:
+    back = [*RISING, 0.0, 0.0, 0.3, 0.4, 0.0, 0.0]
+    assert 0 < death(seen(back))[0] < death(seen([*RISING, 0.0, 0.0]))[0]
+
+
+@given(st.lists(st.sampled_from([0.0, 0.1, 0.4]), min_size=2, max_size=40))
+def test_one_more_without_reward_never_makes_a_death_less_likely(rewards: list[float]) -> None:
+    found, more = (death(seen(each))[0] for each in (rewards, [*rewards, 0.0]))
+    assert found <= more <= 1
+
+
+@pytest.mark.parametrize(("samples", "rate"), [(16, 0.25), (32, 0.1), (100, 0.05)])
+def test_pass_rates_that_come_and_go_by_chance_are_no_deaths(samples: int, rate: float) -> None:
+    source = np.random.default_rng(2510)
+    said = [
+        death(seen(run[:until]))[0]
+        for run in source.binomial(samples, rate, (40, 60)) / samples
+        for until in range(6, 61)
+    ]
+    assert np.mean(said) < 0.005
+
+
+@pytest.mark.parametrize(("bottom", "top"), [(0.0, 1.0), (-1.0, 1.0)])
+def test_a_dead_run_is_forecast_to_stay_dead(bottom: float, top: float) -> None:
+    z = np.array([*RISING, *[0.0] * 8])
+    fit = fit_curve(make_curve("dead", 10.0 * np.arange(1, 15), bottom + (top - bottom) * z))
+    if fit.curve.range != (bottom, top):
+        pytest.fail(f"of these rewards {fit.curve.range} is known, not {(bottom, top)}")
+    (warning,) = [each for each in fit.warnings if "exactly" in each]
+    assert f"exactly {bottom:g} from compute 70 on" in warning and "P = 0.99" in warning
+    assert predict_mean(fit, np.array([160.0, 200.0, 240.0])) == (bottom, bottom, bottom)
+    band = predict(fit, [160.0, 1000.0], observations=3)
+    assert (band.value == bottom).all() and (band.high == bottom).all()
+    assert np.median(asymptote_draws(fit)) == bottom
+    # What was before is as it was.
+    assert paths(fit, [60.0]).mean() > bottom + 0.3 * (top - bottom)
+
+
+def test_the_living_are_chosen_before_the_dead() -> None:
+    living = curve("living", a=0.3, r0=0.1, seeds=1)
+    c = living.compute
+    dead = make_curve("dead", c, np.where(c >= c[-5], 0.0, 0.2 + 0.6 * c / c.max()), baseline="living")
+    of_the_living, of_the_dead = best_chances(joint_rewards(fit_curves([living, dead], regions=False), 2 * c.max()))
+    assert of_the_living > 0.95 and of_the_dead < 0.05
