@@ -17,6 +17,7 @@ from sweeps.fit.predict import asymptote_draws, paths, predict, predict_mean
 from sweeps.fit.wander import Seen
 from tests.sweeps.fit.simulate import curve
 
+X = np.linspace(0.2, 1.0, 5)
 RISING = [0.16, 0.2, 0.3, 0.36, 0.42, 0.45]
 
 
@@ -41,6 +42,8 @@ def test_more_evaluations_without_reward_are_more_surely_a_death(zeros: int, p: 
         seen([0.0] * 8),  # never rose
         seen([0.0, 0.0, 0.02, 0.0, 0.01, 0.0, 0.0]),  # nor did this
         seen([0.3, 0.4, 0.4, 0.5, 0.0, 0.4, 0.0, 0.5], seeds=2),  # one seed of two
+        Seen(X, np.array([0.3, 0.4, 0.0, 0.0, 0.0]), np.array([0, 1, 1, 1, 1]), None, True),  # the other ended alive
+        Seen(X, np.array([0.3, 0.4, 0.4, 0.0, 0.0]), np.array([0, 1, 0, 1, 0]), None, True),  # one evaluation of each
         seen([*RISING, 0.0, 0.0], bounded=False),
     ],
 )
