@@ -215,7 +215,10 @@ def _check_given(train: Any, heldout: Any, rewards: Any) -> None:
     if train is None:
         raise ConfigurationError("task.train: needs a value; give a file, a datasets.Dataset or a list of dicts")
     if not isinstance(_by_name(heldout), Mapping) or not len(heldout):
-        raise ConfigurationError(f"task.heldout: {heldout!r} must name at least one set, such as {{test: test.jsonl}}")
+        problem = f"task.heldout: {heldout!r} must name at least one set, such as {{test: test.jsonl}}"
+        if isinstance(heldout, Sequence) and heldout and all(isinstance(each, int) for each in heldout):
+            problem += "; numbers of prompts are the arithmetic task's, as scale=tiny sets them: choose another scale"
+        raise ConfigurationError(problem)
     if rewards is None:
         raise ConfigurationError(
             "task.rewards: needs a value; give a function, a list of them, a name such as math, or file.py:function"
