@@ -12,6 +12,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 # Before any test imports Lightning: lightning_scalerl/torchmetrics_on_demand.py spares each process half of that.
@@ -19,6 +20,10 @@ import lightning_scalerl  # noqa: F401
 from tests.place import PATIENCE_S, Deterministic, Place, deterministic, made_once
 
 pytest_plugins = ["tests.account"]
+
+# A busy machine may keep any example waiting: by default hypothesis fails one that takes 0.2 seconds.
+settings.register_profile("without a clock", deadline=None)
+settings.load_profile("without a clock")
 
 # Tests below these share what only one worker at a time may use (a cluster, with its ports and its clocks), or what one
 # worker makes once for all of them.

@@ -738,7 +738,7 @@ def test_fp16_scales_nothing_but_the_way_there(tiny_model_path: str) -> None:
     assert curves[2.0**6] == pytest.approx(exact, rel=0.05)
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(finite=st.lists(st.booleans(), max_size=40))
 def test_the_factor_moves_as_torchs_own(finite: list[bool]) -> None:
     """torch.amp.GradScaler as the oracle, with an interval of three so that growth is seen."""

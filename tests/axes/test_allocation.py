@@ -34,7 +34,7 @@ def given_out(choice: Allocation, average: int, histories: Sequence[Sequence[flo
 HISTORIES = st.lists(st.lists(st.floats(0, 1), max_size=3), max_size=40)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(
     average=st.integers(1, 16),
     hard=st.floats(0.01, 20),
@@ -53,7 +53,7 @@ def test_the_total_stays_within_one_average(
     assert all(count >= least for count in counts)
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(average=st.integers(1, 16), histories=HISTORIES)
 def test_fixed_is_the_average(average: int, histories: list[list[float]]) -> None:
     assert given_out(FixedAllocation(), average, histories) == [average] * len(histories)

@@ -99,7 +99,7 @@ def test_masked_and_forced_tokens_change_nothing(loss: Any, aggregation: Any) ->
 
 @each_loss
 @each_aggregation
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_any_split_gives_the_same_loss_and_gradient(loss: Any, aggregation: Any, data: st.DataObject) -> None:
     """Invariant 1: ranks, accumulation steps, micro-batches and padding are all splits of one batch."""

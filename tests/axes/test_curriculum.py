@@ -326,7 +326,7 @@ CURRICULA = st.one_of(
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=9)
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(levels=SIZES, choice=CURRICULA, events=EVENTS)
 def test_prompts_come_as_in_the_plain_model(levels: list[int], choice: Curriculum, events: list[Any]) -> None:
     source, plain = source_of(levels, choice, NoPositiveResampling(0.9)), Plain(levels, choice)
@@ -348,7 +348,7 @@ def test_prompts_come_as_in_the_plain_model(levels: list[int], choice: Curriculu
             before = source.epoch
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(levels=SIZES, choice=CURRICULA, events=EVENTS, stop=st.integers(0, 30))
 def test_a_stop_in_the_middle_changes_no_draw(
     levels: list[int], choice: Curriculum, events: list[Any], stop: int

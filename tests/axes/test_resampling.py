@@ -87,7 +87,7 @@ def test_uniform_never_retires() -> None:
 EVENTS = st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 50), st.sampled_from([0.0, 0.5, 0.89, 0.9, 1.0]))))
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(size=st.integers(1, 7), key=st.integers(0, 9), events=EVENTS)
 def test_every_epoch_has_every_prompt_left_exactly_once(size: int, key: int, events: list[Any]) -> None:
     """Groups are resolved late and in any order, so that one prompt may have several in flight, of several epochs."""
@@ -117,7 +117,7 @@ def test_every_epoch_has_every_prompt_left_exactly_once(size: int, key: int, eve
             in_flight.append(prompt.prompt_id)
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(size=st.integers(1, 7), events=EVENTS, stop=st.integers(0, 30))
 def test_resumes_in_the_middle_of_an_epoch(size: int, events: list[Any], stop: int) -> None:
     def follow(source: PromptSource, in_flight: list[str], events: list[Any]) -> list[Any]:

@@ -140,7 +140,7 @@ CORRECTIONS = st.sampled_from([Behaviour(), *BOUNDED])
 @each_loss
 @each_aggregation
 @each_set
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(data=st.data(), own=st.sampled_from([None, *BY_NAME]), correction=CORRECTIONS)
 def test_any_split_gives_the_same_loss_and_gradients(
     loss: Any, aggregation: Any, names: tuple[str, ...], data: st.DataObject, own: str | None, correction: Any

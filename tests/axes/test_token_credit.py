@@ -79,7 +79,7 @@ def in_plain_numbers(
 SHARES = st.sampled_from([0.0, 0.5, 0.9, 0.95, 1.0])
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(data=st.data(), rows=st.integers(1, 4), width=st.integers(1, 7), discount=SHARES, trace=SHARES)
 def test_gae_is_its_definition_whatever_was_forced(
     data: st.DataObject, rows: int, width: int, discount: float, trace: float
@@ -287,7 +287,7 @@ def test_a_single_token_has_no_scale() -> None:
 NUMBERS = st.lists(st.floats(-5, 5, width=32), max_size=12)
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(parts=st.lists(NUMBERS, max_size=4), ddof=st.sampled_from([0, 1]))
 def test_moments_add_up(parts: list[list[float]], ddof: int) -> None:
     together = Moments()

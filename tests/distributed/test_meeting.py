@@ -229,7 +229,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=examples(60), deadline=None, derandomize=True)
+@settings(max_examples=examples(60), derandomize=True)
 @given(plain)
 def test_plain_data_comes_as_it_went(value: Any) -> None:
     again = decode(encode(value))

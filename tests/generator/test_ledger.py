@@ -139,7 +139,7 @@ class Engines(RuleBasedStateMachine):
 
 
 TestEngines = Engines.TestCase
-TestEngines.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
+TestEngines.settings = settings(max_examples=examples(200), stateful_step_count=40)
 
 
 def test_what_nobody_asked_for_is_not_taken() -> None:

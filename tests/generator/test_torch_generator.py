@@ -125,7 +125,7 @@ def stale_logprobs(model: Any, weights: Any, prompt: tuple[int, ...], rollout: R
 
 # Every example puts the model's weights back.
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     recompute=st.booleans(),
     slots=st.sampled_from([2, 4, 64]),
@@ -300,7 +300,7 @@ def test_resumes_between_any_two_tokens_bit_for_bit(
     assert end(resumed) == undisturbed
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 1000))
 def test_sampling_inverts_the_cumulative_distribution(seed: int) -> None:
     source = torch.Generator().manual_seed(seed)

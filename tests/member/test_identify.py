@@ -103,7 +103,7 @@ def composed_whole(overrides: tuple[str, ...]) -> Any:
 
 
 @pytest.mark.full
-@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @example(["optimizer.lr=2", "optimizer={lr: 0.5}"])
 @example(["optimizer={lr: 0.5}", "optimizer.lr=2"])
 @example(["optimizer={lr: ${seed}}", "seed=9"])

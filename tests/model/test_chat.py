@@ -168,7 +168,7 @@ def test_a_completion_ends_before_what_has_ended_it() -> None:
         assert rendering.decode(made.encode(text, add_special_tokens=False)) == expected
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.text(max_size=30), st.sampled_from(["STOP", "é", "\n\n", "日本"]), st.text(max_size=10))
 def test_a_stop_text_is_seen_with_its_last_token_and_not_before(before: str, stop: str, after: str) -> None:
     made = tokenizer()

@@ -194,7 +194,7 @@ def test_passes_count_real_tokens(groups: list[list[int]], rollouts: int, tokens
     assert batch.blank().packed and not replace(batch, packed=False).blank().packed
 
 
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(80))
 @given(GROUPS, st.integers(1, 12))
 def test_a_shared_prompt_takes_no_more_tokens_than_packed_rows(groups: list[list[int]], prompt: int) -> None:
     """Counted at the model's door, so that `batch.micro_tokens` holds whichever way a pass goes."""

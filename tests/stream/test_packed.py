@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_scalerl.rollout import Rollout, packed, unpacked
@@ -30,7 +30,6 @@ def rollouts(draw: st.DrawFn) -> Rollout:
     )
 
 
-@settings(deadline=None)
 @given(st.lists(rollouts(), max_size=5))
 def test_what_is_packed_comes_back(given_: list[Rollout]) -> None:
     file = io.BytesIO()

@@ -93,7 +93,7 @@ def varies(lengths: Lengths, group: int) -> bool:
     return lengths[group, 0] % 2 != lengths[group, 1] % 2
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(
     mode=MODES,
     cost_model=RATES,
@@ -247,7 +247,7 @@ def test_the_limit_is_a_whole_number(bad: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(mode=MODES, cost_model=RATES, seed=st.integers(0, 10**6), stop=st.integers(0, 8), events=st.integers(0, 40))
 def test_a_stream_with_holes_resumes(mode: AsyncMode, cost_model: CostModel, seed: int, stop: int, events: int) -> None:
     """After any step, and any event in the middle of a generation: batches, counts and clock as without a stop."""

@@ -109,7 +109,7 @@ RATES = st.builds(
 )
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 # Two late groups of one version, with one place left.
 @example(mode=Pipeline(4, "stale"), cost_model=rates(), slots=5, groups=1, seed=2, giant=True)
 @given(
@@ -155,7 +155,7 @@ def parts(driver: VirtualDriver) -> list[Any]:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(mode=MODES, cost_model=RATES, seed=st.integers(0, 10**6), stop=st.integers(0, 8))
 def test_a_stream_resumes_with_everything_in_flight(
     mode: AsyncMode, cost_model: CostModel, seed: int, stop: int

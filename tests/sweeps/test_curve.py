@@ -317,7 +317,7 @@ def test_a_chart_of_runs_without_their_ranges(tmp_path: Path) -> None:
     assert "W&B chart export" in study.shown[0]
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(
     columns=st.dictionaries(
         st.sampled_from(["grpo-seed1", "grpo_s1", "dapo", "no kl", "x y"]),
@@ -344,7 +344,7 @@ def _cased(name: str, case: str) -> str:
     return {"upper": name.upper(), "title": f" {name.title()} ", "lower": name}[case]
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(
     rows=st.lists(
         st.tuples(
@@ -393,7 +393,7 @@ def test_missing_sources_say_so(tmp_path: Path) -> None:
             load([source])
 
 
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(80))
 @given(st.one_of(st.binary(max_size=300), st.text(max_size=300).map(str.encode)))
 def test_junk_never_gives_a_traceback(tmp_path_factory: pytest.TempPathFactory, junk: bytes) -> None:
     for content in (

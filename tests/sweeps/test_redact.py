@@ -21,7 +21,7 @@ from tests.examples import examples
 from tests.paths import ROOT
 
 CONF = ROOT / "conf"
-few = settings(max_examples=examples(40), deadline=None, derandomize=True)
+few = settings(max_examples=examples(40), derandomize=True)
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 words = st.text(LETTERS + "_.-+=", min_size=1, max_size=20)

@@ -124,7 +124,7 @@ def test_seeds_of_a_recipe_are_one_curve(tmp_path: Path) -> None:
 # --- what is written -------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kills=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12)), max_size=4))
 def test_however_often_it_is_resumed_each_step_is_there_once(
     kills: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory

@@ -153,7 +153,7 @@ NAMES = st.one_of(
 COLUMNS = [Column("state", 1), Column("recipe", least=8), Column("step", right=True), Column("why", 2, least=6)]
 
 
-@settings(max_examples=examples(120), deadline=None)
+@settings(max_examples=examples(120))
 @given(
     rows=st.lists(
         st.tuples(st.sampled_from(["running", "failed", ""]), NAMES, st.integers(0, 10**9), NAMES), max_size=4
@@ -175,7 +175,7 @@ def test_no_row_is_wider_than_its_terminal(rows: list[tuple[str, str, int, str]]
     assert all(character.isprintable() for line in printed for character in line)
 
 
-@settings(max_examples=examples(120), deadline=None)
+@settings(max_examples=examples(120))
 @given(text=NAMES, width=st.integers(0, 60))
 def test_a_text_is_shortened_in_its_middle(text: str, width: int) -> None:
     short = shortened(text, width)

@@ -19,7 +19,7 @@ from lightning_scalerl.verify.verification import check_verifiers
 from tests.examples import examples
 from tests.paths import ROOT
 
-QUIET = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUIET = settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def rows(*texts: str) -> list[dict[str, Any]]:

@@ -96,7 +96,7 @@ def test_a_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 TEXTS = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\x85\u2028\u2029"), max_size=20)
 
 
-@settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.fixed_dictionaries({"q": TEXTS, "n": st.integers(-9, 9)}), min_size=1, max_size=4), st.booleans())
 def test_whatever_texts_rows_hold_they_come_back(tmp_path: Path, rows: list[dict[str, Any]], ascii_: bool) -> None:
     path = tmp_path / "a.jsonl"
@@ -279,7 +279,7 @@ def test_content_of_a_folder(tmp_path: Path) -> None:
     assert content("two") != before, "names of files decide splits"
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(min_size=1, max_size=64), st.data())
 def test_any_changed_byte_is_another_content(tmp_path: Path, content: bytes, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(content) - 1))

@@ -134,7 +134,7 @@ NUMBERS = st.one_of(
 )
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(NUMBERS)
 def test_a_number_is_itself_and_not_another(gold: str) -> None:
     verifier = Mathematics(cpu_s=30.0)

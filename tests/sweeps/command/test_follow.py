@@ -115,7 +115,7 @@ def pieces(whole: bytes, cuts: Sequence[int]) -> list[bytes]:
     return [whole[a:b] for a, b in pairwise(places)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(logs(), st.lists(st.integers(0, 10_000), max_size=8))
 def test_any_split_of_a_log_into_appends_gives_the_journal_of_the_whole(whole: bytes, cuts: list[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +131,7 @@ def test_any_split_of_a_log_into_appends_gives_the_journal_of_the_whole(whole: b
         assert found[0] == found[1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(logs(names=("step", "global_step", "_step")), st.lists(st.integers(0, 10_000), max_size=6))
 def test_json_lines_read_as_they_grow_are_those_of_the_whole_file(whole: bytes, cuts: list[int]) -> None:
     same_as_whole("log.jsonl", whole, cuts)
@@ -144,7 +144,7 @@ TEXT = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.lists(TEXT, max_size=5), min_size=1, max_size=8),
     st.sampled_from(["\n", "\r\n"]),

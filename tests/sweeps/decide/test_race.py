@@ -132,7 +132,7 @@ def test_what_cannot_be_forecast_is_not_stopped() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.floats(0.3, 0.8), min_size=2, max_size=4), st.integers(0, 10_000))
 def test_whatever_happens_one_is_left_and_json_is_clean(tops: list[float], number: int) -> None:
     curves = [curve(f"r{at}", a=a, wander=0.01, points=17, rng=number + at) for at, a in enumerate(tops)]
@@ -339,7 +339,7 @@ def test_the_least_likely_are_stopped_first() -> None:
     assert look.stopped == ("r02",) and (look.of("r01").p_ahead or 0) < 0.1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(number=st.integers(2, 7), seed=st.integers(0, 10**6), limit=st.floats(0.0, 0.2))
 def test_what_is_stopped_together_is_what_the_draws_say_it_costs(number: int, seed: int, limit: float) -> None:
     rng = np.random.default_rng(seed)

@@ -46,7 +46,7 @@ def order(run_dir: Path) -> list[tuple[str, int]]:
     return [(each.job, each.restart) for each in attempts(run_dir)]
 
 
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     jobs=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=7),
     clocks=st.randoms(use_true_random=False),
@@ -69,7 +69,7 @@ def test_attempts_come_in_the_order_in_which_they_began_whatever_the_clocks_say(
         assert order(Path(folder)) == began
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(
     jobs=st.lists(st.tuples(st.integers(1, 2000), st.none() | st.integers(0, 99)), unique=True, max_size=5),
     restarts=st.integers(0, 3),

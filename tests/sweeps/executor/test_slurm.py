@@ -968,7 +968,7 @@ kill_points = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(120), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(120), derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     fates=st.lists(fates_of_a_run, min_size=1, max_size=6),
     kills=kill_points,
@@ -1031,7 +1031,7 @@ def test_whatever_happens_each_member_is_done_once_or_given_up_for_its_true_reas
         assert len(here.cluster.submit_times) <= 8 * len(fates) + len(order) + 5
 
 
-@settings(max_examples=examples(60), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     fates=st.lists(
         st.lists(st.sampled_from([*HARMLESS, HAUNTS, IS_FORGOTTEN_AND_FINISHES, PREEMPTED, TIMES_OUT]), max_size=3),
@@ -1170,7 +1170,7 @@ def test_a_launch_that_fails_everywhere_is_the_users_own_and_ends_soon(tmp_path:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(60), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     bad=st.dictionaries(st.sampled_from(NODES), st.sampled_from(BLACK_HOLES), max_size=len(NODES) - 1),
     members=st.integers(len(NODES), 14),
@@ -1199,7 +1199,7 @@ def test_with_one_good_node_every_member_finishes(
 
 
 @pytest.mark.full
-@settings(max_examples=examples(40), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     fates=st.lists(st.sampled_from(BLACK_HOLES), min_size=len(NODES), max_size=len(NODES)),
     members=st.integers(1, 14),
@@ -1223,7 +1223,7 @@ def test_with_bad_nodes_only_every_member_ends_after_a_bounded_number_of_attempt
 
 
 @pytest.mark.full
-@settings(max_examples=examples(60), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     haunts_s=st.lists(st.lists(st.floats(1.0, 20_000.0, allow_nan=False), max_size=3), min_size=1, max_size=4),
     forgotten=st.booleans(),
@@ -1248,7 +1248,7 @@ clocks = st.dictionaries(st.sampled_from(NODES), st.floats(-1e6, 1e6, allow_nan=
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(60), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), derandomize=True, suppress_health_check=list(HealthCheck))
 @given(fates=st.lists(fates_of_a_run, min_size=1, max_size=4), ahead_s=clocks, kills=kill_points)
 def test_whatever_the_nodes_clocks_show_a_study_goes_the_same_way(
     tmp_path_factory: pytest.TempPathFactory,
@@ -1291,7 +1291,7 @@ exported = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=examples(40), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), derandomize=True, suppress_health_check=list(HealthCheck))
 @given(fates=st.lists(fates_of_a_run, min_size=1, max_size=4), exported=exported, kills=kill_points)
 def test_what_is_exported_changes_nothing(
     tmp_path_factory: pytest.TempPathFactory,

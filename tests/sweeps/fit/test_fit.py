@@ -70,7 +70,7 @@ def test_worked_example() -> None:
         assert at == pytest.approx(float(law(np.array([1e5]), 0.80, 1.5, 5000.0, 0.0)[0]), abs=0.02), seed
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @example(0.84375, 1.375, 1.25, 0.046875, 2, 10**6)  # the best curve is a step between two points
 @example(0.4890, 2.903, 1.278, 0.0, 1, 101)  # A meets its bound
 @example(1.0, 2.5, 1.5, 0.015625, 2, 2118)  # the window cuts off a steep rise
@@ -111,7 +111,7 @@ def test_solution_is_never_worse_than_a_fine_grid() -> None:
     assert fit.rmse is not None and fit.rmse**2 * len(data.reward) <= best
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.randoms(use_true_random=False), st.integers(1, 4))
 def test_order_and_duplicates_change_nothing(random: object, copies: int) -> None:
     data = curve(white=0.01, points=17)
@@ -124,7 +124,7 @@ def test_order_and_duplicates_change_nothing(random: object, copies: int) -> Non
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.floats(-12, 20))
 def test_unit_of_compute_changes_nothing(log10_unit: float) -> None:
     data = curve(white=0.01, points=17)
@@ -406,7 +406,7 @@ def test_plateau_observed_at_one_is_identifiable() -> None:
     assert saturated.A.high == 1.0
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(
     st.lists(st.tuples(st.floats(0, 1e100), st.floats(-1e6, 1e6), st.sampled_from("ab")), min_size=1, max_size=25),
     st.sampled_from(["first", "free", 0.3]),
@@ -423,7 +423,7 @@ def test_any_points_give_a_verdict_and_clean_json(rows: list[tuple[float, float,
         assert np.isfinite(band.low).all() and np.isfinite(band.high).all()
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(
     st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=8, max_size=30),
     st.sampled_from(["first", "free", 0.25]),

@@ -239,7 +239,7 @@ def test_the_same_points_have_the_same_future_and_travel_light() -> None:
     scale=st.sampled_from(["percent", "[-1, 1]", "FLOPs"]),
     number=st.integers(0, 5),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_units_change_nothing(name: str, scale: str, number: int) -> None:
     data = study(name, number)
     a, b, c = {"percent": (100, 0, 1), "[-1, 1]": (2, -1, 1), "FLOPs": (1, 0, 1e21)}[scale]

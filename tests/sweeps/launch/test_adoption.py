@@ -179,7 +179,7 @@ runs_of = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(runs=runs_of, cuts=st.lists(st.integers(1, 9), max_size=2), order=st.randoms(), twice=st.booleans())
 def test_however_it_comes_the_members_are_the_same(
     runs: list[tuple[str, int, int]], cuts: list[int], order: Any, twice: bool, tmp_path_factory: pytest.TempPathFactory

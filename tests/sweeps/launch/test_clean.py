@@ -165,7 +165,7 @@ def test_as_many_checkpoints_as_asked_stay_the_newest(study: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(
     broken=st.lists(st.none() | st.integers(0, 40), min_size=2, max_size=4),
     kinds=st.sets(st.sampled_from(sorted(KINDS)), min_size=1),

@@ -141,7 +141,7 @@ def test_what_is_no_entry_is_passed_over(ledger: Ledger, garbage: bytes) -> None
 EVENTS = ("planned", "started", "finished", "failed")
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(
     st.lists(
         st.one_of(

@@ -63,7 +63,7 @@ def shown(screen: Screen, width: int, height: int | None, page: int = 0) -> list
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue()).split("\n")[:-1]
 
 
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(80))
 @given(
     screen=SCREENS,
     width=st.one_of(st.sampled_from([40, 80, 120, 200]), st.integers(4, 60)),

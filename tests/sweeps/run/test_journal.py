@@ -429,7 +429,7 @@ history = st.lists(
 )
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(history)
 def test_any_history_folds_like_its_definition(events: list[tuple[str, int]]) -> None:
     with journal_in_memory() as run_dir:

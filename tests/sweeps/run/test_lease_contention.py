@@ -180,7 +180,7 @@ def on(stage: Stage, flock: Callable[..., None]) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(
     seed=st.integers(0, 2**32),
     contenders=st.integers(2, 3),

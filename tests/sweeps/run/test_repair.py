@@ -90,7 +90,7 @@ def damaged(raw: bytes, at: float, how: str, byte: int) -> bytes:
     }[how]
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(stops=st.lists(st.integers(0, STEPS), max_size=3), at=st.floats(0, 1), keep=st.integers(1, 5))
 def test_an_end_that_a_power_cut_has_taken_leaves_no_hole(stops: list[int], at: float, keep: int) -> None:
     """Checkpoints are on the disk all the same."""
@@ -105,7 +105,7 @@ def test_an_end_that_a_power_cut_has_taken_leaves_no_hole(stops: list[int], at: 
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(400))
 @given(
     stops=st.lists(st.integers(0, STEPS), max_size=3),
     ended=st.booleans(),

@@ -232,7 +232,7 @@ values = st.recursive(
 
 @pytest.mark.slow
 @given(st.dictionaries(texts, values, max_size=4), st.dictionaries(texts, values, max_size=4), values)
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_written_out_once_reads_as_what_is_written_whole(
     one: dict[str, Any], two: dict[str, Any], other: Any
 ) -> None:

@@ -94,7 +94,7 @@ deeds = st.lists(st.tuples(st.sampled_from((*DEEDS, *DEEDS, *RARE)), st.integers
 
 
 @given(deeds)
-@settings(deadline=None, max_examples=examples(400))
+@settings(max_examples=examples(400))
 @example([("train", 1, True), ("half", 40, True), ("open", 0, False), ("train", 2, True)])
 @example([("train", 1, True), ("damage", 0, True), ("train", 2, True), ("mend", 0, True), ("train", 3, True)])
 @example([("train", 1, False), ("no record", 0, True), ("train", 2, True), ("shorten", 2, True)])
@@ -113,7 +113,7 @@ def test_the_tail_says_what_the_whole_file_does(done: list[tuple[str, int, bool]
 
 
 @given(deeds, st.integers(-1, 12), st.integers(-1, 12), st.booleans())
-@settings(deadline=None, max_examples=examples(300))
+@settings(max_examples=examples(300))
 def test_what_was_forgotten_is_all_that_is_missing(
     done: list[tuple[str, int, bool]], train: int, evaluation: int, first: bool
 ) -> None:

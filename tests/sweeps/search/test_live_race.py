@@ -163,7 +163,7 @@ def test_without_a_budget_it_is_what_the_slowest_spends(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@settings(max_examples=8, phases=NO_SHRINK, deadline=None, derandomize=True)
+@settings(max_examples=8, phases=NO_SHRINK, derandomize=True)
 @given(
     slots=st.integers(1, 9),
     pace=st.integers(0, 1000),
@@ -490,7 +490,7 @@ def test_freed_compute_of_a_launch_with_more_members_is_no_matter_of_this_one(tm
 
 
 @pytest.mark.full
-@settings(max_examples=5, phases=NO_SHRINK, deadline=None, derandomize=True)
+@settings(max_examples=5, phases=NO_SHRINK, derandomize=True)
 @given(kills=st.lists(st.integers(5, 60), min_size=1, max_size=4), slots=st.integers(2, 9))
 def test_freed_compute_is_spent_once_whoever_is_killed(kills: list[int], slots: int) -> None:
     rules = replace(LIVE, freed="plan")

@@ -414,7 +414,7 @@ HEADS = {
 }
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(JUNK, st.sampled_from([b"", b"]}", b"]", b"}", b"\n"]), st.sampled_from([None, "all", "x"]))
 def test_junk_gives_every_reader_a_curve_or_one_line(
     tmp_path_factory: pytest.TempPathFactory, junk: bytes, tail: bytes, metric: str | None
