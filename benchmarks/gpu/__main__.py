@@ -62,11 +62,12 @@ vLLM {vllm}, the same 0.6B in BF16 with an FP32 head, 256 slots, 16 GiB of cache
 (its weights of before and of after). A publish moves 1.2 GB: it pauses the server, loads every tensor and goes on,
 rollouts under way included. The gap is that of log-probabilities between engine and trainer under the weights that
 were published, and under the others: weights arrive, and they are the right ones. Tokens a second are those of
-{rollouts} rollouts of 512 tokens that begin together. The GPU's memory is what everybody uses.
+{rollouts} rollouts of 512 tokens that begin together. The GPU's memory is what all processes use. Rows are runs of
+`python -m benchmarks.gpu.engine`.
 """
 AFTER_ENGINE = """Rollouts that were half done at a publish hold tokens of both versions, as they should. Asleep the
 server keeps about 1 GiB; awake again it has the weights that it had, and takes new ones. Rows with a star were
-measured beside other engines on the same GPU: their memory is not told, their speed is a lower bound.
+measured beside other engines on the same GPU: their memory is left out, their speed is a lower bound.
 
 Faults that a CPU does not show were found on the way. CUDA IPC refused a tensor larger than `bucket_mib`, which
 embeddings are: mended, and run as above. With `generator=vllm`, in the trainer's own process, the engine's first CUDA
@@ -156,7 +157,7 @@ def page(found: dict[str, Any]) -> str:
         ]
         for each in found["training"]
     ]
-    engines = [
+    engines = [  # `beside` was written into records by hand: what else ran on the GPU
         [
             f"{each['way']}, {'eager' if '--enforce-eager' in each['flags'] else 'CUDA graphs'}"
             + (" *" if "beside" in each else ""),

@@ -77,8 +77,7 @@ def test_pass_rates_that_come_and_go_by_chance_are_no_deaths(samples: int, rate:
 def test_a_dead_run_is_forecast_to_stay_dead(bottom: float, top: float) -> None:
     z = np.array([*RISING, *[0.0] * 8])
     fit = fit_curve(make_curve("dead", 10.0 * np.arange(1, 15), bottom + (top - bottom) * z))
-    if fit.curve.range != (bottom, top):
-        pytest.fail(f"of these rewards {fit.curve.range} is known, not {(bottom, top)}")
+    assert fit.curve.range == (bottom, top)
     (warning,) = [each for each in fit.warnings if "exactly" in each]
     assert f"exactly {bottom:g} from compute 70 on" in warning and "P = 0.99" in warning
     assert predict_mean(fit, np.array([160.0, 200.0, 240.0])) == (bottom, bottom, bottom)
