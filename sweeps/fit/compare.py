@@ -125,7 +125,7 @@ def _row(
 ) -> FamilyRow:
     """Fit a family to all points and return its row; `variance` (n,), of each point, is the same for every family."""
     problem = problem_of(points, options, bounds, variance)
-    best = profile.solve(problem, polished=2, tolerance=1e-9)
+    best = profile.solve(problem, tolerance=1e-9)
     n = len(points.reward)
     parameters = FAMILIES[name].shape + 1 + fits_r0(options)
     # Beside the curve: the seeds' offsets and the noise's variance.

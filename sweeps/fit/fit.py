@@ -486,7 +486,7 @@ def point_prediction(
         Predicted rewards, (m,).
     """
     problem = weighted(points, options, bounds)
-    best = profile.solve(problem, polished=1, tolerance=1e-6)
+    best = profile.solve(problem, tolerance=1e-6)
     with np.errstate(divide="ignore"):
         g = problem.family.at(np.log(compute), best.u, best.v)
     offset = np.zeros(1) if seed is None else np.append(best.seed_offset, 0.0)[seed]

@@ -6,10 +6,10 @@ has its marginal likelihood in closed form. The grid is zoomed to where the weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import log
+from math import log, pi
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,9 @@ from sweeps.fit.wander import Noises, Seen
 
 # Log weights below the best at which cells are dropped, and kinds of noise no longer looked at.
 DROPPED, _UNLIKELY = 12.0, 7.0
-# A grid is left where zooming would shrink it to no less than this share.
+# A grid is zoomed to the cells within this log weight of the best, and left where that would shrink it to no less than
+# this share.
+_WORTH = 8.0
 _SHRINKS = 0.6
 # Standard deviations from an end beyond which nothing of a normal distribution is cut off by it.
 _INSIDE = 7.0
@@ -130,25 +132,30 @@ def solve(
     """
     (m0, s0), (m1, s1) = prior or usual_prior(bounded)
     d = m1 - m0
-    products = tilde.transpose(0, 2, 1) @ g
+    one, y = tilde[..., 0], tilde[..., 1] - m0 * tilde[..., 0]
+    products = np.stack([one, y], axis=1) @ g
     g1, gy = products[:, 0], products[:, 1]
     gg = np.einsum("jnm,jnm->jm", g, g)
-    oo, oy, yy = (np.einsum("jn,jn->j", tilde[..., a], tilde[..., b])[:, None] for a, b in ((0, 0), (0, 1), (1, 1)))
+    oo, oy, yy = (np.einsum("jn,jn->j", left, right)[:, None] for left, right in ((one, one), (one, y), (y, y)))
     # Rewards about the prior's mean, m0 (1 - g) + m1 g.
-    rr = yy + m0**2 * oo + d**2 * gg - 2 * m0 * oy - 2 * d * gy + 2 * m0 * d * g1
-    b1 = gy - m0 * g1 - d * gg
-    b0 = oy - m0 * oo - d * g1 - b1
+    b1 = gy - d * gg
+    rr = yy - d * (gy + b1)
+    b0 = oy - d * g1 - b1
     # Normal equations of the columns 1 - g and g; the prior adds its precision to the diagonal.
-    p00, p01, p11 = oo - 2 * g1 + gg + s0**-2, g1 - gg, gg + s1**-2
-    det = p00 * p11 - p01**2
+    p01, p11 = g1 - gg, gg + s1**-2
+    p00 = (oo + s0**-2) - (g1 + p01)
+    det = p00 * p11 - p01 * p01
     a0, a1 = (p11 * b0 - p01 * b1) / det, (p00 * b1 - p01 * b0) / det
     quadratic = np.maximum(rr - b0 * a0 - b1 * a1, 0.0)
     # Log evidence of a Gaussian linear model, R0 and A integrated out: P their posterior precision, S prior covariance,
     # -1/2 (n log 2 pi + log |V| + r' V^-1 r - b' P^-1 b + log |P| + log |S|).
-    base = -0.5 * (tilde.shape[1] * np.log(2 * np.pi) + log_det[:, None] + quadratic + np.log(det * (s0 * s1) ** 2))
+    constant = tilde.shape[1] * log(2 * pi) + 2 * log(s0 * s1) + log_det[:, None]
+    base = -0.5 * (constant + quadratic + np.log(det))
 
-    cross = np.zeros((2, 1, *base.shape))
-    size, kappa, evidence = np.zeros((1, *base.shape)), np.full((1, *base.shape), np.inf), base[None]
+    shape = (1, *base.shape)
+    # Without an extra the precision of its size is infinite, so that its size is exactly 0.
+    cross, size, kappa = np.zeros((2, *shape)), np.zeros(shape), np.full(shape, np.inf)
+    evidence = base[None]
     if extras is not None:
         columns, sd, log_prior = extras
         sd = sd[:, None, None]
@@ -159,7 +166,6 @@ def solve(
         ee = np.einsum("jne,jne->ej", columns, columns)[..., None]
         h0 = et[..., :1] - h1
         # One more column, by block elimination: kappa, the Schur complement, is the posterior precision of its size.
-        # Without an extra kappa is infinite, so that its size is exactly 0.
         cross = np.stack([(p11 * h0 - p01 * h1) / det, (p00 * h1 - p01 * h0) / det]) * some
         kappa = np.where(some, ee + safe**-2 - h0 * cross[0] - h1 * cross[1], np.inf)
         left = et[..., 1:] - m0 * et[..., :1] - d * h1 - h0 * a0 - h1 * a1
@@ -168,27 +174,39 @@ def solve(
         evidence = base + 0.5 * gain + log_prior[:, None, None]
     if bounded:
         # What lies outside [0, 1] is cut off, of the prior as of what the data leave.
-        for axis, own, (centre, scale), counts in ((0, p11, (m0, s0), 1.0), (1, p00, (m1, s1), ceiling)):
-            spread = np.sqrt(own / det + cross[axis] ** 2 / kappa)
-            at = (m0 + a0, m1 + a1)[axis] - cross[axis] * size
+        ends = ((m0, s0, a0, p11, np.ones_like(ceiling)), (m1, s1, a1, p00, ceiling))
+        for (centre, scale, moved, own, counts), falls in zip(ends, cross, strict=True):
+            mean, variance = centre + moved, own / det
+            if extras is not None:
+                mean, variance = mean - falls * size, variance + falls**2 / kappa
             whole = log(ndtr((1 - centre) / scale) - ndtr(-centre / scale))
-            evidence = evidence + counts * (_log_inside(at, spread) - whole)
+            evidence = evidence + counts * (_log_inside(mean, np.sqrt(variance)) - whole)
     return Solved(evidence, (p00, p01, p11), (m0 + a0, m1 + a1), cross, size, kappa)
 
 
 def _log_inside(mean: Array, sd: Array) -> Array:
     """Log probability that a normal value lies in [0, 1]; all shapes alike."""
-    result = np.zeros(mean.shape)
+    result = np.zeros(mean.size)
     # So far inside that nothing is cut off, as nearly always.
-    near = np.abs(mean - 0.5) + _INSIDE * sd > 0.5
-    mean, sd = mean[near], sd[near]
-    result[near] = np.log(np.maximum(ndtr((1 - mean) / sd) - ndtr(-mean / sd), 1e-12))
-    return result
+    near = np.flatnonzero(np.abs(mean - 0.5) + _INSIDE * sd > 0.5)
+    if len(near):
+        some, own = mean.ravel()[near], sd.ravel()[near]
+        result[near] = np.log(np.maximum(ndtr((1 - some) / own) - ndtr(-some / own), 1e-12))
+    return result.reshape(mean.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Shapes of several kinds: all (M,) but sides (2, M). log_cell: prior weight of a cell within its kind."""
+    """Shapes of several kinds, those of one kind side by side.
+
+    Shapes: (M,) for M cells, but sides (2, M), and one entry a kind in first and count.
+
+    Attributes:
+        kinds: every kind there is. kind: index into it.
+        u, v, sides: shape coordinates of the cells' centres, and their extent in both.
+        log_cell: log prior weight of a cell within its kind.
+        first, count: index of the first cell of each kind that the grid has, and their number.
+    """
 
     kinds: Sequence[Kind]
     kind: NDArray[np.intp]
@@ -196,6 +214,8 @@ class Grid:
     v: Array
     sides: Array
     log_cell: Array
+    first: NDArray[np.intp]
+    count: NDArray[np.intp]
 
     @property
     def ceiling(self) -> NDArray[np.bool_]:
@@ -204,19 +224,19 @@ class Grid:
 
     def basis(self, x: Array) -> Array:
         """g of every cell; (n,) -> (n, M)."""
-        parts = []
-        for i in np.unique(self.kind):
-            mine = self.kind == i
-            parts.append(self.kinds[i].shape(x[:, None], self.u[mine], self.v[mine]))
-        return np.concatenate(parts, axis=1)
+        found = np.empty((len(x), len(self.u)))
+        for start, count in zip(self.first.tolist(), self.count.tolist(), strict=True):
+            mine = slice(start, start + count)
+            found[:, mine] = self.kinds[self.kind[start]].shape(x[:, None], self.u[mine], self.v[mine])
+        return found
 
 
 def grid_of(kinds: Sequence[Kind], boxes: Mapping[int, Box]) -> Grid:
     """Make the grid of cell centres of each kind's box, by number of the kind."""
     parts = [_centres(kinds[i], box) for i, box in boxes.items()]
-    number = np.repeat(list(boxes), [len(u) for u, *_ in parts])
+    count = np.array([len(u) for u, *_ in parts])
     u, v, sides, log_cell = (np.concatenate(each, axis=-1) for each in zip(*parts, strict=True))
-    return Grid(kinds, number, u, v, sides, log_cell)
+    return Grid(kinds, np.repeat(list(boxes), count), u, v, sides, log_cell, count.cumsum() - count, count)
 
 
 @lru_cache(maxsize=64)
@@ -313,33 +333,37 @@ def zoomed(grid: Grid, weight: Array, boxes: Mapping[int, Box], fine: float, beh
     Args:
         grid: grid that was solved over `boxes`.
         weight: log weight of each cell under each kind of noise, (J, M).
-        boxes: box of each kind, by its index in the grid's kinds.
+        boxes: box of each kind, by its index in the grid's kinds, in the order of the grid.
         fine: effective number of cells that must share a kind's weight for its grid to be fine enough.
         behind: log weight; a kind whose best cell is further than this behind the best of all is not zoomed.
     """
-    best = weight.max(0)
+    best, first, count = weight.max(0), grid.first, grid.count
+    top = np.maximum.reduceat(best, first)
+    below = best - np.repeat(top, count)
+    shared = np.add.reduceat(np.exp(below), first)
+    inside = below > -_WORTH
+    ends = [
+        least_or_most.reduceat(np.where(inside, line, nothing), first).tolist()
+        for line in (grid.u, grid.v)
+        for least_or_most, nothing in ((np.minimum, np.inf), (np.maximum, -np.inf))
+    ]
+    fine_enough = (count == 1) | (top < top.max() - behind) | (shared > fine)
     result = {}
-    for i, box in boxes.items():
-        kind, mine = grid.kinds[i], grid.kind == i
-        own = best[mine]
-        inside = own > own.max() - 8
-        lost = own.max() < best.max() - behind
-        if len(own) == 1 or lost or np.exp(own - own.max()).sum() > fine:
-            result[i] = box
-            continue
-        ends: list[float] = []
-        for line, k, count in ((grid.u[mine], 0, kind.cells[0]), (grid.v[mine], 2, kind.cells[1])):
-            step = (box[k + 1] - box[k]) / count
-            low, high = float(line[inside].min()) - step, float(line[inside].max()) + step
-            ends += [max(low, kind.box[k]), min(high, kind.box[k + 1])]
-        area = [(high - low) / (end - start) for low, high, start, end in _sides(ends, box) if end > start]
-        result[i] = (ends[0], ends[1], ends[2], ends[3]) if np.prod(area) < _SHRINKS else box
+    for (i, box), done, *of in zip(boxes.items(), fine_enough.tolist(), *ends, strict=True):
+        result[i] = box if done else _closer(grid.kinds[i], box, (of[0], of[1], of[2], of[3]))
     return result
 
 
-def _sides(inner: Sequence[float], outer: Box) -> Iterator[tuple[float, float, float, float]]:
-    for k in (0, 2):
-        yield inner[k], inner[k + 1], outer[k], outer[k + 1]
+def _closer(kind: Kind, box: Box, inside: Box) -> Box:
+    """Box a cell wider than the centres of those inside; the same one where that shrinks it by too little."""
+    area, sides = 1.0, []
+    for k, cells in ((0, kind.cells[0]), (2, kind.cells[1])):
+        start, end = box[k], box[k + 1]
+        step = (end - start) / cells
+        low, high = max(inside[k] - step, kind.box[k]), min(inside[k + 1] + step, kind.box[k + 1])
+        sides += [low, high]
+        area *= (high - low) / (end - start) if end > start else 1.0
+    return (sides[0], sides[1], sides[2], sides[3]) if area < _SHRINKS else box
 
 
 def cells_of(

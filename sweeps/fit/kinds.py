@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.special import expit
 
 from sweeps.fit.constants import KIND_PRIORS, P_CONSTANT, P_LINE, P_WALK, SCALE_PRIOR, STRAIGHT
-from sweeps.fit.family import Box
+from sweeps.fit.family import Box, rising
 from sweeps.fit.least_squares import Array
 
 
@@ -81,8 +80,7 @@ def drifting(x: Array) -> Array:
 
 
 def _sigmoid(x: Array, u: Array, v: Array) -> Array:
-    result: Array = expit(np.exp(u) * (np.log(x) - v))
-    return result
+    return rising(np.exp(u) * (np.log(x) - v))
 
 
 def _weibull(x: Array, u: Array, v: Array) -> Array:

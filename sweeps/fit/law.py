@@ -6,13 +6,12 @@ and with nothing on top of it. The estimate beside the interval is the least-squ
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import ndtr
+from scipy.special import ndtr, ndtri
 
 from sweeps.fit.family import SIGMOID, Box, Family
 from sweeps.fit.forecast import Lookout
@@ -117,16 +116,26 @@ class Law:
         mean, sd = self._asymptote()
         weight = self.weight
 
-        def below(value: float) -> float:
-            return float(weight @ ndtr((value - mean) / sd))
+        def beyond(value: float, level: float) -> float:
+            return float(weight @ ndtr((value - mean) / sd)) - level
 
-        ends = [_solved(below, level, float((mean - 9 * sd).min()), float((mean + 9 * sd).max())) for level in _LEVELS]
+        ends = []
+        for level in _LEVELS:
+            # A mixture's quantile lies among those of its parts; a little aside of them, for rounding.
+            each, aside = mean + sd * ndtri(level), 1e-6 * self.width
+            least, most = float(each.min()) - aside, float(each.max()) + aside
+            ends.append(brentq(beyond, least, most, (level,), 1e-8 * self.width))
         # The estimate is least squares and the interval the posterior's: widened, if need be, to hold it.
         first, last = max(min(ends[0], self.best.a), low), min(max(ends[1], self.best.a), high)
         # What only the priors end is open: half-way to the bound the best likelihood, over all else, is as good.
         trial = np.linspace(low, high, _TRIALS)
         # A profile likelihood: the best cell at each A, the priors of shape and of A taken off.
-        log_density = -0.5 * ((trial[:, None] - mean) / sd) ** 2 - np.log(sd) + self.cells.log_weight - self.log_prior
+        precision = sd**-2
+        top = self.cells.log_weight - self.log_prior - np.log(sd) - 0.5 * precision * mean**2
+        # The square about the mean multiplied out, as a product of matrices.
+        log_density = np.stack([-0.5 * trial**2, trial, np.ones(_TRIALS)], axis=1) @ np.stack(
+            [precision, precision * mean, top]
+        )
         (centre, spread), wide = usual_prior(self.bounded)[1], self.width
         likely = log_density.max(1) + 0.5 * ((trial - self.bottom - wide * centre) / (wide * spread)) ** 2
         good = trial[likely > likely.max() - 0.5 * _DEVIANCE]
@@ -136,12 +145,13 @@ class Law:
     def shape_interval(self, axis: int) -> tuple[float | None, float | None]:
         """Interval of a search coordinate, 0 or 1; None for an end where only the search's box ends it."""
         at, side = (self.cells.u, self.cells.v)[axis], self.cells.sides[axis]
-        weight, (low, high) = self.weight, self.box[2 * axis : 2 * axis + 2]
-
-        def below(value: float) -> float:
-            return float(weight @ np.clip((value - at) / side + 0.5, 0.0, 1.0))
-
-        first, last = (_solved(below, level, float((at - side).min()), float((at + side).max())) for level in _LEVELS)
+        low, high = self.box[2 * axis : 2 * axis + 2]
+        lines, which = np.unique(at, return_inverse=True)
+        share = np.bincount(which, self.weight)
+        # Even within a cell, so the distribution goes straight from one cell's end to the next.
+        ends = np.unique([lines - 0.5 * side[0], lines + 0.5 * side[0]])
+        below = np.clip((ends[:, None] - lines) / side[0] + 0.5, 0.0, 1.0) @ share
+        first, last = np.interp(_LEVELS, below, ends).tolist()
         best = (self.best.u, self.best.v)[axis]
         first, last, margin = min(first, best), max(last, best), _EDGE * (high - low)
         return (None if first < low + margin else first), (None if last > high - margin else last)
@@ -186,11 +196,6 @@ class Law:
 
 
 _LEVELS = (TAIL, 1 - TAIL)
-
-
-def _solved(below: Callable[[float], float], level: float, low: float, high: float) -> float:
-    """Return the value at which a cumulative distribution reaches a level, by root finding."""
-    return float(brentq(lambda value: below(value) - level, low, high, xtol=1e-7 * (high - low)))
 
 
 def law_of(ahead: Lookout, problem: Problem, best: Optimum, every: Noises | None = None) -> Law:

@@ -14,7 +14,7 @@ Source: arXiv 2510.13786, eq. 1; variable projection as in arXiv 2603.22339.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -23,17 +23,23 @@ from numpy.typing import NDArray
 from sweeps.fit.family import SIGMOID, Box, Family
 
 Array = NDArray[np.float64]
-_COARSE = (30, 48)
+_COARSE = (21, 34)
 # Lines of the grid for steep curves, and how far down in u it goes: to a fifth of the steepest.
-_STEEP, _STEEP_SPAN = (10, 160), 1.8
+_STEEP, _STEEP_SPAN = (8, 110), 1.8
 # How far past the last point its midpoints go, in widths of its least steep curve: the window may cut off a rise.
 _STEEP_BEYOND = 6.0
 _RESTARTS = 8
+# Minima of each grid that are polished: a curve that is poorly determined has several.
+_MINIMA = (1, 2)
 # A minimum of a grid that is worse than its best by this factor is not polished.
 _HOPELESS = 10.0
 _ITERATIONS = 60
+# In shares of the search's box: how far one step of the descent reaches, and how far apart differences are taken.
+_REACH, _BESIDE = 0.25, 1e-7
 # To what share of its SSE a minimum is worked out that is only compared with others.
 _ROUGH = 1e-3
+# Minima that lie this close, in shares of the search's box, are one.
+_SAME = 5e-3
 
 
 @dataclass(frozen=True)
@@ -88,14 +94,22 @@ class Problem:
         return float(self.weight @ self.reward / self.weight.sum())
 
     @cached_property
-    def centred(self) -> Array:
-        """Rewards about their centre, (n,)."""
-        return self.reward - self.centre
+    def by_seed(self) -> tuple[Array, Array]:
+        """Weights, and weighted rewards about their centre, of each seed's points and 0 elsewhere; (S, n) each."""
+        one = np.ascontiguousarray((self.weight[:, None] * self.member).T)
+        return one, one * (self.reward - self.centre)
 
     @cached_property
-    def totals(self) -> tuple[float, float]:
-        """Sum of the weights, and of the weighted centred rewards."""
-        return float(self.weight.sum()), float(self.weight @ self.centred)
+    def totals(self) -> tuple[float, float, float]:
+        """Sums of the weights, the weighted centred rewards, and their weighted squares."""
+        one, y = self.by_seed
+        return float(one.sum()), float(y.sum()), float((y @ (self.reward - self.centre)).sum())
+
+    @cached_property
+    def bounds(self) -> tuple[float, float, float, float]:
+        """Lowest and highest R0, lowest and highest A, about the centre and as tight as A >= R0 makes them."""
+        r_lo, r_hi, a_lo, a_hi = (x - self.centre for x in (*self.r0_bounds, *self.a_bounds))
+        return r_lo, min(r_hi, a_hi), max(a_lo, r_lo), a_hi
 
     def basis(self, u: Array, v: Array) -> Array:
         """g at the points for cells (k,) -> (k, n)."""
@@ -119,11 +133,12 @@ class Quadratic:
         value += self.H00 * r0 * r0 + 2 * self.H01 * r0 * a + self.H11 * a * a
         return np.maximum(value, 0.0)
 
-    def take(self, mask: NDArray[np.bool_] | NDArray[np.intp]) -> Quadratic:
-        """The same for some of the cells, of flattened arrays."""
-        return Quadratic(*(np.broadcast_to(x, self.h0.shape).ravel()[mask] for x in self._fields()))
+    def take(self, cells: NDArray[np.intp]) -> Quadratic:
+        """The same for some of the cells."""
+        return Quadratic(*(x[cells] for x in self.fields()))
 
-    def _fields(self) -> tuple[Array, ...]:
+    def fields(self) -> tuple[Array, ...]:
+        """Coefficients in the order of the class."""
         return self.c, self.h0, self.h1, self.H00, self.H01, self.H11
 
 
@@ -155,89 +170,75 @@ def divide(top: Array, bottom: Array) -> Array:
 
 
 def normal_equations(problem: Problem, g: Array) -> Quadratic:
-    """SSE by (R0, A) of cells with basis g (cells, n), the seeds' offsets eliminated; (cells,)."""
-    member, weight = problem.member, problem.weight
+    """SSE by (R0, A), both about the centre, of cells with basis g (cells, n), seeds' offsets eliminated; (cells,)."""
     # With w the weights: H11 = sum w g^2, H01 = sum w g (1 - g), H00 = sum w (1 - g)^2, h1 = sum w y g,
     # h0 = sum w y (1 - g); per seed first, then summed.
-    one = (weight[:, None] * member).T
-    y = one * problem.reward
-    gg, g1, gy = one @ (g * g).T, one @ g.T, y @ g.T
-    e, p = g1 - gg, gy
+    one, y = problem.by_seed
+    weights, lean, squares = problem.totals
+    gg, g1, p = one @ (g * g).T, one @ g.T, y @ g.T
+    if problem.seeds == 1:
+        H11, h1 = gg[0], p[0]
+        H01 = g1[0] - H11
+        return Quadratic(np.full_like(H11, squares), lean - h1, h1, weights - H11 - 2 * H01, H01, H11)
+    e = g1 - gg
     H11, H01, h1 = gg.sum(0), e.sum(0), p.sum(0)
-    H00 = weight.sum() - H11 - 2 * H01
-    h0, c = y.sum() - h1, np.full_like(H11, float((y @ problem.reward).sum()))
-    if problem.seeds > 1:
-        # min over d_s with sum(d_s) = 0 of sum gg_s d_s^2 + ridge d_s^2 - 2 q_s d_s, q = gy - R0 e - A gg.
-        k = problem.loose[:, None] / (gg + problem.ridge)
-        ksum = k.sum(0)
-        k_e, k_a, k_p = ((k * x).sum(0) for x in (e, gg, p))
-        H00 = H00 - (k * e * e).sum(0) + k_e * k_e / ksum
-        H01 = H01 - (k * e * gg).sum(0) + k_e * k_a / ksum
-        H11 = H11 - (k * gg * gg).sum(0) + k_a * k_a / ksum
-        h0 = h0 - (k * p * e).sum(0) + k_p * k_e / ksum
-        h1 = h1 - (k * p * gg).sum(0) + k_p * k_a / ksum
-        c = c - (k * p * p).sum(0) + k_p * k_p / ksum
-    return Quadratic(c, h0, h1, H00, H01, H11)
+    H00, h0 = weights - H11 - 2 * H01, lean - h1
+    # min over d_s with sum(d_s) = 0 of sum gg_s d_s^2 + ridge d_s^2 - 2 q_s d_s, q = p - R0 e - A gg.
+    k = problem.loose[:, None] / (gg + problem.ridge)
+    ksum = k.sum(0)
+    k_e, k_a, k_p = ((k * x).sum(0) for x in (e, gg, p))
+    H00 = H00 - (k * e * e).sum(0) + k_e * k_e / ksum
+    H01 = H01 - (k * e * gg).sum(0) + k_e * k_a / ksum
+    H11 = H11 - (k * gg * gg).sum(0) + k_a * k_a / ksum
+    h0 = h0 - (k * p * e).sum(0) + k_p * k_e / ksum
+    h1 = h1 - (k * p * gg).sum(0) + k_p * k_a / ksum
+    return Quadratic(squares - (k * p * p).sum(0) + k_p * k_p / ksum, h0, h1, H00, H01, H11)
 
 
 def linear_solution(q: Quadratic, problem: Problem) -> tuple[Array, Array, Array]:
-    """The best (R0, A) of each cell within bounds and A >= R0: exact, by trying each face of the region."""
-    (r_lo, r_hi), (a_lo, a_hi) = problem.r0_bounds, problem.a_bounds
-    r_hi = min(r_hi, a_hi)
-    a_lo = max(a_lo, r_lo)
+    """The best (R0, A) of each cell within bounds and A >= R0: exact, by trying each face of the region.
 
-    def best_a(r0: Array) -> Array:
+    Returns:
+        R0 and A about the problem's centre, and the SSE; (cells,) each.
+    """
+    r_lo, r_hi, a_lo, a_hi = problem.bounds
+
+    def best_a(q: Quadratic, r0: Array) -> Array:
         return np.clip(divide(q.h1 - q.H01 * r0, q.H11), np.maximum(a_lo, r0), a_hi)
 
-    def best_r0(a: Array) -> Array:
+    def best_r0(q: Quadratic, a: Array) -> Array:
         return np.clip(divide(q.h0 - q.H01 * a, q.H00), r_lo, np.minimum(r_hi, a))
 
     if r_lo == r_hi:
         r0 = np.full_like(q.h0, r_lo)
-        a = best_a(r0)
+        a = best_a(q, r0)
         return r0, a, q.at(r0, a)
     if a_lo == a_hi:
         a = np.full_like(q.h0, a_lo)
-        r0 = best_r0(a)
+        r0 = best_r0(q, a)
         return r0, a, q.at(r0, a)
-    det = q.H00 * q.H11 - q.H01**2
-    inner_r0 = divide(q.h0 * q.H11 - q.h1 * q.H01, det)
-    inner_a = divide(q.h1 * q.H00 - q.h0 * q.H01, det)
     # 0 <= det <= H00 H11 (Cauchy-Schwarz); where it vanishes g is constant, and R0 and A are not told apart.
-    inside = (det > 1e-12 * q.H00 * q.H11) & (inner_r0 >= r_lo) & (inner_r0 <= r_hi)
-    inside &= (inner_a >= np.maximum(a_lo, inner_r0)) & (inner_a <= a_hi)
-    r0, a, sse = inner_r0, inner_a, q.at(inner_r0, inner_a)
-    outside = np.flatnonzero(~inside)
+    most = q.H00 * q.H11
+    det = most - q.H01 * q.H01
+    told = det > 1e-12 * most
+    safe = np.where(told, det, 1.0)
+    r0, a = (q.h0 * q.H11 - q.h1 * q.H01) / safe, (q.h1 * q.H00 - q.h0 * q.H01) / safe
+    sse = q.at(r0, a)
+    outside = np.flatnonzero(~(told & (r0 >= r_lo) & (r0 <= r_hi) & (a >= np.maximum(a_lo, r0)) & (a <= a_hi)))
     if not len(outside):
         return r0, a, sse
     q = q.take(outside)
-    r0_, a_ = np.full(len(outside), r_lo), best_a(np.full(len(outside), r_lo))
-    sse_ = q.at(r0_, a_)
-    faces = [(np.full_like(r0_, r_hi), best_a(np.full_like(r0_, r_hi)))]
-    faces += [(best_r0(np.full_like(r0_, top)), np.full_like(r0_, top)) for top in (a_lo, a_hi)]
-    # The face A = R0, a level curve.
-    level = divide(q.h0 + q.h1, q.H00 + 2 * q.H01 + q.H11)
+    faces = [(at, best_a(q, at)) for at in (np.full_like(q.h0, r_lo), np.full_like(q.h0, r_hi))]
+    faces += [(best_r0(q, at), at) for at in (np.full_like(q.h0, a_lo), np.full_like(q.h0, a_hi))]
     if r_hi >= a_lo:
-        level = np.clip(level, max(a_lo, r_lo), min(r_hi, a_hi))
+        # The face A = R0, a level curve.
+        level = np.clip(divide(q.h0 + q.h1, q.H00 + 2 * q.H01 + q.H11), max(a_lo, r_lo), min(r_hi, a_hi))
         faces.append((level, level))
-    for face_r0, face_a in faces:
-        value = q.at(face_r0, face_a)
-        better = value < sse_
-        r0_, a_, sse_ = np.where(better, face_r0, r0_), np.where(better, face_a, a_), np.where(better, value, sse_)
-    for whole, part in ((r0, r0_), (a, a_), (sse, sse_)):
-        whole.ravel()[outside] = part
+    value = np.stack([q.at(*face) for face in faces])
+    best = value.argmin(0)[None]
+    for whole, parts in ((r0, [x for x, _ in faces]), (a, [x for _, x in faces]), (sse, value)):
+        whole[outside] = np.take_along_axis(np.asarray(parts), best, 0)[0]
     return r0, a, sse
-
-
-def shifted(problem: Problem, by: float) -> Problem:
-    """The same problem with the reward's origin moved."""
-    (r_lo, r_hi), (a_lo, a_hi) = problem.r0_bounds, problem.a_bounds
-    return replace(
-        problem,
-        reward=problem.reward + by,
-        r0_bounds=(r_lo + by, r_hi + by),
-        a_bounds=(a_lo + by, a_hi + by),
-    )
 
 
 def cells_of(u: Array, v: Array) -> tuple[Array, Array]:
@@ -247,8 +248,7 @@ def cells_of(u: Array, v: Array) -> tuple[Array, Array]:
 
 def surface(problem: Problem, u: Array, v: Array) -> Surface:
     """SSE over the grid u x v, everything else solved exactly."""
-    centred = shifted(problem, -problem.centre)
-    _, _, sse = linear_solution(normal_equations(centred, problem.basis(*cells_of(u, v))), centred)
+    _, _, sse = linear_solution(normal_equations(problem, problem.basis(*cells_of(u, v))), problem)
     return Surface(u, v, sse.reshape(len(u), len(v)))
 
 
@@ -258,42 +258,36 @@ def evaluate(problem: Problem, u: float, v: float) -> tuple[Optimum, Array, Arra
     Returns:
         The solution, the residuals (n,) and g (n,).
     """
-    g = problem.family.at(problem.log_compute, u, v)
-    r0, a = _linear_at(problem, g)
-    residual = problem.reward - r0 * (1 - g) - a * g
-    offset = np.zeros(problem.seeds)
+    g = problem.basis(np.array([u]), np.array([v]))
+    r0, a, offset, residual = _linear_at(problem, g)
+    sse = float(problem.weight @ residual[0] ** 2 + problem.ridge * (offset[0] @ offset[0]))
+    return Optimum(u, v, r0[0], a[0], sse, offset[0]), residual[0], g[0]
+
+
+def _linear_at(problem: Problem, g: Array) -> tuple[list[float], list[float], Array, Array]:
+    """The best R0 and A within their bounds at a few bases g (k, n), offsets (k, S) and residuals (k, n)."""
+    q = normal_equations(problem, g)
+    # In plain floats: of few cells that takes less time than arrays do.
+    rows = zip(*(x.tolist() for x in (q.h0, q.h1, q.H00, q.H01, q.H11)), strict=True)
+    found = [_linear_one(problem.bounds, *row) for row in rows]
+    r0, a = ([pair[i] + problem.centre for pair in found] for i in (0, 1))
+    base, gain = np.array(r0)[:, None], np.array([y - x for x, y in zip(r0, a, strict=True)])[:, None]
+    residual = problem.reward - base - gain * g
+    offset = np.zeros((len(g), problem.seeds))
     if problem.seeds > 1:
-        w = problem.weight
-        q_s = np.bincount(problem.seed, w * g * residual, problem.seeds)
-        k = problem.loose / (np.bincount(problem.seed, w * g * g, problem.seeds) + problem.ridge)
-        offset = k * (q_s - (k @ q_s) / k.sum())
-        residual = residual - offset[problem.seed] * g
-    sse = float(problem.weight @ residual**2 + problem.ridge * (offset @ offset))
-    return Optimum(u, v, r0, a, sse, offset), residual, g
+        one = problem.by_seed[0].T
+        q_s = (g * residual) @ one
+        k = problem.loose / ((g * g) @ one + problem.ridge)
+        offset = k * (q_s - ((k * q_s).sum(1) / k.sum(1))[:, None])
+        residual = residual - offset[:, problem.seed] * g
+    return r0, a, offset, residual
 
 
-def _linear_at(problem: Problem, g: Array) -> tuple[float, float]:
-    """Return the best (R0, A) within their bounds at one basis g (n,), the seeds' offsets eliminated."""
-    centre = problem.centre
-    # In plain floats: this is evaluated thousands of times.
-    wg = problem.weight * g
-    one, ys = problem.totals
-    if problem.seeds == 1:
-        gg, g1, gy = float(wg @ g), float(wg.sum()), float(wg @ problem.centred)
-        H00, H01, H11, h0, h1 = one - 2 * g1 + gg, g1 - gg, gg, ys - gy, gy
-    else:
-        # The seeds' offsets eliminated, as in `normal_equations`.
-        a_s, b_s, p_s = (np.bincount(problem.seed, x, problem.seeds) for x in (wg * g, wg, wg * problem.centred))
-        e_s = b_s - a_s
-        k = problem.loose / (a_s + problem.ridge)
-        three = np.stack([e_s, a_s, p_s])
-        cross, lean = (three * k) @ three.T, three @ k
-        (ee, ea, ep), (_, aa, ap), _ = (cross - np.outer(lean, lean) / k.sum()).tolist()
-        gg, e, gy = float(a_s.sum()), float(e_s.sum()), float(p_s.sum())
-        H00, H01, H11 = one - gg - 2 * e - ee, e - ea, gg - aa
-        h0, h1 = ys - gy - ep, gy - ap
-    r_lo, r_hi, a_lo, a_hi = (x - centre for x in (*problem.r0_bounds, *problem.a_bounds))
-    r_hi, a_lo = min(r_hi, a_hi), max(a_lo, r_lo)
+def _linear_one(
+    bounds: tuple[float, float, float, float], h0: float, h1: float, H00: float, H01: float, H11: float
+) -> tuple[float, float]:
+    """`linear_solution` of a single cell."""
+    r_lo, r_hi, a_lo, a_hi = bounds
 
     def best_a(r0: float) -> float:
         return min(max((h1 - H01 * r0) / H11 if H11 > 1e-300 else 0.0, a_lo, r0), a_hi)
@@ -302,20 +296,30 @@ def _linear_at(problem: Problem, g: Array) -> tuple[float, float]:
         return max(min((h0 - H01 * a) / H00 if H00 > 1e-300 else 0.0, r_hi, a), r_lo)
 
     if r_lo == r_hi:
-        return r_lo + centre, best_a(r_lo) + centre
+        return r_lo, best_a(r_lo)
     if a_lo == a_hi:
-        return best_r0(a_lo) + centre, a_lo + centre
+        return best_r0(a_lo), a_lo
     det = H00 * H11 - H01 * H01
     if det > 1e-12 * H00 * H11:
         r0, a = (h0 * H11 - h1 * H01) / det, (h1 * H00 - h0 * H01) / det
         if r_lo <= r0 <= r_hi and max(a_lo, r0) <= a <= a_hi:
-            return r0 + centre, a + centre
+            return r0, a
     faces = [(r_lo, best_a(r_lo)), (r_hi, best_a(r_hi)), (best_r0(a_lo), a_lo), (best_r0(a_hi), a_hi)]
     if r_hi >= a_lo:
         level = min(max((h0 + h1) / max(H00 + 2 * H01 + H11, 1e-300), a_lo, r_lo), r_hi, a_hi)
         faces.append((level, level))
-    r0, a = min(faces, key=lambda p: p[0] * (p[0] * H00 - 2 * h0 + 2 * H01 * p[1]) + p[1] * (p[1] * H11 - 2 * h1))
-    return r0 + centre, a + centre
+    return min(faces, key=lambda p: p[0] * (p[0] * H00 - 2 * h0 + 2 * H01 * p[1]) + p[1] * (p[1] * H11 - 2 * h1))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a descent knows of a point: the solution there, weighted residuals (m,) whose squares sum to its SSE, and
+    their gradient and curvature by the coordinates that are free."""
+
+    best: Optimum
+    at: tuple[float, ...]
+    gradient: list[float]
+    curvature: list[list[float]]
 
 
 def polish(problem: Problem, u: float, v: float, tolerance: float = 1e-12) -> Optimum:
@@ -323,63 +327,87 @@ def polish(problem: Problem, u: float, v: float, tolerance: float = 1e-12) -> Op
 
     Derivatives are differences: the linear solution changes its face at bounds, where formulas would mislead.
     """
-    low, high = np.array(problem.box[0::2]), np.array(problem.box[1::2])
-    free = np.flatnonzero(high > low)
-    x = np.clip(np.array([u, v]), low, high)
-    best, residual = _residuals(problem, x)
-    if not len(free):
-        return best
+    box = problem.box
+    sides = [(box[i], box[i + 1]) for i in (0, 2)]
+    start = tuple(min(max(x, low), high) for x, (low, high) in zip((u, v), sides, strict=True))
+    free = [i for i, (low, high) in enumerate(sides) if high > low]
+    step = _step(problem, start, free, sides)
     damping = 1e-3
-    step, reach = 1e-7 * (high - low), 0.25 * (high - low)
-    for _ in range(_ITERATIONS):
-        columns = []
-        for i in free:
-            moved = x.copy()
-            # Away from the nearer edge of the search.
-            moved[i] += step[i] if x[i] + step[i] <= high[i] else -step[i]
-            columns.append((_residuals(problem, moved)[1] - residual) / (moved[i] - x[i]))
-        J = np.stack(columns, axis=1)
-        gradient = J.T @ residual
+    for _ in range(_ITERATIONS if free else 0):
         # A coordinate that is pressed against an edge of the search takes no part in the step.
-        loose = ~(((x[free] <= low[free]) & (gradient > 0)) | ((x[free] >= high[free]) & (gradient < 0)))
-        moving, gradient, J = free[loose], gradient[loose], J[:, loose]
-        if not len(moving):
-            return best
-        curvature = J.T @ J
+        moving = [
+            k for k, i in enumerate(free)
+            if not (step.at[i] <= sides[i][0] and step.gradient[k] > 0)
+            and not (step.at[i] >= sides[i][1] and step.gradient[k] < 0)
+        ]  # fmt: skip
+        gradient = [step.gradient[k] for k in moving]
+        curvature = [[step.curvature[k][m] for m in moving] for k in moving]
         improved = False
-        for _ in range(12):
-            # Scaled by the diagonal (Marquardt 1963), so that damping does not depend on the units of u and v.
-            scaled = curvature + damping * np.diag(np.diag(curvature) + 1e-300)
-            try:
-                move = np.linalg.solve(scaled, -gradient)
-            except np.linalg.LinAlgError:
-                return best
-            trial = x.copy()
-            limited = np.clip(move, -reach[moving], reach[moving])
-            trial[moving] = np.clip(x[moving] + limited, low[moving], high[moving])
-            found, trial_residual = _residuals(problem, trial)
-            if found.sse < best.sse:
-                gain = best.sse - found.sse
-                x, best, residual, improved = trial, found, trial_residual, True
+        for _ in range(12 if moving else 0):
+            move = _damped(curvature, gradient, damping)
+            if move is None:
+                return step.best
+            trial = list(step.at)
+            limited = []
+            for k, by in zip(moving, move, strict=True):
+                low, high = sides[free[k]]
+                limited.append(min(max(by, -_REACH * (high - low)), _REACH * (high - low)))
+                trial[free[k]] = min(max(trial[free[k]] + limited[-1], low), high)
+            found = _step(problem, tuple(trial), free, sides)
+            gain = step.best.sse - found.best.sse
+            if gain > 0:
                 # A step that brings much less than foretold has overshot: the curvature left out is not small.
-                foretold = -(2 * gradient @ limited + limited @ curvature @ limited)
+                foretold = -sum(
+                    by * (2 * slope + sum(c * other for c, other in zip(row, limited, strict=True)))
+                    for by, slope, row in zip(limited, gradient, curvature, strict=True)
+                )
                 damping = max(damping / 10, 1e-12) if gain > 0.25 * foretold else 10 * damping
+                step, improved = found, True
                 break
             damping *= 10
             if damping > 1e8:
                 break
-        if not improved or gain <= tolerance * best.sse:
-            return best
-    return best
+        if not improved or gain <= tolerance * (step.best.sse + gain):
+            break
+    return step.best
 
 
-def _residuals(problem: Problem, x: Array) -> tuple[Optimum, Array]:
-    """The solution at (u, v) and the weighted residuals with the seeds' penalty, whose squares sum to its SSE."""
-    solution, residual, _ = evaluate(problem, float(x[0]), float(x[1]))
-    weighted = problem.root * residual
+def _step(problem: Problem, at: tuple[float, ...], free: list[int], sides: list[tuple[float, float]]) -> _Step:
+    """Solve at (u, v) and a little beside it, all at once."""
+    points = [at]
+    for i in free:
+        low, high = sides[i]
+        by = _BESIDE * (high - low)
+        # Away from the nearer edge of the search.
+        beside = at[i] + by if at[i] + by <= high else at[i] - by
+        points.append((*at[:i], beside, *at[i + 1 :]))
+    where = np.array(points)
+    r0, a, offset, residual = _linear_at(problem, problem.basis(where[:, 0], where[:, 1]))
+    left = problem.root * residual
     if problem.seeds > 1:
-        weighted = np.concatenate([weighted, np.sqrt(problem.ridge) * solution.seed_offset])
-    return solution, weighted
+        left = np.concatenate([left, np.sqrt(problem.ridge) * offset], axis=1)
+    own = left[0]
+    sse = float(own @ own)
+    moved = np.array([points[1 + k][i] - at[i] for k, i in enumerate(free)])
+    slopes = (left[1:] - own) / moved[:, None]
+    best = Optimum(at[0], at[1], r0[0], a[0], sse, offset[0])
+    return _Step(best, at, (slopes @ own).tolist(), (slopes @ slopes.T).tolist())
+
+
+def _damped(curvature: list[list[float]], gradient: list[float], damping: float) -> tuple[float, ...] | None:
+    """The step of Levenberg and Marquardt, (1963), in one or two coordinates; None where nothing depends on them.
+
+    Scaled by the diagonal, so that damping does not depend on the units of u and v.
+    """
+    if len(gradient) == 1:
+        ((c,),), (slope,) = curvature, gradient
+        return None if c <= 0 else (-slope / (c * (1 + damping)),)
+    (c00, c01), (_, c11) = curvature
+    c00, c11 = c00 * (1 + damping), c11 * (1 + damping)
+    det = c00 * c11 - c01 * c01
+    if det <= 0:
+        return None
+    return (c01 * gradient[1] - c11 * gradient[0]) / det, (c01 * gradient[0] - c00 * gradient[1]) / det
 
 
 def axes_of(problem: Problem, box: Box, shape: tuple[int, int]) -> tuple[Array, Array]:
@@ -391,17 +419,18 @@ def axes_of(problem: Problem, box: Box, shape: tuple[int, int]) -> tuple[Array, 
     )
 
 
-def solve(problem: Problem, polished: int = 3, tolerance: float = 1e-12) -> Optimum:
+def solve(problem: Problem, tolerance: float = 1e-12) -> Optimum:
     """Find the global least-squares solution by polishing the best minima of its search grids.
 
-    The best few local minima of each grid are polished: a curve that is poorly determined has several.
+    Of 4,095 problems, real curves and simulated ones, grids of three times the lines found no better solution.
     """
-    starts = _minima(surface(problem, *axes_of(problem, problem.box, _COARSE)), polished)
+    starts = _minima(surface(problem, *axes_of(problem, problem.box, _COARSE)), _MINIMA[0])
     if problem.family.shape == 2:
-        starts += _minima(_steep(problem), 2 * polished)
-    found = [polish(problem, u, v, max(tolerance, _ROUGH)) for u, v in starts]
-    close = min(o.sse for o in found) * (1 + _ROUGH)
-    best = min((polish(problem, o.u, o.v, tolerance) for o in found if o.sse <= close), key=lambda o: o.sse)
+        starts += _minima(_steep(problem), _MINIMA[1])
+    rough = sorted((polish(problem, u, v, max(tolerance, _ROUGH)) for u, v in starts), key=lambda o: o.sse)
+    best = polish(problem, rough[0].u, rough[0].v, tolerance)
+    others = [o for o in rough[1:] if o.sse <= rough[0].sse * (1 + _ROUGH) and not _near(problem, o, rough[0])]
+    best = min([best, *(polish(problem, o.u, o.v, tolerance) for o in others)], key=lambda o: o.sse)
     # Where R0 or A meets a bound the SSE has a crease, on which the descent may stick until it starts afresh.
     for _ in range(_RESTARTS if _at_crease(problem, best) else 0):
         again = polish(problem, best.u, best.v, tolerance)
@@ -409,6 +438,13 @@ def solve(problem: Problem, polished: int = 3, tolerance: float = 1e-12) -> Opti
             break
         best = again
     return best
+
+
+def _near(problem: Problem, one: Optimum, other: Optimum) -> bool:
+    """Return whether two descents have come to the same minimum, as far as they went."""
+    u_low, u_high, v_low, v_high = problem.box
+    same = abs(one.u - other.u) <= _SAME * (u_high - u_low), abs(one.v - other.v) <= _SAME * (v_high - v_low)
+    return all(same)
 
 
 def _minima(grid: Surface, most: int) -> list[tuple[float, float]]:

@@ -197,7 +197,7 @@ def weighted(points: Points, options: FitOptions, bounds: tuple[float, float]) -
         known = np.zeros(n) if known is None else known
         if problem.seeds == 1:
             return problem_of(points, options, bounds, np.maximum(even, floor))
-    best = profile.solve(problem, polished=1, tolerance=1e-6)
+    best = profile.solve(problem, tolerance=1e-6)
     _, residual, g = profile.evaluate(problem, best.u, best.v)
     extra = _extra_variance(residual, known + floor, max(n - 4, 1))
     problem = problem_of(points, options, bounds, known + extra + floor)
@@ -229,7 +229,7 @@ def pulled_in(points: Points, options: FitOptions, bounds: tuple[float, float]) 
     problem = problem_of(points, options, bounds, even if points.variance is None else known)
     last = np.full(len(points.reward), np.inf)
     for _ in range(_ROBUST_ROUNDS):
-        best = profile.solve(problem, polished=1, tolerance=1e-6)
+        best = profile.solve(problem, tolerance=1e-6)
         _, residual, _ = profile.evaluate(problem, best.u, best.v)
         # The spread without the points that are far off: the median of absolute residuals.
         sd = max(1.4826 * float(np.median(np.abs(residual))), np.sqrt(floor))

@@ -143,7 +143,7 @@ class Noises:
         """Return the kinds of noise at these indices; their prior weights are not normalized again."""
         return Noises(*(getattr(self, name)[keep] for name in self.__dataclass_fields__))
 
-    @property
+    @cached_property
     def log_det(self) -> Array:
         """Log determinant of the covariance; (J,)."""
         found: Array = -2 * np.log(np.einsum("jnn->jn", self.whiten)).sum(1)

@@ -16,7 +16,7 @@ COMPUTED = {
     "family.py": {"B_RANGE", "C_MID_BELOW", "C_MID_ABOVE"},
     "fit.py": {"R0_STEP"},
     "draws.py": {"_NODES", "_SMOOTHED"},
-    "grid.py": {"DROPPED", "_UNLIKELY", "_SHRINKS", "_INSIDE"},
+    "grid.py": {"DROPPED", "_UNLIKELY", "_WORTH", "_SHRINKS", "_INSIDE"},
     "history.py": {"GROWTH", "RECENT", "REACH"},
     "kinds.py": {"SIGMOID", "KINDS"},
     "law.py": {
@@ -24,7 +24,8 @@ COMPUTED = {
         "_LEVELS",
     },
     "least_squares.py": {
-        "_COARSE", "_STEEP", "_STEEP_SPAN", "_STEEP_BEYOND", "_RESTARTS", "_HOPELESS", "_ITERATIONS", "_ROUGH",
+        "_COARSE", "_STEEP", "_STEEP_SPAN", "_STEEP_BEYOND", "_RESTARTS", "_MINIMA", "_HOPELESS", "_ITERATIONS",
+        "_REACH", "_BESIDE", "_ROUGH", "_SAME",
     },
     "mixture.py": {
         "_MOST_JUMPS", "_ELSEWHERE", "_SEARCHED", "_JUMP_ROUNDS", "_ROUNDS", "_FINE", "_ROUGH",
