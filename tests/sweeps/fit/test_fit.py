@@ -342,7 +342,7 @@ def test_a_million_points_are_averaged_and_counted() -> None:
 def test_coverage_of_every_parameter(rho: float) -> None:
     """A cell of `benchmarks/coverage.py` with few repeats: far from the 48% of intervals that trust every point."""
     cell = coverage.Cell(4.0, 40, rho, "even")
-    rows = coverage.many(cell, 60)
+    rows = coverage.many(cell, 100)
     for name in coverage.NAMES:
         held, _, _, ratio = coverage.summarise(rows, name)
         assert held >= 0.87, name
