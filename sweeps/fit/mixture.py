@@ -275,9 +275,8 @@ def _walked(seen: Seen, brief: bool) -> Walk:
     x, z, n = seen.x, seen.z, len(seen.x)
     # Covariance of a random walk (Brownian motion) in compute: step^2 min(x, x').
     common = np.minimum(x[:, None], x[None, :])
-    own = seen.between + seen.wandering(min(0.7 * seen.roughness, 0.012), 0.1)
     tried = [(step, variance) for variance in seen.white for step in WALK_STEPS]
-    covariance = np.stack([own + np.diag(variance) + step**2 * common for step, variance in tried])
+    covariance = np.stack([seen.between + np.diag(variance) + step**2 * common for step, variance in tried])
     steps, log_prior = np.array([step for step, _ in tried]), -np.log(len(tried))
     whiten = whitening(covariance)
     m0, s0 = R0_PRIOR if seen.bounded else (R0_PRIOR[0], 2 * R0_PRIOR[1])
