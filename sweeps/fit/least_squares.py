@@ -313,8 +313,10 @@ def _linear_one(
 
 @dataclass(frozen=True)
 class _Step:
-    """What a descent knows of a point: the solution there, weighted residuals (m,) whose squares sum to its SSE, and
-    their gradient and curvature by the coordinates that are free."""
+    """What a descent knows of a point: the solution there, and half its SSE's gradient and curvature by (u, v).
+
+    Of the coordinates that are searched alone, one to two.
+    """
 
     best: Optimum
     at: tuple[float, ...]
@@ -395,7 +397,7 @@ def _step(problem: Problem, at: tuple[float, ...], free: list[int], sides: list[
 
 
 def _damped(curvature: list[list[float]], gradient: list[float], damping: float) -> tuple[float, ...] | None:
-    """The step of Levenberg and Marquardt, (1963), in one or two coordinates; None where nothing depends on them.
+    """The step of Levenberg and Marquardt (1963) in one or two coordinates; None where nothing depends on them.
 
     Scaled by the diagonal, so that damping does not depend on the units of u and v.
     """
