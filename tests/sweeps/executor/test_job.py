@@ -7,6 +7,7 @@ module.
 from __future__ import annotations
 
 import errno
+import faulthandler
 import json
 import os
 import signal
@@ -700,6 +701,8 @@ LAST_WORDS = (
 def aborts(run_dir: Path) -> None:
     """As native code does: with words, and without an exception."""
     os.write(2, os.environ.get("LAST_WORDS", LAST_WORDS).encode())
+    # Of pytest's, which would print this process's end among the results as if a test had crashed.
+    faulthandler.disable()
     os.abort()
 
 
