@@ -224,7 +224,7 @@ def test_an_adapter_has_few_gradients_and_moments() -> None:
 
 def test_the_advice_is_the_nearest_setting_that_fits() -> None:
     given = recipe("precision=fp32")
-    make = partial(model, "Llama", num_hidden_layers=12)
+    make = partial(model, "Llama", num_hidden_layers=4)
     plain = foretold(make, given).peak
     recomputed = foretold(make, recipe("precision=fp32", "batch.recompute=true")).peak
     assert recomputed < plain
@@ -234,7 +234,7 @@ def test_the_advice_is_the_nearest_setting_that_fits() -> None:
     assert said == a_row
     one = foretold(make, recipe("precision=fp32", "batch.recompute=true", "batch.micro_batch=1"))
     away = foretold(make, recipe("precision=fp32", "batch.recompute=null", "batch.offload=true", "batch.micro_batch=1"))
-    inputs = 12 * (PROMPT + COMPLETION - 1) * SIZES["hidden_size"] * 4
+    inputs = 4 * (PROMPT + COMPLETION - 1) * SIZES["hidden_size"] * 4
     assert away.host["inputs of layers, of each device's pass"] == inputs
     assert one.peak > away.peak > one.peak - inputs
     assert advice(make, given, 1, "ddp", 0, one.peak - 1) == f"{a_row} batch.offload=true"
