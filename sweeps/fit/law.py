@@ -148,7 +148,7 @@ class Law:
         low, high = self.box[2 * axis : 2 * axis + 2]
         lines, which = np.unique(at, return_inverse=True)
         share = np.bincount(which, self.weight)
-        # Even within a cell, so the distribution goes straight from one cell's end to the next.
+        # Even within a cell, and all cells of one grid: the distribution goes straight from one cell's end to the next.
         ends = np.unique([lines - 0.5 * side[0], lines + 0.5 * side[0]])
         below = np.clip((ends[:, None] - lines) / side[0] + 0.5, 0.0, 1.0) @ share
         first, last = np.interp(_LEVELS, below, ends).tolist()
