@@ -97,18 +97,18 @@ def _power_box(log_compute: Array) -> Box:
     return float(np.log(0.01)), float(np.log(B_RANGE[1])), *(_positive(log_compute)[0],) * 2
 
 
-def rising(t: Array) -> Array:
-    """1 / (1 + exp(-t)), by the hyperbolic tangent: a third of the time of SciPy's `expit`, and right to 1e-16."""
+def logistic_of(t: Array) -> Array:
+    """The logistic function, 1 / (1 + exp(-t)): SciPy's `expit` keeps the digits of tiny values, at twice the time."""
     result: Array = 0.5 + 0.5 * np.tanh(0.5 * t)
     return result
 
 
 def _sigmoid(x: Array, u: Array, v: Array) -> Array:
-    return rising(np.exp(u) * (x - v))
+    return logistic_of(np.exp(u) * (x - v))
 
 
 def _logistic(x: Array, u: Array, v: Array) -> Array:
-    return rising(np.exp(u) * (np.exp(x) - v))
+    return logistic_of(np.exp(u) * (np.exp(x) - v))
 
 
 def _exponential(x: Array, u: Array, v: Array) -> Array:

@@ -133,8 +133,8 @@ def solve(
     (m0, s0), (m1, s1) = prior or usual_prior(bounded)
     d = m1 - m0
     one, y = tilde[..., 0], tilde[..., 1] - m0 * tilde[..., 0]
-    products = np.stack([one, y], axis=1) @ g
-    g1, gy = products[:, 0], products[:, 1]
+    rows = np.stack([one, y], axis=1)
+    g1, gy = (rows @ g).transpose(1, 0, 2)
     gg = np.einsum("jnm,jnm->jm", g, g)
     oo, oy, yy = (np.einsum("jn,jn->j", left, right)[:, None] for left, right in ((one, one), (one, y), (y, y)))
     # Rewards about the prior's mean, m0 (1 - g) + m1 g.
@@ -162,13 +162,13 @@ def solve(
         some = sd > 0
         safe = np.where(some, sd, 1.0)
         h1 = (columns.transpose(0, 2, 1) @ g).transpose(1, 0, 2)
-        et = (columns.transpose(0, 2, 1) @ tilde).transpose(1, 0, 2)
+        e1, ey = (rows @ columns).transpose(1, 2, 0)[..., None]
         ee = np.einsum("jne,jne->ej", columns, columns)[..., None]
-        h0 = et[..., :1] - h1
+        h0 = e1 - h1
         # One more column, by block elimination: kappa, the Schur complement, is the posterior precision of its size.
         cross = np.stack([(p11 * h0 - p01 * h1) / det, (p00 * h1 - p01 * h0) / det]) * some
         kappa = np.where(some, ee + safe**-2 - h0 * cross[0] - h1 * cross[1], np.inf)
-        left = et[..., 1:] - m0 * et[..., :1] - d * h1 - h0 * a0 - h1 * a1
+        left = ey - d * h1 - h0 * a0 - h1 * a1
         size = left / kappa
         gain = np.where(some, left * size - np.log(np.where(some, kappa, 1.0) * safe**2), 0.0)
         evidence = base + 0.5 * gain + log_prior[:, None, None]

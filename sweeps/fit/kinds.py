@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from sweeps.fit.constants import KIND_PRIORS, P_CONSTANT, P_LINE, P_WALK, SCALE_PRIOR, STRAIGHT
-from sweeps.fit.family import Box, rising
+from sweeps.fit.family import Box, logistic_of
 from sweeps.fit.least_squares import Array
 
 
@@ -80,7 +80,7 @@ def drifting(x: Array) -> Array:
 
 
 def _sigmoid(x: Array, u: Array, v: Array) -> Array:
-    return rising(np.exp(u) * (np.log(x) - v))
+    return logistic_of(np.exp(u) * (np.log(x) - v))
 
 
 def _weibull(x: Array, u: Array, v: Array) -> Array:

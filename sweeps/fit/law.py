@@ -130,14 +130,13 @@ class Law:
         # What only the priors end is open: half-way to the bound the best likelihood, over all else, is as good.
         trial = np.linspace(low, high, _TRIALS)
         # A profile likelihood: the best cell at each A, the priors of shape and of A taken off.
-        precision = sd**-2
-        top = self.cells.log_weight - self.log_prior - np.log(sd) - 0.5 * precision * mean**2
-        # The square about the mean multiplied out, as a product of matrices.
-        log_density = np.stack([-0.5 * trial**2, trial, np.ones(_TRIALS)], axis=1) @ np.stack(
-            [precision, precision * mean, top]
-        )
-        (centre, spread), wide = usual_prior(self.bounded)[1], self.width
-        likely = log_density.max(1) + 0.5 * ((trial - self.bottom - wide * centre) / (wide * spread)) ** 2
+        # The square about each cell's mean, multiplied out to a product of matrices; without units no digits are lost.
+        at, own, precision = (trial - self.bottom) / self.width, self.cells.mean[1], 1 / self.cells.variance
+        top = self.cells.log_weight - self.log_prior + 0.5 * np.log(precision) - 0.5 * precision * own**2
+        powers = np.stack([-0.5 * at**2, at, np.ones(_TRIALS)], axis=1)
+        log_density = powers @ np.stack([precision, precision * own, top])
+        centre, spread = usual_prior(self.bounded)[1]
+        likely = log_density.max(1) + 0.5 * ((at - centre) / spread) ** 2
         good = trial[likely > likely.max() - 0.5 * _DEVIANCE]
         down, up = (good <= 0.5 * (low + first)).any(), (good >= 0.5 * (high + last)).any()
         return (low if down else first), (high if up else last)
