@@ -19,10 +19,10 @@ from sweeps.as_json import AsJson
 from sweeps.curve import Curve
 from sweeps.fit import least_squares as profile
 from sweeps.fit import verdict
+from sweeps.fit.checks import point_prediction
 from sweeps.fit.family import FAMILIES
-from sweeps.fit.fit import fits_r0, point_prediction
 from sweeps.fit.least_squares import Array
-from sweeps.fit.points import FitOptions, Points, pooled, problem_of, select, weighted
+from sweeps.fit.points import FitOptions, Points, fits_r0, pooled, problem_of, select, weighted
 
 ORIGINS = (0.5, 0.6, 0.7, 0.8, 0.9)
 # Fewer held-out points than this say nothing about skill.

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sweeps.as_json import AsJson, as_json
 from sweeps.curve import Curve
@@ -23,6 +22,7 @@ from sweeps.errors import UserError
 from sweeps.fit import least_squares as profile
 from sweeps.fit import verdict
 from sweeps.fit.bad_seeds import BadSeed, without_bad_seeds
+from sweeps.fit.checks import Checks, R0Effect
 from sweeps.fit.constants import AHEAD, OTHERS, PLATEAU, RULED_OUT
 from sweeps.fit.draws import death
 from sweeps.fit.forecast import DRAWS, Lookout, Outlook, lookout
@@ -30,14 +30,11 @@ from sweeps.fit.law import Draws, Law, law_of
 from sweeps.fit.least_squares import Array, Optimum, Problem
 from sweeps.fit.mixture import Mixture, mixture, shared_prior
 from sweeps.fit.points import FitOptions as FitOptions
-from sweeps.fit.points import Points, pooled, pulled_in, select, weighted
+from sweeps.fit.points import Points, fits_r0, pooled, pulled_in, select, weighted
 from sweeps.fit.schedule import Schedule, schedule_of
 from sweeps.fit.seeds import BORROWED_SEED_SD, SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
 from sweeps.fit.wander import Noise
 from sweeps.parallel import mapped
-
-# How far R0 is moved, in units of the reward's range, to show what it does to A and B.
-R0_STEP = 0.05
 
 
 @dataclass(frozen=True)
@@ -57,15 +54,6 @@ def shown(interval: Interval | None, form: str) -> str:
     return f"{interval.value:{form}} [{low}, {high}]"
 
 
-@dataclass(frozen=True)
-class R0Effect(AsJson):
-    """A and B refitted with R0 fixed `step` lower and higher than it is; None where that is no possible reward."""
-
-    step: float
-    A: tuple[float | None, float | None]
-    B: tuple[float | None, float | None]
-
-
 @dataclass(frozen=True, eq=False)
 class Fit(AsJson):
     """The fitted curve of one recipe with its verdict, intervals and posterior draws.
@@ -76,15 +64,13 @@ class Fit(AsJson):
         R0: reward at compute 0; None without a fit, and for a constant. R0_source is `given`, `first` or `free`.
         rmse, r2: of the rewards about the least-squares curve; None without a fit.
         window: smallest and largest compute that was fitted, in the curve's unit; None if no point lies in the window.
-        extrapolation_error: absolute error in reward, on the mean of the window's last quarter, of the curve fitted to
-            its first half; None where that half cannot carry a fit.
         bounds: lowest and highest value that R0 and A may take, in reward.
         draws, noise, law: posterior draws, the noise about the curve, and the grid posterior that the intervals are
             read from; None where no fit was possible (law also where `fit_curves` was told to drop it).
         shape: the family's shape parameters by name: B and C_mid of a sigmoid, B alone of a power law.
-        R0_effect: see `R0Effect`; None where it does not apply.
         informing: number of seeds with enough points to have an asymptote of their own.
         bad_seeds: outlier seeds, which are left out of the curve.
+        checks: further fits of the same points, by which a reader judges this one; None without a fit.
         lookout: inputs of the forecasts; None with too few points.
         skill: log predictive density of each kind of curve, by name; empty without a fit.
     """
@@ -105,17 +91,16 @@ class Fit(AsJson):
     n: int
     seeds: int
     window: tuple[float, float] | None
-    extrapolation_error: float | None
     warnings: tuple[str, ...]
     bounds: tuple[float, float]
     draws: Draws | None = None
     noise: Noise | None = None
     seed_excess: SeedExcess = field(default_factory=SeedExcess)
     shape: dict[str, Interval] = field(default_factory=dict)
-    R0_effect: R0Effect | None = None
     informing: int = 1
     law: Law | None = None
     bad_seeds: tuple[BadSeed, ...] = ()
+    checks: Checks | None = None
     lookout: Lookout | None = None
     skill: Mapping[str, float] = field(default_factory=dict)
 
@@ -123,6 +108,16 @@ class Fit(AsJson):
     def outlook(self) -> Outlook | None:
         """Forecasts under any verdict, computed at first use, which is slow; None where there are too few points."""
         return None if self.lookout is None else self.lookout.outlook
+
+    @property
+    def extrapolation_error(self) -> float | None:
+        """See `Checks.extrapolation_error`; None also without a fit."""
+        return None if self.checks is None else self.checks.extrapolation_error
+
+    @property
+    def R0_effect(self) -> R0Effect | None:
+        """See `Checks.R0_effect`; None also where the verdict lets no A be named."""
+        return None if self.checks is None or self.A.value is None else self.checks.R0_effect
 
     @property
     def recipe(self) -> str:
@@ -193,7 +188,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
         nothing = Interval(None, None, None)
         return Fit(
             curve, options, "too_few_points", reason, nothing, (None, None), nothing, nothing, None, "given",
-            spread, None, None, 0, 0, None, None, tuple(curve.warnings), curve.bounds,
+            spread, None, None, 0, 0, None, tuple(curve.warnings), curve.bounds,
         )  # fmt: skip
     if not len(points.reward):
         raise UserError(
@@ -239,7 +234,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
         curve, options, "", "", nothing, (None, None), nothing, nothing,
         0.0 if zero else None if isinstance(options.r0, str) else float(options.r0),
         options.r0 if isinstance(options.r0, str) and not zero else "given",
-        spread, None, None, total, seeds, window, None, tuple(warnings), bounds, bad_seeds=bad,
+        spread, None, None, total, seeds, window, tuple(warnings), bounds, bad_seeds=bad,
         lookout=ahead,
     )  # fmt: skip
     # A first evaluation from before the window observes R0; it shows nothing of the curve's shape.
@@ -266,13 +261,6 @@ def _left_out(bad: BadSeed, kept: Curve) -> str:
         f"seed {bad.seed} went its own way from compute {bad.since:.4g} on, {abs(bad.by):.3g} {side} the others "
         f"({others}): it is left out of the curve; look at its run before you trust the recipe"
     )
-
-
-def fits_r0(options: FitOptions) -> bool:
-    """Return whether R0 is a fitted parameter; a power law always fits it, as the reward at its first point."""
-    if options.family in ("power_law", "constant"):
-        return options.family == "power_law"
-    return isinstance(options.r0, str) and options.family != "sigmoid_zero"
 
 
 def _fit_points(empty: Fit, points: Points, raw: Array, parameters: int) -> Fit:
@@ -329,10 +317,9 @@ def _fit_points(empty: Fit, points: Points, raw: Array, parameters: int) -> Fit:
         C_mid=nothing if unnamed else C_mid,
         shape={} if unnamed else shape,
         R0=None if options.family == "constant" else best.r0,
-        R0_effect=None if unnamed else _r0_effect(problem, best, empty.curve.scale),
         rmse=float(np.sqrt(np.mean(about_curve**2))),
         r2=None if variance <= 0 else 1 - float(about_curve @ about_curve) / variance,
-        extrapolation_error=_extrapolation_error(points, options, bounds, parameters),
+        checks=Checks(points, options, bounds, empty.curve.scale, best, parameters),
         draws=draws,
         noise=law.noise,
         informing=informing,
@@ -407,21 +394,6 @@ def _doubt(fit: Fit, A: Interval, screen: Mixture) -> verdict.Doubt:
     )
 
 
-def _r0_effect(problem: Problem, best: Optimum, scale: float) -> R0Effect | None:
-    """Refit A and B with R0 fixed a step lower and higher; None for other families or a fixed A."""
-    if problem.family.name != "sigmoid" or problem.a_bounds[0] == problem.a_bounds[1]:
-        return None
-    step = R0_STEP * scale
-    found: list[tuple[float | None, float | None]] = []
-    for r0 in (best.r0 - step, best.r0 + step):
-        if not problem.a_bounds[0] <= r0 < best.a:
-            found.append((None, None))
-            continue
-        moved = profile.polish(replace(problem, r0_bounds=(r0, r0)), best.u, best.v, tolerance=1e-5)
-        found.append((moved.a, float(np.exp(moved.u))))
-    return R0Effect(step, (found[0][0], found[1][0]), (found[0][1], found[1][1]))
-
-
 def _a_ends(
     points: Points, ends: tuple[float, float], bounds: tuple[float, float]
 ) -> tuple[float | None, float | None]:
@@ -450,48 +422,6 @@ def _edge(problem: Problem, best: Optimum, points: Points, bounds: tuple[float, 
     if at_top and not verdict.plateau_observed(points.compute, points.reward, bounds[1], bounds[1] - bounds[0]):
         return f"A = {bounds[1]:.4g}"
     return None
-
-
-def _extrapolation_error(
-    points: Points, options: FitOptions, bounds: tuple[float, float], parameters: int
-) -> float | None:
-    """Return the absolute error of a fit to the first half on the mean of the last quarter; None without one."""
-    end = float(points.compute.max())
-    first, last = points.compute <= 0.5 * end, points.compute >= 0.75 * end
-    half = points.take(first)
-    if not len(half.reward) or verdict.before_fit(half.compute, half.reward, half.seed, parameters) is not None:
-        return None
-    predicted = point_prediction(half, options, bounds, points.compute[last])
-    return abs(float(predicted.mean() - points.reward[last].mean()))
-
-
-def point_prediction(
-    points: Points,
-    options: FitOptions,
-    bounds: tuple[float, float],
-    compute: Array,
-    seed: NDArray[np.intp] | None = None,
-) -> Array:
-    """Predict rewards at other computes by the least-squares curve of some points, without an interval.
-
-    Args:
-        points: the points to fit.
-        options: how R0 enters, and the family.
-        bounds: lowest and highest reward.
-        compute: where to predict, (m,).
-        seed: number in `points.seed` of the seed to predict for, -1 for one that is not among them, (m,); None for the
-            mean over seeds.
-
-    Returns:
-        Predicted rewards, (m,).
-    """
-    problem = weighted(points, options, bounds)
-    best = profile.solve(problem, tolerance=1e-6)
-    with np.errstate(divide="ignore"):
-        g = problem.family.at(np.log(compute), best.u, best.v)
-    offset = np.zeros(1) if seed is None else np.append(best.seed_offset, 0.0)[seed]
-    result: Array = best.r0 * (1 - g) + (best.a + offset) * g
-    return result
 
 
 def with_seed_spread(fit: Fit, spread: SeedSpread) -> Fit:

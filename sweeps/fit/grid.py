@@ -205,6 +205,7 @@ class Grid:
         kinds: every kind there is. kind: index into it.
         u, v, sides: shape coordinates of the cells' centres, and their extent in both.
         log_cell: log prior weight of a cell within its kind.
+        ceiling: whether A is a ceiling in the cell's kind.
         first, count: index of the first cell of each kind that the grid has, and their number.
     """
 
@@ -214,13 +215,9 @@ class Grid:
     v: Array
     sides: Array
     log_cell: Array
+    ceiling: NDArray[np.bool_]
     first: NDArray[np.intp]
     count: NDArray[np.intp]
-
-    @property
-    def ceiling(self) -> NDArray[np.bool_]:
-        """Mask of the cells in whose kind A is a ceiling, (M,)."""
-        return np.array([kind.ceiling for kind in self.kinds])[self.kind]
 
     def basis(self, x: Array) -> Array:
         """g of every cell; (n,) -> (n, M)."""
@@ -236,7 +233,8 @@ def grid_of(kinds: Sequence[Kind], boxes: Mapping[int, Box]) -> Grid:
     parts = [_centres(kinds[i], box) for i, box in boxes.items()]
     count = np.array([len(u) for u, *_ in parts])
     u, v, sides, log_cell = (np.concatenate(each, axis=-1) for each in zip(*parts, strict=True))
-    return Grid(kinds, np.repeat(list(boxes), count), u, v, sides, log_cell, count.cumsum() - count, count)
+    kind, ceiling = (np.repeat(each, count) for each in (list(boxes), [kinds[i].ceiling for i in boxes]))
+    return Grid(kinds, kind, u, v, sides, log_cell, ceiling, count.cumsum() - count, count)
 
 
 @lru_cache(maxsize=64)

@@ -145,12 +145,11 @@ class Law:
         """Interval of a search coordinate, 0 or 1; None for an end where only the search's box ends it."""
         at, side = (self.cells.u, self.cells.v)[axis], self.cells.sides[axis]
         low, high = self.box[2 * axis : 2 * axis + 2]
-        lines, which = np.unique(at, return_inverse=True)
-        share = np.bincount(which, self.weight)
         # Even within a cell, and all cells of one grid: the distribution goes straight from one cell's end to the next.
-        ends = np.unique([lines - 0.5 * side[0], lines + 0.5 * side[0]])
-        below = np.clip((ends[:, None] - lines) / side[0] + 0.5, 0.0, 1.0) @ share
-        first, last = np.interp(_LEVELS, below, ends).tolist()
+        start, step = float(at.min()), float(side[0]) or 1.0
+        share = np.bincount(np.rint((at - start) / step).astype(np.intp), self.weight)
+        ends = start + side[0] * (np.arange(len(share) + 1) - 0.5)
+        first, last = np.interp(_LEVELS, np.append(0.0, share.cumsum()), ends).tolist()
         best = (self.best.u, self.best.v)[axis]
         first, last, margin = min(first, best), max(last, best), _EDGE * (high - low)
         return (None if first < low + margin else first), (None if last > high - margin else last)

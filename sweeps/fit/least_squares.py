@@ -204,10 +204,12 @@ def linear_solution(q: Quadratic, problem: Problem) -> tuple[Array, Array, Array
     r_lo, r_hi, a_lo, a_hi = problem.bounds
 
     def best_a(q: Quadratic, r0: Array) -> Array:
-        return np.clip(divide(q.h1 - q.H01 * r0, q.H11), np.maximum(a_lo, r0), a_hi)
+        free = divide(q.h1 - q.H01 * r0, q.H11)
+        return np.asarray(np.minimum(np.maximum(free, np.maximum(a_lo, r0)), a_hi))
 
     def best_r0(q: Quadratic, a: Array) -> Array:
-        return np.clip(divide(q.h0 - q.H01 * a, q.H00), r_lo, np.minimum(r_hi, a))
+        free = divide(q.h0 - q.H01 * a, q.H00)
+        return np.asarray(np.maximum(np.minimum(free, np.minimum(r_hi, a)), r_lo))
 
     if r_lo == r_hi:
         r0 = np.full_like(q.h0, r_lo)
@@ -228,16 +230,19 @@ def linear_solution(q: Quadratic, problem: Problem) -> tuple[Array, Array, Array
     if not len(outside):
         return r0, a, sse
     q = q.take(outside)
-    faces = [(at, best_a(q, at)) for at in (np.full_like(q.h0, r_lo), np.full_like(q.h0, r_hi))]
-    faces += [(best_r0(q, at), at) for at in (np.full_like(q.h0, a_lo), np.full_like(q.h0, a_hi))]
+    # Two faces at a time: R0 at either end, A at either end.
+    shape = (2, len(outside))
+    at_r0, at_a = np.broadcast_to([[r_lo], [r_hi]], shape), np.broadcast_to([[a_lo], [a_hi]], shape)
+    r0s, as_ = [at_r0, best_r0(q, at_a)], [best_a(q, at_r0), at_a]
     if r_hi >= a_lo:
         # The face A = R0, a level curve.
-        level = np.clip(divide(q.h0 + q.h1, q.H00 + 2 * q.H01 + q.H11), max(a_lo, r_lo), min(r_hi, a_hi))
-        faces.append((level, level))
-    value = np.stack([q.at(*face) for face in faces])
-    best = value.argmin(0)[None]
-    for whole, parts in ((r0, [x for x, _ in faces]), (a, [x for _, x in faces]), (sse, value)):
-        whole[outside] = np.take_along_axis(np.asarray(parts), best, 0)[0]
+        level = divide(q.h0 + q.h1, q.H00 + 2 * q.H01 + q.H11)[None]
+        level = np.minimum(np.maximum(level, max(a_lo, r_lo)), min(r_hi, a_hi))
+        r0s, as_ = [*r0s, level], [*as_, level]
+    tried = np.concatenate(r0s), np.concatenate(as_)
+    value = q.at(*tried)
+    best = value.argmin(0), np.arange(len(outside))
+    r0[outside], a[outside], sse[outside] = tried[0][best], tried[1][best], value[best]
     return r0, a, sse
 
 

@@ -170,6 +170,13 @@ def _in_blocks(points: Points, block: int | NDArray[np.intp]) -> Points:
     return Points(compute, mean(points.reward), variance, points.seed[fresh])
 
 
+def fits_r0(options: FitOptions) -> bool:
+    """Return whether R0 is a fitted parameter; a power law always fits it, as the reward at its first point."""
+    if options.family in ("power_law", "constant"):
+        return options.family == "power_law"
+    return isinstance(options.r0, str) and options.family != "sigmoid_zero"
+
+
 def problem_of(points: Points, options: FitOptions, bounds: tuple[float, float], variance: Array) -> Problem:
     """Make the least-squares problem with the given variance of each point; shapes: (n,)."""
     with np.errstate(divide="ignore"):

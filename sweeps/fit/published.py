@@ -89,7 +89,7 @@ def fit_literal(
     fit = Fit(
         curve=curve, options=options, verdict="", reason="", A=_NOTHING, A_total=(None, None), B=_NOTHING,
         C_mid=_NOTHING, R0=r0, R0_source=source, seed_spread=SeedSpread(), rmse=None, r2=None, n=len(reward),
-        seeds=seeds, window=(float(compute.min()), float(compute.max())), extrapolation_error=None,
+        seeds=seeds, window=(float(compute.min()), float(compute.max())),
         warnings=tuple(notes), bounds=bounds,
     )  # fmt: skip
     distinct = len(np.unique(compute))

@@ -17,7 +17,8 @@ from typing import ClassVar
 
 from sweeps.as_json import AsJson
 from sweeps.curve import Curve
-from sweeps.fit.fit import R0_STEP, Fit, FitOptions, Interval, fit_curve
+from sweeps.fit.checks import R0_STEP
+from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curve
 from sweeps.fit.points import R0Mode, select
 
 _CUTS = (0.05, 0.10, 0.20, 0.30)

@@ -207,23 +207,20 @@ def noise_of(every: Noises, share: Array, end: float, width: float, of: float = 
 
 def noises(seen: Seen, brief: bool = False) -> Noises:
     """Make every kind of noise with its prior weight; if brief, only the few that explain most curves."""
-    strengths = STRENGTHS[:2] if brief else STRENGTHS
-    kernels = [(memory, seen.wandering(1.0, memory)) for memory in MEMORIES]
-    covariance, prior, what = [], [], []
-    for variance in seen.white[-1:] if brief else seen.white:
-        white, mean = seen.between + np.diag(variance), float(variance.mean())
-        covariance.append(white)
-        prior.append(P_STILL)
-        what.append((mean, 0.0, 1.0))
-        for memory, kernel in kernels:
-            for times in strengths:
-                strength = times * seen.roughness
-                # The prior, (1 + rate^2)^-2, is on the rate of diffusion and not on strength and memory apart.
-                rate = strength * np.sqrt(seen.of) / (WANDER_SD * np.sqrt(memory))
-                covariance.append(white + strength**2 * kernel)
-                prior.append((1 - P_STILL) / (len(kernels) * len(strengths)) / (1 + rate**2) ** 2)
-                what.append((mean, strength, memory))
-    return Noises(whitening(np.stack(covariance)), np.log(prior) - np.log(np.sum(prior)), *np.array(what).T)
+    strengths = np.array(STRENGTHS[:2] if brief else STRENGTHS) * seen.roughness
+    # No wander first, then every strength at every memory; all that under each sampling variance.
+    memory = np.append(1.0, np.repeat(MEMORIES, len(strengths)))
+    strength = np.append(0.0, np.tile(strengths, len(MEMORIES)))
+    kernels = [seen.wandering(1.0, each) for each in MEMORIES]
+    wander = np.stack([np.zeros_like(kernels[0]), *(s**2 * kernel for kernel in kernels for s in strengths)])
+    # The prior, (1 + rate^2)^-2, is on the rate of diffusion and not on strength and memory apart.
+    rate = strength * np.sqrt(seen.of) / (WANDER_SD * np.sqrt(memory))
+    prior = np.append(P_STILL, np.full(len(rate) - 1, (1 - P_STILL) / (len(rate) - 1))) / (1 + rate**2) ** 2
+    white = seen.white[-1:] if brief else seen.white
+    covariance = np.concatenate([wander + (seen.between + np.diag(variance)) for variance in white])
+    log_prior = np.log(np.tile(prior, len(white)) / (len(white) * prior.sum()))
+    mean = np.repeat([variance.mean() for variance in white], len(rate))
+    return Noises(whitening(covariance), log_prior, mean, np.tile(strength, len(white)), np.tile(memory, len(white)))
 
 
 def whitening(covariance: Array) -> Array:

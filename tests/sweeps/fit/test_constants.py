@@ -14,7 +14,7 @@ MOST = 60
 COMPUTED = {
     "compare.py": {"ORIGINS", "_LEAST_HELD_OUT"},
     "family.py": {"B_RANGE", "C_MID_BELOW", "C_MID_ABOVE"},
-    "fit.py": {"R0_STEP"},
+    "checks.py": {"R0_STEP"},
     "draws.py": {"_NODES", "_SMOOTHED"},
     "grid.py": {"DROPPED", "_UNLIKELY", "_WORTH", "_SHRINKS", "_INSIDE"},
     "history.py": {"GROWTH", "RECENT", "REACH"},
