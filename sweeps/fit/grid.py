@@ -113,19 +113,19 @@ def solve(
     tilde: Array,
     g: Array,
     log_det: Array,
-    extras: tuple[Array, Array, Array] | None,
+    extras: tuple[Array, float] | None,
     ceiling: NDArray[np.bool_],
     bounded: bool,
     prior: Prior | None = None,
 ) -> Solved:
-    """Regress rewards on R0 (1 - g) + A g + an extra, in every cell.
+    """Regress rewards on R0 (1 - g) + A g, and an extra if there are some, in every cell.
 
     Args:
         tilde: a column of ones and the rewards, whitened under each of J kinds of noise, (J, n, 2).
         g: basis function of each of M cells, whitened, (J, n, M).
         log_det: log determinant of each noise covariance, (J,).
-        extras: whitened columns (J, n, E), prior standard deviation of their sizes (E,), 0 for no extra, and log prior
-            weight (E,); None to regress on R0 and A alone.
+        extras: whitened columns (J, n, E), and the prior standard deviation of their sizes; None to regress on R0 and
+            A alone, as if on one extra whose size is exactly 0.
         ceiling: whether A is an asymptote in the cell, and so confined to [0, 1], (M,).
         bounded: whether rewards lie in [0, 1].
         prior: mean and standard deviation of R0 and of A; None for `usual_prior`.
@@ -153,34 +153,27 @@ def solve(
     base = -0.5 * (constant + quadratic + np.log(det))
 
     shape = (1, *base.shape)
-    # Without an extra the precision of its size is infinite, so that its size is exactly 0.
-    cross, size, kappa = np.zeros((2, *shape)), np.zeros(shape), np.full(shape, np.inf)
-    evidence = base[None]
+    cross, size, kappa, evidence = np.zeros((2, *shape)), np.zeros(shape), np.full(shape, np.inf), base[None]
     if extras is not None:
-        columns, sd, log_prior = extras
-        sd = sd[:, None, None]
-        some = sd > 0
-        safe = np.where(some, sd, 1.0)
+        columns, sd = extras
         h1 = (columns.transpose(0, 2, 1) @ g).transpose(1, 0, 2)
         e1, ey = (rows @ columns).transpose(1, 2, 0)[..., None]
         ee = np.einsum("jne,jne->ej", columns, columns)[..., None]
         h0 = e1 - h1
         # One more column, by block elimination: kappa, the Schur complement, is the posterior precision of its size.
-        cross = np.stack([(p11 * h0 - p01 * h1) / det, (p00 * h1 - p01 * h0) / det]) * some
-        kappa = np.where(some, ee + safe**-2 - h0 * cross[0] - h1 * cross[1], np.inf)
+        cross = np.stack([(p11 * h0 - p01 * h1) / det, (p00 * h1 - p01 * h0) / det])
+        kappa = ee + sd**-2 - h0 * cross[0] - h1 * cross[1]
         left = ey - d * h1 - h0 * a0 - h1 * a1
         size = left / kappa
-        gain = np.where(some, left * size - np.log(np.where(some, kappa, 1.0) * safe**2), 0.0)
-        evidence = base + 0.5 * gain + log_prior[:, None, None]
-    if bounded:
-        # What lies outside [0, 1] is cut off, of the prior as of what the data leave.
-        ends = ((m0, s0, a0, p11, np.ones_like(ceiling)), (m1, s1, a1, p00, ceiling))
-        for (centre, scale, moved, own, counts), falls in zip(ends, cross, strict=True):
-            mean, variance = centre + moved, own / det
-            if extras is not None:
-                mean, variance = mean - falls * size, variance + falls**2 / kappa
-            whole = log(ndtr((1 - centre) / scale) - ndtr(-centre / scale))
-            evidence = evidence + counts * (_log_inside(mean, np.sqrt(variance)) - whole)
+        evidence = base + 0.5 * (left * size - np.log(kappa * sd**2))
+    # What lies outside [0, 1] is cut off, of the prior as of what the data leave.
+    ends = ((m0, s0, a0, p11, np.ones_like(ceiling)), (m1, s1, a1, p00, ceiling)) if bounded else ()
+    for (centre, scale, moved, own, counts), falls in zip(ends, cross, strict=False):
+        mean, variance = centre + moved, own / det
+        if extras is not None:
+            mean, variance = mean - falls * size, variance + falls**2 / kappa
+        whole = log(ndtr((1 - centre) / scale) - ndtr(-centre / scale))
+        evidence = evidence + counts * (_log_inside(mean, np.sqrt(variance)) - whole)
     return Solved(evidence, (p00, p01, p11), (m0 + a0, m1 + a1), cross, size, kappa)
 
 
@@ -275,10 +268,14 @@ class Explored:
     weight: Array
     boxes: dict[int, Box]
 
-    def cells(self) -> Cells:
-        """Return the cells that are not negligible, without a drift or jump on top of their curves."""
+    def cells(self, log_extra: Array | float = 0.0) -> Cells:
+        """Return the cells that are not negligible, without a drift or jump on top of their curves.
+
+        Args:
+            log_extra: log prior weight that there is none; a number, or one for each cell of the grid, (M,).
+        """
         nothing = np.zeros(1, dtype=np.intp), np.zeros(1), np.ones(1)
-        return cells_of(self.solved, np.zeros(1), self.grid, self.noise, *nothing)
+        return cells_of(self.solved, log_extra, self.grid, self.noise, *nothing)
 
     @property
     def likely(self) -> NDArray[np.intp]:
@@ -365,14 +362,19 @@ def _closer(kind: Kind, box: Box, inside: Box) -> Box:
 
 
 def cells_of(
-    solved: Solved, log_extra: Array, grid: Grid, noise: Noises, extra: NDArray[np.intp], at: Array, width: Array
+    solved: Solved,
+    log_extra: Array | float,
+    grid: Grid,
+    noise: Noises,
+    extra: NDArray[np.intp],
+    at: Array,
+    width: Array,
 ) -> Cells:
     """Flatten solved regressions into cells, dropping those of negligible weight within their kind."""
-    weight = solved.log_evidence + log_extra + grid.log_cell + noise.log_prior[:, None]
+    weight = solved.log_evidence + (log_extra + grid.log_cell) + noise.log_prior[:, None]
     # Against the best of its own kind: a kind that is far behind must still show its evidence (`Mixture.skill`).
-    by_kind = np.full(len(grid.kinds), -np.inf)
-    np.maximum.at(by_kind, grid.kind, weight.max((0, 1)))
-    e, j, m = np.nonzero(weight > by_kind[grid.kind] - DROPPED)
+    best = np.repeat(np.maximum.reduceat(weight.max((0, 1)), grid.first), grid.count)
+    e, j, m = np.nonzero(weight > best - DROPPED)
     return Cells(
         grid.kind[m], weight[e, j, m], grid.u[m], grid.v[m], grid.sides[:, m], j,
         np.stack([part[j, m] for part in solved.precision]), np.stack([part[j, m] for part in solved.mean]),

@@ -194,15 +194,13 @@ def _explored_under(seen: Seen, noise: Noises, brief: bool, rounds: int) -> tupl
         return found.cells(), found.boxes
     grid, likely = found.grid, found.likely
     some = noise.take(likely)
-    column = some.whiten @ drifting(seen.x)[:, None]
-    drift_sd = np.array([0.0, DRIFT_SD * seen.roughness])
-    extras = np.concatenate([np.zeros_like(column), column], axis=2), drift_sd, np.zeros(2)
+    extras = some.whiten @ drifting(seen.x)[:, None], DRIFT_SD * seen.roughness
     solved = solve(found.tilde[likely], found.g[likely], some.log_det, extras, grid.ceiling, seen.bounded)
     drifts = np.where(grid.ceiling, P_DRIFT, 0.0)
     with np.errstate(divide="ignore"):
-        log_extra = np.log(np.stack([1 - drifts, drifts]))[:, None, :]
-    cells = cells_of(solved, log_extra, grid, some, np.array([NONE, DRIFT]), np.zeros(2), np.ones(2))
-    return replace(cells, noise=likely[cells.noise]), found.boxes
+        without, adrift = np.log(1 - drifts), np.log(drifts)
+    cells = cells_of(solved, adrift, grid, some, np.array([DRIFT]), np.zeros(1), np.ones(1))
+    return joined([found.cells(without), replace(cells, noise=likely[cells.noise])]), found.boxes
 
 
 def _restless(cells: Cells, walk: Walk, noise: Noises, seen: Seen) -> bool:
@@ -236,9 +234,8 @@ def _jumped(seen: Seen, noise: Noises, boxes: Mapping[int, Box]) -> list[Cells]:
     spacing = float(np.median(np.diff(computes)))
     log_prior = float(np.log(P_JUMP / (len(at) * len(JUMP_WIDTHS))))
 
-    def extras(within: Noises, places: Array, width: Array) -> tuple[Array, Array, Array]:
-        columns = within.whiten @ expit((seen.x[:, None] - places) / width)
-        return columns, np.full(len(places), JUMP_SD), np.full(len(places), log_prior)
+    def extras(within: Noises, places: Array, width: Array) -> tuple[Array, float]:
+        return within.whiten @ expit((seen.x[:, None] - places) / width), JUMP_SD
 
     # The search, for places and shapes, makes do with the likeliest kinds of noise and one width.
     first = np.argsort(-some.log_prior, kind="stable")[:_SEARCHED]
@@ -265,7 +262,7 @@ def _jumped(seen: Seen, noise: Noises, boxes: Mapping[int, Box]) -> list[Cells]:
             width = np.repeat(np.array(JUMP_WIDTHS) * spacing, len(likely))
             there = extras(some, places, width)
             solved = solve(tilde, some.whiten @ basis, some.log_det, there, grid.ceiling, seen.bounded)
-            cells = cells_of(solved, np.zeros(1), grid, some, np.full(len(places), JUMP), places, width)
+            cells = cells_of(solved, log_prior, grid, some, np.full(len(places), JUMP), places, width)
             found.append(replace(cells, noise=calm[cells.noise]))
     return found
 
