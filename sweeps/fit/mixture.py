@@ -178,18 +178,23 @@ def _explored(seen: Seen, noise: Noises, brief: bool) -> tuple[Cells, dict[int, 
     points wander is too coarse to tell whether a curve explains them without any wander.
     """
     calm = noise.strength == 0
-    parts, boxes = [], {i: kind.box for i, kind in enumerate(KINDS)}
+    parts: list[Cells] = []
+    boxes: dict[int, Box] | None = None
     for rows in (np.flatnonzero(~calm), np.flatnonzero(calm)):
         # Where points wander a coarser grid tells enough to see whether anything is amiss.
         rounds = 3 if brief and noise.strength[rows].min() > 0 else _ROUNDS
-        cells, boxes = _explored_under(seen, noise.take(rows), brief, rounds)
+        # The weakest wander is hardly any: where it leaves no weight, noise without it has none that counts.
+        cells, boxes = _explored_under(seen, noise.take(rows), brief, rounds, boxes)
         parts.append(replace(cells, noise=rows[cells.noise]))
+    assert boxes is not None
     return joined(parts), boxes
 
 
-def _explored_under(seen: Seen, noise: Noises, brief: bool, rounds: int) -> tuple[Cells, dict[int, Box]]:
-    """Explore the grids of all kinds under some kinds of noise, with drifts unless brief."""
-    found = explore(seen, noise, KINDS, rounds, _ROUGH if brief else _FINE, _BEHIND)
+def _explored_under(
+    seen: Seen, noise: Noises, brief: bool, rounds: int, boxes: dict[int, Box] | None
+) -> tuple[Cells, dict[int, Box]]:
+    """Explore the grids of all kinds under some kinds of noise from these boxes, with drifts unless brief."""
+    found = explore(seen, noise, KINDS, rounds, _ROUGH if brief else _FINE, _BEHIND, boxes=boxes)
     if brief:
         return found.cells(), found.boxes
     grid, likely = found.grid, found.likely
