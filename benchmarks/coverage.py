@@ -72,7 +72,10 @@ def told(fit: Fit, rho: float) -> dict[str, float | None]:
     ahead = fit.lookout
     steps = np.arange(len(ahead.seen.x))
     covariance = SD**2 / ahead.width**2 * rho ** np.abs(steps[:, None] - steps[None, :])
-    known = Noises(whitening(covariance[None]), np.zeros(1), np.full(1, SD**2), np.zeros(1), np.ones(1))
+    known = Noises(
+        whitening(covariance[None]), np.zeros(1, dtype=np.intp), np.ones((1, len(steps))),
+        np.linalg.slogdet(covariance)[1:], np.zeros(1), np.full(1, SD**2), np.zeros(1), np.ones(1),
+    )  # fmt: skip
     problem = weighted(select(fit.curve, fit.options), fit.options, fit.bounds)
     exact = law_of(ahead, problem, fit.law.best, known)
     low, high = exact.asymptote_interval()

@@ -110,9 +110,9 @@ def usual_prior(bounded: bool) -> Prior:
 
 
 def solve(
-    tilde: Array,
+    noise: Noises,
+    points: Array,
     g: Array,
-    log_det: Array,
     extras: tuple[Array, float] | None,
     ceiling: NDArray[np.bool_],
     bounded: bool,
@@ -121,10 +121,10 @@ def solve(
     """Regress rewards on R0 (1 - g) + A g, and an extra if there are some, in every cell.
 
     Args:
-        tilde: a column of ones and the rewards, whitened under each of J kinds of noise, (J, n, 2).
-        g: basis function of each of M cells, whitened, (J, n, M).
-        log_det: log determinant of each noise covariance, (J,).
-        extras: whitened columns (J, n, E), and the prior standard deviation of their sizes; None to regress on R0 and
+        noise: J kinds of noise, in B bases.
+        points: a column of ones and the rewards, turned to each basis (`turned`), (B, n, 2).
+        g: basis function of each of M cells, turned, (B, n, M).
+        extras: turned columns (B, n, E), and the prior standard deviation of their sizes; None to regress on R0 and
             A alone, as if on one extra whose size is exactly 0.
         ceiling: whether A is an asymptote in the cell, and so confined to [0, 1], (M,).
         bounded: whether rewards lie in [0, 1].
@@ -132,11 +132,10 @@ def solve(
     """
     (m0, s0), (m1, s1) = prior or usual_prior(bounded)
     d = m1 - m0
-    one, y = tilde[..., 0], tilde[..., 1] - m0 * tilde[..., 0]
-    rows = np.stack([one, y], axis=1)
-    g1, gy = (rows @ g).transpose(1, 0, 2)
-    gg = np.einsum("jnm,jnm->jm", g, g)
-    oo, oy, yy = (np.einsum("jn,jn->j", left, right)[:, None] for left, right in ((one, one), (one, y), (y, y)))
+    rows = points - [0.0, m0] * points[..., :1]
+    (oo, oy), (_, yy) = noise.products(rows, rows).transpose(1, 2, 0)[..., None]
+    g1, gy = noise.products(rows, g).transpose(1, 0, 2)
+    gg = noise.squares(g)
     # Rewards about the prior's mean, m0 (1 - g) + m1 g.
     b1 = gy - d * gg
     rr = yy - d * (gy + b1)
@@ -145,31 +144,32 @@ def solve(
     p01, p11 = g1 - gg, gg + s1**-2
     p00 = (oo + s0**-2) - (g1 + p01)
     det = p00 * p11 - p01 * p01
-    a0, a1 = (p11 * b0 - p01 * b1) / det, (p00 * b1 - p01 * b0) / det
+    # Covariance of R0 and A, and how far their means lie off the prior's.
+    v00, v01, v11 = p11 / det, -p01 / det, p00 / det
+    a0, a1 = v00 * b0 + v01 * b1, v01 * b0 + v11 * b1
     quadratic = np.maximum(rr - b0 * a0 - b1 * a1, 0.0)
     # Log evidence of a Gaussian linear model, R0 and A integrated out: P their posterior precision, S prior covariance,
     # -1/2 (n log 2 pi + log |V| + r' V^-1 r - b' P^-1 b + log |P| + log |S|).
-    constant = tilde.shape[1] * log(2 * pi) + 2 * log(s0 * s1) + log_det[:, None]
+    constant = points.shape[1] * log(2 * pi) + 2 * log(s0 * s1) + noise.log_det[:, None]
     base = -0.5 * (constant + quadratic + np.log(det))
 
     shape = (1, *base.shape)
     cross, size, kappa, evidence = np.zeros((2, *shape)), np.zeros(shape), np.full(shape, np.inf), base[None]
     if extras is not None:
         columns, sd = extras
-        h1 = (columns.transpose(0, 2, 1) @ g).transpose(1, 0, 2)
-        e1, ey = (rows @ columns).transpose(1, 2, 0)[..., None]
-        ee = np.einsum("jne,jne->ej", columns, columns)[..., None]
+        h1 = noise.products(columns, g).transpose(1, 0, 2)
+        e1, ey = noise.products(rows, columns).transpose(1, 2, 0)[..., None]
         h0 = e1 - h1
         # One more column, by block elimination: kappa, the Schur complement, is the posterior precision of its size.
-        cross = np.stack([(p11 * h0 - p01 * h1) / det, (p00 * h1 - p01 * h0) / det])
-        kappa = ee + sd**-2 - h0 * cross[0] - h1 * cross[1]
-        left = ey - d * h1 - h0 * a0 - h1 * a1
+        cross = np.stack([v00 * h0 + v01 * h1, v01 * h0 + v11 * h1])
+        kappa = noise.squares(columns).T[..., None] + sd**-2 - h0 * cross[0] - h1 * cross[1]
+        left = ey - h0 * a0 - h1 * (a1 + d)
         size = left / kappa
         evidence = base + 0.5 * (left * size - np.log(kappa * sd**2))
     # What lies outside [0, 1] is cut off, of the prior as of what the data leave.
-    ends = ((m0, s0, a0, p11, np.ones_like(ceiling)), (m1, s1, a1, p00, ceiling)) if bounded else ()
-    for (centre, scale, moved, own, counts), falls in zip(ends, cross, strict=False):
-        mean, variance = centre + moved, own / det
+    ends = ((m0, s0, a0, v00, np.ones_like(ceiling)), (m1, s1, a1, v11, ceiling)) if bounded else ()
+    for (centre, scale, moved, variance, counts), falls in zip(ends, cross, strict=False):
+        mean = centre + moved
         if extras is not None:
             mean, variance = mean - falls * size, variance + falls**2 / kappa
         whole = log(ndtr((1 - centre) / scale) - ndtr(-centre / scale))
@@ -238,9 +238,9 @@ def _centres(kind: Kind, box: Box) -> tuple[Array, Array, Array, Array]:
     return u, v, sides, kind.log_prior(u, v) + np.log(area) - kind.log_norm
 
 
-def whitened(seen: Seen, noise: Noises) -> Array:
-    """Whiten a column of ones and the rewards under every kind of noise, (J, n, 2)."""
-    return np.asarray(noise.whiten @ np.stack([np.ones(len(seen.x)), seen.z], axis=1))
+def turned(seen: Seen, noise: Noises) -> Array:
+    """A column of ones and the rewards, turned to every basis of the noise; (B, n, 2)."""
+    return np.asarray(noise.turn @ np.stack([np.ones(len(seen.x)), seen.z], axis=1))
 
 
 @lru_cache(maxsize=8)
@@ -255,15 +255,12 @@ class Explored:
 
     Attributes:
         noise, grid: the J kinds of noise and the M cells.
-        tilde, g: whitened ones and rewards, (J, n, 2), and whitened basis functions, (J, n, M).
         solved: the regression of every cell. weight: log posterior weights, up to a constant, (J, M).
         boxes: box of each kind that the grid covers, by its index.
     """
 
     noise: Noises
     grid: Grid
-    tilde: Array
-    g: Array
     solved: Solved
     weight: Array
     boxes: dict[int, Box]
@@ -306,20 +303,20 @@ def explore(
         prior: mean and standard deviation of R0 and of A; None for `usual_prior`.
         boxes: box to begin with for each kind, by its index in `kinds`; None for each kind's whole box.
     """
-    tilde = whitened(seen, noise)
+    points = turned(seen, noise)
     whole = boxes is None
     boxes = boxes or {i: kind.box for i, kind in enumerate(kinds)}
     for round_ in range(rounds):
         grid = _whole_grid(kinds) if whole and not round_ else grid_of(kinds, boxes)
-        g = noise.whiten @ grid.basis(seen.x)
-        solved = solve(tilde, g, noise.log_det, None, grid.ceiling, seen.bounded, prior)
+        g = noise.turn @ grid.basis(seen.x)
+        solved = solve(noise, points, g, None, grid.ceiling, seen.bounded, prior)
         weight = solved.log_evidence[0] + grid.log_cell + noise.log_prior[:, None]
         closer = zoomed(grid, weight, boxes, fine, np.inf if round_ == 0 else behind)
         if closer == boxes:
             break
         if round_ < rounds - 1:
             boxes = closer
-    return Explored(noise, grid, tilde, g, solved, weight, boxes)
+    return Explored(noise, grid, solved, weight, boxes)
 
 
 def zoomed(grid: Grid, weight: Array, boxes: Mapping[int, Box], fine: float, behind: float) -> dict[int, Box]:

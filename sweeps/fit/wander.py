@@ -116,24 +116,46 @@ class Seen:
         result: Array = SEED_SD**2 / self.of * np.outer(grown, grown) * (self.same - 1 / self.seeds)
         return result
 
-    def wandering(self, strength: float, memory: float) -> Array:
-        """Covariance by an Ornstein-Uhlenbeck wander of this strength and memory, within seeds; (n, n)."""
-        result: Array = strength**2 * np.exp(-np.abs(self.x[:, None] - self.x[None, :]) / memory) * self.same
-        return result
+    @cached_property
+    def bases(self) -> tuple[Array, Array, Array]:
+        """Bases in which points without wander have unit variance, and a wander of each memory is independent.
+
+        One for each of W covariances without wander and each memory: of one seed the first of `white` alone, for the
+        others are multiples of it.
+
+        Returns:
+            Inverse Cholesky factors of the W covariances, (W, n, n); variance in each direction of a wander of unit
+            strength at each memory, (W, memories, n); and the matrices that turn points, (W, memories, n, n).
+        """
+        still = [self.between + np.diag(variance) for variance in self.white]
+        whiten = whitening(np.stack(still[:1] if self.seeds == 1 else still))
+        apart = np.abs(self.x[:, None] - self.x[None, :])
+        kernels = np.stack([np.exp(-apart / memory) * self.same for memory in MEMORIES])
+        value, vectors = np.linalg.eigh(whiten[:, None] @ kernels @ whiten.transpose(0, 2, 1)[:, None])
+        return whiten, np.maximum(value, 0.0), vectors.transpose(0, 1, 3, 2) @ whiten[:, None]
 
 
 @dataclass(frozen=True, eq=False)
 class Noises:
     """The J kinds of noise that a recipe's n points may have, without units.
 
+    Kinds that differ only in how strong the wander is share a basis in which their errors are independent of each
+    other, of unit variance were there no wander: points are turned once for all of them.
+
     Attributes:
-        whiten: inverse Cholesky factor of each covariance, (J, n, n).
+        turn: matrix that turns points to each of B bases, (B, n, n).
+        base: which basis each kind has, (J,).
+        precision: 1 / variance of each turned point, (J, n).
+        log_det: log determinant of the covariance, (J,).
         log_prior: log prior weight, (J,).
         white: mean sampling variance, (J,).
         strength, memory: standard deviation and correlation length in windows of the wander, (J,) each.
     """
 
-    whiten: Array
+    turn: Array
+    base: NDArray[np.intp]
+    precision: Array
+    log_det: Array
     log_prior: Array
     white: Array
     strength: Array
@@ -141,12 +163,29 @@ class Noises:
 
     def take(self, keep: NDArray[np.intp]) -> Noises:
         """Return the kinds of noise at these indices; their prior weights are not normalized again."""
-        return Noises(*(getattr(self, name)[keep] for name in self.__dataclass_fields__))
+        bases, base = np.unique(self.base[keep], return_inverse=True)
+        rest = [name for name in self.__dataclass_fields__ if name not in ("turn", "base")]
+        return Noises(self.turn[bases], base, *(getattr(self, name)[keep] for name in rest))
 
     @cached_property
-    def log_det(self) -> Array:
-        """Log determinant of the covariance; (J,)."""
-        found: Array = -2 * np.log(np.einsum("jnn->jn", self.whiten)).sum(1)
+    def _members(self) -> list[tuple[int, NDArray[np.intp], Array]]:
+        """Each basis, the kinds that have it, and their precisions."""
+        by_base = [(b, np.flatnonzero(self.base == b)) for b in range(len(self.turn))]
+        return [(b, mine, self.precision[mine]) for b, mine in by_base]
+
+    def products(self, left: Array, right: Array) -> Array:
+        """left' V^-1 right of turned columns under each kind; (B, n, p), (B, n, q) -> (J, p, q)."""
+        found = np.empty((len(self.base), left.shape[2], right.shape[2]))
+        for b, mine, precision in self._members:
+            weighed = precision[:, None, :] * left[b].T
+            found[mine] = (weighed.reshape(-1, left.shape[1]) @ right[b]).reshape(len(mine), *found.shape[1:])
+        return found
+
+    def squares(self, columns: Array) -> Array:
+        """c' V^-1 c of each turned column under each kind; (B, n, q) -> (J, q)."""
+        found = np.empty((len(self.base), columns.shape[2]))
+        for b, mine, precision in self._members:
+            found[mine] = precision @ columns[b] ** 2
         return found
 
 
@@ -208,19 +247,27 @@ def noise_of(every: Noises, share: Array, end: float, width: float, of: float = 
 def noises(seen: Seen, brief: bool = False) -> Noises:
     """Make every kind of noise with its prior weight; if brief, only the few that explain most curves."""
     strengths = np.array(STRENGTHS[:2] if brief else STRENGTHS) * seen.roughness
-    # No wander first, then every strength at every memory; all that under each sampling variance.
-    memory = np.append(1.0, np.repeat(MEMORIES, len(strengths)))
+    whiten, value, turn = seen.bases
+    multiples = [float(v.sum() / seen.white[0].sum()) for v in seen.white] if seen.seeds == 1 else [1.0]
+    white = seen.white
+    if brief:
+        white, multiples, (whiten, value, turn) = white[-1:], multiples[-1:], (x[-1:] for x in seen.bases)
+    # No wander first, then every strength at every memory; all that for each sampling variance.
+    which = np.append(0, np.repeat(np.arange(len(MEMORIES)), len(strengths)))
     strength = np.append(0.0, np.tile(strengths, len(MEMORIES)))
-    kernels = [seen.wandering(1.0, each) for each in MEMORIES]
-    wander = np.stack([np.zeros_like(kernels[0]), *(s**2 * kernel for kernel in kernels for s in strengths)])
+    memory = np.append(1.0, np.array(MEMORIES)[which[1:]])
     # The prior, (1 + rate^2)^-2, is on the rate of diffusion and not on strength and memory apart.
     rate = strength * np.sqrt(seen.of) / (WANDER_SD * np.sqrt(memory))
     prior = np.append(P_STILL, np.full(len(rate) - 1, (1 - P_STILL) / (len(rate) - 1))) / (1 + rate**2) ** 2
-    white = seen.white[-1:] if brief else seen.white
-    covariance = np.concatenate([wander + (seen.between + np.diag(variance)) for variance in white])
-    log_prior = np.log(np.tile(prior, len(white)) / (len(white) * prior.sum()))
-    mean = np.repeat([variance.mean() for variance in white], len(rate))
-    return Noises(whitening(covariance), log_prior, mean, np.tile(strength, len(white)), np.tile(memory, len(white)))
+    variance = np.array(multiples)[:, None, None] + strength[:, None] ** 2 * value[:, None, which]
+    log_det = np.log(variance).sum(-1) - 2 * np.log(np.einsum("wnn->wn", whiten)).sum(-1)[:, None, None]
+    base = np.repeat(np.arange(len(whiten)) * len(MEMORIES), len(multiples))[:, None] + which
+    n, every = len(seen.x), len(white)
+    return Noises(
+        turn.reshape(-1, n, n), base.ravel(), 1 / variance.reshape(-1, n), log_det.ravel(),
+        np.log(np.tile(prior, every) / (every * prior.sum())), np.repeat([each.mean() for each in white], len(which)),
+        np.tile(strength, every), np.tile(memory, every),
+    )  # fmt: skip
 
 
 def whitening(covariance: Array) -> Array:
