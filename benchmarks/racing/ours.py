@@ -72,7 +72,7 @@ def _foretold(curve: Curve) -> Fit:
     window = float(points.compute.min()), float(points.compute.max())
     return Fit(
         curve, options, "not fitted", "", nothing, (None, None), nothing, nothing, None, "first",
-        SeedSpread(BORROWED_SEED_SD * curve.scale), None, None, len(points.reward), 1, window, None, (), curve.bounds,
+        SeedSpread(BORROWED_SEED_SD * curve.scale), None, None, len(points.reward), 1, window, (), curve.bounds,
         lookout=found, skill=skill,
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -458,8 +459,10 @@ def test_the_intervals_of_one_curve_are_what_they_were() -> None:
     assert (fit.B.low, fit.B.value, fit.B.high) == pytest.approx((1.3221, 1.4293, 1.5546), abs=2e-3)
     assert (fit.C_mid.low, fit.C_mid.value, fit.C_mid.high) == pytest.approx((0.92936, 1.00068, 1.08649), abs=2e-3)
     assert fit.A_total == pytest.approx((0.57289, 0.64179), abs=5e-4)
-    band = predict(fit, [16.0])
-    assert (band.low[0], band.high[0]) == pytest.approx((0.55626, 0.63618), abs=1e-3)
+    # The name seeds the draws: of one name an end of the band is 0.002 off.
+    bands = [predict(fit_curve(replace(fit.curve, recipe=name), fit.options), [16.0]) for name in "abcdefgh"]
+    ends = np.mean([(band.low[0], band.high[0]) for band in bands], axis=0)
+    assert tuple(ends) == pytest.approx((0.55588, 0.63823), abs=1e-3)
 
 
 def test_prediction_with_noise_is_wider_than_the_curve() -> None:
