@@ -117,22 +117,25 @@ class Seen:
         return result
 
     @cached_property
-    def bases(self) -> tuple[Array, Array, Array]:
+    def bases(self) -> tuple[Array, Array, Array, Array]:
         """Bases in which points without wander have unit variance, and a wander of each memory is independent.
 
-        One for each of W covariances without wander and each memory: of one seed the first of `white` alone, for the
-        others are multiples of it.
+        For each of W covariances without wander and each memory: one for each of `white`; but the first alone of one
+        seed's where the others are multiples of it.
 
         Returns:
-            Inverse Cholesky factors of the W covariances, (W, n, n); variance in each direction of a wander of unit
-            strength at each memory, (W, memories, n); and the matrices that turn points, (W, memories, n, n).
+            Inverse Cholesky factors of the covariances, (W, n, n); variance in each direction of a wander of unit
+            strength at each memory, (W, memories, n); the matrices that turn points, (W, memories, n, n); and the
+            multiples of each covariance that there are.
         """
-        still = [self.between + np.diag(variance) for variance in self.white]
-        whiten = whitening(np.stack(still[:1] if self.seeds == 1 else still))
+        ratios = [variance / self.white[0] for variance in self.white]
+        alike = self.seeds == 1 and all(np.ptp(ratio) <= 1e-12 * ratio[0] for ratio in ratios)
+        multiples = np.array([ratio[0] for ratio in ratios] if alike else [1.0])
+        whiten = whitening(np.stack([self.between + np.diag(v) for v in (self.white[:1] if alike else self.white)]))
         apart = np.abs(self.x[:, None] - self.x[None, :])
         kernels = np.stack([np.exp(-apart / memory) * self.same for memory in MEMORIES])
         value, vectors = np.linalg.eigh(whiten[:, None] @ kernels @ whiten.transpose(0, 2, 1)[:, None])
-        return whiten, np.maximum(value, 0.0), vectors.transpose(0, 1, 3, 2) @ whiten[:, None]
+        return whiten, np.maximum(value, 0.0), vectors.transpose(0, 1, 3, 2) @ whiten[:, None], multiples
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,11 +250,9 @@ def noise_of(every: Noises, share: Array, end: float, width: float, of: float = 
 def noises(seen: Seen, brief: bool = False) -> Noises:
     """Make every kind of noise with its prior weight; if brief, only the few that explain most curves."""
     strengths = np.array(STRENGTHS[:2] if brief else STRENGTHS) * seen.roughness
-    whiten, value, turn = seen.bases
-    multiples = [float(v.sum() / seen.white[0].sum()) for v in seen.white] if seen.seeds == 1 else [1.0]
-    white = seen.white
+    white, (whiten, value, turn, multiples) = seen.white, seen.bases
     if brief:
-        white, multiples, (whiten, value, turn) = white[-1:], multiples[-1:], (x[-1:] for x in seen.bases)
+        white, (whiten, value, turn, multiples) = white[-1:], (each[-1:] for each in seen.bases)
     # No wander first, then every strength at every memory; all that for each sampling variance.
     which = np.append(0, np.repeat(np.arange(len(MEMORIES)), len(strengths)))
     strength = np.append(0.0, np.tile(strengths, len(MEMORIES)))
@@ -259,7 +260,7 @@ def noises(seen: Seen, brief: bool = False) -> Noises:
     # The prior, (1 + rate^2)^-2, is on the rate of diffusion and not on strength and memory apart.
     rate = strength * np.sqrt(seen.of) / (WANDER_SD * np.sqrt(memory))
     prior = np.append(P_STILL, np.full(len(rate) - 1, (1 - P_STILL) / (len(rate) - 1))) / (1 + rate**2) ** 2
-    variance = np.array(multiples)[:, None, None] + strength[:, None] ** 2 * value[:, None, which]
+    variance = multiples[:, None, None] + strength[:, None] ** 2 * value[:, None, which]
     log_det = np.log(variance).sum(-1) - 2 * np.log(np.einsum("wnn->wn", whiten)).sum(-1)[:, None, None]
     base = np.repeat(np.arange(len(whiten)) * len(MEMORIES), len(multiples))[:, None] + which
     n, every = len(seen.x), len(white)

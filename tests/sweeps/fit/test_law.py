@@ -15,7 +15,7 @@ from sweeps.fit.constants import A_PRIOR, MEMORIES, P_STILL, R0_PRIOR, STRENGTHS
 from sweeps.fit.fit import Fit, fit_curve
 from sweeps.fit.kinds import SIGMOID
 from sweeps.fit.points import FitOptions
-from sweeps.fit.wander import Seen
+from sweeps.fit.wander import Seen, noises
 from tests.examples import every
 from tests.sweeps.fit.simulate import curve
 
@@ -54,6 +54,27 @@ def covariances(seen: Seen) -> tuple[Array, Array]:
                 found.append(still + tau**2 * np.exp(-apart / memory) * seen.same)
                 weights.append((1 - P_STILL) / (len(MEMORIES) * len(STRENGTHS)) / (1 + rate**2) ** 2)
     return np.stack(found), np.log(weights)
+
+
+@pytest.mark.parametrize("name", ["few points", "three seeds that wander", "known errors", "floored"])
+def test_noise_has_the_covariances_that_the_methods_list(name: str) -> None:
+    sd = np.where(np.arange(12) % 3, 0.0011, 0.0009)
+    floored = make_curve("floored", np.arange(12.0), np.linspace(0.1, 0.6, 12) + 0.03 * np.cos(np.arange(12.0)), sd=sd)
+    ahead = fit_curve(floored if name == "floored" else CURVES[name]).lookout
+    assert ahead is not None
+    seen, rng = ahead.seen, np.random.default_rng(1)
+    left, right = rng.standard_normal((2, len(seen.x), 3))
+    covariance, log_weight = covariances(seen)
+    inverse = np.linalg.inv(covariance)
+    whole = noises(seen)
+    some = np.array([3, 8, 10])
+    for noise, keep in ((whole, slice(None)), (whole.take(some), some)):
+        turned = noise.turn @ left, noise.turn @ right
+        assert noise.products(*turned) == pytest.approx(left.T @ inverse[keep] @ right, rel=1e-6, abs=1e-6)
+        squares = np.einsum("ak,jab,bk->jk", right, inverse[keep], right)
+        assert noise.squares(turned[1]) == pytest.approx(squares, rel=1e-6)
+        assert noise.log_det == pytest.approx(np.linalg.slogdet(covariance[keep])[1], rel=1e-9)
+    assert whole.log_prior == pytest.approx(log_weight - logsumexp(log_weight))
 
 
 def log_posterior(seen: Seen) -> Callable[[Array], Array]:
