@@ -33,7 +33,7 @@ class R0Effect(AsJson):
 
 @dataclass(frozen=True, eq=False)
 class Checks:
-    """What a fit is checked by, and the checks, each computed at first use.
+    """Further fits of a fit's points and what they are made of, each computed at first use.
 
     Attributes:
         points: the fitted points.

@@ -89,13 +89,14 @@ def test_a_run_that_hangs_ends_itself_and_continues_bit_for_bit(place: Place, mo
 @pytest.mark.slow
 def test_a_single_run_that_was_killed_continues_bit_for_bit(place: Place) -> None:
     overrides = place.overrides("killed", "seed=3")
+    (spec,) = plan_members([list(overrides)])
+    run_dir = place.root / "killed" / "runs" / spec.run
     with place.command(["-m", "lightning_scalerl.train", *overrides], verifier_s=0.01) as process:
-        undisturbed = run_here(place.overrides("undisturbed", "seed=3"))
-        run_dir = place.root / "killed" / "runs" / undisturbed.name
         assert wait_until(lambda: lines(run_dir) >= 11, process), place.said()
         kill_controller(process)
     assert kinds(run_dir)["checkpoint"] >= 1
     assert not is_done(run_dir, STEPS, run_dir.name)
+    undisturbed = run_here(place.overrides("undisturbed", "seed=3"))
     assert run_here(overrides) == run_dir
     assert kinds(run_dir)["resume"] == 1
     assert kinds(undisturbed) == Counter(run=1, eval=5, train=STEPS, checkpoint=4, end=1)
