@@ -74,7 +74,7 @@ def told(fit: Fit, rho: float) -> dict[str, float | None]:
     covariance = SD**2 / ahead.width**2 * rho ** np.abs(steps[:, None] - steps[None, :])
     known = Noises(
         whitening(covariance[None]), np.zeros(1, dtype=np.intp), np.ones((1, len(steps))),
-        np.linalg.slogdet(covariance)[1:], np.zeros(1), np.full(1, SD**2), np.zeros(1), np.ones(1),
+        np.linalg.slogdet(covariance[None])[1], np.zeros(1), np.full(1, SD**2), np.zeros(1), np.ones(1),
     )  # fmt: skip
     problem = weighted(select(fit.curve, fit.options), fit.options, fit.bounds)
     exact = law_of(ahead, problem, fit.law.best, known)

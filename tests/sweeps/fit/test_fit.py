@@ -338,6 +338,13 @@ def test_a_million_points_are_averaged_and_counted() -> None:
     assert any("averaged in blocks of 1000" in note for note in fit.warnings)
 
 
+def test_intervals_that_are_told_the_noise_are_about_as_wide() -> None:
+    """One repeat of `benchmarks/coverage.py`, in which the noise of the run is known."""
+    for name, (_, is_open, own, told) in coverage.one(coverage.Cell(4.0, 40, 0.0, "even"), 1).items():
+        assert not is_open and own is not None and told is not None, name
+        assert 1 / 2.2 < own / told < 2.2, name
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("rho", every(2, [0.7, 0.0], pytest.mark.full))
 def test_coverage_of_every_parameter(rho: float) -> None:
