@@ -204,7 +204,7 @@ def main() -> int:
             row("of that: import", [part["import"] for part in inside]),
             row("read the table", [part["read"] for part in inside]),
             row("fit all, intervals and verdicts", [part["fit"] for part in inside]),
-            row("write all; fits to half a curve and about other R0 first", [part["json"] for part in inside]),
+            row("extrapolation errors and R0's effects, then all as JSON", [part["json"] for part in inside]),
             row("a curve, in that batch", batch, "ms", 1000),
             row("a curve alone", ours, "ms", 1000),
             row("the published procedure (`--method scalerl-a5`), a curve", theirs, "ms", 1000),

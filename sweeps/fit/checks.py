@@ -33,7 +33,7 @@ class R0Effect(AsJson):
 
 @dataclass(frozen=True, eq=False)
 class Checks:
-    """Further fits of a fit's points and what they are made of, each computed at first use.
+    """The fitted points and their solution, and the checks made of them, each at first use.
 
     Attributes:
         points: the fitted points.
@@ -70,10 +70,9 @@ class Checks:
     @cached_property
     def R0_effect(self) -> R0Effect | None:
         """A and B refitted with R0 fixed a step lower and higher; None for other families or a fixed A."""
-        problem, best = weighted(self.points, self.options, self.bounds), self.best
-        if problem.family.name != "sigmoid" or problem.a_bounds[0] == problem.a_bounds[1]:
+        if not self.options.sigmoid:
             return None
-        step = R0_STEP * self.scale
+        problem, best, step = weighted(self.points, self.options, self.bounds), self.best, R0_STEP * self.scale
         found: list[tuple[float | None, float | None]] = []
         for r0 in (best.r0 - step, best.r0 + step):
             if not problem.a_bounds[0] <= r0 < best.a:

@@ -132,8 +132,8 @@ class Seen:
         alike = self.seeds == 1 and all(np.ptp(ratio) <= 1e-12 * ratio[0] for ratio in ratios)
         multiples = np.array([ratio[0] for ratio in ratios] if alike else [1.0])
         whiten = whitening(np.stack([self.between + np.diag(v) for v in (self.white[:1] if alike else self.white)]))
-        apart = np.abs(self.x[:, None] - self.x[None, :])
-        kernels = np.stack([np.exp(-apart / memory) * self.same for memory in MEMORIES])
+        lag = np.abs(self.x[:, None] - self.x[None, :])
+        kernels = np.stack([np.exp(-lag / memory) * self.same for memory in MEMORIES])
         value, vectors = np.linalg.eigh(whiten[:, None] @ kernels @ whiten.transpose(0, 2, 1)[:, None])
         return whiten, np.maximum(value, 0.0), vectors.transpose(0, 1, 3, 2) @ whiten[:, None], multiples
 
