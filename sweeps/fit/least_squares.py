@@ -38,6 +38,8 @@ _ITERATIONS = 60
 _REACH, _BESIDE = 0.25, 1e-7
 # To what share of its SSE a minimum is worked out that is only compared with others.
 _ROUGH = 1e-3
+# A sum of squares that is less is none: what it is divided into, the data say nothing of.
+_NOTHING = 1e-200
 # Minima that lie this close, in shares of the search's box, are one.
 _SAME = 5e-3
 
@@ -127,7 +129,7 @@ class Quadratic:
     H01: Array
     H11: Array
 
-    def at(self, r0: Array, a: Array) -> Array:
+    def at(self, r0: Array | float, a: Array | float) -> Array:
         """SSE at (R0, A), broadcast over cells; rounding never makes it negative."""
         value = self.c - 2 * (self.h0 * r0 + self.h1 * a)
         value += self.H00 * r0 * r0 + 2 * self.H01 * r0 * a + self.H11 * a * a
@@ -163,12 +165,6 @@ class Optimum:
     seed_offset: Array
 
 
-def divide(top: Array, bottom: Array) -> Array:
-    """top / bottom, and 0 where the data say nothing (bottom is 0)."""
-    known = bottom > 1e-300
-    return np.where(known, top / np.where(known, bottom, 1.0), 0.0)
-
-
 def normal_equations(problem: Problem, g: Array) -> Quadratic:
     """SSE by (R0, A), both about the centre, of cells with basis g (cells, n), seeds' offsets eliminated; (cells,)."""
     # With w the weights: H11 = sum w g^2, H01 = sum w g (1 - g), H00 = sum w (1 - g)^2, h1 = sum w y g,
@@ -195,30 +191,22 @@ def normal_equations(problem: Problem, g: Array) -> Quadratic:
     return Quadratic(squares - (k * p * p).sum(0) + k_p * k_p / ksum, h0, h1, H00, H01, H11)
 
 
-def linear_solution(q: Quadratic, problem: Problem) -> tuple[Array, Array, Array]:
-    """The best (R0, A) of each cell within bounds and A >= R0: exact, by trying each face of the region.
-
-    Returns:
-        R0 and A about the problem's centre, and the SSE; (cells,) each.
-    """
+def least_sse(q: Quadratic, problem: Problem) -> Array:
+    """SSE at the best (R0, A) of each cell within bounds and A >= R0: exact, by trying each face of the region."""
     r_lo, r_hi, a_lo, a_hi = problem.bounds
 
-    def best_a(q: Quadratic, r0: Array) -> Array:
-        free = divide(q.h1 - q.H01 * r0, q.H11)
+    def best_a(q: Quadratic, r0: Array | float) -> Array:
+        free = (q.h1 - q.H01 * r0) / np.maximum(q.H11, _NOTHING)
         return np.asarray(np.minimum(np.maximum(free, np.maximum(a_lo, r0)), a_hi))
 
-    def best_r0(q: Quadratic, a: Array) -> Array:
-        free = divide(q.h0 - q.H01 * a, q.H00)
+    def best_r0(q: Quadratic, a: Array | float) -> Array:
+        free = (q.h0 - q.H01 * a) / np.maximum(q.H00, _NOTHING)
         return np.asarray(np.maximum(np.minimum(free, np.minimum(r_hi, a)), r_lo))
 
     if r_lo == r_hi:
-        r0 = np.full_like(q.h0, r_lo)
-        a = best_a(q, r0)
-        return r0, a, q.at(r0, a)
+        return q.at(r_lo, best_a(q, r_lo))
     if a_lo == a_hi:
-        a = np.full_like(q.h0, a_lo)
-        r0 = best_r0(q, a)
-        return r0, a, q.at(r0, a)
+        return q.at(best_r0(q, a_lo), a_lo)
     # 0 <= det <= H00 H11 (Cauchy-Schwarz); where it vanishes g is constant, and R0 and A are not told apart.
     most = q.H00 * q.H11
     det = most - q.H01 * q.H01
@@ -228,22 +216,19 @@ def linear_solution(q: Quadratic, problem: Problem) -> tuple[Array, Array, Array
     sse = q.at(r0, a)
     outside = np.flatnonzero(~(told & (r0 >= r_lo) & (r0 <= r_hi) & (a >= np.maximum(a_lo, r0)) & (a <= a_hi)))
     if not len(outside):
-        return r0, a, sse
+        return sse
     q = q.take(outside)
-    # Two faces at a time: R0 at either end, A at either end.
-    shape = (2, len(outside))
-    at_r0, at_a = np.broadcast_to([[r_lo], [r_hi]], shape), np.broadcast_to([[a_lo], [a_hi]], shape)
-    r0s, as_ = [at_r0, best_r0(q, at_a)], [best_a(q, at_r0), at_a]
-    if r_hi >= a_lo:
-        # The face A = R0, a level curve.
-        level = divide(q.h0 + q.h1, q.H00 + 2 * q.H01 + q.H11)[None]
-        level = np.minimum(np.maximum(level, max(a_lo, r_lo)), min(r_hi, a_hi))
-        r0s, as_ = [*r0s, level], [*as_, level]
-    tried = np.concatenate(r0s), np.concatenate(as_)
-    value = q.at(*tried)
-    best = value.argmin(0), np.arange(len(outside))
-    r0[outside], a[outside], sse[outside] = tried[0][best], tried[1][best], value[best]
-    return r0, a, sse
+    # R0 at either end, A at either end, and the face A = R0, a level curve.
+    r0, a = np.empty((2, 5, len(outside)))
+    ends = np.array([[r_lo], [r_hi]]), np.array([[a_lo], [a_hi]])
+    r0[:2], a[:2] = ends[0], best_a(q, ends[0])
+    r0[2:4], a[2:4] = best_r0(q, ends[1]), ends[1]
+    level = (q.h0 + q.h1) / np.maximum(q.H00 + 2 * q.H01 + q.H11, _NOTHING)
+    r0[4] = a[4] = np.minimum(np.maximum(level, max(a_lo, r_lo)), min(r_hi, a_hi))
+    value = q.at(r0, a)
+    # Where R0 cannot come up to A there is no level curve.
+    sse[outside] = value[: 5 if r_hi >= a_lo else 4].min(0)
+    return sse
 
 
 def cells_of(u: Array, v: Array) -> tuple[Array, Array]:
@@ -253,7 +238,10 @@ def cells_of(u: Array, v: Array) -> tuple[Array, Array]:
 
 def surface(problem: Problem, u: Array, v: Array) -> Surface:
     """SSE over the grid u x v, everything else solved exactly."""
-    _, _, sse = linear_solution(normal_equations(problem, problem.basis(*cells_of(u, v))), problem)
+    # Curves in single precision, which takes a fraction of the time: the surface tells where to begin, and no more.
+    x, *at = (each.astype(np.float32) for each in (problem.log_compute, *cells_of(u, v)))
+    g = problem.family.basis(x[:, None], *at).astype(float).T
+    sse = least_sse(normal_equations(problem, g), problem)
     return Surface(u, v, sse.reshape(len(u), len(v)))
 
 
@@ -291,7 +279,7 @@ def _linear_at(problem: Problem, g: Array) -> tuple[list[float], list[float], Ar
 def _linear_one(
     bounds: tuple[float, float, float, float], h0: float, h1: float, H00: float, H01: float, H11: float
 ) -> tuple[float, float]:
-    """`linear_solution` of a single cell."""
+    """The best (R0, A) of a single cell within bounds and A >= R0, as `least_sse` finds it for many."""
     r_lo, r_hi, a_lo, a_hi = bounds
 
     def best_a(r0: float) -> float:
