@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import log, pi
 
 import numpy as np
@@ -88,19 +88,30 @@ def joined(parts: Sequence[Cells]) -> Cells:
 
 
 @dataclass(frozen=True, eq=False)
+class OnTop:
+    """What the regressions of every cell say of each extra: a column on top of the curve, of unknown size.
+
+    Shapes, for E extras, J kinds of noise and M cells: mean and precision of the size (E, J, M); cross (2, E, J, M),
+    how much R0 and A fall per unit of it.
+    """
+
+    cross: Array
+    mean: Array
+    precision: Array
+
+
+@dataclass(frozen=True, eq=False)
 class Solved:
     """Results of the Bayesian linear regression of every cell.
 
-    Shapes, for E extras, J kinds of noise and M cells: log_evidence, extra_mean and extra_precision (E, J, M), cross
-    (2, E, J, M), precision 3 x (J, M), mean 2 x (J, M).
+    Shapes, for E extras, J kinds of noise and M cells: log_evidence (E, J, M), precision 3 x (J, M), mean 2 x (J, M).
+    Without extras E is 1 and on_top None.
     """
 
     log_evidence: Array
     precision: tuple[Array, Array, Array]
     mean: tuple[Array, Array]
-    cross: Array
-    extra_mean: Array
-    extra_precision: Array
+    on_top: OnTop | None
 
 
 def usual_prior(bounded: bool) -> Prior:
@@ -109,82 +120,116 @@ def usual_prior(bounded: bool) -> Prior:
     return (R0_PRIOR[0], wide * R0_PRIOR[1]), (A_PRIOR[0], wide * A_PRIOR[1])
 
 
-def solve(
-    noise: Noises,
-    points: Array,
-    g: Array,
-    extras: tuple[Array, float] | None,
-    ceiling: NDArray[np.bool_],
-    bounded: bool,
-    prior: Prior | None = None,
-) -> Solved:
-    """Regress rewards on R0 (1 - g) + A g, and an extra if there are some, in every cell.
+@dataclass(frozen=True, eq=False)
+class Rewards:
+    """Rewards of one recipe under J kinds of noise in B bases, to be regressed on curves.
 
-    Args:
-        noise: J kinds of noise, in B bases.
-        points: a column of ones and the rewards, turned to each basis (`turned`), (B, n, 2).
-        g: basis function of each of M cells, turned, (B, n, M).
-        extras: turned columns (B, n, E), and the prior standard deviation of their sizes; None to regress on R0 and
-            A alone, as if on one extra whose size is exactly 0.
-        ceiling: whether A is an asymptote in the cell, and so confined to [0, 1], (M,).
-        bounded: whether rewards lie in [0, 1].
-        prior: mean and standard deviation of R0 and of A; None for `usual_prior`.
+    Attributes:
+        seen: the evaluations. noise: kinds of noise.
+        prior: mean and standard deviation of R0, and of A.
+        rows: a column of ones and the rewards about the prior's mean of R0, turned to each basis, (B, n, 2).
     """
-    (m0, s0), (m1, s1) = prior or usual_prior(bounded)
-    d = m1 - m0
-    rows = points - [0.0, m0] * points[..., :1]
-    (oo, oy), (_, yy) = noise.products(rows, rows).transpose(1, 2, 0)[..., None]
-    g1, gy = noise.products(rows, g).transpose(1, 0, 2)
-    gg = noise.squares(g)
-    # Rewards about the prior's mean, m0 (1 - g) + m1 g.
-    b1 = gy - d * gg
-    rr = yy - d * (gy + b1)
-    b0 = oy - d * g1 - b1
-    # Normal equations of the columns 1 - g and g; the prior adds its precision to the diagonal.
-    p01, p11 = g1 - gg, gg + s1**-2
-    p00 = (oo + s0**-2) - (g1 + p01)
-    det = p00 * p11 - p01 * p01
-    # Covariance of R0 and A, and how far their means lie off the prior's.
-    v00, v01, v11 = p11 / det, -p01 / det, p00 / det
-    a0, a1 = v00 * b0 + v01 * b1, v01 * b0 + v11 * b1
-    quadratic = np.maximum(rr - b0 * a0 - b1 * a1, 0.0)
-    # Log evidence of a Gaussian linear model, R0 and A integrated out: P their posterior precision, S prior covariance,
-    # -1/2 (n log 2 pi + log |V| + r' V^-1 r - b' P^-1 b + log |P| + log |S|).
-    constant = points.shape[1] * log(2 * pi) + 2 * log(s0 * s1) + noise.log_det[:, None]
-    base = -0.5 * (constant + quadratic + np.log(det))
 
-    shape = (1, *base.shape)
-    cross, size, kappa, evidence = np.zeros((2, *shape)), np.zeros(shape), np.full(shape, np.inf), base[None]
-    if extras is not None:
-        columns, sd = extras
-        h1 = noise.products(columns, g).transpose(1, 0, 2)
-        e1, ey = noise.products(rows, columns).transpose(1, 2, 0)[..., None]
-        h0 = e1 - h1
-        # One more column, by block elimination: kappa, the Schur complement, is the posterior precision of its size.
-        cross = np.stack([v00 * h0 + v01 * h1, v01 * h0 + v11 * h1])
-        kappa = noise.squares(columns).T[..., None] + sd**-2 - h0 * cross[0] - h1 * cross[1]
-        left = ey - h0 * a0 - h1 * (a1 + d)
-        size = left / kappa
-        evidence = base + 0.5 * (left * size - np.log(kappa * sd**2))
-    # What lies outside [0, 1] is cut off, of the prior as of what the data leave.
-    ends = ((m0, s0, a0, v00, np.ones_like(ceiling)), (m1, s1, a1, v11, ceiling)) if bounded else ()
-    for (centre, scale, moved, variance, counts), falls in zip(ends, cross, strict=False):
-        mean = centre + moved
+    seen: Seen
+    noise: Noises
+    prior: Prior
+    rows: Array
+
+    @classmethod
+    def of(cls, seen: Seen, noise: Noises, prior: Prior | None = None) -> Rewards:
+        """Turn one recipe's rewards to every basis; prior None is `usual_prior`."""
+        prior = prior or usual_prior(seen.bounded)
+        one = np.ones(len(seen.x))
+        return cls(seen, noise, prior, noise.turn @ np.stack([one, seen.z - prior[0][0] * one], axis=1))
+
+    @cached_property
+    def _own(self) -> Array:
+        """Products of the rows with each other: ones with ones, ones with rewards, rewards with rewards; (3, J, 1)."""
+        return self.noise.products(self.rows, self.rows).reshape(-1, 4).T[[0, 1, 3], :, None]
+
+    @cached_property
+    def _weighed(self) -> list[Array]:
+        """The rows by basis, under the precision of each of its K kinds; (2 K, n) each."""
+        return [
+            (precision[:, None, :] * self.rows[b].T).reshape(-1, len(self.seen.x))
+            for b, _, precision in self.noise.members
+        ]
+
+    @cached_property
+    def _constant(self) -> Array:
+        """What the log evidence, times -2, holds whatever the curve is; (J, 1)."""
+        (_, s0), (_, s1) = self.prior
+        return (len(self.seen.x) * log(2 * pi) + 2 * log(s0 * s1) + self.noise.log_det)[:, None]
+
+    def on(self, basis: Array, ceiling: NDArray[np.bool_], extras: tuple[Array, float] | None = None) -> Solved:
+        """Regress them on R0 (1 - g) + A g, and an extra if there are some, in every cell.
+
+        Args:
+            basis: g, the basis function, of each of M cells at the points, (n, M).
+            ceiling: whether A is an asymptote in the cell, and so confined to [0, 1], (M,).
+            extras: columns (n, E), and the prior standard deviation of their sizes; None to regress on R0 and A alone.
+        """
+        noise, ((m0, s0), (m1, s1)) = self.noise, self.prior
+        d = m1 - m0
+        oo, oy, yy = self._own
+        g = noise.turn @ basis
+        kinds, cells = len(noise.base), basis.shape[1]
+        products, gg = np.empty((kinds, 2, cells)), np.empty((kinds, cells))
+        for (b, mine, precision), weighed in zip(noise.members, self._weighed, strict=True):
+            products[mine] = (weighed @ g[b]).reshape(len(mine), 2, cells)
+            gg[mine] = precision @ (g[b] * g[b])
+        g1, gy = products[:, 0], products[:, 1]
+        # Rewards about the prior's mean, m0 (1 - g) + m1 g.
+        b1 = gy - d * gg
+        rr = yy - d * (gy + b1)
+        b0 = oy - d * g1 - b1
+        # Normal equations of the columns 1 - g and g; the prior adds its precision to the diagonal.
+        p01, p11 = g1 - gg, gg + s1**-2
+        p00 = (oo + s0**-2) - (g1 + p01)
+        det = p00 * p11 - p01 * p01
+        # Covariance of R0 and A, and how far their means lie off the prior's.
+        v00, v01, v11 = p11 / det, -p01 / det, p00 / det
+        a0, a1 = v00 * b0 + v01 * b1, v01 * b0 + v11 * b1
+        quadratic = np.maximum(rr - b0 * a0 - b1 * a1, 0.0)
+        # Log evidence of a Gaussian linear model, R0 and A integrated out: P their posterior precision, S prior
+        # covariance, -1/2 (n log 2 pi + log |V| + r' V^-1 r - b' P^-1 b + log |P| + log |S|).
+        evidence = (-0.5 * (self._constant + quadratic + np.log(det)))[None]
+        mean, variance = (m0 + a0, m1 + a1), (v00, v11)
+        own = mean
+        on_top = None
         if extras is not None:
-            mean, variance = mean - falls * size, variance + falls**2 / kappa
-        whole = log(ndtr((1 - centre) / scale) - ndtr(-centre / scale))
-        evidence = evidence + counts * (_log_inside(mean, np.sqrt(variance)) - whole)
-    return Solved(evidence, (p00, p01, p11), (m0 + a0, m1 + a1), cross, size, kappa)
+            columns, sd = noise.turn @ extras[0], extras[1]
+            h1 = noise.products(columns, g).transpose(1, 0, 2)
+            e1, ey = noise.products(self.rows, columns).transpose(1, 2, 0)[..., None]
+            h0 = e1 - h1
+            # One more column, by block elimination: kappa, the Schur complement, is the posterior precision of its
+            # size.
+            cross = np.stack([v00 * h0 + v01 * h1, v01 * h0 + v11 * h1])
+            kappa = noise.squares(columns).T[..., None] + sd**-2 - h0 * cross[0] - h1 * cross[1]
+            left = ey - h0 * a0 - h1 * (a1 + d)
+            size = left / kappa
+            evidence = evidence + 0.5 * (left * size - np.log(kappa * sd**2))
+            mean = mean[0] - cross[0] * size, mean[1] - cross[1] * size
+            variance = v00 + cross[0] ** 2 / kappa, v11 + cross[1] ** 2 / kappa
+            on_top = OnTop(cross, size, kappa)
+        if self.seen.bounded:
+            # What lies outside [0, 1] is cut off, of the prior as of what the data leave.
+            confined = np.ones_like(ceiling), ceiling
+            for (centre, scale), at, spread, counts in zip(self.prior, mean, variance, confined, strict=True):
+                whole = log(ndtr((1 - centre) / scale) - ndtr(-centre / scale))
+                evidence = evidence + counts * (_log_inside(at, np.sqrt(spread)) - whole)
+        return Solved(evidence, (p00, p01, p11), own, on_top)
 
 
-def _log_inside(mean: Array, sd: Array) -> Array:
-    """Log probability that a normal value lies in [0, 1]; all shapes alike."""
-    result = np.zeros(mean.size)
-    # So far inside that nothing is cut off, as nearly always.
+def _log_inside(mean: Array, sd: Array) -> Array | float:
+    """Log probability that a normal value lies in [0, 1], all shapes alike; one number if nothing is ever cut off."""
+    # So far inside that nothing is, as nearly always.
     near = np.flatnonzero(np.abs(mean - 0.5) + _INSIDE * sd > 0.5)
-    if len(near):
-        some, own = mean.ravel()[near], sd.ravel()[near]
-        result[near] = np.log(np.maximum(ndtr((1 - some) / own) - ndtr(-some / own), 1e-12))
+    if not len(near):
+        return 0.0
+    result = np.zeros(mean.size)
+    some, own = mean.ravel()[near], sd.ravel()[near]
+    result[near] = np.log(np.maximum(ndtr((1 - some) / own) - ndtr(-some / own), 1e-12))
     return result.reshape(mean.shape)
 
 
@@ -238,11 +283,6 @@ def _centres(kind: Kind, box: Box) -> tuple[Array, Array, Array, Array]:
     return u, v, sides, kind.log_prior(u, v) + np.log(area) - kind.log_norm
 
 
-def turned(seen: Seen, noise: Noises) -> Array:
-    """A column of ones and the rewards, turned to every basis of the noise; (B, n, 2)."""
-    return np.asarray(noise.turn @ np.stack([np.ones(len(seen.x)), seen.z], axis=1))
-
-
 @lru_cache(maxsize=8)
 def _whole_grid(kinds: tuple[Kind, ...]) -> Grid:
     """Return the grid over every kind's whole box, where each search begins."""
@@ -271,8 +311,7 @@ class Explored:
         Args:
             log_extra: log prior weight that there is none; a number, or one for each cell of the grid, (M,).
         """
-        nothing = np.zeros(1, dtype=np.intp), np.zeros(1), np.ones(1)
-        return cells_of(self.solved, log_extra, self.grid, self.noise, *nothing)
+        return cells_of(self.solved, log_extra, self.grid, self.noise, np.zeros(1, dtype=np.intp))
 
     @property
     def likely(self) -> NDArray[np.intp]:
@@ -303,13 +342,12 @@ def explore(
         prior: mean and standard deviation of R0 and of A; None for `usual_prior`.
         boxes: box to begin with for each kind, by its index in `kinds`; None for each kind's whole box.
     """
-    points = turned(seen, noise)
+    rewards = Rewards.of(seen, noise, prior)
     whole = boxes is None
     boxes = boxes or {i: kind.box for i, kind in enumerate(kinds)}
     for round_ in range(rounds):
         grid = _whole_grid(kinds) if whole and not round_ else grid_of(kinds, boxes)
-        g = noise.turn @ grid.basis(seen.x)
-        solved = solve(noise, points, g, None, grid.ceiling, seen.bounded, prior)
+        solved = rewards.on(grid.basis(seen.x), grid.ceiling)
         weight = solved.log_evidence[0] + grid.log_cell + noise.log_prior[:, None]
         closer = zoomed(grid, weight, boxes, fine, np.inf if round_ == 0 else behind)
         if closer == boxes:
@@ -364,19 +402,25 @@ def cells_of(
     grid: Grid,
     noise: Noises,
     extra: NDArray[np.intp],
-    at: Array,
-    width: Array,
+    at: Array | None = None,
+    width: Array | None = None,
 ) -> Cells:
     """Flatten solved regressions into cells, dropping those of negligible weight within their kind."""
     weight = solved.log_evidence + (log_extra + grid.log_cell) + noise.log_prior[:, None]
     # Against the best of its own kind: a kind that is far behind must still show its evidence (`Mixture.skill`).
     best = np.repeat(np.maximum.reduceat(weight.max((0, 1)), grid.first), grid.count)
     e, j, m = np.nonzero(weight > best - DROPPED)
+    # What all cells share takes no memory: of an extra, where there is none.
+    none, one = np.broadcast_to(0.0, len(e)), np.broadcast_to(1.0, len(e))
+    on_top = solved.on_top
+    of_extra = (np.broadcast_to(0.0, (2, len(e))), none, none) if on_top is None else (
+        on_top.cross[:, e, j, m], on_top.mean[e, j, m], on_top.precision[e, j, m] ** -0.5
+    )  # fmt: skip
+    cross, extra_mean, extra_sd = of_extra
     return Cells(
         grid.kind[m], weight[e, j, m], grid.u[m], grid.v[m], grid.sides[:, m], j,
         np.stack([part[j, m] for part in solved.precision]), np.stack([part[j, m] for part in solved.mean]),
-        solved.cross[:, e, j, m], extra[e], solved.extra_mean[e, j, m], solved.extra_precision[e, j, m] ** -0.5,
-        at[e], width[e],
+        cross, extra[e], extra_mean, extra_sd, none if at is None else at[e], one if width is None else width[e],
     )  # fmt: skip
 
 

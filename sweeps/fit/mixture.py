@@ -29,7 +29,7 @@ from sweeps.fit.constants import (
     WALK_STEPS,
 )
 from sweeps.fit.family import Box
-from sweeps.fit.grid import DROPPED, Cells, cells_of, explore, grid_of, joined, log_sum, solve, turned, zoomed
+from sweeps.fit.grid import DROPPED, Cells, Rewards, cells_of, explore, grid_of, joined, log_sum, zoomed
 from sweeps.fit.kinds import KINDS, WALK, drifting
 from sweeps.fit.least_squares import Array
 from sweeps.fit.wander import Noises, Seen, noises, whitening
@@ -199,12 +199,12 @@ def _explored_under(
         return found.cells(), found.boxes
     grid, likely = found.grid, found.likely
     some = noise.take(likely)
-    extras = some.turn @ drifting(seen.x)[:, None], DRIFT_SD * seen.roughness
-    solved = solve(some, turned(seen, some), some.turn @ grid.basis(seen.x), extras, grid.ceiling, seen.bounded)
+    extras = drifting(seen.x)[:, None], DRIFT_SD * seen.roughness
+    solved = Rewards.of(seen, some).on(grid.basis(seen.x), grid.ceiling, extras)
     drifts = np.where(grid.ceiling, P_DRIFT, 0.0)
     with np.errstate(divide="ignore"):
         without, adrift = np.log(1 - drifts), np.log(drifts)
-    cells = cells_of(solved, adrift, grid, some, np.array([DRIFT]), np.zeros(1), np.ones(1))
+    cells = cells_of(solved, adrift, grid, some, np.array([DRIFT]))
     return joined([found.cells(without), replace(cells, noise=likely[cells.noise])]), found.boxes
 
 
@@ -238,13 +238,13 @@ def _jumped(seen: Seen, noise: Noises, boxes: Mapping[int, Box]) -> list[Cells]:
     spacing = float(np.median(np.diff(computes)))
     log_prior = float(np.log(P_JUMP / (len(at) * len(JUMP_WIDTHS))))
 
-    def extras(within: Noises, places: Array, width: Array) -> tuple[Array, float]:
-        return within.turn @ expit((seen.x[:, None] - places) / width), JUMP_SD
+    def extras(places: Array, width: Array) -> tuple[Array, float]:
+        return expit((seen.x[:, None] - places) / width), JUMP_SD
 
     # The search, for places and shapes, makes do with the likeliest kinds of noise and one width.
     few = some.take(np.argsort(-some.log_prior, kind="stable")[:_SEARCHED])
-    some_points, few_points = turned(seen, some), turned(seen, few)
-    anywhere = extras(few, at, np.full(len(at), JUMP_WIDTHS[1] * spacing))
+    under_some, under_few = Rewards.of(seen, some), Rewards.of(seen, few)
+    anywhere = extras(at, np.full(len(at), JUMP_WIDTHS[1] * spacing))
     found = []
     for i, kind in enumerate(KINDS):
         if kind.name not in _JUMPING:
@@ -254,7 +254,7 @@ def _jumped(seen: Seen, noise: Noises, boxes: Mapping[int, Box]) -> list[Cells]:
             for round_ in range(_JUMP_ROUNDS):
                 grid = grid_of(KINDS, {i: box})
                 basis = grid.basis(seen.x)
-                solved = solve(few, few_points, few.turn @ basis, anywhere, grid.ceiling, seen.bounded)
+                solved = under_few.on(basis, grid.ceiling, anywhere)
                 weight = solved.log_evidence + grid.log_cell + few.log_prior[:, None]
                 closer = zoomed(grid, weight.max(0), {i: box}, _FINE, np.inf)[i]
                 if closer == box or round_ == _JUMP_ROUNDS - 1:
@@ -264,8 +264,7 @@ def _jumped(seen: Seen, noise: Noises, boxes: Mapping[int, Box]) -> list[Cells]:
             likely = at[by_place > by_place.max() - _ELSEWHERE]
             places = np.tile(likely, len(JUMP_WIDTHS))
             width = np.repeat(np.array(JUMP_WIDTHS) * spacing, len(likely))
-            there = extras(some, places, width)
-            solved = solve(some, some_points, some.turn @ basis, there, grid.ceiling, seen.bounded)
+            solved = under_some.on(basis, grid.ceiling, extras(places, width))
             cells = cells_of(solved, log_prior, grid, some, np.full(len(places), JUMP), places, width)
             found.append(replace(cells, noise=calm[cells.noise]))
     return found
