@@ -17,7 +17,7 @@ from scipy.special import ndtr, ndtri
 
 from sweeps.fit.constants import A_PRIOR, R0_PRIOR
 from sweeps.fit.family import Box
-from sweeps.fit.kinds import Kind
+from sweeps.fit.kinds import Kind, silent
 from sweeps.fit.least_squares import Array
 from sweeps.fit.wander import Noises, Seen
 
@@ -143,17 +143,26 @@ class Rewards:
         return cls(seen, noise, prior, noise.turn @ np.stack([one, seen.z - prior[0][0] * one], axis=1))
 
     @cached_property
-    def _own(self) -> Array:
-        """Products of the rows with each other: ones with ones, ones with rewards, rewards with rewards; (3, J, 1)."""
-        return self.noise.products(self.rows, self.rows).reshape(-1, 4).T[[0, 1, 3], :, None]
-
-    @cached_property
     def _weighed(self) -> list[Array]:
         """The rows by basis, under the precision of each of its K kinds; (2 K, n) each."""
         return [
             (precision[:, None, :] * self.rows[b].T).reshape(-1, len(self.seen.x))
             for b, _, precision in self.noise.members
         ]
+
+    @cached_property
+    def _own(self) -> tuple[Array, Array, Array]:
+        """Products of the rows with each other: ones and ones, ones and rewards, rewards and rewards; (J, 1) each."""
+        found = np.empty((len(self.noise.base), 2, 2, 1))
+        for (b, mine, _), weighed in zip(self.noise.members, self._weighed, strict=True):
+            found[mine] = (weighed @ self.rows[b]).reshape(-1, 2, 2, 1)
+        return found[:, 0, 0], found[:, 0, 1], found[:, 1, 1]
+
+    @cached_property
+    def _log_inside(self) -> tuple[float, float]:
+        """Log prior probability that R0, and that A, lies in [0, 1]."""
+        r0, a = (log(ndtr((1 - centre) / scale) - ndtr(-centre / scale)) for centre, scale in self.prior)
+        return r0, a
 
     @cached_property
     def _constant(self) -> Array:
@@ -202,8 +211,7 @@ class Rewards:
             h1 = noise.products(columns, g).transpose(1, 0, 2)
             e1, ey = noise.products(self.rows, columns).transpose(1, 2, 0)[..., None]
             h0 = e1 - h1
-            # One more column, by block elimination: kappa, the Schur complement, is the posterior precision of its
-            # size.
+            # One more column, by block elimination: kappa, the Schur complement, is its size's posterior precision.
             cross = np.stack([v00 * h0 + v01 * h1, v01 * h0 + v11 * h1])
             kappa = noise.squares(columns).T[..., None] + sd**-2 - h0 * cross[0] - h1 * cross[1]
             left = ey - h0 * a0 - h1 * (a1 + d)
@@ -214,21 +222,22 @@ class Rewards:
             on_top = OnTop(cross, size, kappa)
         if self.seen.bounded:
             # What lies outside [0, 1] is cut off, of the prior as of what the data leave.
-            confined = np.ones_like(ceiling), ceiling
-            for (centre, scale), at, spread, counts in zip(self.prior, mean, variance, confined, strict=True):
-                whole = log(ndtr((1 - centre) / scale) - ndtr(-centre / scale))
-                evidence = evidence + counts * (_log_inside(at, np.sqrt(spread)) - whole)
+            r0, a = (_log_inside(*of) - whole for *of, whole in zip(mean, variance, self._log_inside, strict=True))
+            evidence = evidence + r0 + ceiling * a
         return Solved(evidence, (p00, p01, p11), own, on_top)
 
 
-def _log_inside(mean: Array, sd: Array) -> Array | float:
+def _log_inside(mean: Array, variance: Array) -> Array | float:
     """Log probability that a normal value lies in [0, 1], all shapes alike; one number if nothing is ever cut off."""
-    # So far inside that nothing is, as nearly always.
-    near = np.flatnonzero(np.abs(mean - 0.5) + _INSIDE * sd > 0.5)
+    # So far inside that nothing is, as nearly always: all of them together, or each.
+    most = _INSIDE * variance.max() ** 0.5
+    if most < mean.min() and mean.max() < 1 - most:
+        return 0.0
+    near = np.flatnonzero(np.abs(mean - 0.5) + _INSIDE * np.sqrt(variance) > 0.5)
     if not len(near):
         return 0.0
     result = np.zeros(mean.size)
-    some, own = mean.ravel()[near], sd.ravel()[near]
+    some, own = mean.ravel()[near], np.sqrt(variance.ravel()[near])
     result[near] = np.log(np.maximum(ndtr((1 - some) / own) - ndtr(-some / own), 1e-12))
     return result.reshape(mean.shape)
 
@@ -260,9 +269,10 @@ class Grid:
     def basis(self, x: Array) -> Array:
         """g of every cell; (n,) -> (n, M)."""
         found = np.empty((len(x), len(self.u)))
-        for start, count in zip(self.first.tolist(), self.count.tolist(), strict=True):
-            mine = slice(start, start + count)
-            found[:, mine] = self.kinds[self.kind[start]].shape(x[:, None], self.u[mine], self.v[mine])
+        with silent():
+            for start, count in zip(self.first.tolist(), self.count.tolist(), strict=True):
+                mine = slice(start, start + count)
+                found[:, mine] = self.kinds[self.kind[start]].basis(x[:, None], self.u[mine], self.v[mine])
         return found
 
 
@@ -410,17 +420,15 @@ def cells_of(
     # Against the best of its own kind: a kind that is far behind must still show its evidence (`Mixture.skill`).
     best = np.repeat(np.maximum.reduceat(weight.max((0, 1)), grid.first), grid.count)
     e, j, m = np.nonzero(weight > best - DROPPED)
-    # What all cells share takes no memory: of an extra, where there is none.
-    none, one = np.broadcast_to(0.0, len(e)), np.broadcast_to(1.0, len(e))
-    on_top = solved.on_top
-    of_extra = (np.broadcast_to(0.0, (2, len(e))), none, none) if on_top is None else (
+    none, on_top = np.zeros(len(e)), solved.on_top
+    cross, extra_mean, extra_sd = (np.zeros((2, len(e))), none, none) if on_top is None else (
         on_top.cross[:, e, j, m], on_top.mean[e, j, m], on_top.precision[e, j, m] ** -0.5
     )  # fmt: skip
-    cross, extra_mean, extra_sd = of_extra
     return Cells(
         grid.kind[m], weight[e, j, m], grid.u[m], grid.v[m], grid.sides[:, m], j,
         np.stack([part[j, m] for part in solved.precision]), np.stack([part[j, m] for part in solved.mean]),
-        cross, extra[e], extra_mean, extra_sd, none if at is None else at[e], one if width is None else width[e],
+        cross, extra[e], extra_mean, extra_sd,
+        none if at is None else at[e], np.ones(len(e)) if width is None else width[e],
     )  # fmt: skip
 
 

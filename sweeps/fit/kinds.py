@@ -51,15 +51,20 @@ class Kind:
         result: Array = -0.5 * (((u - centre_u) / sd_u) ** 2 + ((v - centre_v) / sd_v) ** 2)
         return result
 
+    @cached_property
+    def _steps(self) -> tuple[Array, Array]:
+        """How many steps each cell's centre lies from the lower ends of a box, in u and in v, (k,) each."""
+        rows, columns = (
+            np.arange(count if self.box[i + 1] > self.box[i] else 1) + 0.5
+            for i, count in zip((0, 2), self.cells, strict=True)
+        )
+        return np.repeat(rows, len(columns)), np.tile(columns, len(rows))
+
     def cells_in(self, box: Box) -> tuple[Array, Array, float]:
         """Centres of a box's cells, (k,) each, and the area of one; sides without width count 1."""
-        lines, area = [], 1.0
-        for low, high, count in ((box[0], box[1], self.cells[0]), (box[2], box[3], self.cells[1])):
-            step = (high - low) / count
-            lines.append(low + step * (np.arange(count) + 0.5) if step > 0 else np.array([low]))
-            area *= step if step > 0 else 1.0
-        u, v = lines
-        return np.repeat(u, len(v)), np.tile(v, len(u)), area
+        across, along = ((box[i + 1] - box[i]) / count for i, count in zip((0, 2), self.cells, strict=True))
+        steps = self._steps
+        return box[0] + across * steps[0], box[2] + along * steps[1], (across or 1.0) * (along or 1.0)
 
     @cached_property
     def log_norm(self) -> float:
@@ -69,8 +74,13 @@ class Kind:
 
     def shape(self, x: Array, u: Array, v: Array) -> Array:
         """Return g at computes x of 0 or more, in windows; all arguments broadcast."""
-        with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
+        with silent():
             return self.basis(x, u, v)
+
+
+def silent() -> np.errstate:
+    """Return a context in which a basis function at its limits, compute 0 among them, warns of nothing."""
+    return np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore")
 
 
 def drifting(x: Array) -> Array:
@@ -84,7 +94,8 @@ def _sigmoid(x: Array, u: Array, v: Array) -> Array:
 
 
 def _weibull(x: Array, u: Array, v: Array) -> Array:
-    result: Array = -np.expm1(-((x / np.exp(v)) ** np.exp(u)))
+    # A power by its logarithm, which takes a fraction of the time.
+    result: Array = -np.expm1(-np.exp(np.exp(u) * (np.log(x) - v)))
     return result
 
 

@@ -7,7 +7,7 @@ and with nothing on top of it. The estimate beside the interval is the least-squ
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 from scipy.optimize import brentq
@@ -213,8 +213,7 @@ def law_of(ahead: Lookout, problem: Problem, best: Optimum, every: Noises | None
     rough = explore(seen, every, (kind,), _ROUNDS, _FINE, prior=prior)
     # Of the box that was found a finer look, under the kinds of noise that matter: intervals are read off its cells.
     every = every.take(rough.likely)
-    finer = replace(kind, cells=(_FINER * kind.cells[0], _FINER * kind.cells[1]))
-    cells = explore(seen, every, (finer,), 1, _FINE, prior=prior, boxes=rough.boxes).cells()
+    cells = explore(seen, every, (_finer(kind),), 1, _FINE, prior=prior, boxes=rough.boxes).cells()
     cells = replace(cells, log_weight=cells.log_weight - log_sum(cells.log_weight))
     shift = np.log(end) if sigmoid else 0.0
     box = (*kind.box[:2], kind.box[2] + shift, kind.box[3] + shift)
@@ -223,6 +222,12 @@ def law_of(ahead: Lookout, problem: Problem, best: Optimum, every: Noises | None
         ahead.bottom, ahead.width, seen.bounded,
         noise_of(every, cells.noise_share(len(every.log_prior)), end, ahead.width, seen.of), ahead.schedule,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=8)
+def _finer(kind: Kind) -> Kind:
+    """The same kind of curve with more cells."""
+    return replace(kind, cells=(_FINER * kind.cells[0], _FINER * kind.cells[1]))
 
 
 def _flat_kind(family: Family, box: Box, end: float) -> Kind:

@@ -31,6 +31,8 @@ _STEEP_BEYOND = 6.0
 _RESTARTS = 8
 # Minima of each grid that are polished: a curve that is poorly determined has several.
 _MINIMA = (1, 2)
+# The eight neighbours of a grid's cell, in a grid with an edge of one cell around it.
+_BESIDE_IT = [(i, j) for i in range(3) for j in range(3) if (i, j) != (1, 1)]
 # A minimum of a grid that is worse than its best by this factor is not polished.
 _HOPELESS = 10.0
 _ITERATIONS = 60
@@ -443,10 +445,13 @@ def _near(problem: Problem, one: Optimum, other: Optimum) -> bool:
 
 def _minima(grid: Surface, most: int) -> list[tuple[float, float]]:
     """(u, v) of the best local minima of a grid."""
-    padded = np.pad(grid.sse, 1, constant_values=np.inf)
     rows, columns = grid.sse.shape
-    neighbours = [padded[i : i + rows, j : j + columns] for i in range(3) for j in range(3) if (i, j) != (1, 1)]
-    minima = np.argwhere(grid.sse <= np.min(neighbours, axis=0))
+    padded = np.full((rows + 2, columns + 2), np.inf)
+    padded[1:-1, 1:-1] = grid.sse
+    least = grid.sse.copy()
+    for i, j in _BESIDE_IT:
+        np.minimum(least, padded[i : i + rows, j : j + columns], out=least)
+    minima = np.argwhere(grid.sse <= least)
     value = grid.sse[minima[:, 0], minima[:, 1]]
     order = np.argsort(value, kind="stable")[:most]
     return [(float(grid.u[i]), float(grid.v[j])) for i, j in minima[order[value[order] <= _HOPELESS * value.min()]]]

@@ -9,7 +9,7 @@ windows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -166,7 +166,10 @@ class Noises:
 
     def take(self, keep: NDArray[np.intp]) -> Noises:
         """Return the kinds of noise at these indices; their prior weights are not normalized again."""
-        bases, base = np.unique(self.base[keep], return_inverse=True)
+        base = self.base[keep]
+        used = np.zeros(len(self.turn), dtype=np.bool_)
+        used[base] = True
+        bases, base = np.flatnonzero(used), (used.cumsum() - 1)[base]
         rest = [name for name in self.__dataclass_fields__ if name not in ("turn", "base")]
         return Noises(self.turn[bases], base, *(getattr(self, name)[keep] for name in rest))
 
@@ -247,16 +250,25 @@ def noise_of(every: Noises, share: Array, end: float, width: float, of: float = 
     return Noise(of * width**2 * float(share @ every.white), of * width**2 * wander, end * memory)
 
 
+@lru_cache(maxsize=2)
+def _wanders(strengths: int) -> tuple[NDArray[np.intp], Array, Array]:
+    """No wander first, then each of the first strengths at every memory.
+
+    Returns:
+        The memory's index, the memory, and the strength in units of the points' roughness, one a wander.
+    """
+    which = np.repeat(np.arange(len(MEMORIES)), strengths)
+    strength = np.tile(STRENGTHS[:strengths], len(MEMORIES))
+    return np.append(0, which), np.append(1.0, np.array(MEMORIES)[which]), np.append(0.0, strength)
+
+
 def noises(seen: Seen, brief: bool = False) -> Noises:
     """Make every kind of noise with its prior weight; if brief, only the few that explain most curves."""
-    strengths = np.array(STRENGTHS[:2] if brief else STRENGTHS) * seen.roughness
     white, (whiten, value, turn, multiples) = seen.white, seen.bases
     if brief:
         white, (whiten, value, turn, multiples) = white[-1:], (each[-1:] for each in seen.bases)
-    # No wander first, then every strength at every memory; all that for each sampling variance.
-    which = np.append(0, np.repeat(np.arange(len(MEMORIES)), len(strengths)))
-    strength = np.append(0.0, np.tile(strengths, len(MEMORIES)))
-    memory = np.append(1.0, np.array(MEMORIES)[which[1:]])
+    which, memory, strength = _wanders(2 if brief else len(STRENGTHS))
+    strength = strength * seen.roughness
     # The prior, (1 + rate^2)^-2, is on the rate of diffusion and not on strength and memory apart.
     rate = strength * np.sqrt(seen.of) / (WANDER_SD * np.sqrt(memory))
     prior = np.append(P_STILL, np.full(len(rate) - 1, (1 - P_STILL) / (len(rate) - 1))) / (1 + rate**2) ** 2
