@@ -96,7 +96,7 @@ def death(seen: Seen) -> tuple[float, float]:
         The probability and the compute; 0 for fewer than two evaluations at 0, or a run that never was at `COLLAPSE`.
     """
     never = 0.0, np.inf
-    if not seen.bounded:
+    if not seen.bounded or seen.z.all():
         return never
     # Of every seed, and of the seeds together, which may be evaluated at other computes each.
     k = min(_trailing(seen.z[seen.seed == seed] == 0) for seed in np.unique(seen.seed))

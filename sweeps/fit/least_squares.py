@@ -32,7 +32,7 @@ _RESTARTS = 8
 # Minima of each grid that are polished: a curve that is poorly determined has several.
 _MINIMA = (1, 2)
 # The eight neighbours of a grid's cell, in a grid with an edge of one cell around it.
-_BESIDE_IT = [(i, j) for i in range(3) for j in range(3) if (i, j) != (1, 1)]
+_NEIGHBOURS = [(i, j) for i in range(3) for j in range(3) if (i, j) != (1, 1)]
 # A minimum of a grid that is worse than its best by this factor is not polished.
 _HOPELESS = 10.0
 _ITERATIONS = 60
@@ -449,7 +449,7 @@ def _minima(grid: Surface, most: int) -> list[tuple[float, float]]:
     padded = np.full((rows + 2, columns + 2), np.inf)
     padded[1:-1, 1:-1] = grid.sse
     least = grid.sse.copy()
-    for i, j in _BESIDE_IT:
+    for i, j in _NEIGHBOURS:
         np.minimum(least, padded[i : i + rows, j : j + columns], out=least)
     minima = np.argwhere(grid.sse <= least)
     value = grid.sse[minima[:, 0], minima[:, 1]]

@@ -166,11 +166,13 @@ def _trend(e: Evidence) -> Verdict | None:
     means = np.array([block.mean() for block in blocks])
     top = int(means.argmax())
     fall, gain = means[top] - means[-1], means[top] - means[0]
+    if fall <= COLLAPSE * max(gain, 0.0):
+        return None
     # Noise within the blocks, about a line in each; blocks are too short to show correlation, so that of a
     # wandering policy (r = 0.6) is assumed.
     within = sum(_about_line(block) for block in blocks) / (n - 2 * len(blocks))
     block_error = np.sqrt(2 * within * (1 + 0.6) / (1 - 0.6) / len(blocks[-1]))
-    if fall > COLLAPSE * max(gain, 0.0) and fall > 3 * block_error:
+    if fall > 3 * block_error:
         at = float(e.compute[order][sum(len(block) for block in blocks[: top + 1]) - 1])
         return Verdict(
             "decreasing",

@@ -25,7 +25,7 @@ COMPUTED = {
     },
     "least_squares.py": {
         "_COARSE", "_STEEP", "_STEEP_SPAN", "_STEEP_BEYOND", "_RESTARTS", "_MINIMA", "_HOPELESS", "_ITERATIONS",
-        "_REACH", "_BESIDE", "_ROUGH", "_SAME",
+        "_REACH", "_BESIDE", "_ROUGH", "_SAME", "_NEIGHBOURS", "_NOTHING",
     },
     "mixture.py": {
         "_MOST_JUMPS", "_ELSEWHERE", "_SEARCHED", "_JUMP_ROUNDS", "_ROUNDS", "_FINE", "_ROUGH",
