@@ -203,9 +203,9 @@ class Rewards:
         # Log evidence of a Gaussian linear model, R0 and A integrated out: P their posterior precision, S prior
         # covariance, -1/2 (n log 2 pi + log |V| + r' V^-1 r - b' P^-1 b + log |P| + log |S|).
         evidence = (-0.5 * (self._constant + quadratic + np.log(det)))[None]
-        mean, variance = (m0 + a0, m1 + a1), (v00, v11)
-        own = mean
-        on_top = None
+        # Where an extra has size 0; and over all its sizes, see below.
+        mean = m0 + a0, m1 + a1
+        over_all, variance, on_top = mean, (v00, v11), None
         if extras is not None:
             columns, sd = noise.turn @ extras[0], extras[1]
             h1 = noise.products(columns, g).transpose(1, 0, 2)
@@ -217,14 +217,14 @@ class Rewards:
             left = ey - h0 * a0 - h1 * (a1 + d)
             size = left / kappa
             evidence = evidence + 0.5 * (left * size - np.log(kappa * sd**2))
-            mean = mean[0] - cross[0] * size, mean[1] - cross[1] * size
+            over_all = mean[0] - cross[0] * size, mean[1] - cross[1] * size
             variance = v00 + cross[0] ** 2 / kappa, v11 + cross[1] ** 2 / kappa
             on_top = OnTop(cross, size, kappa)
         if self.seen.bounded:
             # What lies outside [0, 1] is cut off, of the prior as of what the data leave.
-            r0, a = (_log_inside(*of) - whole for *of, whole in zip(mean, variance, self._log_inside, strict=True))
+            r0, a = (_log_inside(*of) - whole for *of, whole in zip(over_all, variance, self._log_inside, strict=True))
             evidence = evidence + r0 + ceiling * a
-        return Solved(evidence, (p00, p01, p11), own, on_top)
+        return Solved(evidence, (p00, p01, p11), mean, on_top)
 
 
 def _log_inside(mean: Array, variance: Array) -> Array | float:

@@ -40,7 +40,7 @@ _ITERATIONS = 60
 _REACH, _BESIDE = 0.25, 1e-7
 # To what share of its SSE a minimum is worked out that is only compared with others.
 _ROUGH = 1e-3
-# A sum of squares that is less is none: what it is divided into, the data say nothing of.
+# The least that is divided by: sums of squares vanish where the data say nothing.
 _NOTHING = 1e-200
 # Minima that lie this close, in shares of the search's box, are one.
 _SAME = 5e-3
