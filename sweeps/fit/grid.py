@@ -89,7 +89,7 @@ def joined(parts: Sequence[Cells]) -> Cells:
 
 @dataclass(frozen=True, eq=False)
 class OnTop:
-    """What the regressions of every cell say of each extra: a column on top of the curve, of unknown size.
+    """Results of the regressions of every cell for each extra: a column on top of the curve, of unknown size.
 
     Shapes, for E extras, J kinds of noise and M cells: mean and precision of the size (E, J, M); cross (2, E, J, M),
     how much R0 and A fall per unit of it.
