@@ -144,19 +144,14 @@ class Rewards:
 
     @cached_property
     def _weighed(self) -> list[Array]:
-        """The rows by basis, under the precision of each of its K kinds; (2 K, n) each."""
-        return [
-            (precision[:, None, :] * self.rows[b].T).reshape(-1, len(self.seen.x))
-            for b, _, precision in self.noise.members
-        ]
+        """The rows under the precision of each kind of noise."""
+        return self.noise.weighed(self.rows)
 
     @cached_property
     def _own(self) -> tuple[Array, Array, Array]:
         """Products of the rows with each other: ones and ones, ones and rewards, rewards and rewards; (J, 1) each."""
-        found = np.empty((len(self.noise.base), 2, 2, 1))
-        for (b, mine, _), weighed in zip(self.noise.members, self._weighed, strict=True):
-            found[mine] = (weighed @ self.rows[b]).reshape(-1, 2, 2, 1)
-        return found[:, 0, 0], found[:, 0, 1], found[:, 1, 1]
+        (oo, oy), (_, yy) = self.noise.products(self._weighed, self.rows).transpose(1, 2, 0)[..., None]
+        return oo, oy, yy
 
     @cached_property
     def _log_inside(self) -> tuple[float, float]:
@@ -182,12 +177,8 @@ class Rewards:
         d = m1 - m0
         oo, oy, yy = self._own
         g = noise.turn @ basis
-        kinds, cells = len(noise.base), basis.shape[1]
-        products, gg = np.empty((kinds, 2, cells)), np.empty((kinds, cells))
-        for (b, mine, precision), weighed in zip(noise.members, self._weighed, strict=True):
-            products[mine] = (weighed @ g[b]).reshape(len(mine), 2, cells)
-            gg[mine] = precision @ (g[b] * g[b])
-        g1, gy = products[:, 0], products[:, 1]
+        g1, gy = noise.products(self._weighed, g).transpose(1, 0, 2)
+        gg = noise.squares(g)
         # Rewards about the prior's mean, m0 (1 - g) + m1 g.
         b1 = gy - d * gg
         rr = yy - d * (gy + b1)
@@ -208,8 +199,8 @@ class Rewards:
         over_all, variance, on_top = mean, (v00, v11), None
         if extras is not None:
             columns, sd = noise.turn @ extras[0], extras[1]
-            h1 = noise.products(columns, g).transpose(1, 0, 2)
-            e1, ey = noise.products(self.rows, columns).transpose(1, 2, 0)[..., None]
+            h1 = noise.products(noise.weighed(columns), g).transpose(1, 0, 2)
+            e1, ey = noise.products(self._weighed, columns).transpose(1, 2, 0)[..., None]
             h0 = e1 - h1
             # One more column, by block elimination: kappa, the Schur complement, is its size's posterior precision.
             cross = np.stack([v00 * h0 + v01 * h1, v01 * h0 + v11 * h1])

@@ -174,23 +174,26 @@ class Noises:
         return Noises(self.turn[bases], base, *(getattr(self, name)[keep] for name in rest))
 
     @cached_property
-    def members(self) -> list[tuple[int, NDArray[np.intp], Array]]:
+    def _members(self) -> list[tuple[int, NDArray[np.intp], Array]]:
         """Each basis, the kinds that have it, and their precisions."""
         by_base = [(b, np.flatnonzero(self.base == b)) for b in range(len(self.turn))]
         return [(b, mine, self.precision[mine]) for b, mine in by_base]
 
-    def products(self, left: Array, right: Array) -> Array:
-        """left' V^-1 right of turned columns under each kind; (B, n, p), (B, n, q) -> (J, p, q)."""
-        found = np.empty((len(self.base), left.shape[2], right.shape[2]))
-        for b, mine, precision in self.members:
-            weighed = precision[:, None, :] * left[b].T
-            found[mine] = (weighed.reshape(-1, left.shape[1]) @ right[b]).reshape(len(mine), *found.shape[1:])
+    def weighed(self, columns: Array) -> list[Array]:
+        """Turned columns under each kind's precision, for `products`; (B, n, p) -> by basis, of K kinds (K, p, n)."""
+        return [precision[:, None, :] * columns[b].T for b, _, precision in self._members]
+
+    def products(self, left: list[Array], right: Array) -> Array:
+        """left' V^-1 right of `weighed` and of turned columns under each kind; (B, n, p), (B, n, q) -> (J, p, q)."""
+        found = np.empty((len(self.base), left[0].shape[1], right.shape[2]))
+        for (b, mine, _), weighed in zip(self._members, left, strict=True):
+            found[mine] = (weighed.reshape(-1, weighed.shape[2]) @ right[b]).reshape(len(mine), *found.shape[1:])
         return found
 
     def squares(self, columns: Array) -> Array:
         """c' V^-1 c of each turned column under each kind; (B, n, q) -> (J, q)."""
         found = np.empty((len(self.base), columns.shape[2]))
-        for b, mine, precision in self.members:
+        for b, mine, precision in self._members:
             found[mine] = precision @ columns[b] ** 2
         return found
 

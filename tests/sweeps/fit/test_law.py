@@ -69,10 +69,10 @@ def test_noise_has_the_covariances_that_the_methods_list(name: str) -> None:
     whole = noises(seen)
     some = np.array([3, 8, 10])
     for noise, keep in ((whole, slice(None)), (whole.take(some), some)):
-        turned = noise.turn @ left, noise.turn @ right
-        assert noise.products(*turned) == pytest.approx(left.T @ inverse[keep] @ right, rel=1e-6, abs=1e-6)
+        weighed, turned = noise.weighed(noise.turn @ left), noise.turn @ right
+        assert noise.products(weighed, turned) == pytest.approx(left.T @ inverse[keep] @ right, rel=1e-6, abs=1e-6)
         squares = np.einsum("ak,jab,bk->jk", right, inverse[keep], right)
-        assert noise.squares(turned[1]) == pytest.approx(squares, rel=1e-6)
+        assert noise.squares(turned) == pytest.approx(squares, rel=1e-6)
         assert noise.log_det == pytest.approx(np.linalg.slogdet(covariance[keep])[1], rel=1e-9)
     assert whole.log_prior == pytest.approx(log_weight - logsumexp(log_weight))
 
