@@ -101,6 +101,20 @@ def test_optimum_is_never_above_a_brute_force_grid(
     assert best.sse <= float(sse.min()) * (1 + 1e-5) + 1e-9
 
 
+@given(st.integers(0, 10**6), st.integers(1, 3), st.sampled_from([("free", None), ("first", 0.6), (0.1, None)]))
+def test_many_cells_are_solved_as_each_is_alone(rng: int, seeds: int, fixed: tuple[str | float, float | None]) -> None:
+    """Whatever the points, so that every face of the region is the best somewhere."""
+    source = np.random.default_rng(rng)
+    compute = np.tile(np.linspace(0.5, 10.0, 9), seeds)
+    data = make_curve("x", compute, source.random(9 * seeds), np.repeat([str(i) for i in range(seeds)], 9))
+    options = FitOptions(r0=fixed[0], asymptote=fixed[1])
+    problem = weighted(select(data, options), options, (0.0, 1.0))
+    q = profile.normal_equations(problem, problem.basis(source.uniform(-2, 3, 40), source.uniform(-4, 6, 40)))
+    alone = np.array([profile._linear_one(problem.bounds, *each) for each in zip(*q.fields()[1:], strict=True)])
+    # Where R0 counts for nothing but rounding, either may name another.
+    assert profile.least_sse(q, problem) == pytest.approx(q.at(alone[:, 0], alone[:, 1]), rel=1e-6)
+
+
 def test_solution_is_never_worse_than_a_fine_grid() -> None:
     data = curve(white=0.02, end=6000, seeds=1, rng=5)
     fit = fit_curve(data)
