@@ -19,6 +19,7 @@ from scipy.special import chdtri
 
 from sweeps.as_json import AsJson
 from sweeps.curve import UNNAMED, Array, Curve
+from sweeps.decide.efficiency import TAIL, Ratio
 from sweeps.decide.reach import first_above
 from sweeps.decide.standing import joint, margin_of
 from sweeps.errors import UserError
@@ -59,6 +60,7 @@ class Difference(AsJson):
         R_at_budget: forecast difference at the budget; None without a budget, or where it lies too far beyond the data.
         A: difference of the asymptotes; None where one of the two curves does not rise.
         ratio: compute of `recipe` over that of `other`, to a reward that both reach; None where that is not known.
+        p_neither: share of the draws in which neither reaches it, which `ratio` leaves out; None without a ratio.
         p_higher: probability that the reward of `recipe` is the higher one at `compute`.
         seeds: number of seeds of the recipe that has fewer.
         paired: what the two are paired by: "seed", "prompt", both or neither.
@@ -80,6 +82,7 @@ class Difference(AsJson):
     seeds_needed: int | None
     told: str
     sentence: str
+    p_neither: float | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class _Drawn:
     on_prompts: Array | None
     at_budget: Array | None
     asymptote: Array | None
-    ratio: Array | None
+    ratio: Ratio | None
     paired: tuple[str, ...]
 
 
@@ -152,7 +155,8 @@ def compare(
     on_prompts = _bounds_where([draws.on_prompts for draws in drawn])
     at_budget = _bounds_where([draws.at_budget for draws in drawn])
     asymptote = _bounds_where([draws.asymptote for draws in drawn])
-    ratio = _bounds_where([draws.ratio for draws in drawn])
+    level = _tail([draws.ratio.draws for draws in drawn if draws.ratio is not None])
+    ratio = [None if draws.ratio is None else draws.ratio.interval(level) for draws in drawn]
     rows = []
     for n, ((one, two), draws) in enumerate(zip(pairs, drawn, strict=True)):
         seeds = min(by_name[one].informing, by_name[two].informing)
@@ -164,6 +168,7 @@ def compare(
             compute=draws.compute,
             reward=rewards[n],
             ratio=ratio[n],
+            p_neither=0.0 if draws.ratio is None else draws.ratio.p_neither,
             told=told,
             needed=needed,
             seeds=seeds,
@@ -185,6 +190,7 @@ def compare(
                 seeds_needed=needed,
                 told=told,
                 sentence=sentence,
+                p_neither=None if draws.ratio is None else draws.ratio.p_neither,
             )
         )
     return Comparisons(
@@ -341,11 +347,11 @@ def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float 
     return math.sqrt(max(between, 0.0) / int(known.sum()))
 
 
-def compute_ratio(one: Fit, two: Fit, compute: float) -> Array | None:
+def compute_ratio(one: Fit, two: Fit, compute: float) -> Ratio | None:
     """Draw the ratio of computes, `one` over `two`, to a reward that both reach by `compute`.
 
     Returns:
-        K draws, or fewer: those in which neither reaches the reward are left out. None where one of them gains nothing.
+        The ratio; None where one of them gains nothing, or where neither ever reaches that reward.
     """
     looks = np.linspace(0, compute, _LOOKS)
     ahead = [paths_over_seeds(fit, looks) for fit in (one, two)]
@@ -353,13 +359,9 @@ def compute_ratio(one: Fit, two: Fit, compute: float) -> Array | None:
     end = min(float(np.median(each[:, -1])) for each in ahead)
     if end <= begin:
         return None
-    times = [first_above(each, looks, begin + _GAINED * (end - begin)) for each in ahead]
-    # A draw that never gets there takes infinite compute; the ratio is then 0 or infinite.
-    known = (np.isfinite(times[0]) | np.isfinite(times[1])) & ((times[0] > 0) | (times[1] > 0))
-    if not known.any():
-        return None
-    with np.errstate(divide="ignore"):
-        return np.asarray(times[0][known] / times[1][known])
+    ours, theirs = (first_above(each, looks, begin + _GAINED * (end - begin)) for each in ahead)
+    ratio = Ratio.of(ours, theirs)
+    return ratio if len(ratio.draws) else None
 
 
 def seeds_needed(difference: Array, seeds: int, margin: float) -> int | None:
@@ -391,21 +393,25 @@ def _bounds_where(draws: Sequence[Array | None]) -> list[Interval | None]:
 
 
 def _bounds(draws: Sequence[Array]) -> list[Interval]:
-    """Return medians and simultaneous 95% bounds of several sets of joint draws, which may be infinite.
+    """Return medians and simultaneous 95% bounds of several sets of joint draws, which may be infinite."""
+    tail = _tail(draws)
+    return [quantiles(each, tail) for each in draws]
+
+
+def _tail(draws: Sequence[Array]) -> float:
+    """Return the share of draws beyond either end of simultaneous 95% bounds.
 
     The bounds are quantiles of each at one level, at which that holds (Besag et al. 1995, section 6.3). Of draws that
     are fewer than the others' (a ratio) the level is that of as many comparisons as there are, by Bonferroni.
     """
     if len(draws) < 2:
-        return [quantiles(each) for each in draws]
+        return TAIL
     count = max((len(each) for each in draws), default=0)
     if any(len(each) < count for each in draws):
-        share = (1 - CONFIDENCE) / 2 / len(draws)
-    else:
-        ranks = np.stack([np.argsort(np.argsort(each, kind="stable"), kind="stable") + 1 for each in draws])
-        extreme = np.sort(np.maximum(ranks, count + 1 - ranks).max(axis=0))
-        share = (count + 1 - extreme[math.ceil(CONFIDENCE * count) - 1]) / count
-    return [quantiles(each, share) for each in draws]
+        return TAIL / len(draws)
+    ranks = np.stack([np.argsort(np.argsort(each, kind="stable"), kind="stable") + 1 for each in draws])
+    extreme = np.sort(np.maximum(ranks, count + 1 - ranks).max(axis=0))
+    return float((count + 1 - extreme[math.ceil(CONFIDENCE * count) - 1]) / count)
 
 
 HIGHER, LOWER, SAME, UNTOLD = "higher", "lower", "same", "not told apart"
@@ -428,6 +434,7 @@ def _sentence(
     compute: float,
     reward: Interval,
     ratio: Interval | None,
+    p_neither: float,
     told: str,
     needed: int | None,
     seeds: int,
@@ -444,9 +451,12 @@ def _sentence(
         more = "more seeds than anybody runs" if needed is None else f"{needed} seeds an arm"
         text = f"{one} and {two} are not told apart {at}: {by} with {seeds_now}; {margin:g} takes {more} at 80% power"
     if ratio is not None and ratio.low is not None and ratio.low > 1:
-        text += f"; {one} takes {shown(ratio, '.2f')} times the compute of {two}"
+        times = f"at least {ratio.low:.2f}" if ratio.value is None else shown(ratio, ".2f")
+        text += f"; {one} takes {times} times the compute of {two}"
     elif ratio is not None and ratio.high is not None and ratio.high < 1:
         text += f"; {one} takes {shown(ratio, '.2f')} of the compute of {two}"
+    if p_neither >= 0.01:
+        text += f" (in {p_neither:.0%} of the draws, which this leaves out, neither reaches the common reward)"
     return text
 
 

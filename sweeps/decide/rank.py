@@ -1,8 +1,9 @@
 """Ranking of recipes: by asymptote with its uncertainty, within a margin by efficiency, or "undecided".
 
-Recipes are compared on A by joint draws that include the spread between seeds. Those within the margin of the
-best A are tied; ties are broken by B after refitting with A fixed to their mean, as the paper does (arXiv
-2510.13786, A.7: three runs of one recipe differ by up to 0.015 in A, hence the margin 0.02). A recipe whose
+Recipes are compared on A by joint draws that include the spread between seeds. Those within the margin of the best A
+are tied (arXiv 2510.13786, A.7: three runs of one recipe differ by up to 0.015 in A, hence the margin 0.02); ties are
+broken by the compute to gain 90% of the way from R0 to their mean A (`sweeps.decide.efficiency`). B, refitted with A
+fixed there as the paper does, is shown beside it: an exponent alone is no efficiency. A recipe whose
 asymptote is not identifiable is listed last, unranked, with the reason; it takes part in P(best) with all its width
 (`sweeps.decide.standing`). Recipes that share seeds are compared in pairs: what a seed does to all of them alike drops
 out. Rewards at common compute, which need no asymptote, stand beside it (`sweeps.decide.reward`).
@@ -19,16 +20,17 @@ import numpy as np
 
 from sweeps.as_json import AsJson
 from sweeps.curve import Curve
+from sweeps.decide.efficiency import Ratio, efficiencies
 from sweeps.decide.resolution import Resolution, resolve
 from sweeps.decide.reward import Rewards, rewards
-from sweeps.decide.standing import Standing, at_shared_a, margin_of, named_a, stand
+from sweeps.decide.standing import Standing, at_shared_a, margin_of, named_a, spreads_of, stand
 from sweeps.decide.wording import contrast_reason, outcome_sentence, place_reason
 from sweeps.errors import UserError
 from sweeps.fit.compare import Comparison, compare
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.least_squares import Array
 from sweeps.fit.points import FitOptions
-from sweeps.fit.predict import reward_at, total_draws
+from sweeps.fit.predict import quantiles, reward_at, total_draws
 from sweeps.fit.seeds import Pairing, SeedSpread
 from sweeps.parallel import mapped
 
@@ -43,6 +45,11 @@ class Ranked(AsJson):
         expected_loss: expected excess of the highest asymptote of all over its own, in reward.
         tied_with_best: whether its A lies within the margin of the best.
         A, A_total: asymptote for the runs given, and its bounds with the spread between seeds.
+        efficiency, efficiency_half: compute to gain 90%, and half, of the way from R0 to the tied recipes' mean A; None
+            where not tied.
+        ratio: `efficiency` over that of the first of the tied recipes, with bounds that hold for all pairs of them
+            together; None for the first, and where not tied.
+        p_neither: share of the draws in which neither of the two gets there, which `ratio` leaves out.
         B_at_shared_A, C_mid_at_shared_A: refitted with A fixed at the tied recipes' mean; None where not tied.
         R_at_budget: forecast reward; None without a budget, or where the fit may not be read there.
     """
@@ -54,6 +61,10 @@ class Ranked(AsJson):
     tied_with_best: bool
     A: Interval
     A_total: tuple[float | None, float | None]
+    efficiency: Interval | None
+    efficiency_half: Interval | None
+    ratio: Interval | None
+    p_neither: float | None
     B_at_shared_A: Interval | None
     C_mid_at_shared_A: Interval | None
     R_at_budget: Interval | None
@@ -67,13 +78,15 @@ class Ranked(AsJson):
 
 @dataclass(frozen=True)
 class Contrast(AsJson):
-    """A variant against the baseline: delta_a with the spread between seeds, delta_b at a shared A.
+    """A variant against the baseline: delta_a with the spread between seeds; at a shared A, ratio and delta_b.
 
-    delta_b is None where the two A differ by more than the margin, for B then means different things.
+    ratio: compute of the variant over that of the baseline, to gain 90% of the way from R0 to the shared A. delta_b:
+    difference of B there. Both are None where the two A differ by more than the margin.
     """
 
     recipe: str
     delta_a: Interval | None
+    ratio: Interval | None
     delta_b: Interval | None
     reason: str
 
@@ -158,8 +171,7 @@ def rank(
     entries += [_refused(fit, standing, budget) for fit in refused]
     baseline = baseline_of(fits, baseline)
     pairing = standing.pairing
-    # Where recipes share their seeds, what a seed does to all of them alike is no error of their difference.
-    between = {fit.recipe: fit.seed_spread if pairing is None else pairing.spread for fit in ordered}
+    between = spreads_of(ordered, pairing)
     return Ranking(
         baseline=baseline,
         margin=margin,
@@ -180,7 +192,8 @@ def rank(
 
 def _ranked(fit: Fit, place: int, best: float, standing: Standing, budget: float | None) -> Ranked:
     """Return the entry of an identifiable recipe; `best` is the highest A of all."""
-    refitted = standing.at_shared.get(fit.recipe)
+    refitted, efficient = standing.at_shared.get(fit.recipe), standing.efficiencies.get(fit.recipe)
+    ratio = standing.ratios.get(fit.recipe)
     return Ranked(
         recipe=fit.recipe,
         rank=place,
@@ -189,11 +202,15 @@ def _ranked(fit: Fit, place: int, best: float, standing: Standing, budget: float
         tied_with_best=refitted is not None,
         A=fit.A,
         A_total=fit.A_total,
+        efficiency=None if efficient is None else quantiles(efficient.to_most),
+        efficiency_half=None if efficient is None else quantiles(efficient.to_half),
+        ratio=standing.ratio(fit.recipe),
+        p_neither=None if ratio is None else ratio.p_neither,
         B_at_shared_A=None if refitted is None else refitted.B,
         C_mid_at_shared_A=None if refitted is None else refitted.C_mid,
         R_at_budget=None if budget is None else reward_at(fit, budget),
         verdict=fit.verdict,
-        reason=place_reason(best - named_a(fit), refitted, standing.shared_a, standing.margin),
+        reason=place_reason(best - named_a(fit), fit.recipe, standing),
     )
 
 
@@ -207,6 +224,10 @@ def _refused(fit: Fit, standing: Standing, budget: float | None) -> Ranked:
         tied_with_best=False,
         A=fit.A,
         A_total=fit.A_total,
+        efficiency=None,
+        efficiency_half=None,
+        ratio=None,
+        p_neither=None,
         B_at_shared_A=None,
         C_mid_at_shared_A=None,
         R_at_budget=None if budget is None else reward_at(fit, budget),
@@ -242,24 +263,26 @@ def _leave_one_out(
     variants = [fit for fit in others if fit.curve.baseline == baseline] or others
     if baseline not in between:
         why = f"the baseline's A is not identifiable ({base.verdict})"
-        return [Contrast(recipe=fit.recipe, delta_a=None, delta_b=None, reason=why) for fit in variants]
+        return [Contrast(recipe=fit.recipe, delta_a=None, ratio=None, delta_b=None, reason=why) for fit in variants]
     named = [fit for fit in variants if fit.recipe in between]
     # Of two A that differ by the margin exactly, rounding must not decide.
     close = [fit for fit in named if abs(named_a(fit) - named_a(base)) <= margin + 1e-12]
     # At the mean A of the baseline and of what is close to it, which need not be that of the ranking's tie.
-    _, at_shared = at_shared_a([base, *close])
+    shared_a, at_shared = at_shared_a([base, *close])
+    efficient = {} if shared_a is None else efficiencies([base, *close], shared_a, between)
     contrasts = []
     for fit in variants:
-        delta_a = delta_b = None
+        delta_a = ratio = delta_b = None
         if fit in named:
             variant_a, base_a = (total_draws(one, spread=between[one.recipe]) for one in (fit, base))
             delta_a = _difference(named_a(fit) - named_a(base), variant_a, base_a)
         if fit in close:
+            ratio = Ratio.of(efficient[fit.recipe].to_most, efficient[baseline].to_most).interval()
             variant, against = at_shared[fit.recipe], at_shared[baseline]
             if variant.draws and against.draws and variant.B.value is not None and against.B.value is not None:
                 delta_b = _difference(variant.B.value - against.B.value, variant.draws.B, against.draws.B)
         reason = contrast_reason(fit, fit in close, margin)
-        contrasts.append(Contrast(recipe=fit.recipe, delta_a=delta_a, delta_b=delta_b, reason=reason))
+        contrasts.append(Contrast(recipe=fit.recipe, delta_a=delta_a, ratio=ratio, delta_b=delta_b, reason=reason))
     return contrasts
 
 

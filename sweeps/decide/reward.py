@@ -13,8 +13,10 @@ from typing import ClassVar
 import numpy as np
 
 from sweeps.as_json import AsJson
+from sweeps.decide.efficiency import Ratio, tail_of_all_pairs
 from sweeps.decide.reach import first_above
 from sweeps.decide.standing import best_chances
+from sweeps.decide.wording import multiple
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.least_squares import Array
 from sweeps.fit.predict import paths_over_seeds, quantiles, readable, within
@@ -31,7 +33,9 @@ class RewardRow(AsJson):
     Attributes:
         R, p_best: reward at the common compute, and probability that it is the highest there.
         C: compute to the common reward; None where there is no such reward.
-        ratio: C over that of the fastest recipe; None for the fastest itself, or where its median is not finite.
+        ratio: C over that of the fastest recipe, with bounds that hold for all pairs of recipes together; None for the
+            fastest itself, and where nobody is known to be the fastest.
+        p_neither: share of the draws in which neither this recipe nor the fastest gets there, which `ratio` leaves out.
         R_at_budget, p_best_at_budget: as R and p_best, forecast at the budget; None without one, or where it lies too
             far beyond what was run.
     """
@@ -43,6 +47,7 @@ class RewardRow(AsJson):
     ratio: Interval | None
     R_at_budget: Interval | None
     p_best_at_budget: float | None
+    p_neither: float | None = None
 
 
 @dataclass(frozen=True)
@@ -92,9 +97,11 @@ def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
     ahead = [_at_budget(fit, budget) for fit in known]
     read = [values for values in ahead if values is not None]
     p_ahead = dict(zip((i for i, v in enumerate(ahead) if v is not None), best_chances(read), strict=True))
-    rows = []
+    # Where even the fastest need not get there nobody is known to take the least.
+    known_time = fastest is not None and quantiles(times[fastest]).value is not None
+    rows, tail = [], tail_of_all_pairs(len(times))
     for i, fit in enumerate(known):
-        took = _ratio(times[i], times[fastest]) if fastest is not None and i != fastest else None
+        ratio = Ratio.of(times[i], times[fastest]) if fastest is not None and i != fastest else None
         values = ahead[i]
         rows.append(
             RewardRow(
@@ -102,15 +109,14 @@ def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
                 R=quantiles(at_end[i]),
                 p_best=p_best[i],
                 C=quantiles(times[i]) if times else None,
-                ratio=took,
+                ratio=ratio.interval(tail) if ratio is not None and known_time else None,
                 R_at_budget=None if values is None else quantiles(values),
                 p_best_at_budget=p_ahead.get(i),
+                p_neither=None if ratio is None else ratio.p_neither,
             )
         )
     order = sorted(range(len(rows)), key=lambda i: (-(rows[i].R.value or 0.0), rows[i].recipe))
     ordered = tuple(rows[i] for i in order)
-    # Where even the fastest need not get there nobody is known to take the least.
-    known_time = fastest is not None and quantiles(times[fastest]).value is not None
     first = known[fastest].recipe if fastest is not None and known_time else None
     sentence = _sentence(ordered, compute, reward, first)
     return Rewards(
@@ -124,20 +130,18 @@ def _at_budget(fit: Fit, budget: float | None) -> Array | None:
     return np.asarray(paths_over_seeds(fit, [budget])[:, 0])
 
 
-def _ratio(mine: Array, fastest: Array) -> Interval | None:
-    """Compute as a multiple of the fastest recipe's; None where its median over draws is not finite."""
-    known = (fastest > 0) & np.isfinite(fastest)
-    both = np.where(known, mine / np.where(known, fastest, 1.0), np.inf)
-    found = quantiles(both)
-    return None if found.value is None else found
-
-
 def _sentence(rows: Sequence[RewardRow], compute: float, reward: float, fastest: str | None) -> str:
     best = rows[0]
     text = f"at compute {compute:.4g}, which all have spent, {best.recipe} is ahead with {best.R.value:.3f}"
     text += f" (P = {best.p_best:.2f} that it is highest there)" if len(rows) > 1 else ""
-    times = {row.recipe: row.ratio.value for row in rows if row.ratio is not None and row.ratio.value is not None}
-    if fastest is not None and times:
-        slowest = max(times, key=lambda recipe: times[recipe])
-        text += f"; {slowest} takes {times[slowest]:.2g}x the compute of {fastest} to reach {reward:.3f}"
+    surely = [(row.ratio, row.recipe) for row in rows if row.ratio is not None and (row.ratio.low or 0.0) > 1]
+    if fastest is not None and surely:
+        ratio, slowest = max(surely, key=lambda each: each[0].value or np.inf)
+        bounds = " to ".join("open" if end is None else f"{end:.2g}" for end in (ratio.low, ratio.high))
+        text += f"; {slowest} takes {multiple(ratio)}x the compute of {fastest} to reach {reward:.3f} ({bounds})"
+    elif fastest is not None and len(rows) > 1:
+        text += f"; the compute to reach {reward:.3f} tells none of them apart from {fastest}, the fastest"
+    neither = max((row.p_neither or 0.0 for row in rows), default=0.0)
+    if fastest is not None and neither >= 0.01:
+        text += f"; in up to {neither:.0%} of the draws, which ratios leave out, neither of two reaches it"
     return text

@@ -15,15 +15,16 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from sweeps.decide.efficiency import Efficiency, Ratio, efficiencies, tail_of_all_pairs
 from sweeps.decide.margin import MARGIN
 from sweeps.errors import UserError
-from sweeps.fit.fit import Fit, refit
+from sweeps.fit.fit import Fit, Interval, refit
 from sweeps.fit.forecast import DRAWS
 from sweeps.fit.grid import by_weight
 from sweeps.fit.least_squares import Array
 from sweeps.fit.mixture import PRIOR, shared_prior
 from sweeps.fit.predict import asymptote_draws, paths_over_seeds, readable, seed_offsets, within
-from sweeps.fit.seeds import Pairing, paired_seed_spread
+from sweeps.fit.seeds import Pairing, SeedSpread, paired_seed_spread
 
 # A choice counts as decided from this probability on.
 CONFIDENCE = 0.95
@@ -66,8 +67,8 @@ class Outcome(Enum):
     ALONE = "there is but one recipe, and nothing to compare it with"
     HIGHEST = "the leader's A is surely within the margin of the best"
     BEST_SO_FAR = "the leader's A may fall short of the best by more than the margin"
-    MOST_EFFICIENT = "some are tied in A, and of these the leader surely has the highest efficiency"
-    TIED = "some are tied in A, and efficiency does not separate them: none is a wrong choice"
+    MOST_EFFICIENT = "some are tied in A, and of these the leader surely takes the least compute"
+    TIED = "some are tied in A, and compute does not single one of them out: none of several is a wrong choice"
     TIED_UNSURE = "some are tied in A, and they may fall short of the best by more than the margin"
 
     @property
@@ -91,10 +92,15 @@ class Standing:
         ranked: identifiable recipes, the best first.
         tied: those whose A, and whose expected loss, lie within the margin of the best, the most efficient first.
         shared_a, at_shared: mean A of the tied recipes, and their refits with A fixed there; None and empty if no tie.
+        efficiencies: compute of each tied recipe towards the shared A, see `sweeps.decide.efficiency`; empty if no tie.
+        ratios: compute to 90% of the way there over that of the first tied recipe, of each other one.
+        slower: those of them that surely take more.
+        choices: tied recipes of which any may be taken, those that are not slower; empty where the leader is not one of
+            several tied recipes.
         rivals: unranked recipes that are best with a probability above `COULD_WIN`.
         outcome: how the choice stands.
-        p_most_efficient: probability that the leader's B is the highest of the tied ones, at the shared A; None where
-            it is not one of several tied recipes.
+        p_most_efficient: probability that the leader takes the least compute of the tied ones; None where it is not one
+            of several tied recipes.
         verdicts: verdict of every recipe's fit.
         pairing: seeds by which identifiable recipes are paired; None where they do not share them.
         drawn: the draws that all this is computed from, one entry per fit.
@@ -109,6 +115,10 @@ class Standing:
     tied: tuple[str, ...]
     shared_a: float | None
     at_shared: dict[str, Fit]
+    efficiencies: dict[str, Efficiency]
+    ratios: dict[str, Ratio]
+    slower: tuple[str, ...]
+    choices: tuple[str, ...]
     rivals: tuple[str, ...]
     outcome: Outcome
     p_most_efficient: float | None
@@ -120,6 +130,11 @@ class Standing:
     def decided(self) -> bool:
         """Return whether the data decide the choice."""
         return self.outcome.decided
+
+    def ratio(self, recipe: str) -> Interval | None:
+        """Return the interval of one of `ratios`, which holds for all pairs of tied recipes together; None without."""
+        ratio = self.ratios.get(recipe)
+        return None if ratio is None else ratio.interval(tail_of_all_pairs(len(self.tied)))
 
 
 def margin_of(fits: Sequence[Fit], margin: float | None) -> float:
@@ -278,12 +293,12 @@ def stand(fits: Sequence[Fit], margin: float | None = None) -> Standing:
         if best - names[fit.recipe] <= margin + 1e-12 and losses[fit.recipe] - least <= margin + 1e-12
     ]
     shared_a, at_shared = at_shared_a(tied)
+    pairing = pairing_of(ranked)
+    efficient = {} if shared_a is None else efficiencies(tied, shared_a, spreads_of(tied, pairing))
 
     def order(fit: Fit) -> tuple[bool, float, str]:
-        refitted = at_shared.get(fit.recipe)
-        efficiency = None if refitted is None else refitted.B.value
-        first = -(efficiency or 0.0) if fit in tied and at_shared else -names[fit.recipe]
-        return fit not in tied, first, fit.recipe
+        mine = efficient.get(fit.recipe)
+        return fit not in tied, -names[fit.recipe] if mine is None else float(np.median(mine.to_most)), fit.recipe
 
     ordered = sorted(ranked, key=order)
     rivals = tuple(fit.recipe for fit in fits if not fit.identifiable and p_best[fit.recipe] > COULD_WIN)
@@ -294,10 +309,14 @@ def stand(fits: Sequence[Fit], margin: float | None = None) -> Standing:
     if leader in tied:
         ordered = [leader, *(fit for fit in ordered if fit is not leader)]
     p_wrong = None if leader is None or len(fits) < 2 else wrong[leader.recipe]
+    first = [fit.recipe for fit in ordered if fit.recipe in efficient]
+    ratios = {recipe: Ratio.of(efficient[recipe].to_most, efficient[first[0]].to_most) for recipe in first[1:]}
+    slower = tuple(r for r, ratio in ratios.items() if ratio.above_one(tail_of_all_pairs(len(first))))
+    choices: tuple[str, ...] = ()
     p_most_efficient = None
-    if leader in tied and len(tied) > 1:
-        others = [at_shared[fit.recipe] for fit in tied if fit is not leader]
-        p_most_efficient = _p_more_efficient(at_shared[leader.recipe], others)
+    if leader is not None and leader.recipe in efficient:
+        choices = tuple(recipe for recipe in first if recipe not in slower)
+        p_most_efficient = best_chances([-efficient[recipe].to_most for recipe in first])[0]
     return Standing(
         margin=margin,
         leader=None if leader is None else leader.recipe,
@@ -308,28 +327,32 @@ def stand(fits: Sequence[Fit], margin: float | None = None) -> Standing:
         tied=tuple(fit.recipe for fit in ordered if fit in tied),
         shared_a=shared_a,
         at_shared=at_shared,
+        efficiencies=efficient,
+        ratios=ratios,
+        slower=slower,
+        choices=choices,
         rivals=rivals,
-        outcome=_outcome(len(fits), leader, p_wrong, p_most_efficient),
+        outcome=_outcome(len(fits), leader, p_wrong, len(choices)),
         p_most_efficient=p_most_efficient,
         verdicts={fit.recipe: fit.verdict for fit in fits},
-        pairing=pairing_of(ranked),
+        pairing=pairing,
         drawn=tuple(drawn),
     )
 
 
-def _outcome(recipes: int, leader: Fit | None, p_wrong: float | None, p_most_efficient: float | None) -> Outcome:
-    """Return how the choice stands; `p_most_efficient` is None unless the leader is one of several tied recipes."""
+def _outcome(recipes: int, leader: Fit | None, p_wrong: float | None, choices: int) -> Outcome:
+    """Return how the choice stands; `choices` is 0 unless the leader is one of several tied recipes."""
     if leader is None or (recipes == 1 and not leader.identifiable):
         return Outcome.UNKNOWN
     if p_wrong is None:
         return Outcome.ALONE
     sure = p_wrong <= _UNSURE
-    if p_most_efficient is None:
+    if not choices:
         return Outcome.HIGHEST if sure else Outcome.BEST_SO_FAR
     if not sure:
         return Outcome.TIED_UNSURE
-    # Whichever of the tied ones is taken, it is no wrong choice by the margin that was asked for.
-    return Outcome.MOST_EFFICIENT if p_most_efficient >= CONFIDENCE else Outcome.TIED
+    # Whichever of the choices is taken, it is no wrong one by the margin that was asked for.
+    return Outcome.MOST_EFFICIENT if choices == 1 else Outcome.TIED
 
 
 def named_a(fit: Fit) -> float:
@@ -369,16 +392,14 @@ def best_chances(draws: Sequence[Array]) -> list[float]:
     return [float(p) for p in (top / top.sum(axis=0)).mean(axis=1)]
 
 
+def spreads_of(fits: Sequence[Fit], pairing: Pairing | None) -> dict[str, SeedSpread]:
+    """Return the spread of A between seeds by recipe: what seeds do to all alike is no error of a comparison."""
+    return {fit.recipe: fit.seed_spread if pairing is None else pairing.spread for fit in fits}
+
+
 def at_shared_a(tied: Sequence[Fit]) -> tuple[float | None, dict[str, Fit]]:
     """The mean A of tied recipes and their refits at it; nothing where there is no tie."""
     if len(tied) < 2:
         return None, {}
     shared = float(np.mean([named_a(fit) for fit in tied]))
     return shared, {fit.recipe: refit(fit, shared) for fit in tied}
-
-
-def _p_more_efficient(leader: Fit, others: Sequence[Fit]) -> float:
-    """Share of draws in which the leader's B is the highest, all at one A."""
-    if leader.draws is None or any(fit.draws is None for fit in others):
-        return 0.0
-    return best_chances([fit.draws.B for fit in (leader, *others) if fit.draws is not None])[0]

@@ -6,8 +6,10 @@ These words are fields of the records behind `--json`, and a running search jour
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sweeps.decide.standing import Outcome, Standing
-from sweeps.fit.fit import Fit
+from sweeps.fit.fit import Fit, Interval, shown
 from sweeps.fit.predict import chance
 
 
@@ -24,7 +26,8 @@ def outcome_sentence(standing: Standing) -> str:
     p, p_right = standing.p_best[leader], 1 - standing.p_wrong
     identifiable = leader in standing.ranked
     not_named = "" if identifiable else f", though it may not be named yet ({standing.verdicts[leader]})"
-    within = f"that it is within {margin:g} of the best has {chance(p_right)}"
+    is_within = f"is within {margin:g} of the best has {chance(p_right)}"
+    within = f"that it {is_within}"
     if outcome is Outcome.HIGHEST:
         text = f"{leader} has the highest asymptote with {chance(p)}{not_named}; {within}"
         return f"{text}{unranked if identifiable else ''}"
@@ -36,16 +39,35 @@ def outcome_sentence(standing: Standing) -> str:
     if outcome is Outcome.TIED_UNSURE:
         why = f"that {leader} is within {margin:g} of the best A is uncertain ({chance(p_right)})"
         return f"undecided: {names} are tied in A within {margin:g}, and {why}{unranked}"
-    efficient = chance(standing.p_most_efficient or 0.0)
-    if outcome is Outcome.MOST_EFFICIENT:
-        return (
-            f"{leader} is best: {names} are tied in A within {margin:g}, and it has the highest B at the shared A "
-            f"with {efficient}{unranked}"
-        )
-    return (
-        f"{names} are tied in A within {margin:g}, above all others ({within}), and B does not separate them "
-        f"({efficient} for {leader}): take any of them{unranked}"
-    )
+    surely = f"{names} are tied in A within {margin:g}, above all others (that {leader} {is_within})"
+    if not standing.slower:
+        return f"{surely}, and compute to 90% of the way there does not separate them: take any of them{unranked}"
+    return f"same ceiling; {_either(standing.choices)}: {_slower(standing)}; {surely}{unranked}"
+
+
+def _either(recipes: Sequence[str]) -> str:
+    return " or ".join(part for part in (", ".join(recipes[:-1]), recipes[-1]) if part)
+
+
+_NUMBERS = ("", "", " two", " three", " four", " five", " six", " seven", " eight", " nine", " ten")
+
+
+def _slower(standing: Standing) -> str:
+    """Return how many times the compute the slower of the tied recipes take to 90% of the way to their ceiling."""
+    slower, count = standing.slower, len(standing.slower)
+    ratios = [each for recipe in slower if (each := standing.ratio(recipe)) is not None]
+    who = f"the other{_NUMBERS[count] if count < len(_NUMBERS) else f' {count}'}"
+    takes = "takes" if count == 1 else "take"
+    if count == 1 and ratios[0].value is not None:
+        return f"{who} takes {shown(ratios[0], '.2g')} times the compute to 90% of it"
+    ordered = sorted(ratios, key=lambda each: (each.value is None, each.value or each.low or 0.0))
+    least, most = multiple(ordered[0]), multiple(ordered[-1])
+    return f"{who} {takes} {least if least == most else f'{least} to {most}'} times the compute to 90% of it"
+
+
+def multiple(ratio: Interval) -> str:
+    """Format a ratio of computes by its median, or by its lower bound where the median is infinite."""
+    return f"at least {ratio.low or 0.0:.2g}" if ratio.value is None else f"{ratio.value:.2g}"
 
 
 def _unranked(standing: Standing) -> str:
@@ -62,25 +84,25 @@ def _unranked(standing: Standing) -> str:
     return text
 
 
-def place_reason(gap: float, refitted: Fit | None, shared_a: float | None, margin: float) -> str:
-    """Return why a ranked recipe has its place.
-
-    Args:
-        gap: the best A less the recipe's own.
-        refitted: the recipe's fit at the shared A; None where it is not tied with the best.
-        shared_a: A at which tied recipes were refitted; None without a tie.
-        margin: of a tie.
-    """
-    if refitted is not None and shared_a is not None:
-        b = "unknown" if refitted.B.value is None else f"{refitted.B.value:.3g}"
-        return f"A within {margin:g} of the best; B {b} at the shared A {shared_a:.3f}"
+def place_reason(gap: float, recipe: str, standing: Standing) -> str:
+    """Return why a ranked recipe has its place; `gap` is the best A less its own."""
+    if recipe in standing.efficiencies and standing.shared_a is not None:
+        first, shared = standing.tied[0], f"90% of the way to A {standing.shared_a:.3f}"
+        text = f"A within {standing.margin:g} of the best; "
+        if recipe == first:
+            return f"{text}first by the compute to {shared}"
+        ratio = standing.ratio(recipe)
+        if ratio is None:
+            return f"{text}neither it nor {first} is known to get {shared}"
+        times = multiple(ratio) if ratio.value is None else shown(ratio, ".2g")
+        return f"{text}{times} times the compute of {first} to {shared}"
     return "highest A" if gap <= 0 else f"A lower than the best by {gap:.3f}"
 
 
-def contrast_reason(fit: Fit, comparable_b: bool, margin: float) -> str:
+def contrast_reason(fit: Fit, comparable: bool, margin: float) -> str:
     """Return on what a variant is compared with the baseline, or why it is not."""
     if not fit.identifiable:
         return f"{fit.verdict}: {fit.reason}"
-    if comparable_b:
-        return f"A within {margin:g}: compared on B"
-    return f"A differs by more than {margin:g}, so B is not comparable"
+    if comparable:
+        return f"A within {margin:g}: compared by the compute to 90% of the way there"
+    return f"A differs by more than {margin:g}: compute to a shared A cannot be compared"

@@ -35,6 +35,7 @@ class Family:
         names: names of its shape parameters, none to two.
         basis: g(log_compute, u, v), for search coordinates that broadcast against the points' log compute (-inf at
             compute 0). u and v are logarithms of the shape parameters, except the logistic's v, which is c itself.
+        inverse: compute at which g is a share of 1, of (share, u, v), for arrays u and v of one shape.
         box: limits of u and v for the points' log compute (n,); equal limits leave a coordinate out of the search.
         from_zero: whether the curve is defined at compute 0; if not, evaluations there are left out.
     """
@@ -43,6 +44,7 @@ class Family:
     formula: str
     names: tuple[str, ...]
     basis: Callable[[Array, Array, Array], Array]
+    inverse: Callable[[float, Array, Array], Array]
     box: Callable[[Array], Box]
     from_zero: bool = True
 
@@ -64,6 +66,11 @@ class Family:
     def at(self, log_compute: Array, u: float, v: float) -> Array:
         """Return g at the points for one pair of search coordinates; (n,) -> (n,)."""
         return self.basis(log_compute, np.array([u]), np.array([v]))
+
+    def compute_at(self, share: float, first: Array, second: Array) -> Array:
+        """Return the compute at which a share of A - R0 is gained, for shape parameters (K,); infinite at overflow."""
+        with np.errstate(over="ignore", divide="ignore"):
+            return np.maximum(self.inverse(share, *self.search(first, second)), 0.0)
 
     def search(self, first: Array, second: Array) -> tuple[Array, Array]:
         """Convert shape parameters to search coordinates, the inverse of `natural`."""
@@ -132,19 +139,46 @@ def _constant(x: Array, u: Array, v: Array) -> Array:
     return result
 
 
+def _odds(share: float) -> float:
+    return float(np.log(share / (1 - share)))
+
+
+def _sigmoid_inverse(share: float, u: Array, v: Array) -> Array:
+    return np.exp(v + _odds(share) * np.exp(-u))
+
+
+def _logistic_inverse(share: float, u: Array, v: Array) -> Array:
+    return v + _odds(share) * np.exp(-u)
+
+
+def _exponential_inverse(share: float, u: Array, v: Array) -> Array:
+    return -np.log1p(-share) * np.exp(u)
+
+
+def _power_inverse(share: float, u: Array, v: Array) -> Array:
+    return np.exp(v - np.log1p(-share) * np.exp(-u))
+
+
+def _constant_inverse(share: float, u: Array, v: Array) -> Array:
+    return np.zeros_like(u)
+
+
 def _constant_box(_: Array) -> Box:
     return 0.0, 0.0, 0.0, 0.0
 
 
-SIGMOID = Family("sigmoid", "R0 + (A - R0) / (1 + (C_mid / C)^B)", ("B", "C_mid"), _sigmoid, _sigmoid_box)
+SIGMOID = Family(
+    "sigmoid", "R0 + (A - R0) / (1 + (C_mid / C)^B)", ("B", "C_mid"), _sigmoid, _sigmoid_inverse, _sigmoid_box
+)
+_LOGISTIC, _EXPONENTIAL = "R0 + (A - R0) / (1 + exp(-k (C - c)))", "R0 + (A - R0) (1 - exp(-C / tau))"
 FAMILIES = {
     family.name: family
     for family in (
         SIGMOID,
-        Family("sigmoid_zero", "A / (1 + (C_mid / C)^B)", ("B", "C_mid"), _sigmoid, _sigmoid_box),
-        Family("logistic", "R0 + (A - R0) / (1 + exp(-k (C - c)))", ("k", "c"), _logistic, _logistic_box),
-        Family("exponential", "R0 + (A - R0) (1 - exp(-C / tau))", ("tau",), _exponential, _exponential_box),
-        Family("power_law", "A - D C^-B", ("B",), _power, _power_box, from_zero=False),
-        Family("constant", "A", (), _constant, _constant_box),
+        Family("sigmoid_zero", "A / (1 + (C_mid / C)^B)", ("B", "C_mid"), _sigmoid, _sigmoid_inverse, _sigmoid_box),
+        Family("logistic", _LOGISTIC, ("k", "c"), _logistic, _logistic_inverse, _logistic_box),
+        Family("exponential", _EXPONENTIAL, ("tau",), _exponential, _exponential_inverse, _exponential_box),
+        Family("power_law", "A - D C^-B", ("B",), _power, _power_inverse, _power_box, from_zero=False),
+        Family("constant", "A", (), _constant, _constant_inverse, _constant_box),
     )
 }

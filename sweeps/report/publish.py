@@ -121,6 +121,7 @@ def summary(fit: Fit, entry: Ranked | None, label: str) -> FitSummary:
         "label": label,
         "p_best": None if entry is None else entry.p_best,
         "rank": None if entry is None else entry.rank,
+        **_efficiency(entry),
     }
     if not fit.identifiable:
         return FitSummary(**common)
@@ -141,3 +142,11 @@ def summary(fit: Fit, entry: Ranked | None, label: str) -> FitSummary:
         band_low=band.low,
         band_high=band.high,
     )
+
+
+def _efficiency(entry: Ranked | None) -> dict[str, float | None]:
+    """Return the compute to 90% of the way to a shared A, and that over the first recipe's; nothing if not tied."""
+    if entry is None or entry.efficiency is None:
+        return {}
+    ratio = 1.0 if entry.p_neither is None else None if entry.ratio is None else entry.ratio.value
+    return {"efficiency": entry.efficiency.value, "ratio": ratio}

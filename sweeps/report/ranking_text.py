@@ -34,7 +34,8 @@ def rank_text(ranking: Ranking, by_axis: ByAxis | None = None) -> str:
 
 def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the ranking's table."""
-    head = ["rank", "recipe", "P(best)", "A", "B at shared A", "why"]
+    tie = ["compute to 90%", "to 50%"] if ranking.shared_a is not None else []
+    head = ["rank", "recipe", "P(best)", "A", *tie, "B at shared A", "why"]
     rows = []
     for entry in ranking.ranking:
         named = entry.rank is not None
@@ -43,6 +44,7 @@ def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
             entry.recipe,
             "-" if entry.p_best is None else f"{entry.p_best:.2f}",
             shown(entry.A if named else None, ".3f"),
+            *([shown(entry.efficiency, ".3g"), shown(entry.efficiency_half, ".3g")] if tie else []),
             shown(entry.B_at_shared_A, ".3g"),
         ]
         rows.append([*row, entry.reason if named else f"{entry.verdict}: {entry.reason}"])
@@ -83,9 +85,15 @@ def axis_rows(by_axis: ByAxis) -> tuple[list[str], list[list[str]]]:
 
 def leave_one_out_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the table of variants against the baseline."""
-    head = ["variant", "delta A", "delta B at shared A", "note"]
+    head = ["variant", "delta A", "times the compute to 90%", "delta B at shared A", "note"]
     rows = [
-        [entry.recipe, shown(entry.delta_a, "+.3f"), shown(entry.delta_b, "+.3g"), entry.reason]
+        [
+            entry.recipe,
+            shown(entry.delta_a, "+.3f"),
+            shown(entry.ratio, ".2f"),
+            shown(entry.delta_b, "+.3g"),
+            entry.reason,
+        ]
         for entry in ranking.leave_one_out
     ]
     return head, rows

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[np.float64]
 
 RANKING_FILE = "ranking.json"
+RATIO_KEY = "rank/times_compute"
 MAX_LINES = 200  # closed in the chart's list; 4,000 characters of a view at most
 _NOTE_START = "[Scaling curves]("
 
@@ -35,7 +36,8 @@ class FitSummary:
     """Summary of one recipe's fit for MLflow. Open ends are None; without a curve, none is drawn.
 
     `curve_x` holds compute (not its logarithm), log-spaced; `band_low` and `band_high` are pass rates there. `label`
-    is what the chart calls the recipe, if not by its whole name.
+    is what the chart calls the recipe, if not by its whole name. `efficiency` is the compute to 90% of the way to the
+    asymptote that tied recipes share, `ratio` that over the first one's (1 for itself).
     """
 
     recipe: str
@@ -56,6 +58,8 @@ class FitSummary:
     band_low: Array | None = None
     band_high: Array | None = None
     rank: int | None = None
+    efficiency: float | None = None
+    ratio: float | None = None
     label: str | None = None
 
     def metrics(self) -> dict[str, float]:
@@ -71,6 +75,8 @@ class FitSummary:
             "fit/rmse": self.rmse,
             "rank/p_best": self.p_best,
             RANK_KEY: self.rank,
+            "rank/efficiency": self.efficiency,
+            RATIO_KEY: self.ratio,
         }
         return {key: float(v) for key, v in values.items() if v is not None and math.isfinite(v)}
 
@@ -341,7 +347,8 @@ def _views(
     fitted = [set(fit.metrics()) for fit in fits if "fit/A" in fit.metrics()] or [set()]
     order = ("fit/log10_C_mid", "fit/B", "rank/p_best", "fit/A_low", "fit/A_high", "fit/A")
     charted = [key for key in order if key in set.intersection(*fitted)]  # an open end must not hide a recipe
-    columns = [_column(key) for key in (RANK_KEY, "rank/p_best", "fit/A", "fit/A_low", "fit/A_high", keys.whole)]
+    named = (RANK_KEY, "rank/p_best", "fit/A", "fit/A_low", "fit/A_high", keys.whole, RATIO_KEY)
+    columns = [_column(key) for key in named]
     columns.insert(2, "tags.`fit.verdict`")
     shown = []  # the best first: of a large study MLflow shows, and the tag of a view holds, only so many
     for fit in sorted(fits, key=lambda fit: fit.rank or math.inf):
