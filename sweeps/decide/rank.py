@@ -23,7 +23,7 @@ from sweeps.curve import Curve
 from sweeps.decide.efficiency import Ratio, efficiencies
 from sweeps.decide.resolution import Resolution, resolve
 from sweeps.decide.reward import Rewards, rewards
-from sweeps.decide.standing import Standing, at_shared_a, margin_of, named_a, spreads_of, stand
+from sweeps.decide.standing import Outcome, Standing, at_shared_a, margin_of, named_a, spreads_of, stand
 from sweeps.decide.wording import contrast_reason, outcome_sentence, place_reason
 from sweeps.errors import UserError
 from sweeps.fit.compare import Comparison, compare
@@ -125,6 +125,15 @@ class Ranking(AsJson):
     rewards: Rewards | None = None
     resolution: Resolution | None = None
     standing: Standing | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def outcome(self) -> tuple[str, ...]:
+        """What is said first: the sentence, and while undecided the resolution; before it where no recipe rises."""
+        if not self.undecided or self.resolution is None:
+            return (self.sentence,)
+        said = (self.sentence, self.resolution.sentence)
+        flat = self.standing is not None and self.standing.outcome is Outcome.FLAT
+        return said[::-1] if flat else said
 
     JSON: ClassVar = {"shared_a": "shared_A", "pairing": "paired", "comparisons": "forecasts", "standing": None}
 

@@ -26,6 +26,8 @@ from sweeps.fit.wander import apart
 # A run is near its asymptote with this share of A - R0 gained: of a gain of 0.3 that leaves 0.015, the spread
 # between seeds.
 NEAR = 0.95
+# A target is called out of reach from this probability on.
+_NEVER = 0.9
 _NOTHING = Interval(None, None, None)
 # Computes at which a curve is looked at, within its window and beyond.
 _WITHIN, _BEYOND = 241, 160
@@ -80,8 +82,8 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
         target: reward to reach, within the reward's bounds.
 
     The value is the median over draws and the bounds their quantiles; a bound is open (None) where more than
-    2.5% of the draws do not get there as far as the fit may be read (`support`), and the value is None ("never")
-    where more than half do not.
+    2.5% of the draws do not get there as far as the fit may be read (`support`), and the value is None
+    where more than half do not: "never" if 90% do not, else "unlikely".
 
     Raises:
         UserError: the target is no number, or outside the reward's bounds.
@@ -114,7 +116,10 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
             reached=True,
         )
     if raw.value is None:
-        reason = f"never: {chance(p_never)} that its runs do not reach it within {limit / end:g} x their compute"
+        within = f"within {limit / end:g} x their compute"
+        reason = f"unlikely ({chance(1 - p_never)}) that its runs reach it {within}"
+        if p_never >= _NEVER:
+            reason = f"never: {chance(p_never)} that its runs do not reach it {within}"
         return Reach(recipe=fit.recipe, target=target, compute=None, reason=reason, new_run=new_run, p_never=p_never)
     return Reach(
         recipe=fit.recipe,

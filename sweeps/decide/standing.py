@@ -67,6 +67,7 @@ class Outcome(Enum):
     ALONE = "there is but one recipe, and nothing to compare it with"
     HIGHEST = "the leader's A is surely within the margin of the best"
     BEST_SO_FAR = "the leader's A may fall short of the best by more than the margin"
+    FLAT = "no reward rises, and none is surely within the margin of the best"
     MOST_EFFICIENT = "some are tied in A, and of these the leader surely takes the least compute"
     TIED = "some are tied in A, and compute does not single one of them out: none of several is a wrong choice"
     TIED_UNSURE = "some are tied in A, and they may fall short of the best by more than the margin"
@@ -332,7 +333,7 @@ def stand(fits: Sequence[Fit], margin: float | None = None) -> Standing:
         slower=slower,
         choices=choices,
         rivals=rivals,
-        outcome=_outcome(len(fits), leader, p_wrong, len(choices)),
+        outcome=_outcome(fits, leader, p_wrong, len(choices)),
         p_most_efficient=p_most_efficient,
         verdicts={fit.recipe: fit.verdict for fit in fits},
         pairing=pairing,
@@ -340,15 +341,16 @@ def stand(fits: Sequence[Fit], margin: float | None = None) -> Standing:
     )
 
 
-def _outcome(recipes: int, leader: Fit | None, p_wrong: float | None, choices: int) -> Outcome:
+def _outcome(fits: Sequence[Fit], leader: Fit | None, p_wrong: float | None, choices: int) -> Outcome:
     """Return how the choice stands; `choices` is 0 unless the leader is one of several tied recipes."""
-    if leader is None or (recipes == 1 and not leader.identifiable):
+    if leader is None or (len(fits) == 1 and not leader.identifiable):
         return Outcome.UNKNOWN
     if p_wrong is None:
         return Outcome.ALONE
     sure = p_wrong <= _UNSURE
     if not choices:
-        return Outcome.HIGHEST if sure else Outcome.BEST_SO_FAR
+        unsure = Outcome.FLAT if all(fit.verdict == "flat" for fit in fits) else Outcome.BEST_SO_FAR
+        return Outcome.HIGHEST if sure else unsure
     if not sure:
         return Outcome.TIED_UNSURE
     # Whichever of the choices is taken, it is no wrong one by the margin that was asked for.

@@ -31,6 +31,8 @@ def outcome_sentence(standing: Standing) -> str:
     if outcome is Outcome.HIGHEST:
         text = f"{leader} has the highest asymptote with {chance(p)}{not_named}; {within}"
         return f"{text}{unranked if identifiable else ''}"
+    if outcome is Outcome.FLAT:
+        return f"undecided: nothing to choose yet: {'both' if total == 2 else f'all {total}'} flat"
     if outcome is Outcome.BEST_SO_FAR:
         cost = f"choosing it costs {standing.losses[leader]:.3f} on average"
         text = f"{leader} is the best choice so far{not_named}: highest with {chance(p)}, {cost}, and {within}"

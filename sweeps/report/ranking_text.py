@@ -10,10 +10,8 @@ from sweeps.report.plain import one_line, table
 
 
 def ranking_text(ranking: Ranking) -> str:
-    """Format the ranking's sentence, its resolution if undecided, and the tables by reward and by asymptote."""
-    lines = [one_line(ranking.sentence)]
-    if ranking.undecided and ranking.resolution is not None:
-        lines.append(one_line(ranking.resolution.sentence))
+    """Format the ranking's outcome, and the tables by reward and by asymptote."""
+    lines = [one_line(line) for line in ranking.outcome]
     if ranking.rewards is not None and len(ranking.rewards.rows) > 1:
         lines += [one_line(ranking.rewards.sentence), "", table(*reward_rows(ranking.rewards)), "", "by asymptote:"]
     else:

@@ -134,6 +134,12 @@ def test_too_few_points_have_no_compute_and_a_level_curve_never_gets_there() -> 
     assert near_asymptote(few).verdict == near_asymptote(fit_curve(level)).verdict == "unknown"
 
 
+def test_what_most_draws_do_not_reach_is_unlikely_not_never() -> None:
+    reach = compute_to_reach(fit_curve(curve(rng=1)), 0.61)
+    assert reach.compute is None and reach.p_never is not None and 0.5 < reach.p_never < 0.95
+    assert reach.reason.startswith(f"unlikely (P = {1 - reach.p_never:.2f}) that its runs reach it within 100 x")
+
+
 def test_quantiles_of_infinite_draws_are_open_not_nan() -> None:
     # Exactly at a quantile the next draw is infinite: interpolation would give infinity or NaN.
     edge = quantiles(np.concatenate([np.linspace(1, 2, 21), np.full(20, np.inf)]))

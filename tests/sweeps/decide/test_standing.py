@@ -16,7 +16,7 @@ from sweeps.decide.reward import RewardRow, Rewards, rewards
 from sweeps.decide.standing import joint, stand
 from sweeps.decide.wording import outcome_sentence
 from sweeps.fit.fit import Interval, fit_curve, fit_curves
-from sweeps.report.ranking_text import reward_rows
+from sweeps.report.ranking_text import ranking_text, reward_rows
 from tests.examples import every
 from tests.sweeps.fit.simulate import curve, law
 
@@ -191,3 +191,13 @@ def test_where_nobody_is_known_to_get_there_nobody_takes_the_least(monkeypatch: 
     assert found is not None and found.reward is not None and found.fastest is None
     head, rows = reward_rows(found)
     assert [each[head.index("times the least")] for each in rows] == ["-", "-"] and " takes " not in found.sentence
+
+
+def test_of_recipes_that_do_not_rise_none_is_chosen() -> None:
+    """Before anything rises there is no best choice so far: what the study can tell comes first."""
+    source = np.random.default_rng(3)
+    compute = np.linspace(0, 6, 31)
+    ranking = rank(fit_curves([make_curve(name, compute, 0.2 + 0.03 * source.standard_normal(31)) for name in "ab"]))
+    assert ranking.undecided and ranking.sentence == "undecided: nothing to choose yet: both flat"
+    assert ranking.resolution is not None and ranking.outcome == (ranking.resolution.sentence, ranking.sentence)
+    assert ranking_text(ranking).startswith("with 1 seed a recipe this study tells differences of ")
