@@ -9,7 +9,7 @@ expected reduction of the loss (the value of sample information, Raiffa and Schl
 What this approximates: new evaluations come at the spacing of the old ones and with independent noise that leaves
 their mean as uncertain as the old noise does; an extension informs on A through the curve alone; a seed is one
 observation of the recipe's A with the variance between seeds plus that of one run's fit; ties in A are not broken by
-B; only one step is looked ahead. Where few draws explain new data, the noise is raised until enough do, which
+efficiency; only one step is looked ahead. Where few draws explain new data, the noise is raised until enough do, which
 understates the gain. Where A is not identifiable its draws are the final rewards of all kinds of curves, which are
 wide.
 """

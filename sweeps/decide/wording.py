@@ -61,10 +61,10 @@ def _slower(standing: Standing) -> str:
     who = f"the other{_NUMBERS[count] if count < len(_NUMBERS) else f' {count}'}"
     takes = "takes" if count == 1 else "take"
     if count == 1 and ratios[0].value is not None:
-        return f"{who} takes {shown(ratios[0], '.2g')} times the compute to 90% of it"
+        return f"{who} takes {shown(ratios[0], '.2f')} times the compute to 90% of the way there"
     ordered = sorted(ratios, key=lambda each: (each.value is None, each.value or each.low or 0.0))
     least, most = multiple(ordered[0]), multiple(ordered[-1])
-    return f"{who} {takes} {least if least == most else f'{least} to {most}'} times the compute to 90% of it"
+    return f"{who} {takes} {least if least == most else f'{least} to {most}'} times the compute to 90% of the way there"
 
 
 def multiple(ratio: Interval) -> str:
@@ -96,7 +96,7 @@ def place_reason(gap: float, recipe: str, standing: Standing) -> str:
         ratio = standing.ratio(recipe)
         if ratio is None:
             return f"{text}neither it nor {first} is known to get {shared}"
-        times = multiple(ratio) if ratio.value is None else shown(ratio, ".2g")
+        times = multiple(ratio) if ratio.value is None else shown(ratio, ".2f")
         return f"{text}{times} times the compute of {first} to {shared}"
     return "highest A" if gap <= 0 else f"A lower than the best by {gap:.3f}"
 

@@ -144,7 +144,7 @@ def _odds(share: float) -> float:
 
 
 def _sigmoid_inverse(share: float, u: Array, v: Array) -> Array:
-    return np.exp(v + _odds(share) * np.exp(-u))
+    return np.asarray(np.exp(v + _odds(share) * np.exp(-u)))
 
 
 def _logistic_inverse(share: float, u: Array, v: Array) -> Array:
@@ -152,11 +152,11 @@ def _logistic_inverse(share: float, u: Array, v: Array) -> Array:
 
 
 def _exponential_inverse(share: float, u: Array, v: Array) -> Array:
-    return -np.log1p(-share) * np.exp(u)
+    return np.asarray(-np.log1p(-share) * np.exp(u))
 
 
 def _power_inverse(share: float, u: Array, v: Array) -> Array:
-    return np.exp(v - np.log1p(-share) * np.exp(-u))
+    return np.asarray(np.exp(v - np.log1p(-share) * np.exp(-u)))
 
 
 def _constant_inverse(share: float, u: Array, v: Array) -> Array:
