@@ -39,7 +39,7 @@ def learned(rank: dict[str, Any], compare: dict[str, Any]) -> str:
     said += [f"{recipe} lowers it to {value:.2f}" for recipe, value in named.items() if recipe not in top]
     for each in compare["comparisons"]:
         ratio = each["ratio"]
-        if each["recipe"] in top and ratio and ratio["low"] is not None and ratio["low"] > 1:
+        if each["recipe"] in top and ratio and ratio["value"] is not None and (ratio["low"] or 0) > 1:
             said.append(f"{each['recipe']} takes {ratio['value']:.1f} times the compute of {each['other']}")
     return "; ".join(said)
 

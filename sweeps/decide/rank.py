@@ -128,7 +128,7 @@ class Ranking(AsJson):
 
     @property
     def outcome(self) -> tuple[str, ...]:
-        """What is said first: the sentence, and while undecided the resolution; before it where no recipe rises."""
+        """The sentence, and while undecided the resolution, which comes first where no recipe rises."""
         if not self.undecided or self.resolution is None:
             return (self.sentence,)
         said = (self.sentence, self.resolution.sentence)

@@ -30,8 +30,8 @@ def test_clearly_better_asymptote_wins() -> None:
 
 
 @pytest.mark.slow
-def test_tie_in_A_is_broken_by_B_at_the_shared_A() -> None:
-    """The paper's rule, on constructed data: A within 0.02, then the higher B."""
+def test_of_tied_recipes_that_differ_in_B_the_steeper_is_first() -> None:
+    """At one C_mid the higher B takes less compute to 90% of the way."""
     result = ranked(
         curve("scalerl", a=0.61, b=2.0, white=0.003, rng=1),
         curve("scalerl+loss=dapo", a=0.612, b=1.5, white=0.003, rng=2),
