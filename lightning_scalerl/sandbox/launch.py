@@ -401,7 +401,9 @@ def _python() -> str:
 @cache
 def _sys_path() -> list[str]:
     """Return where installed packages are, without what `.pth` files add (this very project, if editable)."""
-    return [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages") and Path(p).is_dir()]
+    places = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages") and Path(p).is_dir()]
+    # Links are resolved: of a linked environment only the folder itself is visible inside.
+    return [os.path.realpath(p) for p in places]
 
 
 @cache

@@ -255,6 +255,7 @@ KERNEL = {
     "keyctl": 250, "add_key": 248, "unshare": 272, "setns": 308, "mount": 165, "pivot_root": 155, "chroot": 161,
     "personality": 135, "memfd_create": 319, "shmget": 29, "mq_open": 240, "open_by_handle_at": 304, "setsid": 112,
     "socket": 41, "kexec_load": 246, "fsopen": 430, "seccomp": 317, "fchmodat2": 452,
+    "io_setup": 206, "io_submit": 209, "io_uring_enter": 426, "setsockopt": 54,
 }  # fmt: skip
 
 
@@ -426,6 +427,35 @@ def test_no_more_disk_than_given(place: Place, way: int) -> None:
         assert result.status in ("disk_limit", "killed") or (result.status == "ok" and held <= 4), result
     if place.uid == 0:
         assert place.bare(source, file_mib=2).stdout in ("24\n", ""), "it works without walls"
+
+
+SOCKETS = """
+import socket
+pairs, held = [], 0
+try:
+    while True:
+        pairs.append(socket.socketpair())
+except OSError:
+    pass
+for one in (half for pair in pairs for half in pair):
+    try:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+    except OSError:
+        pass
+    one.setblocking(False)
+    try:
+        while True:
+            held += one.send(bytes(1 << 14))
+    except OSError:
+        pass
+print(held >> 20)
+"""
+
+
+def test_sockets_hold_no_more_than_they_do_by_themselves(place: Place) -> None:
+    by_themselves = int(place.run(SOCKETS.replace("setsockopt", "getsockopt")).stdout)
+    assert int(place.run(SOCKETS).stdout) == by_themselves <= 16
+    assert int(place.bare(SOCKETS).stdout) > by_themselves, "it works without walls"
 
 
 def running(marker: str) -> list[int]:

@@ -66,6 +66,8 @@ CALLS = {
     "getrandom": (318, 278), "fchmodat": (268, 53), "shmget": (29, 194), "pidfd_open": (434, 434), "setuid": (105, 146),
     "sched_setaffinity": (203, 122), "rt_sigqueueinfo": (129, 138), "memfd_create": (319, 279), "io_uring_setup": (425, 425),
     "epoll_create1": (291, 20), "pipe2": (293, 59), "getcwd": (79, 17), "rt_sigreturn": (15, 139), "reboot": (169, 142),
+    "io_setup": (206, 0), "io_destroy": (207, 1), "io_submit": (209, 2), "io_cancel": (210, 3), "io_getevents": (208, 4),
+    "io_pgetevents": (333, 292), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "setsockopt": (54, 208),
 }  # fmt: skip
 EXPECTED = [
     ("read", (), ALLOW), ("mmap", (), ALLOW), ("futex", (), ALLOW), ("exit_group", (), ALLOW), ("getrandom", (), ALLOW),
@@ -85,7 +87,8 @@ EXPECTED = [
     ("sched_setaffinity", (0,), ALLOW), ("sched_setaffinity", (1,), EPERM),
     *((name, (), EPERM) for name in (
         "execve", "ptrace", "bpf", "setsid", "mount", "unshare", "keyctl", "fchmodat", "shmget", "pidfd_open", "setuid",
-        "memfd_create", "io_uring_setup", "reboot")),
+        "memfd_create", "io_uring_setup", "reboot", "io_setup", "io_destroy", "io_submit", "io_cancel", "io_getevents",
+        "io_pgetevents", "io_uring_enter", "io_uring_register", "setsockopt")),
 ]  # fmt: skip
 
 
