@@ -55,6 +55,8 @@ def main(config: dict[str, Any]) -> None:
 
 
 def _prepare(config: dict[str, Any]) -> None:
+    # Python's limit of 4,300 digits protects servers from slow conversions; here the limits of time do.
+    sys.set_int_max_str_digits(0)
     sys.path.extend(config["sys_path"])
     if not hasattr(builtins, "exit"):  # Python without `site`, which takes half of the start-up.
         from _sitebuiltins import Quitter

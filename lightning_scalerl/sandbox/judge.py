@@ -19,6 +19,8 @@ from lightning_scalerl.sandbox.walls import Protections
 
 _ENTRY_POINT = re.compile(r"[A-Za-z_]\w*(\(\))?(\.[A-Za-z_]\w*(\(\))?)*")
 _TOLERANCE = Decimal("1e-6")
+_RELATIVE_TOLERANCE = Decimal("1e-8")
+_EXACT = 1 << 53  # whole numbers below it are exact as floats
 _FRACTION = re.compile(r"[.eE]")
 # Numbers as a C program reads them: Python also accepts underscores and digits of other scripts.
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
@@ -112,8 +114,9 @@ def judge_stdio(
 ) -> JudgeResult:
     """Run a program once for each case, until one fails, and compare what it prints.
 
-    Outputs are equal if they have the same tokens (split at white space); two tokens that differ as text are equal if
-    both are decimal numbers in ASCII, one of them at least with a point or an exponent, that differ by 1e-6 at most.
+    Outputs are equal if they have the same tokens (split at white space). Two tokens that differ as text are equal if
+    both are decimal numbers in ASCII, one of them at least with a point or an exponent, that differ by 1e-6 at most, or
+    by 1e-8 of their size where both have a point or an exponent and are not both whole numbers below 2^53.
 
     Args:
         program: untrusted source.
@@ -157,9 +160,16 @@ def same_output(printed: str, expected: str) -> bool:
 
 def _close(one: str, other: str) -> bool:
     # Decimal, not float: floats would make large whole numbers equal to their neighbours.
-    if not _FRACTION.search(one + " " + other) or not (_NUMBER.fullmatch(one) and _NUMBER.fullmatch(other)):
+    written = [bool(_FRACTION.search(token)) for token in (one, other)]
+    if not any(written) or not (_NUMBER.fullmatch(one) and _NUMBER.fullmatch(other)):
         return False
     try:
-        return abs(Decimal(one) - Decimal(other)) <= _TOLERANCE
+        mine, theirs = Decimal(one), Decimal(other)
+        difference = abs(mine - theirs)
+        if difference <= _TOLERANCE:
+            return True
+        # Whole numbers that a float holds exactly are counts, and no count is nearly right.
+        counts = all(abs(number) < _EXACT and number == int(number) for number in (mine, theirs))
+        return all(written) and not counts and difference <= _RELATIVE_TOLERANCE * abs(theirs)
     except ArithmeticError:
         return False

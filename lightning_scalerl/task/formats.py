@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import pickle
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from string import ascii_uppercase
 from typing import Any
 
@@ -137,14 +139,26 @@ def livecodebench(row: Row) -> Problem:
     if function is None:
         answer = {"cases": [[str(case["input"]), str(case["output"])] for case in cases]}
     else:
-        calls = [[_arguments(case["input"]), parse_json(case["output"])] for case in cases]
+        calls = [[_arguments(case["input"]), _json(case["output"])] for case in cases]
         answer = {"calls": calls, "entry_point": f"Solution().{function}"}
     return Problem(text, answer, difficulty=_optional(row, "difficulty"), name=_optional(row, "question_id"))
 
 
 def _arguments(text: str) -> list[Any]:
     """Parse arguments that are written as one JSON value a line."""
-    return [parse_json(line) for line in text.splitlines() if line.strip()]
+    return [_json(line) for line in text.splitlines() if line.strip()]
+
+
+def _json(text: str) -> Any:
+    """Parse JSON, also whole numbers of more than 4,300 digits, which Python's `int` refuses to read.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    try:
+        return parse_json(text)
+    except ValueError:
+        return json.loads(text, parse_int=lambda digits: int(Decimal(digits)))
 
 
 def _cases(given: Any) -> list[dict[str, Any]]:
@@ -152,10 +166,10 @@ def _cases(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, str):
         return list(given)
     try:
-        cases: list[dict[str, Any]] = parse_json(given)
+        cases: list[dict[str, Any]] = _json(given)
     except ValueError:
         text = _TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(given)))).load()
-        cases = parse_json(text)
+        cases = _json(text)
     return cases
 
 

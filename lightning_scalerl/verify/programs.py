@@ -6,7 +6,7 @@ what they return, {"cases"} for programs that read and print.
 
 from __future__ import annotations
 
-import json
+import marshal
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -39,16 +39,39 @@ from itertools import *
 from math import *
 from typing import *
 """
-# Calls are kept as JSON, which has no tuples: lists and tuples of the same items are equal here.
+# Calls come from JSON, which has no tuples and whose keys are texts. Floats are compared as `judge_stdio` compares
+# printed ones. marshal, not JSON: it writes whole numbers of any length.
 _CALLS = """
-import json
+import json, marshal, math
 
-def plain(value):
-    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+def same(got, expected):
+    if isinstance(got, (list, tuple)) and isinstance(expected, (list, tuple)):
+        return len(got) == len(expected) and all(map(same, got, expected))
+    if isinstance(got, dict) and isinstance(expected, dict):
+        mine, theirs = by_text(got), by_text(expected)
+        return len(got) == len(mine) and mine.keys() == theirs.keys() and all(same(mine[k], theirs[k]) for k in mine)
+    if isinstance(got, (int, float)) and isinstance(expected, (int, float)) and float in (type(got), type(expected)):
+        return close(got, expected)
+    return got == expected
+
+def by_text(mapping):
+    plain = (int, float, type(None))
+    return {{json.dumps(key) if isinstance(key, plain) else key: value for key, value in mapping.items()}}
+
+def close(got, expected):
+    if got == expected or (got != got and expected != expected):
+        return True
+    try:
+        difference = abs(got - expected)
+    except OverflowError:
+        return False
+    counts = all(abs(number) < 2**53 and number == int(number) for number in (got, expected))
+    relative = type(got) is type(expected) and not counts
+    return difference <= 1e-6 or relative and abs(expected) < math.inf and difference <= 1e-8 * abs(expected)
 
 def check(candidate):
-    for arguments, expected in json.loads({calls!r}):
-        assert plain(candidate(*arguments)) == plain(expected)
+    for arguments, expected in marshal.loads({calls!r}):
+        assert same(candidate(*arguments), expected)
 """
 
 
@@ -131,7 +154,7 @@ class Programs:
             return judge_stdio(code, cases, self.limits, self.protections, self.total_s)
         entry_point = answer.get("entry_point")
         if "calls" in answer:
-            tests, prelude, program = _CALLS.format(calls=json.dumps(answer["calls"])), "", _behind(_IMPORTS, code)
+            tests, prelude, program = _CALLS.format(calls=marshal.dumps(answer["calls"])), "", _behind(_IMPORTS, code)
         else:
             tests, prelude = str(answer["tests"]), str(answer.get("prelude") or "")
             program = _completed(prelude, code, entry_point)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import marshal
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.formats import FORMATS
+from lightning_scalerl.verify import programs
 from lightning_scalerl.verify.grade import Grade, Sample
 from lightning_scalerl.verify.pool import VerifierPool
 from lightning_scalerl.verify.programs import Programs, program_of
@@ -112,6 +114,51 @@ def test_wrong_programs_fail_and_say_why(
     grader = Programs(wall_s=2.0 if said == "timeout" else 6.0)
     graded = grader.grade(Sample(Prompt("p", problem.text, problem.answer), completion, completion))
     assert graded.reward == 0.0 and said in graded.extra["tests"]
+
+
+LONG = "1" + "0" * 4999
+# What a function returns and what is expected, as JSON, then whether they are the same.
+RETURNED = [
+    ("0.1 + 0.2", "0.3", True),
+    ("[1 / 3, (0.1 + 0.2,)]", "[0.333333333333, [0.3]]", True),
+    ("123456789012.5", "123456789012.4999", True),
+    ("0.3001", "0.3", False),
+    ("1234567891.0", "1234567890.0", False),
+    ("2.5", "2", False),
+    ("10**17 + 1", str(10**17), False),
+    ("float('nan')", "0.5", False),
+    ("float('inf')", "0.5", False),
+    ("'0.3'", "0.3", False),
+    ("{1: 0.1 + 0.2, True: 0.3, None: [{2.5: 1}]}", '{"1": 0.3, "null": [{"2.5": 1}]}', True),
+    ("{2: 2}", '{"1": 2}', False),
+    ("{1: 2, '1': 2}", '{"1": 2}', False),
+    ("10**4999", LONG, True),
+    ("10**4999 + 1", LONG, False),
+]
+
+
+def test_what_functions_return_is_compared_as_json_that_a_float_may_round() -> None:
+    right = [returned for returned, _, same in RETURNED if same]
+    cases = [{"input": str(right.index(r)), "output": e, "testtype": "functional"} for r, e, same in RETURNED if same]
+    row = METHOD | {"public_test_cases": json.dumps(cases), "metadata": json.dumps({"func_name": "pick"})}
+    code = f"class Solution:\n    def pick(self, n):\n        return [{', '.join(right)}][n]"
+    assert grade("livecodebench", row, block(code)).reward == 1.0
+    for returned, expected, same in RETURNED:  # Each of these would cost two processes.
+        cases = [{"input": "", "output": expected, "testtype": "functional"}]
+        calls = FORMATS["livecodebench"](row | {"public_test_cases": json.dumps(cases)}).answer["calls"]
+        names: dict[str, Any] = {}
+        exec(programs._CALLS.format(calls=marshal.dumps(calls)), names)
+        try:
+            names["check"](lambda: eval(returned))  # noqa: B023
+        except AssertionError:
+            assert not same, returned
+        else:
+            assert same, returned
+
+
+def test_whole_numbers_of_any_length_are_read_and_printed() -> None:
+    row = READING | {"public_test_cases": json.dumps([{"input": LONG, "output": LONG, "testtype": "stdin"}])}
+    assert grade("livecodebench", row, block("print(int(input()) + 0)")).reward == 1.0
 
 
 def test_an_object_that_equals_everything_is_equal_to_nothing() -> None:
