@@ -116,7 +116,7 @@ def test_the_sandbox_stands_on_the_ground_alone() -> None:
     from lightning_scalerl.sandbox.launch import _INSIDE
 
     room = "lightning_scalerl.sandbox"
-    assert len(_INSIDE) == 6
+    assert len(_INSIDE) == 7
     for path in files("lightning_scalerl/sandbox"):
         inside = {f"{room}.{name}" for name in _INSIDE}
         allowed = (

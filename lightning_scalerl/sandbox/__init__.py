@@ -4,7 +4,7 @@ In come a program's source with tests that it never sees (`judge`), with inputs 
 with one input (`run_program`), its `Limits`, and the `Protections` that `check_protections` has tried on this machine.
 Out goes a verdict or what was printed. Where the sandbox itself failed, `SandboxError` is raised, never a verdict.
 
-    judge.py   run.py            the questions; protections.py finds out what works here
+    judge.py   run.py            the questions; protections.py finds out what works here, survey.py reads tests
         launch.py                starts processes behind walls.py, keeps limits.py, ends them, removes their folders
     ---- a process of its own, which takes the last steps into the jail itself -----------------------------------
         inside.py -> jail.py     limits, user, Landlock, seccomp
@@ -17,7 +17,7 @@ What runs below the line is sent there as compiled code and imports the standard
 
 from __future__ import annotations
 
-from lightning_scalerl.sandbox.judge import JudgeResult, judge, judge_stdio
+from lightning_scalerl.sandbox.judge import JudgeResult, judge, judge_stdio, unjudgeable
 from lightning_scalerl.sandbox.launch import SandboxError
 from lightning_scalerl.sandbox.limits import Limits
 from lightning_scalerl.sandbox.protections import Mode, check_protections
@@ -36,4 +36,5 @@ __all__ = [
     "judge",
     "judge_stdio",
     "run_program",
+    "unjudgeable",
 ]

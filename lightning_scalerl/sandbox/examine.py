@@ -2,7 +2,7 @@
 
 Runs inside the judge's sandbox (standard library only). Names that the tests use and only the program can mean are
 bound to what the program sends: plain values, or `Remote` stand-ins whose calls go there and which are equal to nothing
-but themselves. Success is the nonce, written to a pipe that only the parent reads.
+but themselves. `conduct.py` runs the tests. Success is the nonce, written to a pipe that only the parent reads.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
+from lightning_scalerl.sandbox.conduct import FailedError, TestRun
 from lightning_scalerl.sandbox.frames import receive, send
 from lightning_scalerl.sandbox.plain import Handle, MalformedError, decode, encode
 
-# Where a name that tests use without importing it comes from, before the program may say what it means: a program
-# that lends tests their `isclose` has a say in what is close.
-_LENDERS = ("math", "collections", "itertools", "functools", "typing", "copy", "heapq", "bisect", "string", "re")
-_LENT_AS = {"np": "numpy", "numpy": "numpy"}
 _LONGEST_REASON = 300
 # Raised inside the tests' own `map` or `iter`, these would silently end a loop whose asserts then never run.
 _ENDS_A_LOOP = (StopIteration, StopAsyncIteration)
+# Built-ins of the tests that answer an exception with a default, so that nothing tells what the program raised.
+_HIDES = {"getattr": AttributeError, "hasattr": AttributeError}
 
 
 class ProgramError(Exception):
@@ -33,10 +32,6 @@ class ProgramError(Exception):
 
 class ProgramGoneError(BaseException):
     """Raised when the program's process has ended or sent no valid answer; tests cannot catch it."""
-
-
-class FailedError(Exception):
-    """Raised when the verdict is reached, and is a failure."""
 
 
 class Remote:
@@ -67,6 +62,7 @@ class Program:
     def __init__(self, requests: int, answers: int) -> None:
         self._requests, self._answers = requests, answers
         self.calls, self.broken = 0, ""
+        self.hides: set[type[Exception]] = set()
 
     def loaded(self) -> str | None:
         """Return None once the program is ready; otherwise the type of the exception that it raised."""
@@ -104,7 +100,7 @@ class Program:
         if status == "raised" and len(rest) == 3 and isinstance(rest[0], str) and isinstance(rest[1], tuple):
             if rest[2] is not None:
                 _change(arguments, rest[2])
-            raise _as_raised(rest[0], rest[1])
+            raise _as_raised(rest[0], rest[1], (*_ENDS_A_LOOP, *self.hides))
         if status == "unplain":
             raise ProgramError(f"what the program gives cannot be sent: {str(rest)[:200]}")
         raise self._gone("an answer of another kind")
@@ -122,9 +118,18 @@ class Program:
         if not isinstance(message, bytes):
             raise self._gone("an answer of another kind")
         try:
-            return decode(message, lambda handle: Remote(self, handle))
+            return decode(message, self._stand_in)
         except MalformedError as error:
             raise self._gone(f"a malformed answer, {error}") from None
+
+    def _stand_in(self, handle: Handle) -> Any:
+        if handle.kind != "coroutine":
+            return Remote(self, handle)
+
+        async def awaited() -> Any:
+            return self.ask("await", handle)
+
+        return awaited()
 
     def _gone(self, why: str) -> ProgramGoneError:
         self.broken = self.broken or why
@@ -137,10 +142,10 @@ def _handle_of(thing: Any) -> Handle | None:
     return thing._Remote__handle if type(thing) is Remote else None
 
 
-def _as_raised(kind: str, args: tuple[Any, ...]) -> Exception:
-    """Return the same built-in exception if it is an ordinary one, else a `ProgramError`."""
+def _as_raised(kind: str, args: tuple[Any, ...], hidden: tuple[type[Exception], ...]) -> Exception:
+    """Return the same built-in exception if it is an ordinary one that shows, else a `ProgramError`."""
     known = getattr(builtins, kind, None)
-    if isinstance(known, type) and issubclass(known, Exception) and not issubclass(known, _ENDS_A_LOOP):
+    if isinstance(known, type) and issubclass(known, Exception) and not issubclass(known, hidden):
         try:
             return known(*args)
         except Exception:
@@ -215,11 +220,12 @@ def _where(error: BaseException) -> str:
 
 
 def _examine(config: dict[str, Any], program: Program) -> None:
-    """Run the prelude, the tests, their `check`, test functions and unittest cases; raise at the first failure."""
-    # Registered as by an import: dataclasses look their class's module up there.
-    module = type(sys)("tests")
-    sys.modules["tests"] = module
+    """Run the prelude, the tests and all that they define; raise at the first failure."""
+    # The main module: guards hold, and dataclasses look their class's module up there.
+    module = type(sys)("__main__")
+    sys.modules["__main__"] = module
     names = module.__dict__
+    names["__file__"] = "tests.py"
     try:
         tree = ast.parse(config["tests"], "tests.py")
         # dont_inherit: else this file's `annotations` future would hold in foreign code as well.
@@ -229,43 +235,39 @@ def _examine(config: dict[str, Any], program: Program) -> None:
     failed = program.loaded()
     if failed is not None:
         raise FailedError(f"the program does not load: {failed}")
-    candidate = _bind(tree, config["entry_point"], names, program)
-    exec(compile(tree, "tests.py", "exec", dont_inherit=True), names)
-    if candidate is not None and callable(names.get("check")) and _defines(tree, "check"):
-        names["check"](candidate)
-    _run_test_functions(tree, names)
-    _run_test_cases(names)
+    candidate = _bind(config, names, program)
+    program.hides = {_HIDES[n.id] for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in _HIDES}
+    program.hides |= {IndexError for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "__getitem__"}
+    run = TestRun(tree, names, candidate, config["tests"])
+    run.all()
     # Tests that ask the program nothing prove nothing of it.
     if not program.calls:
         raise FailedError("the tests never called the program")
 
 
-def _bind(tree: ast.Module, entry_point: str | None, names: dict[str, Any], program: Program) -> Any:
-    """Give the tests the names they lack; return the entry point as a callable."""
-    free = {n for n in _free(tree) if n not in names and not hasattr(builtins, n)}
+def _bind(config: dict[str, Any], names: dict[str, Any], program: Program) -> Any:
+    """Give the tests the names they lack, as `survey.py` found them; return the entry point as a callable."""
+    entry_point = config["entry_point"]
     root = entry_point.partition(".")[0].removesuffix("()") if entry_point else None
-    # Only what is always dotted: `string.digits` means the module, while `string` alone may be the program's.
-    modules = {n for n in free if n != root and (n in sys.stdlib_module_names or n in _LENT_AS)} & _only_dotted(tree)
-    lent = {n: _lend(n) for n in free - modules - {root}}
-    # Without an entry point one of the free names must be it.
-    if root is None and all(found is not None for found in lent.values()):
-        lent = {}
-    for name in modules:
-        names[name] = import_module(_LENT_AS.get(name, name))
-    names.update({n: found[0] for n, found in lent.items() if found is not None})
-    asked = {n for n in free if n not in names} | ({root} if root else set())
-    given = program.names(asked)
+    for name, module in config["modules"].items():
+        names.setdefault(name, import_module(module))
+    for name, module in config["lent"].items():
+        names.setdefault(name, getattr(import_module(module), name))
+    given = program.names(config["asked"])
     if root is not None and root not in given:
         raise FailedError(f"the program does not define {root}")
-    names.update({name: given[name] for name in asked if name in given})
+    for name in config["asked"]:
+        if name in given and (name == root or name not in names):
+            names[name] = given[name]
     if entry_point is None or root is None:
         return None
     candidate = _candidate(entry_point, given[root])
     last = entry_point.rpartition(".")[2].removesuffix("()")
     if "." not in entry_point:
         names[last] = candidate
-    for name in {last, "candidate"} & free:
-        names[name] = candidate
+    for name in (last, "candidate"):
+        if not hasattr(builtins, name):
+            names.setdefault(name, candidate)
     return candidate
 
 
@@ -287,64 +289,3 @@ def _candidate(entry_point: str, root: Any) -> Callable[..., Any]:
 
     candidate.__name__ = candidate.__qualname__ = path[-1].removesuffix("()")
     return candidate
-
-
-def _lend(name: str) -> tuple[Any] | None:
-    for module in _LENDERS:
-        if not name.startswith("_") and hasattr(import_module(module), name):
-            return (getattr(import_module(module), name),)
-    return None
-
-
-def _free(tree: ast.Module) -> set[str]:
-    """Return names that the tests read but do not define."""
-    read: set[str] = set()
-    made: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            (read if isinstance(node.ctx, ast.Load) else made).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            made.add(node.name)
-        elif isinstance(node, ast.arg):
-            made.add(node.arg)
-        elif isinstance(node, ast.alias):
-            made.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
-            made.add(node.name)
-        elif isinstance(node, ast.MatchMapping) and node.rest:
-            made.add(node.rest)
-    return read - made
-
-
-def _only_dotted(tree: ast.Module) -> set[str]:
-    """Return names that are only used as `name.attribute`."""
-    dotted = [n.value.id for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
-    used = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name)]
-    return {name for name in dotted if used.count(name) == dotted.count(name)}
-
-
-def _defines(tree: ast.Module, name: str) -> bool:
-    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)
-
-
-def _run_test_functions(tree: ast.Module, names: dict[str, Any]) -> None:
-    """Run the functions `test...` that take no arguments and that the tests do not call themselves."""
-    read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test") and node.name not in read:
-            taken = node.args
-            if len(taken.posonlyargs) + len(taken.args) == len(taken.defaults) and not taken.kwonlyargs:
-                names[node.name]()
-
-
-def _run_test_cases(names: dict[str, Any]) -> None:
-    # Not imported by the tests: then they have no cases.
-    unittest = sys.modules.get("unittest")
-    if unittest is None:
-        return
-    cases = [v for v in names.values() if isinstance(v, type) and issubclass(v, unittest.TestCase)]
-    result = unittest.TestResult()
-    for case in cases:
-        unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
-    if cases and not result.wasSuccessful():
-        raise FailedError("a unittest case failed")

@@ -7,14 +7,16 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.sandbox.launch import Capture, Sandboxed, attend
 from lightning_scalerl.sandbox.limits import Limits
 from lightning_scalerl.sandbox.run import run_program
+from lightning_scalerl.sandbox.survey import Sources, UnjudgeableError, survey
 from lightning_scalerl.sandbox.walls import Protections
 
 _ENTRY_POINT = re.compile(r"[A-Za-z_]\w*(\(\))?(\.[A-Za-z_]\w*(\(\))?)*")
@@ -49,32 +51,34 @@ def judge(
     *,
     entry_point: str | None,
     prelude: str = "",
+    names: Collection[str] = (),
     limits: Limits,
     protections: Protections,
 ) -> JudgeResult:
     """Run tests that call functions of a program.
 
     Program and tests have a process and a sandbox each; calls and results cross as plain data (`plain.py`). Objects of
-    the program's own classes stay there: the tests can call them, not compare them. If the tests define `check`, it is
-    called with the entry point; functions `test...` and unittest cases run, too. Tests that never call the program fail
-    it.
+    the program's own classes stay there: the tests can call them, not compare them.
+
+    The tests are the main module. Run are its statements, `check` with the entry point, functions `test...` (coroutines
+    and pytest's parametrised ones, too), methods of pytest's classes and of unittest cases, and doctests. Tests that
+    never call the program fail it, as do those of whose asserts none is reached.
 
     Args:
         program: untrusted source.
         tests: source of the data set's tests.
-        entry_point: the function under test, `f` or `Solution.method` (a new instance for every call); None for all
-            names that the tests use and nobody else defines. A program that is asked for several names could answer one
-            with a function of its own that the tests compare with, so give the name where there is one.
+        entry_point: the function under test, `f` or `Solution.method` (a new instance for every call); None for the one
+            name that the tests use and nobody else defines.
         prelude: source of the data set that the tests need, run before them; the entry point in it is replaced.
+        names: further names that the tests may take from the program: those that a right program is known to define.
         limits: limits of each of the two processes; `wall_s` is for both together.
         protections: protections around each of them (`check_protections`).
 
     Raises:
-        ConfigurationError: the entry point is no such name.
+        ConfigurationError: the entry point is no such name, or the tests cannot be judged (`unjudgeable`).
         SandboxError: the sandbox itself failed; says nothing of the program.
     """
-    if entry_point is not None and not _ENTRY_POINT.fullmatch(entry_point):
-        raise ConfigurationError(f"entry_point: {entry_point!r} must name a function, such as f or Solution.method")
+    sources = _surveyed(tests, entry_point, prelude, names)
     began = time.monotonic()
     # Of the system's randomness, so that nothing foreign code sees helps it to guess.
     nonce = secrets.token_hex(32)
@@ -87,7 +91,14 @@ def judge(
                 protections.walls, limits, {"role": "program", "source": program}, (requests[0], answers[1])
             )
             closing.enter_context(served)
-            role = {"role": "judge", "tests": tests, "prelude": prelude, "entry_point": entry_point, "nonce": nonce}
+            role: dict[str, Any] = {"role": "judge", "tests": tests, "prelude": prelude}
+            role |= {
+                "entry_point": entry_point,
+                "nonce": nonce,
+                "modules": sources.modules,
+                "lent": sources.lent,
+                "asked": list(sources.asked),
+            }
             judging = Sandboxed(protections.walls, limits, role, (requests[1], answers[0], reports[1]))
             closing.enter_context(judging)
         finally:
@@ -103,6 +114,27 @@ def judge(
     if why == "done":
         why = "passed" if passed else said or "the tests ended without a verdict"
     return JudgeResult(passed, why, time.monotonic() - began)
+
+
+def unjudgeable(tests: str, *, entry_point: str | None, prelude: str = "", names: Collection[str] = ()) -> str | None:
+    """Return why tests cannot be judged: one would not run or could not fail, or lacks a name; None if they can.
+
+    Nothing is run, so a row can be refused when it is read. Arguments are those of `judge`.
+    """
+    try:
+        _surveyed(tests, entry_point, prelude, names)
+    except ConfigurationError as error:
+        return str(error)
+    return None
+
+
+def _surveyed(tests: str, entry_point: str | None, prelude: str, names: Collection[str]) -> Sources:
+    if entry_point is not None and not _ENTRY_POINT.fullmatch(entry_point):
+        raise ConfigurationError(f"entry_point: {entry_point!r} must name a function, such as f or Solution.method")
+    try:
+        return survey(tests, prelude, entry_point, tuple(sorted(names)))
+    except UnjudgeableError as error:
+        raise ConfigurationError(f"tests: {error}") from None
 
 
 def judge_stdio(

@@ -37,7 +37,7 @@ from lightning_scalerl.sandbox.walls import Walls
 
 _ROOM = "lightning_scalerl.sandbox"
 # In the order in which they import each other.
-_INSIDE = ("plain", "frames", "jail", "serve", "examine", "inside")
+_INSIDE = ("plain", "frames", "jail", "serve", "conduct", "examine", "inside")
 _BOOT = """
 import marshal, sys
 with open(int(sys.argv[1]), "rb") as sent:

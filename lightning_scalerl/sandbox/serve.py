@@ -4,8 +4,9 @@ Runs inside the program's sandbox (standard library only), next to foreign code 
 sends is checked by the other side (`examine.py`).
 
 Requests and answers are plain data (`plain.py`). `["names", names]` asks for globals, `["get", object, name]` for an
-attribute, `["call", object, encoded (args, kwargs)]` calls. Answers: `["gave", value, the arguments after a call that
-changed them or None]`, `["raised", type, args, the arguments likewise]`, `["unplain", why]`.
+attribute, `["call", object, encoded (args, kwargs)]` calls, `["await", coroutine]` runs it to its end. Answers:
+`["gave", value, the arguments after a call that changed them or None]`, `["raised", type, args, the arguments
+likewise]`, `["unplain", why]`.
 """
 
 from __future__ import annotations
@@ -70,6 +71,10 @@ def _answer(request: bytes, names: dict[str, Any], kept: _Kept) -> bytes:
             return encode(["gave", given, None])
         if what == "get":
             return _outcome(lambda: getattr(operands[0], operands[1]), kept, lambda: None)
+        if what == "await":
+            from asyncio import run  # of programs with coroutines, which have imported it
+
+            return _outcome(lambda: run(operands[0]), kept, lambda: None)
         encoded = operands[1]
         args, kwargs = decode(encoded, kept.from_handle)
         # Only these are encoded a second time, after the call, to see whether it has changed them.

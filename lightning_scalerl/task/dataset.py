@@ -15,12 +15,14 @@ from lightning_scalerl.task.formats import FORMATS, Columns, Problem, Row, no_an
 from lightning_scalerl.task.overlap import check_rules, without_overlap
 from lightning_scalerl.task.rows import fields_of, source_of
 from lightning_scalerl.verify.grade import Grader, Known, Sample
+from lightning_scalerl.verify.programs import Programs
 from lightning_scalerl.verify.registry import QUICK, listed, reward_sum
 from lightning_scalerl.verify.registry import content as content_of
 from lightning_scalerl.verify.rewards import FunctionGrader
 
 # Rows whose answers the verifier is tried on before the first step.
 TRIED = 4
+_SHOWN = 10  # rows whose tests cannot be judged, each with its reason
 
 
 class DatasetTask(PoolTask):
@@ -138,6 +140,7 @@ class DatasetTask(PoolTask):
         rows = source.read()
         prompts, rights = [], []
         unanswered: list[int] = []
+        refused: list[str] = []
         for number, row in enumerate(rows):
             try:
                 problem = self._read(row)
@@ -151,18 +154,32 @@ class DatasetTask(PoolTask):
             if no_answer(problem.answer) and not self._keeps_columns:
                 unanswered.append(number)
                 continue
+            if (why := self._unjudgeable(problem.answer)) is not None:
+                refused.append(f"row {number}: {why}")
+                continue
             prompts.append(self._prompt(problem, row, number))
             rights.append(problem.right)
         if unanswered:
             self._notes.append(
                 f"{field}: {len(unanswered)} of {len(rows)} rows have no answer (first row {unanswered[0]}); left out"
             )
+        self._notes += [f"{field}: {source.path}, {line}; left out" for line in refused[:_SHOWN]]
+        if len(refused) > _SHOWN:
+            self._notes.append(f"{field}: {source.path}: {len(refused) - _SHOWN} more rows cannot be judged; left out")
+        if not prompts and refused:
+            raise ConfigurationError(f"{field}: no row of {source.path} can be judged; {refused[0]}")
         if not prompts:
             raise ConfigurationError(f"{field}: no row of {source.path} has an answer")
         _check_ids(prompts)
         if remember:
             self._know(prompts, rights)
         return prompts if self._keeps_columns else [replace(prompt, columns={}) for prompt in prompts]
+
+    def _unjudgeable(self, answer: Any) -> str | None:
+        """Return why a reward cannot judge by this answer; None if all can."""
+        graders = [each.grader for each in self._rewards.rewards]
+        found = (grader.unjudgeable(answer) for grader in graders if isinstance(grader, Programs))
+        return next((why for why in found if why is not None), None)
 
     def _prompt(self, problem: Problem, row: Row, number: int) -> Prompt:
         instruction = f"\n{self._instruction}" if self._instruction else ""

@@ -18,6 +18,7 @@ from decimal import Decimal
 from string import ascii_uppercase
 from typing import Any
 
+from lightning_scalerl.sandbox.survey import defined_names, used_names
 from lightning_scalerl.verify.mathematics import last_boxed
 from sweeps.run.files import parse_json
 
@@ -120,9 +121,13 @@ def mbpp(row: Row) -> Problem:
     before = _optional(row, "test_setup_code") or "\n".join(map(str, row.get("test_imports") or ()))
     text = f"{_first(row, 'text', 'prompt')}\nYour code should pass these tests:\n\n" + "\n".join(tests)
     # Named, so that no other function of the program can answer for what the tests compare with.
-    defined = re.findall(r"^def\s+(\w+)", _optional(row, "code"), re.MULTILINE)
-    called = [name for name in defined if re.search(rf"\b{name}\s*\(", "\n".join(tests))]
-    answer = {"tests": "\n".join(tests), "prelude": before, "entry_point": called[0] if len(called) == 1 else None}
+    used = used_names("\n".join(tests))
+    known = [name for name in defined_names(_optional(row, "code")) if name in used]
+    called = [name for name in known if re.search(rf"\b{name}\s*\(", "\n".join(tests))]
+    entry_point = called[0] if len(called) == 1 else None
+    answer: dict[str, Any] = {"tests": "\n".join(tests), "prelude": before, "entry_point": entry_point}
+    if names := [name for name in known if name != entry_point]:
+        answer["names"] = names
     return Problem(text, answer, name=_optional(row, "task_id"), right=_optional(row, "code") or None)
 
 

@@ -1,7 +1,7 @@
 """Verifier of programs: run against their data set's tests in a sandbox (`lightning_scalerl.sandbox`).
 
-The answer is {"tests", "entry_point", "prelude"} for tests that call functions, {"calls", "entry_point"} for calls with
-what they return, {"cases"} for programs that read and print.
+The answer is {"tests", "entry_point", "prelude", "names"} for tests that call functions (`sandbox.judge`), {"calls",
+"entry_point"} for calls with what they return, {"cases"} for programs that read and print.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lightning_scalerl.sandbox import (
     check_protections,
     judge,
     judge_stdio,
+    unjudgeable,
 )
 from lightning_scalerl.verify.grade import Grade, Sample
 
@@ -159,7 +160,27 @@ class Programs:
             tests, prelude = str(answer["tests"]), str(answer.get("prelude") or "")
             program = _completed(prelude, code, entry_point)
         return judge(
-            program, tests, entry_point=entry_point, prelude=prelude, limits=self.limits, protections=self.protections
+            program,
+            tests,
+            entry_point=entry_point,
+            prelude=prelude,
+            names=answer.get("names") or (),
+            limits=self.limits,
+            protections=self.protections,
+        )
+
+    def unjudgeable(self, answer: Any) -> str | None:
+        """Return why no program can be judged by this answer; None if one can."""
+        if not isinstance(answer, Mapping) or not {"tests", "calls", "cases"} & set(answer):
+            return "the answer holds no tests, calls or cases"
+        if "cases" in answer:
+            return None
+        calls = "calls" in answer
+        return unjudgeable(
+            _CALLS.format(calls=b"") if calls else str(answer["tests"]),
+            entry_point=answer.get("entry_point"),
+            prelude="" if calls else str(answer.get("prelude") or ""),
+            names=answer.get("names") or (),
         )
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,9 +58,15 @@ class Place:
         return (JudgeResult if what in ("judge", "stdio") else ProgramResult)(**given)
 
     def judge(
-        self, program: str, tests: str, entry_point: str | None = "f", prelude: str = "", **limits: Any
+        self,
+        program: str,
+        tests: str,
+        entry_point: str | None = "f",
+        prelude: str = "",
+        names: Sequence[str] = (),
+        **limits: Any,
     ) -> JudgeResult:
-        asked = {"program": program, "tests": tests, "entry_point": entry_point, "prelude": prelude}
+        asked = {"program": program, "tests": tests, "entry_point": entry_point, "prelude": prelude, "names": names}
         result: JudgeResult = self._ask("judge", limits, **asked)
         return result
 

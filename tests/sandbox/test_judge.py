@@ -7,6 +7,7 @@ import secrets
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -165,15 +166,23 @@ def test_the_disk_is_not_filled(place: Place) -> None:
 # The rest is about tests and calls, whatever the walls.
 
 
-def ok(place: Place, program: str, tests: str, entry_point: str | None = "f", prelude: str = "") -> None:
-    result = place.judge(program, tests, entry_point, prelude)
+def ok(
+    place: Place, program: str, tests: str, entry_point: str | None = "f", prelude: str = "", names: Sequence[str] = ()
+) -> None:
+    result = place.judge(program, tests, entry_point, prelude, names)
     assert result.passed, result
 
 
 def fails(
-    place: Place, program: str, tests: str, entry_point: str | None = "f", prelude: str = "", why: str = ""
+    place: Place,
+    program: str,
+    tests: str,
+    entry_point: str | None = "f",
+    prelude: str = "",
+    why: str = "",
+    names: Sequence[str] = (),
 ) -> None:
-    result = place.judge(program, tests, entry_point, prelude)
+    result = place.judge(program, tests, entry_point, prelude, names)
     assert not result.passed and why in result.reason, result
 
 
@@ -193,10 +202,24 @@ def test_in_the_manner_of_human_eval(any_place: Place) -> None:
 
 def test_in_the_manner_of_mbpp(any_place: Place) -> None:
     tests = "assert f(3) == 6\nassert math.isclose(f(1.5), 3.0)\nassert Counter(g('aab')) == Counter('aab')"
-    ok(any_place, "def f(x):\n    return 2 * x\ndef g(s):\n    return s", tests, None)
+    ok(any_place, "def f(x):\n    return 2 * x\ndef g(s):\n    return s", tests, None, names=("f", "g"))
     lying = "class math:\n    isclose = lambda *a: True\nclass Counter:\n    __eq__ = lambda *a: True\n    __init__ = lambda *a: None\n"
-    fails(any_place, lying + "def f(x):\n    return 6\ndef g(s):\n    return s", tests, None, why="line 2")
-    fails(any_place, lying + "def f(x):\n    return 2 * x\ndef g(s):\n    return 'b'", tests, None, why="line 3")
+    fails(
+        any_place,
+        lying + "def f(x):\n    return 6\ndef g(s):\n    return s",
+        tests,
+        None,
+        why="line 2",
+        names=("f", "g"),
+    )
+    fails(
+        any_place,
+        lying + "def f(x):\n    return 2 * x\ndef g(s):\n    return 'b'",
+        tests,
+        None,
+        why="line 3",
+        names=("f", "g"),
+    )
     # A function under test may bear a library's name.
     ok(any_place, "def gcd(a, b):\n    return gcd(b, a % b) if b else a", "assert gcd(12, 18) == 6", None)
     fails(any_place, "def gcd(a, b):\n    return 1", "assert gcd(12, 18) == 6", None)
@@ -307,6 +330,7 @@ def test_objects_of_the_program(any_place: Place) -> None:
         program,
         "s = Stack(1)\nassert s.push(2).push(3).top() == 3\nassert s.items == [1, 2, 3]\nassert s.same(s) and LIMIT == 7",
         None,
+        names=("Stack", "LIMIT"),
     )
     fails(any_place, program, "assert Stack(1) == 1", None)
     fails(any_place, program, "assert Stack(1).top == 1", None)
@@ -333,7 +357,8 @@ def test_tests_that_ask_nothing_pass_nothing(any_place: Place) -> None:
 
 
 def test_faults_of_the_data_set_are_told(any_place: Place) -> None:
-    fails(any_place, "def f(x):\n    return x", "assert f(1) ==", why="the data set's own code: SyntaxError")
+    with pytest.raises(ConfigurationError, match="tests: the tests cannot be compiled: SyntaxError"):
+        any_place.judge("def f(x):\n    return x", "assert f(1) ==")
     fails(
         any_place, "def f(x):\n    return x", "f(1)", prelude="1 / 0", why="the data set's own code: ZeroDivisionError"
     )

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.task.dataset import DatasetTask
 from lightning_scalerl.task.formats import FORMATS
 from lightning_scalerl.verify import programs
 from lightning_scalerl.verify.grade import Grade, Sample
@@ -170,6 +171,25 @@ def test_the_function_under_test_is_named_where_the_solution_tells_which() -> No
     """Else a program could answer for what the tests compare with."""
     assert FORMATS["mbpp"](MBPP).answer["entry_point"] == "smaller"
     assert FORMATS["mbpp"]({**MBPP, "code": None}).answer["entry_point"] is None
+
+
+def test_rows_whose_tests_cannot_be_judged_are_left_out_and_named() -> None:
+    idle = MBPP | {"task_id": 4, "test_list": ["smaller(1, 2) == 1"]}
+    lacking = MBPP | {"task_id": 5, "text": "Another.", "test_list": ["assert same(smaller(1, 2), 1)"]}
+    task = DatasetTask("mbpp", [MBPP, idle, lacking], [MBPP | {"text": "Held out."}], "code")
+    assert [prompt.prompt_id for prompt in task.train_prompts()] == ["3"]
+    notes = [note for note in task.notes() if "left out" in note]
+    assert (
+        len(notes) == 2
+        and "row 1: tests: line 1 compares" in notes[0]
+        and "row 2: tests: the tests use same" in notes[1]
+    )
+    with pytest.raises(ConfigurationError, match="row 0: tests: line 1 compares"):
+        DatasetTask("mbpp", [idle], [MBPP], "code")
+    helped = MBPP | {"test_list": ["assert smaller(1, 2) == helper(1)"]}
+    assert FORMATS["mbpp"](helped).answer["entry_point"] is None
+    assert FORMATS["mbpp"](helped).answer["names"] == ["helper", "smaller"]
+    assert Programs().unjudgeable("print(1)") == "the answer holds no tests, calls or cases"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,262 @@
+"""Run of a data set's tests: everything that they define is run, once.
+
+Runs inside the judge's sandbox (standard library only; pytest where the tests import it). What cannot be run was
+refused when the row was read (`survey.py`).
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from itertools import product
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+_ENTERED, _REACHED = "_scalerl_entered", "_scalerl_reached"  # one underscore: two are mangled in classes
+
+
+class FailedError(Exception):
+    """Raised when the verdict is reached, and is a failure."""
+
+
+class _Marked(ast.NodeTransformer):
+    """Tests in which each test function and each assert says that it was reached."""
+
+    def __init__(self) -> None:
+        self.asserts, self.functions = False, dict[str, tuple[str, int]]()
+
+    def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
+        # `assert False` is what a right program does not reach.
+        self.asserts |= not isinstance(node.test, ast.Constant)
+        return [_call(_REACHED, "", node), node]
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return self._function(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        return self._function(node)
+
+    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
+        self.generic_visit(node)
+        if node.name.startswith("test") or node.name == "check":
+            key = f"{node.name}:{node.lineno}"
+            self.functions[key] = node.name, node.lineno
+            behind = 1 if ast.get_docstring(node, clean=False) is not None else 0
+            node.body.insert(behind, _call(_ENTERED, key, node.body[0]))
+        return node
+
+
+def _call(name: str, argument: str, at: ast.stmt) -> ast.stmt:
+    made = ast.Expr(ast.Call(ast.Name(name, ast.Load()), [ast.Constant(argument)], []))
+    for node in ast.walk(made):
+        ast.copy_location(node, at)
+    return made
+
+
+class TestRun:
+    """One run of the tests in their module.
+
+    Args:
+        tree: the tests; marks are added to it.
+        names: the module's dictionary, with the prelude's and the program's names.
+        candidate: the entry point; None without one.
+        source: text of the tests.
+    """
+
+    def __init__(self, tree: ast.Module, names: dict[str, Any], candidate: Any, source: str) -> None:
+        self._tree, self._names, self._candidate = tree, names, candidate
+        self._has_doctests = ">>>" in source
+        self._entered: set[str] = set()
+        self._reached = False
+        self._failures: list[str] = []
+        if "unittest" in source:
+            self._prepare_unittest()
+        if "pytest" in source:
+            self._prepare_pytest()
+
+    def all(self) -> None:
+        """Run all tests.
+
+        Raises:
+            FailedError: one failed where only its framework noticed, was never run, or none could fail.
+            BaseException: what a test raised.
+        """
+        doctests = list(self._docstrings()) if self._has_doctests else []
+        marks = _Marked()
+        ended_at = max((node.lineno for node in self._tree.body), default=0)
+        tree = marks.visit(self._tree)
+        before = set(self._names)
+        self._names[_ENTERED], self._names[_REACHED] = self._entered.add, self._note
+        try:
+            exec(compile(tree, "tests.py", "exec", dont_inherit=True), self._names)
+        except SystemExit as error:
+            if error.code not in (None, 0) or self._line(error) < ended_at:
+                raise
+        made = {name: value for name, value in self._names.items() if name not in before}
+        self._run_check(made, marks)
+        self._run_functions(made, marks)
+        self._run_classes(made, marks)
+        self._run_cases()
+        self._run_doctests(doctests)
+        if self._failures:
+            raise FailedError(self._failures[0])
+        for key, (name, line) in marks.functions.items():
+            if key not in self._entered:
+                raise FailedError(f"{name} in line {line} of the tests was never run")
+        if marks.asserts and not self._reached:
+            raise FailedError("no assert of the tests was reached")
+
+    def _note(self, _: str) -> None:
+        self._reached = True
+
+    def _line(self, error: BaseException) -> int:
+        """Return the line of the module's own statement that raised."""
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == "tests.py":
+                line = trace.tb_lineno
+                return next((n.lineno for n in self._tree.body if n.lineno <= line <= (n.end_lineno or 0)), line)
+            trace = trace.tb_next
+        return 0
+
+    def _was_run(self, function: Any, marks: _Marked) -> bool:
+        """Return whether the tests have called this function themselves."""
+        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+        keys = [k for k, (name, _) in marks.functions.items() if code is not None and name == code.co_name]
+        # A function begins at its first decorator, and its mark has the line of its `def`.
+        at = [k for k in keys if code is not None and marks.functions[k][1] in {n[2] for n in code.co_lines()}]
+        return any(key in self._entered for key in at or keys)
+
+    def _run_check(self, made: Mapping[str, Any], marks: _Marked) -> None:
+        check = made.get("check")
+        if self._candidate is not None and callable(check) and not self._was_run(check, marks):
+            _finish("check", check(self._candidate))
+
+    def _run_functions(self, made: Mapping[str, Any], marks: _Marked) -> None:
+        for name, value in made.items():
+            # A function of the tests: not one of the program under another name.
+            mine = isinstance(value, FunctionType) and value.__module__ == "__main__"
+            if name.startswith("test") and mine and not self._was_run(value, marks):
+                _run_with_all_parameters(name, value, [])
+
+    def _run_classes(self, made: Mapping[str, Any], marks: _Marked) -> None:
+        for name, value in made.items():
+            if name.startswith("Test") and isinstance(value, type) and value.__module__ == "__main__":
+                self._run_class(value, marks)
+
+    def _run_class(self, owner: type, marks: _Marked) -> None:
+        unittest = sys.modules.get("unittest")
+        if "__init__" in {n for c in owner.__mro__[:-1] for n in vars(c)} or (
+            unittest and issubclass(owner, unittest.TestCase)
+        ):
+            return
+        tests = [n for n in dir(owner) if n.startswith("test") and callable(getattr(owner, n))]
+        _call_if_there(owner, "setup_class")
+        for name in tests:
+            instance = owner()
+            test = getattr(instance, name)
+            _call_if_there(instance, "setup_method", test)
+            _run_with_all_parameters(name, test, getattr(owner, "pytestmark", []))
+            _call_if_there(instance, "teardown_method", test)
+        _call_if_there(owner, "teardown_class")
+        for name, inner in list(vars(owner).items()):
+            if name.startswith("Test") and isinstance(inner, type):
+                self._run_class(inner, marks)
+
+    def _prepare_unittest(self) -> None:
+        """Have every result of unittest's note its failures: tests drop results, and `main` ends the process."""
+        import unittest
+
+        failures = self._failures
+
+        def noting(method: Callable[..., None]) -> Callable[..., None]:
+            def note(result: Any, test: Any, *details: Any) -> None:
+                if details[-1:] != (None,):  # subtests are told of when they succeed, too
+                    failures.append(f"a unittest case failed: {test}")
+                method(result, test, *details)
+
+            return note
+
+        for name in ("addFailure", "addError", "addUnexpectedSuccess", "addSubTest"):
+            setattr(unittest.TestResult, name, noting(getattr(unittest.TestResult, name)))
+        unittest.main = lambda *_, **__: SimpleNamespace(result=unittest.TestResult())  # type: ignore[assignment]
+
+    def _prepare_pytest(self) -> None:
+        """Have `pytest.main` run nothing: whatever it would collect is run anyway."""
+        try:
+            pytest: Any = import_module("pytest")
+        except ImportError:
+            return  # only its name is in the tests
+        pytest.main = lambda *_, **__: 0
+
+    def _run_cases(self) -> None:
+        # Not imported by the tests: then they have no cases.
+        unittest = sys.modules.get("unittest")
+        if unittest is None:
+            return
+        result = unittest.TestResult()
+        todo = [unittest.TestCase]
+        while todo:
+            case = todo.pop(0)
+            todo += case.__subclasses__()
+            if case.__module__ == "__main__":
+                unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
+
+    def _docstrings(self) -> Iterator[str]:
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                text = ast.get_docstring(node)
+                if text and ">>>" in text:
+                    yield text
+
+    def _run_doctests(self, docstrings: list[str]) -> None:
+        more = self._names.get("__test__")
+        docstrings += [text for text in more.values() if isinstance(text, str)] if isinstance(more, dict) else []
+        if not docstrings:
+            return
+        import doctest
+
+        runner = doctest.DocTestRunner(verbose=False)
+        for text in docstrings:
+            examples = doctest.DocTestParser().get_doctest(text, self._names, "doctest", "tests.py", 0)
+            if runner.run(examples, out=lambda _: None).failed:
+                raise FailedError("a doctest failed")
+            self._reached = True
+
+
+def _call_if_there(owner: Any, name: str, *arguments: Any) -> None:
+    method = getattr(owner, name, None)
+    if method is not None:
+        taken = len(inspect.signature(method).parameters)
+        _finish(name, method(*arguments[:taken]))
+
+
+def _run_with_all_parameters(name: str, test: Callable[..., Any], marks: Any) -> None:
+    """Call a test once for each combination that `pytest.mark.parametrize` gives, or once."""
+    own = [*marks, *getattr(test, "pytestmark", [])]
+    axes = [_cases(*mark.args, **mark.kwargs) for mark in own if mark.name == "parametrize"]
+    for chosen in product(*axes):
+        _finish(name, test(**{key: value for case in chosen for key, value in case.items()}))
+
+
+def _cases(argnames: Any, argvalues: Any, **_: Any) -> list[dict[str, Any]]:
+    names = [n.strip() for n in argnames.split(",") if n.strip()] if isinstance(argnames, str) else list(argnames)
+    cases = []
+    for value in argvalues:
+        # `pytest.param(...)` keeps its values; of several names a case is a sequence, of one the value itself.
+        values = value.values if type(value).__name__ == "ParameterSet" else value if len(names) > 1 else (value,)
+        cases.append(dict(zip(names, values, strict=True)))
+    return cases
+
+
+def _finish(name: str, returned: Any) -> None:
+    """Run a coroutine that a test returned; a test that returns false has failed."""
+    if inspect.iscoroutine(returned):
+        import asyncio
+
+        returned = asyncio.run(returned)
+    if type(returned).__name__ in ("bool", "bool_") and not returned:
+        raise FailedError(f"{name} returned false")

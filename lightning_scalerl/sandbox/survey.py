@@ -1,0 +1,474 @@
+"""Survey of a data set's tests before they run: whether they can be judged, and where the names they use come from.
+
+Standard library only. `survey` reads source and runs nothing, so a row whose tests would not run, or whose verdict
+would depend on what the program calls by the right name, is refused when it is read.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import symtable
+import sys
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+
+# Where a name that tests use without importing it comes from, before the program may say what it means: a program
+# that lends tests their `isclose` has a say in what is close.
+_LENDERS = (
+    "math", "collections", "itertools", "functools", "typing", "copy", "heapq", "bisect", "string", "re", "fractions",
+    "decimal", "datetime",
+)  # fmt: skip
+_LENT_AS = {"np": "numpy", "numpy": "numpy"}
+_OF_A_MODULE = {"__name__", "__file__", "__doc__", "__builtins__", "__spec__", "__package__", "__loader__"}
+# Of pytest and unittest: what keeps a test from running, or needs pytest itself.
+_UNSUPPORTED = {
+    "skip", "skipif", "skipIf", "skipUnless", "skipTest", "xfail", "importorskip", "usefixtures", "pytestmark",
+    "autouse", "load_tests", "FunctionTestCase",
+}  # fmt: skip
+# Methods that a framework calls by their names.
+_SET_UP = ("setUp", "tearDown", "setup_", "teardown_", "asyncSetUp", "asyncTearDown", "runTest")
+_CATCHES_ALL = {"AssertionError", "Exception", "BaseException"}
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+
+
+class UnjudgeableError(Exception):
+    """Raised for tests that cannot be judged; its text says why."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Sources of the names that tests use and do not define.
+
+    Args:
+        modules: module that each of these names stands for, such as `np`.
+        lent: module of the standard library that defines each of these names.
+        asked: names that the program defines, the entry point's root included.
+    """
+
+    modules: Mapping[str, str] = field(default_factory=dict)
+    lent: Mapping[str, str] = field(default_factory=dict)
+    asked: Collection[str] = ()
+
+
+@lru_cache(maxsize=256)  # A row is judged once for each completion of its group.
+def survey(tests: str, prelude: str, entry_point: str | None, names: tuple[str, ...]) -> Sources:
+    """Return where the names come from that the tests lack.
+
+    Args:
+        tests, prelude: source of the data set; the prelude runs first.
+        entry_point: name of the function under test; None if it is the one name that nobody defines.
+        names: further names that a right program defines, such as those of the row's own solution.
+
+    Raises:
+        UnjudgeableError: some test would not run, could not fail, or lacks a name.
+    """
+    tree, before = _parsed("tests", tests), _parsed("prelude", prelude)
+    for part in (before, tree):
+        _check_imports(part)
+        _check_files(part)
+    _Coverage(tree, entry_point).check()
+    return _sources(tests, prelude, tree, before, entry_point, names)
+
+
+def _parsed(what: str, source: str) -> ast.Module:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the data set's source: not the user's to mend
+            tree = ast.parse(source, f"{what}.py")
+            compile(tree, f"{what}.py", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UnjudgeableError(f"the {what} cannot be compiled: {type(error).__name__}: {error}") from None
+    return tree
+
+
+def _check_imports(tree: ast.Module) -> None:
+    """Refuse imports of modules that are not installed, unless the tests are prepared for that."""
+    guarded = {id(n) for t in ast.walk(tree) if isinstance(t, ast.Try) for n in ast.walk(t)}
+    for node in ast.walk(tree):
+        if id(node) in guarded or not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        if isinstance(node, ast.Import):
+            wanted = [alias.name for alias in node.names]
+        else:
+            wanted = ["." * node.level + (node.module or "")]
+        for name in wanted:
+            root = name.partition(".")[0]
+            if not root or (root not in sys.builtin_module_names and find_spec(root) is None):
+                raise UnjudgeableError(f"line {node.lineno} imports {name}, which is not installed")
+
+
+def _check_files(tree: ast.Module) -> None:
+    """Refuse tests that read a file which they do not write: the sandbox begins with an empty folder."""
+    opened: dict[str, tuple[str, int]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open":
+            given = [*node.args, *(k.value for k in node.keywords if k.arg == "mode")]
+            texts = [a.value for a in given[:2] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+            if texts and texts[0] != "/dev/null":
+                mode = texts[1] if len(texts) > 1 else "r"
+                opened[texts[0]] = (opened.get(texts[0], ("", 0))[0] + mode, node.lineno)
+    for path, (modes, line) in opened.items():
+        if not set(modes) & set("wax"):
+            raise UnjudgeableError(f"line {line} reads {path}, which is not there")
+
+
+def defined_names(source: str) -> list[str]:
+    """Return functions, classes and variables that a module defines at its top level; none if it does not parse."""
+    try:
+        table = symtable.symtable(source, "solution.py", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    return [s.get_name() for s in table.get_symbols() if s.is_assigned() and not s.is_imported()]
+
+
+def used_names(source: str) -> set[str]:
+    """Return names that a module reads and does not define; none if it does not parse."""
+    try:
+        return _free(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+
+
+def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    yield table
+    for child in table.get_children():
+        yield from _scopes(child)
+
+
+def _free(source: str) -> set[str]:
+    top = symtable.symtable(source, "tests.py", "exec")
+    read: set[str] = set()
+    made = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
+    for scope in _scopes(top):
+        for symbol in scope.get_symbols():
+            if scope is top or symbol.is_global():
+                read |= {symbol.get_name()} if symbol.is_referenced() else set()
+                made |= {symbol.get_name()} if symbol.is_assigned() or symbol.is_imported() else set()
+    return read - made - _OF_A_MODULE
+
+
+def _starred(*trees: ast.Module) -> tuple[set[str], bool]:
+    """Return what `from module import *` brings; and whether there are modules that only the sandbox may import."""
+    brought: set[str] = set()
+    unknown = False
+    for node in (n for tree in trees for n in ast.walk(tree)):
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            if node.module in _LENDERS:
+                module = import_module(node.module)
+                brought |= set(getattr(module, "__all__", None) or (n for n in vars(module) if n[0] != "_"))
+            else:
+                unknown = True
+    return brought, unknown
+
+
+def _sources(
+    tests: str,
+    prelude: str,
+    tree: ast.Module,
+    before: ast.Module,
+    entry_point: str | None,
+    names: tuple[str, ...],
+) -> Sources:
+    root = entry_point.partition(".")[0].removesuffix("()") if entry_point else None
+    own = {root, entry_point.rpartition(".")[2].removesuffix("()"), "candidate"} if root and entry_point else set()
+    brought, unknown = _starred(tree, before)
+    from_prelude = _made_at_top(prelude) | brought
+    free = {n for n in _free(tests) if n not in from_prelude and not hasattr(builtins, n)} - own
+    given = free & set(names)
+    free -= given
+    # Only what is always dotted: `string.digits` means the module, while `string` alone may be the program's.
+    dotted = _only_dotted(tree)
+    modules = {n: _LENT_AS.get(n, n) for n in free & dotted if n in sys.stdlib_module_names or n in _LENT_AS}
+    lent = {n: found for n in free - set(modules) if (found := _lender(n)) is not None}
+    missing = free - set(modules) - set(lent)
+    asked = given | ({root} if root else set())
+    if not asked and not unknown:
+        # One of the names must be the function under test; `gcd` is, where nothing else is.
+        if not missing and len(lent) == 1:
+            missing, lent = set(lent), {}
+        if len(missing) == 1:
+            asked, missing = missing, set()
+        elif missing:
+            raise UnjudgeableError(
+                f"nothing says which of {_listed(missing)} is the function under test and what the others are; "
+                "give the row an entry point or a solution"
+            )
+    if missing and not unknown:
+        raise UnjudgeableError(
+            f"the tests use {_listed(missing)}, which neither they nor the row's solution define, so that a program "
+            "could say what is right"
+        )
+    return Sources(modules, lent, sorted(asked))
+
+
+def _made_at_top(source: str) -> set[str]:
+    table = symtable.symtable(source, "prelude.py", "exec")
+    return {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
+
+
+def _lender(name: str) -> str | None:
+    return next((m for m in _LENDERS if not name.startswith("_") and hasattr(import_module(m), name)), None)
+
+
+def _only_dotted(tree: ast.Module) -> set[str]:
+    """Return names that are only used as `name.attribute`."""
+    dotted = [n.value.id for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    used = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name)]
+    return {name for name in dotted if used.count(name) == dotted.count(name)}
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)[:5])
+
+
+def _inside(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what runs when this node does: its parts, without the bodies of functions that it defines."""
+    todo = list(ast.iter_child_nodes(node))
+    while todo:
+        one = todo.pop()
+        yield one
+        if isinstance(one, _Function):
+            todo += [*one.decorator_list, *one.args.defaults, *(d for d in one.args.kw_defaults if d)]
+        elif isinstance(one, ast.Lambda):
+            todo += [*one.args.defaults, *(d for d in one.args.kw_defaults if d)]
+        else:
+            todo += ast.iter_child_nodes(one)
+
+
+class _Coverage:
+    """Check that everything in the tests that can fail a program is run, as far as the source tells.
+
+    Run are: statements at the top (main guards hold), `check` with an entry point, functions and methods `test...`,
+    unittest cases, and whatever these mention by name.
+    """
+
+    def __init__(self, tree: ast.Module, entry_point: str | None) -> None:
+        self._tree, self._entry_point = tree, entry_point
+        self._under = entry_point.rpartition(".")[2].removesuffix("()") if entry_point else None
+        self._classes = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
+        self._parent = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        self._bodies = [n for n in ast.walk(tree) if isinstance(n, _Function | ast.Lambda | ast.GeneratorExp)]
+        self._mentioned: set[str] = set()
+        self._run: set[int] = set()
+
+    def check(self) -> None:
+        """Refuse tests that would not run or could not fail.
+
+        Raises:
+            UnjudgeableError: names the line.
+        """
+        self._refuse_what_cannot_run()
+        self._follow()
+        for body in self._bodies:
+            if id(body) not in self._run and self._decides(body):
+                raise UnjudgeableError(f"{_called(body)} in line {body.lineno} is never called")
+        self._refuse_what_cannot_fail()
+
+    def _refuse_what_cannot_run(self) -> None:
+        for node in ast.walk(self._tree):
+            name = _last_name(node) or getattr(node, "arg", None) or getattr(node, "name", None)
+            if name in _UNSUPPORTED:
+                raise UnjudgeableError(f"line {getattr(node, 'lineno', '?')}: {name} is not supported here")
+            test = isinstance(node, _Function) and _is_test(node.name)
+            if test and any(isinstance(n, ast.Yield | ast.YieldFrom) for n in _inside(node)):
+                raise UnjudgeableError(f"{name} in line {node.lineno} is a generator, whose asserts do not run")
+
+    def _follow(self) -> None:
+        """Find the functions that run, from the top on, until no more are found."""
+        self._mention(self._tree)
+        while found := [b for b in self._bodies if id(b) not in self._run and self._runs(b)]:
+            for body in found:
+                self._run.add(id(body))
+                self._mention(body)
+
+    def _mention(self, body: ast.AST) -> None:
+        """Note what this body mentions, apart from `test.__name__` and what it only returns."""
+        parts = ast.walk(body) if isinstance(body, ast.GeneratorExp) else _inside(body)
+        for node in parts:
+            above = self._parent.get(id(node))
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                about = isinstance(above, ast.Attribute) and above.attr.startswith("__")
+                idle = isinstance(above, ast.Expr) or (isinstance(above, ast.Return) and _is_test(node.id))
+                self._mentioned |= set() if about or idle else {node.id}
+            elif isinstance(node, ast.Attribute):
+                self._mentioned.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                self._mentioned.add(node.value)
+
+    def _runs(self, body: ast.AST) -> bool:
+        """Return whether a function runs, given what is mentioned so far."""
+        above = self._parent[id(body)]
+        if not isinstance(body, _Function):
+            # Anonymous: it runs where it stands, unless it is only given a name.
+            if isinstance(above, ast.Assign | ast.AnnAssign | ast.NamedExpr):
+                targets = above.targets if isinstance(above, ast.Assign) else [above.target]
+                named = {t.id for t in targets if isinstance(t, ast.Name)}
+                lent = {n for n in named if isinstance(body, ast.Lambda) and self._is_root(n, body)}
+                return bool(named & self._mentioned or lent) if named else True
+            return not isinstance(above, ast.Expr)
+        if isinstance(above, ast.ClassDef):
+            return self._method_runs(above, body)
+        return body.name in self._mentioned or (self._at_top(body) and self._is_root(body.name, body))
+
+    def _is_root(self, name: str, body: _Function | ast.Lambda) -> bool:
+        """Return whether we run a function of the top by its name."""
+        if name == "check":
+            return self._entry_point is not None and len(_required(body)) == 1
+        if not name.startswith("test"):
+            return False
+        missing = _required(body) - _parametrised(body)
+        if missing:
+            if name not in self._mentioned:
+                raise UnjudgeableError(f"{name} in line {body.lineno} takes {_listed(missing)}, which nothing gives it")
+            return False
+        return True
+
+    def _at_top(self, node: ast.AST) -> bool:
+        while (node := self._parent[id(node)]) is not self._tree:
+            if isinstance(node, _Scope):
+                return False
+        return True
+
+    def _method_runs(self, owner: ast.ClassDef, body: _Function) -> bool:
+        if body.name in self._mentioned:
+            return True
+        family = [c for c in self._classes.values() if c is owner or owner in self._bases(c)]
+        if body.name.startswith("__"):
+            return any(c.name in self._mentioned for c in family)
+        cases = any(self._is_case(c) for c in family)
+        suites = [c for c in family if self._is_pytest_class(c)]
+        if body.name.startswith(_SET_UP):
+            return cases or bool(suites)
+        if not body.name.startswith("test") or not (cases or suites):
+            return False
+        missing = _required(body, method=True) - _parametrised(body) - _parametrised(owner)
+        if missing:
+            raise UnjudgeableError(
+                f"{body.name} in line {body.lineno} takes {_listed(missing)}, which nothing gives it"
+            )
+        return True
+
+    def _bases(self, owner: ast.ClassDef) -> list[ast.ClassDef]:
+        """Return the classes of the tests that a class is derived from."""
+        found: list[ast.ClassDef] = []
+        todo = [owner]
+        while todo:
+            for base in todo.pop().bases:
+                one = self._classes.get(base.id) if isinstance(base, ast.Name) else None
+                if one is not None and one not in found:
+                    found.append(one)
+                    todo.append(one)
+        return found
+
+    def _is_case(self, owner: ast.ClassDef) -> bool:
+        named = [b for c in (owner, *self._bases(owner)) for b in c.bases]
+        return any(_last_name(base).endswith("TestCase") for base in named)
+
+    def _is_pytest_class(self, owner: ast.ClassDef) -> bool:
+        """Return whether pytest would collect it: at the top, or in another such class."""
+        if not owner.name.startswith("Test") or any(getattr(n, "name", "") == "__init__" for n in owner.body):
+            return False
+        above = self._parent[id(owner)]
+        return self._is_pytest_class(above) if isinstance(above, ast.ClassDef) else self._at_top(owner)
+
+    def _decides(self, body: ast.AST) -> bool:
+        """Return whether this function could fail a program."""
+        if _is_test(getattr(body, "name", "")):
+            return True
+        parts = ast.walk(body) if isinstance(body, ast.GeneratorExp) else _inside(body)
+        for node in parts:
+            if isinstance(node, ast.Assert):
+                return True
+            if isinstance(node, ast.Call):
+                name = _last_name(node.func)
+                if name.startswith("assert") or name in ("fail", "raises", self._under, "candidate"):
+                    return True
+        return False
+
+    def _refuse_what_cannot_fail(self) -> None:
+        deciding = {b.name for b in self._bodies if isinstance(b, _Function) and self._decides(b)}
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Assert) and isinstance(node.test, ast.Tuple) and node.test.elts:
+                raise UnjudgeableError(f"line {node.lineno} asserts a tuple, which is always true")
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Compare):
+                raise UnjudgeableError(f"line {node.lineno} compares and does nothing with the result")
+            if isinstance(node, ast.Try) and any(map(_swallows, node.handlers)):
+                for part in (p for statement in node.body for p in (statement, *_inside(statement))):
+                    called = isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and part.func.id in deciding
+                    if isinstance(part, ast.Assert) or called:
+                        line = getattr(part, "lineno", node.lineno)
+                        raise UnjudgeableError(f"line {line} cannot fail: what it raises is caught and forgotten")
+
+
+def _is_test(name: str) -> bool:
+    return name.startswith("test") or name == "check"
+
+
+def _called(body: ast.AST) -> str:
+    return str(getattr(body, "name", "a lambda" if isinstance(body, ast.Lambda) else "a generator"))
+
+
+def _last_name(node: ast.AST) -> str:
+    """Return `c` of `c` and of `a.b.c`; an empty text for any other expression."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _required(body: _Function | ast.Lambda, method: bool = False) -> set[str]:
+    """Return the parameters without a default."""
+    taken = body.args
+    positional = [a.arg for a in (*taken.posonlyargs, *taken.args)]
+    required = positional[: len(positional) - len(taken.defaults)]
+    static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in getattr(body, "decorator_list", ()))
+    named = [a.arg for a, default in zip(taken.kwonlyargs, taken.kw_defaults, strict=True) if default is None]
+    return {*(required[1:] if method and not static else required), *named}
+
+
+def _parametrised(body: ast.AST) -> set[str]:
+    """Return the parameters that `pytest.mark.parametrize` gives."""
+    given: set[str] = set()
+    for mark in getattr(body, "decorator_list", ()):
+        if isinstance(mark, ast.Call) and isinstance(mark.func, ast.Attribute) and mark.func.attr == "parametrize":
+            first = mark.args[0] if mark.args else next((k.value for k in mark.keywords if k.arg == "argnames"), None)
+            if any(k.arg == "indirect" for k in mark.keywords) or first is None:
+                continue
+            try:
+                names = ast.literal_eval(first)
+            except ValueError:
+                continue
+            given |= {n.strip() for n in (names.split(",") if isinstance(names, str) else names)}
+    return given
+
+
+def _swallows(handler: ast.ExceptHandler) -> bool:
+    """Return whether a handler catches failed asserts and does no more than print."""
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    if not any(kind is None or (isinstance(kind, ast.Name) and kind.id in _CATCHES_ALL) for kind in kinds):
+        return False
+    quiet = (ast.Pass, ast.Continue)
+    return all(
+        isinstance(n, quiet)
+        or (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
+        or (isinstance(n, ast.Expr) and isinstance(n.value, ast.Call) and _prints(n.value))
+        for n in handler.body
+    )
+
+
+def _prints(call: ast.Call) -> bool:
+    return _last_name(call.func) in (
+        "print",
+        "print_exc",
+        "warn",
+        "info",
+        "warning",
+        "error",
+        "exception",
+        "debug",
+        "write",
+    )
