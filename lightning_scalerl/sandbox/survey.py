@@ -30,6 +30,8 @@ _UNSUPPORTED = {
     "skip", "skipif", "skipIf", "skipUnless", "skipTest", "xfail", "importorskip", "usefixtures", "pytestmark",
     "autouse", "load_tests", "FunctionTestCase",
 }  # fmt: skip
+_SETTINGS = {"pytestmark", "autouse"}
+_FRAMEWORKS = {"pytest", "mark", "unittest", "self"}
 # Methods that a framework calls by their names.
 _SET_UP = ("setUp", "tearDown", "setup_", "teardown_", "asyncSetUp", "asyncTearDown", "runTest")
 _CATCHES_ALL = {"AssertionError", "Exception", "BaseException"}
@@ -273,12 +275,16 @@ class _Coverage:
 
     def _refuse_what_cannot_run(self) -> None:
         for node in ast.walk(self._tree):
-            name = _last_name(node) or getattr(node, "arg", None) or getattr(node, "name", None)
-            if name in _UNSUPPORTED:
-                raise UnjudgeableError(f"line {getattr(node, 'lineno', '?')}: {name} is not supported here")
+            name = str(getattr(node, "name", ""))  # of a definition or an import
+            if isinstance(node, ast.Attribute) and _last_name(node.value) in _FRAMEWORKS:
+                name = node.attr
+            setting = _last_name(node) if isinstance(node, ast.Name) else getattr(node, "arg", "")
+            if name in _UNSUPPORTED or setting in _SETTINGS:
+                raise UnjudgeableError(f"line {getattr(node, 'lineno', '?')}: {name or setting} is not supported here")
             test = isinstance(node, _Function) and _is_test(node.name)
             if test and any(isinstance(n, ast.Yield | ast.YieldFrom) for n in _inside(node)):
-                raise UnjudgeableError(f"{name} in line {node.lineno} is a generator, whose asserts do not run")
+                line = getattr(node, "lineno", "?")
+                raise UnjudgeableError(f"{name} in line {line} is a generator, whose asserts do not run")
 
     def _follow(self) -> None:
         """Find the functions that run, from the top on, until no more are found."""

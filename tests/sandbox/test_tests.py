@@ -32,6 +32,8 @@ RUN = {
     "a case in a function": "import unittest\nf(0)\ndef make():\n    class T(unittest.TestCase):\n        def test_a(self): self.assertEqual(f(1), 2)\nmake()",
     "doctest": "f(0)\ndef g():\n    '''\n    >>> f(1)\n    2\n    '''",
     "mentioned, not called": f"def test_a(): {A}\nnames = [test_a.__name__]\nf(0)",
+    "in a thread": f"import threading\ndef go(): {A}\nt = threading.Thread(target=go); t.start(); t.join()",
+    "suppressed": f"import contextlib\nwith contextlib.suppress(AssertionError):\n    {A}",
     "lent by the library": "assert f(1) == Decimal(2)",
     "an attribute of the tests' own module": "assert f(1) == 2 and __file__",
 }  # fmt: skip
