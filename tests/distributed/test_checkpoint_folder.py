@@ -226,6 +226,7 @@ def test_a_rank_that_cannot_write_stops_all_and_leaves_no_half(own: bool, tiny_m
     assert names(tmp_path / "checkpoints") == []
 
 
+@pytest.mark.slow
 def test_what_a_killed_save_has_left_goes_with_the_next(tiny_model_path: str, tmp_path: Path) -> None:
     """Of the same checkpoint, or of one of long ago; what another run may be writing stays."""
     for name in ("own.ckpt.0123abcd.part", "new.ckpt.0123abcd.part", "old.ckpt.0123abcd.part", "somebodys.part"):

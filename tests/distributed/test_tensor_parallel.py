@@ -296,6 +296,7 @@ def test_settings_that_do_not_go_together(model_path: str, tmp_path: Path, monke
 # --- runs ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_partners_train_as_one(model_path: str, tmp_path: Path) -> None:
     """The same rollouts, loss, gradient norm, entropies, clipping and counters; half of each split weight each."""
     given: dict[str, Any] = {"steps": 3, "overrides": ["optimizer.lr=1e-2"]}

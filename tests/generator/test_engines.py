@@ -114,6 +114,7 @@ def comes_back(driver: LiveDriver, address: str, hurt: Callable[[], None], heal:
     assert back.acknowledged == driver.generator._store.current.number
 
 
+@pytest.mark.full
 def test_a_link_that_is_cut_and_comes_back(network: Network, far: Listening, near: Listening) -> None:
     """Nobody is told of the cut (no FIN): it is noticed by silence."""
     with closing(driver_at(far.address, near.address)) as driver:
@@ -133,6 +134,7 @@ def test_a_server_that_is_killed_and_started_again(far: Listening, near: Listeni
         comes_back(driver, far.address, far.end, far.start)
 
 
+@pytest.mark.slow
 def test_one_that_is_lost_and_announces_itself_elsewhere(tmp_path: Path, near: Listening) -> None:
     """The file stays as it was until the engine is back at another port, with another token."""
     path = tmp_path / "engine"
@@ -192,6 +194,7 @@ def test_one_that_stays_away_is_left_out_and_the_last_one_ends_the_run(tmp_path:
             drained(fleet)
 
 
+@pytest.mark.slow
 def test_one_that_answers_twice(near: Listening) -> None:
     with closing(fleet_at(near.address, "local", factory=Twice)) as fleet:
         submit(fleet)
@@ -330,6 +333,7 @@ def test_srun_is_for_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
         fleet_at("http://127.0.0.1:8000")
 
 
+@pytest.mark.slow
 def test_damaged_weights_are_an_error_that_names_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     Threads(monkeypatch)
     write = WeightStore._write

@@ -473,7 +473,9 @@ def test_another_choice_than_the_module_has_is_refused(tiny_model_path: str) -> 
 # --- checkpoints ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("callback", [False, True], ids=["the recipe's", "a callback's"])
+@pytest.mark.parametrize(
+    "callback", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["the recipe's", "a callback's"]
+)
 def test_a_run_goes_on_from_its_checkpoint(callback: bool, tiny_model_path: str, tmp_path: Path) -> None:
     """The same curve as undisturbed, BF16 weights and a reference included; and the weights alone can be taken."""
     own = () if callback else ("adapter=lora", "adapter.rank=4", "adapter.modules_to_save=[lm_head]")

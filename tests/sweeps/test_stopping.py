@@ -167,6 +167,7 @@ finished({str(study)!r}, {recipe!r}, 0)
 
 
 @pytest.mark.live
+@pytest.mark.slow
 def test_processes_that_are_killed_lose_nothing(tmp_path: Path) -> None:
     good, bad = loop(tmp_path, "good", 0.7, 0.0), loop(tmp_path, "bad", 0.4, 9.0, until=8)
     assert bad.stdout is not None and bad.stdout.readline() == "0 \n", "without what a light installation lacks"
