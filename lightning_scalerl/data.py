@@ -146,7 +146,10 @@ class _StreamLoader:
                 f"datamodule: RolloutDataModule needs a ScaleRL module, got {type(module).__name__}"
             )
         for _ in range(len(self)):
-            yield module.next_batch()
+            batch = module.next_batch()
+            if batch is None:
+                return
+            yield batch
 
     def state_dict(self) -> dict[str, object]:
         """Return nothing: the module's registry holds the stream's state. Lightning warns on resume without this."""

@@ -49,9 +49,11 @@ from lightning_scalerl.session.continuation import Continuation
 from lightning_scalerl.session.data_path import DataPath
 from lightning_scalerl.session.export import export
 from lightning_scalerl.session.fit import (
+    batch_or_why_none,
     begin_fit,
     begin_training,
     close_engines,
+    end_exhausted,
     end_fit,
     fail,
     lines_at_start,
@@ -149,16 +151,20 @@ class ScaleRL(LightningModule):
         # What outlasts a fit.
         self.continuation = Continuation()
         self.records = Records()
+        self.exhausted: str | None = None
         self.save_hyperparameters(self.arguments)
 
     # --- the path of one training step -------------------------------------------------------------------
 
-    def next_batch(self) -> TrainBatch:
-        """Generate until a batch is due: on rank 0, for all."""
+    def next_batch(self) -> TrainBatch | None:
+        """Generate until a batch is due: on rank 0, for all. Return None where the pool is exhausted: the fit ends."""
         # Before the step begins, so that whoever looks at its beginning (LearningRateMonitor) sees its own rate.
         set_learning_rates(self)
         with self.meter.phase("generate"):
-            batch = self.ranks.share_batch(lambda: self.driver.next_batch(lambda: self.stop_reason is not None))
+            batch = self.ranks.share_batch(lambda: batch_or_why_none(self))
+        if isinstance(batch, str):
+            end_exhausted(self, batch)
+            return None
         return batch if batch is not None else stop_between_steps(self)
 
     def training_step(self, batch: TrainBatch, batch_index: int) -> None:

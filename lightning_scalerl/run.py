@@ -36,6 +36,7 @@ class Run(Protocol):
     meter: ComputeMeter
     mechanism: MechanismCounters
     stream: RolloutStream
+    exhausted: str | None  # why the fit ended before its budget, with no prompts left to train on; None of any other
 
     @property
     def task(self) -> Task:

@@ -25,7 +25,7 @@ from lightning_scalerl.member.command import named_study, plan_commands, run_com
 from sweeps.errors import UserError, naming, of_the_system
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.lease import LeaseLostError
-from sweeps.run.progress import check_own, is_done
+from sweeps.run.progress import check_own, is_done, why_final
 from sweeps.run.spec import RunSpec
 from sweeps.run.user_config_dirs import user_folders
 
@@ -196,10 +196,13 @@ def _run_alone(spec: RunSpec, run_member: Callable[[Path, bool], None]) -> None:
     run_dir = Path(spec.config["output_dir"]) / "runs" / spec.run
     check_own(run_dir, spec.run)
     if is_done(run_dir, spec.steps, spec.run):
-        print(f"{spec.title}: done already, {run_dir}; a larger budget.steps continues it")
+        further = why_final(run_dir) or "a larger budget.steps continues it"
+        print(f"{spec.title}: done already, {run_dir}; {further}")
         return
     with naming("output_dir"):
         spec.write(run_dir)
+    for line in spec.cautions:
+        print(line, file=sys.stderr)
     print(f"{spec.title}: {run_dir}")
     run_member(run_dir, True)
 

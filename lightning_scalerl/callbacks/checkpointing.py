@@ -90,6 +90,10 @@ class ResumableCheckpoint(Checkpoint):
         if not last:
             self._stop_if_asked(run, reason)
 
+    def save(self, trainer: Trainer, run: Run) -> None:
+        """Save the run as it is, at the end of a fit that ends before `max_steps`."""
+        self._save(trainer, run, run.completed_steps)
+
     def stop_between_steps(self, trainer: Trainer, run: Run) -> None:
         """Save the stream in the middle of a generation, where a stop is requested between two steps.
 

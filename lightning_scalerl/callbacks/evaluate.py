@@ -83,9 +83,9 @@ class Evaluate(Callback):
         """Key of the callback's state in a checkpoint."""
         return "evaluate"
 
-    def owes(self, step: int, max_steps: int) -> bool:
-        """Return whether the weights of `step` are to be evaluated and have not been."""
-        due = step == 0 or step % self.every_n_steps == 0 or step == max_steps
+    def owes(self, step: int, max_steps: int, last: bool = False) -> bool:
+        """Return whether the weights of `step` are to be evaluated and have not been; `last`: no step follows."""
+        due = last or step == 0 or step % self.every_n_steps == 0 or step == max_steps
         return due and step != self._last_step
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -280,10 +280,10 @@ def evaluation_of(trainer: Trainer) -> Evaluate | None:
     return next((each for each in trainer.callbacks if isinstance(each, Evaluate)), None)  # type: ignore[attr-defined]
 
 
-def owed(trainer: Trainer, step: int) -> bool:
-    """Return whether the weights of `step` are to be evaluated in this run and have not been."""
+def owed(trainer: Trainer, step: int, last: bool = False) -> bool:
+    """Return whether the weights of `step` are to be evaluated in this run and have not been; see `Evaluate.owes`."""
     evaluation = evaluation_of(trainer)
-    return evaluation is not None and evaluation.owes(step, trainer.max_steps)
+    return evaluation is not None and evaluation.owes(step, trainer.max_steps, last)
 
 
 class EvaluationStoppedError(Exception):

@@ -167,10 +167,12 @@ class RunLog(Recorder):
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
         """End the journal as finished. Not `on_train_end`: a run resumed at its very end has nothing left to train."""
-        done = run_of(pl_module).completed_steps >= trainer.max_steps
+        run = run_of(pl_module)
+        done = run.completed_steps >= trainer.max_steps
         if self._journal is not None and (done or trainer.should_stop):
-            reason = None if done else "stopped before max_steps by a callback of the Trainer"
-            self.journal.end(self._last_step, "finished", reason)
+            stopped = run.exhausted or "stopped before max_steps by a callback of the Trainer"
+            reason = None if done else stopped
+            self.journal.end(self._last_step, "finished", reason, final=not done and run.exhausted is not None)
         self._close(finished=done or trainer.should_stop)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:

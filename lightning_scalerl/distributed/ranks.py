@@ -165,9 +165,12 @@ class Ranks:
         if self.count > 1:
             send(encode((_REQUEST, request)), self.hosts)
 
-    def share_batch(self, work: Callable[[], TrainBatch | None]) -> TrainBatch | None:
-        """Make a batch, or None, on rank 0 and return it on every rank; the other ranks get it without its groups."""
-        return self.share(work, lambda batch: batch and replace(batch, groups=[]))
+    def share_batch(self, work: Callable[[], TrainBatch | str | None]) -> TrainBatch | str | None:
+        """Make a batch on rank 0 and return it on every rank; the other ranks get it without its groups.
+
+        None, or a text on why there is no batch, is returned everywhere as it is.
+        """
+        return self.share(work, lambda batch: replace(batch, groups=[]) if isinstance(batch, TrainBatch) else batch)
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, by rank, on every rank."""

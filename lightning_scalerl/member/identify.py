@@ -45,6 +45,8 @@ STRATEGIES = ("ddp", "fsdp2")
 CHECKPOINTS = ("shards", "whole")
 # Settings whose classes import torch at most: seconds less to say what is wrong with them.
 _WITHOUT_LIGHTNING = ("reward", "health", "verify", "optimizer", "schedule")
+# A pool is said to be at risk from so many draws of each prompt on: one in two groups that pass exhausts it.
+_DRAWN_OFTEN = 2.0
 DEFAULT_RECIPE = "scalerl"  # as in conf/train.yaml
 # Groups that never name a curve: its recipe does already, its seed does not, and the rest is not science.
 UNLABELLED = OPERATIONAL_KEYS | {"recipe", "experiment", "variant", "cluster"}
@@ -84,7 +86,7 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
             checked.add(spec.curve)
     for spec in specs:
         builder(spec.config, "model")
-    return specs
+    return [replace(spec, cautions=_cautions(spec, builder)) for spec in specs]
 
 
 def _to_paste(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -359,6 +361,21 @@ class _Builder:
         if key not in self._built:
             self._built[key] = build(OmegaConf.create(part), group)
         return self._built[key]
+
+
+def _cautions(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
+    """Return a line if the pool may be exhausted within the budget: the run would end there, and not be continued."""
+    resampling, prompts = builder(spec.config, "resampling"), len(builder(spec.config, "task").train_prompts())
+    batch = spec.config["batch"]
+    # Of each prompt that is left. A prompt need not pass the first time, so one pass over the pool exhausts none.
+    drawn = spec.steps * batch["prompts"] / prompts
+    if drawn < _DRAWN_OFTEN or not resampling.retires((1.0,)):
+        return ()
+    return (
+        f"warning: the pool may be exhausted: {spec.steps} steps of {batch['prompts']} prompts draw each of {prompts} "
+        f"prompts {drawn:.0f} times, and resampling retires one for good once its group of {batch['completions']} has "
+        "passed; a run with no prompt left ends there. A larger pool, fewer budget.steps, or resampling=uniform",
+    )
 
 
 def _check(spec: RunSpec, builder: _Builder) -> None:

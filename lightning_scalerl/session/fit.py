@@ -6,6 +6,7 @@ the fit ended.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any, NoReturn
 
@@ -15,14 +16,19 @@ from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint
 from lightning_scalerl.callbacks.evaluate import owed, validate_now
 from lightning_scalerl.measure.probe import start_probe
 from lightning_scalerl.model.recompute import set_mode
+from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.session.parts import Parts
 from lightning_scalerl.session.sampling import TRAINING, generator_arguments
+from lightning_scalerl.stream.prompts import PoolExhaustedError
 from sweeps.run.interruption import RunInterruptedError
+
+_log = logging.getLogger(__name__)
 
 
 def begin_fit(module: Parts) -> None:
     """Check that all ranks resume at the same step; make an evaluation after the last step that is still due."""
     trainer, steps = module.trainer, module.completed_steps
+    module.exhausted = None
     module.ranks.check_alike("checkpoint: completed steps", steps)
     module.records.begin(trainer)
     module.ranks.share(partial(_publish_again, module))
@@ -77,6 +83,41 @@ def stop_between_steps(module: Any) -> NoReturn:
     if module.trainer.received_sigterm:
         raise SIGTERMException
     raise RunInterruptedError(f"step {module.completed_steps}: {module.stop_reason}")
+
+
+def batch_or_why_none(module: Parts) -> TrainBatch | str | None:
+    """Return the next batch, None if the run is asked to stop, or why there is no further batch; rank 0's alone.
+
+    Raises:
+        PoolExhaustedError: before the first step: such a run has no curve.
+    """
+    try:
+        return module.driver.next_batch(lambda: module.stop_reason is not None)
+    except PoolExhaustedError as error:
+        if module.completed_steps == 0:
+            raise
+        return f"pool exhausted, which a larger budget does not change: {error}"
+
+
+def end_exhausted(module: Any, reason: str) -> None:
+    """End a fit whose pool is exhausted as one that is done: evaluate the last weights, save, and stop the Trainer.
+
+    Raises:
+        RunInterruptedError: the run is asked to stop meanwhile; a resume ends it.
+        PoolExhaustedError: the Trainer does not stop, for it has a minimum of steps.
+    """
+    trainer = module.trainer
+    if module.exhausted is not None:
+        raise PoolExhaustedError(reason)
+    module.exhausted = reason
+    trainer.should_stop = True
+    if module.ranks.leads:
+        _log.warning("after step %d: %s", module.completed_steps, reason)
+    if owed(trainer, module.completed_steps, last=True) and not validate_now(trainer):
+        stop_between_steps(module)
+    for callback in trainer.callbacks:
+        if isinstance(callback, ResumableCheckpoint):
+            callback.save(trainer, module)
 
 
 def end_fit(module: Parts) -> None:

@@ -195,7 +195,9 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         check_hours(launch, settings.get("max_device_hours"))
         if (form := settings.get("design")) is None:
             # Said when the launch is accepted: a refusal is one line.
-            self._takes = launch.sentences(asked=settings.get("rate") is not None)
+            cautions = dict.fromkeys(line for spec in specs for line in spec.cautions)
+            takes = launch.sentences(asked=settings.get("rate") is not None)
+            self._takes = [*takes, *cautions] if launch.left else takes
             return False
         from sweeps.cli.design import show_design
 

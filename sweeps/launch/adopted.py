@@ -15,6 +15,7 @@ from sweeps.launch.study import LEASE_NAME
 from sweeps.run.files import make_private
 from sweeps.run.journal import Journal, JournalView, read_journal
 from sweeps.run.lease import Lease, LeaseHeldError
+from sweeps.run.progress import why_final
 from sweeps.run.spec import RunSpec, leaves, science
 
 # Keys of a command's configuration that are no values of the user's.
@@ -86,8 +87,8 @@ def count_adopted(
     """Let adopted runs stand for the members of a launch that have their values; return who is to take part.
 
     An adopted run takes the label and the curve of the recipe whose values it has, so that they are one curve. It
-    stands for the member of its seed if it has finished and come as far; one that is at work elsewhere is not started a
-    second time.
+    stands for the member of its seed if it has finished and come as far, or cannot be continued; one that is at work
+    elsewhere is not started a second time.
 
     Args:
         directory: the study's folder.
@@ -152,7 +153,7 @@ def stand_ins(
         if state.state != "finished":
             taken[cell.run] = None
             notes.append(f"{cell.title} is running elsewhere ({spec.config['adopted']['source']}) and is not started")
-        elif not _whole(spec, cell):
+        elif not (_whole(spec, cell) or view.final):
             notes.append(f"{cell.title} was adopted with {spec.steps} of {cell.steps} steps and is started anew")
         else:
             taken[cell.run] = spec
@@ -170,7 +171,8 @@ def stood_for(directory: Path, specs: Sequence[RunSpec]) -> set[str]:
         alike = _alike(spec, cells)
         cell = next((each for each in alike if each.seed == spec.seed), None)
         if cell is not None and len({each.curve for each in alike}) == 1:
-            found |= {cell.run} if state.state != "finished" or _whole(spec, cell) else set()
+            whole = _whole(spec, cell) or why_final(directory / RUNS_DIR / run)
+            found |= {cell.run} if state.state != "finished" or whole else set()
     return found
 
 

@@ -276,7 +276,8 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, told
                 metrics = {folder.metric: points.reward[at], **error, folder.axis: points.compute[at]}
                 journal.record("eval", points.steps[at], metrics)
             if status != "running":
-                journal.end(points.steps[-1], status, f"failed in {about['source']}" if status == "failed" else None)
+                why = f"failed in {about['source']}" if status == "failed" else run.final
+                journal.end(points.steps[-1], status, why, final=run.final is not None)
         finally:
             journal.close()
         _record(folder, spec, status, about, count)

@@ -30,7 +30,7 @@ from sweeps.redact import redact
 from sweeps.run.files import make_private, write_atomically
 from sweeps.run.interruption import STOP_FILE, let_go_on, stop_asked
 from sweeps.run.lease import LeaseLostError
-from sweeps.run.progress import check_own, is_done, why_failed, written
+from sweeps.run.progress import check_own, is_done, why_failed, why_final, written
 from sweeps.run.spec import SPEC_FILE, RunSpec, Texts, check_distinct
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Controller:
         for name in self._decider.files if self._decider is not None else []:
             path = self.records.study.directory / name
             self.records.rollback.put_back(path, path.read_bytes() if path.exists() else None)
-        done = {run for run in self.records.specs if self.records.is_done(run)}
+        done = {run: self.records.why_final(run) for run in self.records.specs if self.records.is_done(run)}
         actions = decisions.first_actions(self.records.members(), done, self._policy)
         wanted = [action for action in actions if isinstance(action, Submit | Adopt)]
         self.records.plan([self.records.specs[action.run] for action in wanted])  # the budget may have grown
@@ -212,7 +212,7 @@ class Controller:
         asked = self._asked.pop(run, None) is not None or outcome.earlier
         if self.records.is_done(run) and (outcome.exit_code == 0 or self._executor.outlives):
             self._blacklist.note({"run": run, "event": "finished", "time": now, "node": outcome.node})
-            return Ended(run, done=True, node=outcome.node)
+            return Ended(run, done=True, reason=self.records.why_final(run) or "", node=outcome.node)
         reason = outcome.reason or why_failed(run_dir, outcome.how, self._before[run])
         kind = outcome.kind or ("killed" if outcome.exit_code < 0 else "error")
         node = outcome.node if kind in BLAMES_NODE else None
@@ -266,7 +266,8 @@ class Controller:
                 if run not in running:  # else at work since an earlier controller, who had added it
                     self._waiting.append(run)
             elif run not in self._audience.done:
-                self._carry_out(decisions.first_actions([self.records.states[run]], [run], self._policy))
+                done = {run: self.records.why_final(run)}
+                self._carry_out(decisions.first_actions([self.records.states[run]], done, self._policy))
 
     # --- record, act, tell -----------------------------------------------------------------------------------------
 
@@ -337,7 +338,7 @@ class Audience:
                     case Hold(reason=str(reason)):
                         observer.paused(spec, run_dir, reason)
                     case Finish():
-                        observer.ended(spec, run_dir, "finished", None)
+                        observer.ended(spec, run_dir, "finished", action.reason)
                     case GiveUp():
                         observer.ended(spec, run_dir, action.state, action.reason)
 
@@ -397,8 +398,12 @@ class Records:
         return self.study.run_dir(self.specs[run])
 
     def is_done(self, run: str) -> bool:
-        """Return whether a member's journal shows its whole budget."""
+        """Return whether a member's journal shows its whole budget, or an end before it that is final."""
         return is_done(self.run_dir(run), self.specs[run].steps, run)
+
+    def why_final(self, run: str) -> str | None:
+        """Return why a member that is done cannot be continued; None if its budget is spent."""
+        return why_final(self.run_dir(run))
 
     def members(self) -> list[MemberState]:
         """Return the members' states in the study's order; of one that is new, as it will be once it is planned."""

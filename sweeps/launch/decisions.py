@@ -42,8 +42,9 @@ class Ended:
 
     Attributes:
         run: identity of the member.
-        done: whether its journal shows its whole budget.
-        kind, reason: kind of the failure, and the failure in words; "" if it is done.
+        done: whether its journal shows its whole budget, or an end that is final.
+        kind: kind of the failure; "" if it is done.
+        reason: the failure in words, or why it is done before its budget; "" if its budget is spent.
         node: node that may be to blame, or on which it was done; None if that says nothing.
         asked: whether it was asked to stop, or had ended before this process looked.
         earlier: whether it had ended before this process looked.
@@ -99,7 +100,9 @@ class Adopt(Action):
 
 @dataclass(frozen=True)
 class Finish(Action):
-    """Count the member as done: its journal shows its whole budget."""
+    """Count the member as done: its journal shows its whole budget, or for a reason an end before it that is final."""
+
+    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -124,22 +127,23 @@ class Hold(Action):
     reason: str | None = None
 
 
-def first_actions(members: Sequence[MemberState], done: Collection[str], policy: Policy) -> list[Action]:
+def first_actions(members: Sequence[MemberState], done: Mapping[str, str | None], policy: Policy) -> list[Action]:
     """Decide on every member when a launch begins, in the study's order.
 
     Args:
         members: states by the ledger; of one that is new, as it will be once it is planned.
-        done: those whose journals show their whole budgets, whatever the ledger says.
+        done: those whose journals show that they are done, whatever the ledger says, each with the reason if it is
+            done before its budget.
         policy: rules of the launch.
     """
-    return [_first(member, member.run in done, policy) for member in members]
+    return [_first(member, done, policy) for member in members]
 
 
-def _first(member: MemberState, done: bool, policy: Policy) -> Action:
+def _first(member: MemberState, done: Mapping[str, str | None], policy: Policy) -> Action:
     if member.adopted:
         return Finish(member.run)
-    if done:
-        return Finish(member.run, None if member.state == "finished" else "finished")
+    if member.run in done:
+        return _finish(member.run, {}, done[member.run], known=member.state == "finished")
     # One that a decider has stopped may be wanted again by it.
     over = member.state == "failed" or (member.state == "stopped" and not policy.decided)
     if over and not policy.again:
@@ -163,7 +167,7 @@ def next_actions(states: Mapping[str, MemberState], outcomes: Sequence[Ended], p
 def _next(state: MemberState, ended: Ended, policy: Policy) -> Action:
     run, node = ended.run, {"node": ended.node} if ended.node else {}
     if ended.done:
-        return Finish(run, "finished", node)
+        return _finish(run, node, ended.reason or None)
     failure = {"kind": ended.kind, "reason": ended.reason, **node}
     if may_retry(policy.retries, ended.kind, state.spent, ended.excused):
         return Retry(run, "retried", failure, ended.reason)
@@ -176,6 +180,12 @@ def _next(state: MemberState, ended: Ended, policy: Policy) -> Action:
     if policy.again and (ended.earlier or stopped):
         return Retry(run, event, failure, ended.reason)
     return GiveUp(run, event, failure, _told(event, ended.kind), ended.reason)
+
+
+def _finish(run: str, fields: Mapping[str, Any], reason: str | None, known: bool = False) -> Finish:
+    """Return the end of a member that is done; `known` to the ledger already, it is told and not written again."""
+    fields = {**fields, **({"reason": reason} if reason else {})}
+    return Finish(run, None if known else "finished", fields, reason)
 
 
 def _told(state: str, kind: str | None) -> str:

@@ -53,7 +53,10 @@ class Observer:
         """Handle a member that is saved and paused until the decider wants it at work."""
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
-        """Handle a member's end: `finished` (also if done before), `failed`, `cancelled`, or `stopped` for good."""
+        """Handle a member's end: `finished` (also if done before), `failed`, `cancelled`, or `stopped` for good.
+
+        A reason of one that is `finished` says why it is before its budget, and is not continued.
+        """
 
     def say(self, line: str) -> None:
         """Show a line for people from the study's decider."""
@@ -148,7 +151,8 @@ class Progress(Observer):
             self._latest[spec.run] = latest = {**self._latest[spec.run], **latest}
             self._left.ended(spec.run, self._step(spec.run), time.monotonic())
         self._over.add(spec.run)
-        self._event(state, spec, reason or _described(spec, latest, self._metric))
+        described = _described(spec, latest, self._metric)
+        self._event(state, spec, f"{described}; {reason}" if reason and state == "finished" else reason or described)
 
     def say(self, line: str) -> None:
         """Print the line, stamped with the time since the begin."""

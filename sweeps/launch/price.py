@@ -17,7 +17,7 @@ from sweeps.curve import DEVICE_HOURS
 from sweeps.errors import UserError
 from sweeps.launch.ledger import RUNS_DIR
 from sweeps.run.journal import find_runs, finite
-from sweeps.run.progress import journal_or_none
+from sweeps.run.progress import journal_or_none, why_final
 from sweeps.run.spec import RunSpec
 from sweeps.terminal import counted
 
@@ -106,6 +106,7 @@ def launch_of(
     progress = cache(_progress)  # the study's own runs are asked for what is left and for what a step takes
     # 0 for a run that was taken further already than this budget.
     left = {spec.run: max(spec.steps - progress(directory / RUNS_DIR / spec.run)[1], 0) for spec in specs}
+    left |= {spec.run: 0 for spec in specs if left[spec.run] and why_final(directory / RUNS_DIR / spec.run)}
     left |= dict.fromkeys(elsewhere, 0)
     rates = _Rates.read(directory if like is None else Path(like), progress)
     if rates is None and like is not None:

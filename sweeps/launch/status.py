@@ -24,7 +24,7 @@ from sweeps.launch.study import LEASE_NAME
 from sweeps.redact import redact
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, find_runs
 from sweeps.run.lease import BEAT_S, alive, beaten_at, beating
-from sweeps.run.progress import is_done, journal_or_none, last_metrics, looks_whole, trouble
+from sweeps.run.progress import is_done, journal_or_none, last_metrics, looks_whole, trouble, why_final
 from sweeps.run.provenance import said
 from sweeps.run.spec import SPEC_FILE, budget_of
 
@@ -245,7 +245,7 @@ def _state(
 ) -> tuple[str, str | None]:
     """Return a member's state, see `MemberView`, with its reason; queue is None where no scheduler answers."""
     if steps is not None and is_done(run_dir, steps, state.run):
-        return "finished", None
+        return "finished", why_final(run_dir)
     if state.state == "failed":
         return (state.kind if state.kind in ("cancelled", "stopped") else "failed"), state.reason
     if state.state == "stopped":

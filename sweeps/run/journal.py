@@ -13,6 +13,7 @@ One JSON object a line, flushed as it is written. Kinds of record:
         what came behind was broken, from that line of the file `kept` on (`sweeps.run.repair`): the run goes on from
         step 8 or before, and `metrics` are the newest that were recorded. The next `resume` has it too
     {"kind": "end", "time": ..., "step": 150, "status": "finished" | "failed", "reason": ...}
+        "final": true of a run that cannot be continued, whatever its budget: `reason` says why
 
 Every line ends with `"crc"`, the CRC-32 of the line without it (`sweeps.run.files`): a line that was changed since it
 was written is a broken one. Lines of earlier versions have none.
@@ -82,7 +83,8 @@ class JournalView:
         path, header: path of the file, and its first record.
         records: valid `train` and `eval` records.
         checkpoint_step: newest step that a checkpoint covers; None if there is none.
-        status, reason: `running`, `finished` or `failed`, and why it failed.
+        status, reason: `running`, `finished` or `failed`, and why it failed, or finished before its budget.
+        final: whether it finished before its budget and cannot be continued under a larger one.
         code: pairs of a step and the code provenance from there on, as far as its records are still valid; -1 is the
             start of the run. Empty in journals of earlier versions.
         passed_over: unusable checkpoints, from the newest `resume` record.
@@ -96,6 +98,7 @@ class JournalView:
     checkpoint_step: int | None = None
     status: str = "running"
     reason: str | None = None
+    final: bool = False
     code: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
     passed_over: list[Mapping[str, Any]] = field(default_factory=list)
     mended: Mapping[str, Any] | None = None
@@ -225,7 +228,7 @@ class Reading:
             step = int(entry["step"])
             self._kept = {key: r for key, r in self._kept.items() if r.step <= step}
             view.checkpoint_step = step if step >= 0 else None
-            view.status, view.reason, view.mended = "running", None, None
+            view.status, view.reason, view.final, view.mended = "running", None, False, None
             self._note_hole(step)
             _note_code(view, step, entry)
             passed_over = entry.get("passed_over")
@@ -236,6 +239,7 @@ class Reading:
             view.checkpoint_step = step if step >= 0 else None
         elif kind == "end":
             view.status, view.reason = entry["status"], entry.get("reason")
+            view.final = view.status == "finished" and entry.get("final") is True
 
     def skip(self, step: int) -> None:
         """Count the line of a record that is not to be kept."""
@@ -323,17 +327,14 @@ class Journal:
         """
         self._append({"kind": "resume", "time": self._clock(), "step": int(step), **fields}, durable=True)
 
-    def end(self, step: int, status: str, reason: str | None = None) -> None:
-        """Record the end of the run: `finished`, or `failed` with its reason, redacted."""
+    def end(self, step: int, status: str, reason: str | None = None, final: bool = False) -> None:
+        """Record the end of the run: `finished`, or `failed` with its reason, redacted.
+
+        `final`: it is finished before its budget, for this reason, and cannot be continued.
+        """
+        entry = {"step": int(step), "status": status, "reason": reason and redact(reason)}
         self._append(
-            {
-                "kind": "end",
-                "time": self._clock(),
-                "step": int(step),
-                "status": status,
-                "reason": reason and redact(reason),
-            },
-            durable=True,
+            {"kind": "end", "time": self._clock(), **entry, **({"final": True} if final else {})}, durable=True
         )
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ _TAIL_BYTES = 65536
 
 
 def is_done(run_dir: Path, steps: int, run: str) -> bool:
-    """Return whether the run has reached its budget, by the last lines of its journal.
+    """Return whether the run has reached its budget, or ended for good before it, by the last lines of its journal.
 
     Read from the end: a journal of a long run has many megabytes, and a run that goes on after an `end` records a
     `resume` first. A run that has ended is done although a line before is broken; `trouble` names such a line.
@@ -37,6 +37,8 @@ def is_done(run_dir: Path, steps: int, run: str) -> bool:
         elif kind == "end" and not finished:
             if entry.get("status") != "finished":
                 return False
+            if entry.get("final") is True:
+                return True
             finished, end = True, entry.get("step", -1)
         elif kind in ("resume", "train", "eval"):
             try:
@@ -109,13 +111,24 @@ def _foreign(run_dir: Path, run: str) -> str | None:
 
 def how_it_failed(run_dir: Path) -> str | None:
     """Return the journal's reason for the run's failure; None if it has not failed, or gives none."""
+    end = _end_of(run_dir)
+    return str(end["reason"]) if end.get("status") == "failed" and end.get("reason") else None
+
+
+def why_final(run_dir: Path) -> str | None:
+    """Return why a run is finished before its budget and cannot be continued; None of any other run."""
+    end = _end_of(run_dir)
+    return str(end.get("reason")) if end.get("status") == "finished" and end.get("final") is True else None
+
+
+def _end_of(run_dir: Path) -> Mapping[str, Any]:
+    """Return the journal's `end` record; empty if the run has not ended, or goes on after it."""
     for entry in _from_end(run_dir):
         if entry is None or entry.get("kind") in ("train", "eval", "resume"):
-            return None
+            break
         if entry.get("kind") == "end":
-            reason = entry.get("reason")
-            return str(reason) if entry.get("status") == "failed" and reason else None
-    return None
+            return entry
+    return {}
 
 
 def header_of(run_dir: Path) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ class RunSpec:
         reference: configuration of the baseline recipe, with the same seed and settings.
         folders: the user's own folders, with configuration files and the modules that these name.
         overrides: command-line overrides that launched it, without addresses; with them the run can be continued.
+        cautions: what its user should know before it is launched, in lines; not written down.
     """
 
     run: str
@@ -74,6 +75,7 @@ class RunSpec:
     reference: Mapping[str, Any]
     folders: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
+    cautions: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def title(self) -> str:
@@ -84,6 +86,10 @@ class RunSpec:
     def layout(self) -> tuple[int, int] | None:
         """Nodes and ranks on each that the run is to have (group `strategy`); None where it leaves that open."""
         return layout_of(self.config)
+
+    def _fields(self) -> dict[str, Any]:
+        """Return the fields that are written down."""
+        return {key: value for key, value in self.__dict__.items() if key != "cautions"}
 
     def header(self) -> dict[str, Any]:
         """Return the fields of the journal's header record."""
@@ -102,7 +108,7 @@ class RunSpec:
 
         A specification as composed and the same as read back have equal checksums.
         """
-        frozen = {key: value for key, value in self.__dict__.items() if key not in ("steps", "overrides")}
+        frozen = {key: value for key, value in self._fields().items() if key not in ("steps", "overrides")}
         frozen |= {"config": science(self.config), "reference": science(self.reference)}
         # Keys are not sorted: their order counts, for the first held-out set is the default.
         return hashlib.sha256(json.dumps(frozen, separators=(",", ":")).encode()).hexdigest()[:16]
@@ -134,7 +140,7 @@ class RunSpec:
             Content of the file that was replaced; None if there was none, or the same.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
-        text = (texts or Texts()).of({"form": FORM, **self.__dict__}, ("config", "reference"))
+        text = (texts or Texts()).of({"form": FORM, **self._fields()}, ("config", "reference"))
         there = None
         with suppress(OSError):
             there = (run_dir / SPEC_FILE).read_bytes()

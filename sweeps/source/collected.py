@@ -30,6 +30,7 @@ class ForeignRun:
         where, name: the source as the user gave it, and the run's name there.
         key: by which the run is known again whatever its name; "" where its place and name are all there is.
         state: `RUNNING`, `FINISHED` or `FAILED`; "" where the source does not say.
+        final: why it is finished before its budget and cannot be continued; None of any other run.
         labels: what describes it and was asked for, by name; `recipe`, and where they are known `seed` and `baseline`.
         axis, metric: columns of compute and reward.
         steps: (n,), None where the source has none.
@@ -48,6 +49,7 @@ class ForeignRun:
     compute: Array
     reward: Array
     sd: Array | None
+    final: str | None = None
 
 
 def described(factors: Mapping[str, str], **labels: str | None) -> dict[str, str]:

@@ -177,6 +177,7 @@ def _of_ours(study: LoadedStudy, columns: Sequence[str], others: Sequence[str]) 
             ),
             reward=np.array([record.metrics[metric] for record in evaluated], dtype=float),
             sd=np.array(errors) if np.isfinite(errors).all() else None,
+            final=str(view.reason) if view.final else None,
         )
 
 

@@ -80,6 +80,11 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
             if view.status == "failed":
                 reason = f": {short(str(view.reason))}" if view.reason else ""
                 points.warnings.append(f"run {view.path.parent.name} (seed {seed}) failed{reason}; its points are used")
+            if view.final:
+                at = max(record.step for record in view.records)
+                points.warnings.append(
+                    f"run {view.path.parent.name} (seed {seed}) ended at step {at}: {short(str(view.reason))}"
+                )
             if view.missing:
                 points.warnings.append(
                     f"run {view.path.parent.name} (seed {seed}) has {view.missing}: it went on from a checkpoint newer "

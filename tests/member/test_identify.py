@@ -18,6 +18,7 @@ from lightning_scalerl.choices import AXES
 from lightning_scalerl.composer import Composer
 from lightning_scalerl.composition import compose, names_in
 from lightning_scalerl.member.identify import plan_members
+from sweeps.run.spec import Texts
 from tests.examples import every, examples
 
 # A base model that is made in a moment; where only the configuration matters, not what it learns.
@@ -190,6 +191,17 @@ def test_a_grid_composes_each_row_of_groups_once(
 def test_a_mistake_names_what_is_valid() -> None:
     with pytest.raises(ConfigurationError, match=r"optimizer\.nonsense.*valid here: _target_, lr"):
         plan_members([["seed=1", *QUICK], ["seed=2", "optimizer.nonsense=1", *QUICK]])
+
+
+def test_a_pool_that_may_be_exhausted_is_warned_of_at_launch() -> None:
+    small = [*QUICK, "scale=tiny", "task.train=[6]"]
+    (spec,) = plan_members([[*small, "budget.steps=4"]])
+    (line,) = spec.cautions
+    assert line.startswith("warning: the pool may be exhausted: 4 steps of 3 prompts draw each of 6 prompts 2 times")
+    assert "its group of 4 " in line and line.endswith("resampling=uniform")
+    assert "cautions" not in json.loads(Texts().of(spec._fields(), ()))
+    others = plan_members([[*small, "budget.steps=3"], [*small, "budget.steps=99", "resampling=uniform"]])
+    assert [each.cautions for each in others] == [(), ()]
 
 
 def test_infinity_is_composed_as_it_is() -> None:

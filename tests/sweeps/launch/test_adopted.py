@@ -20,7 +20,8 @@ from sweeps.launch.adoption import adopt
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.price import launch_of
 from sweeps.launch.study import Study
-from sweeps.run.journal import read_journal
+from sweeps.run.journal import Journal, read_journal
+from sweeps.run.progress import why_final
 from sweeps.run.spec import RunSpec
 from sweeps.source import load
 from tests.paths import ROOT
@@ -128,6 +129,23 @@ def test_what_adopted_runs_stand_for_takes_nothing(place: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "80 steps, of which 60 are left" in done.stdout + done.stderr
+
+
+def test_an_adopted_run_that_ended_for_good_stands_for_a_member_of_any_budget(place: Path) -> None:
+    run_dir = place / "elsewhere" / "runs" / "a"
+    journal = Journal(run_dir)
+    journal.header(run="a", recipe="a", seed=0, loss="grpo", lr=1e-5)
+    for step in (0, 4, 8):
+        metrics = {"eval/reward/pass_rate": 0.1 * step, "compute/tokens": 100.0 * step}
+        journal.record("eval", step, metrics)
+    journal.end(8, "finished", "dry", final=True)
+    journal.close()
+    adopt(place / "study", [str(place / "elsewhere")], ["loss,lr,seed"], x="compute/tokens")
+    members = cells(place)
+    assert stood_for(place / "study", members) == {members[0].run}
+    specs, notes = count_adopted(place / "study", members, _measured)
+    assert notes == ["1 of 4 members ran elsewhere and were adopted; they are not started"]
+    assert why_final(place / "study" / "runs" / specs[0].run) == "dry"
 
 
 def test_what_does_not_stand_for_a_member_is_said(place: Path) -> None:

@@ -64,14 +64,16 @@ def decided(ended: Ended, policy: Policy, now: MemberState | None = None) -> Act
 )
 def test_who_is_run_when_a_launch_begins(event: str, again: bool, by_decider: bool, expected: Action) -> None:
     members = [state(event=event, reason="no")]
-    assert first_actions(members, [], Policy(NEVER, again, by_decider)) == [expected]
+    assert first_actions(members, {}, Policy(NEVER, again, by_decider)) == [expected]
     recorded = None if event == "finished" else "finished"
-    assert first_actions(members, ["a"], Policy(NEVER, again, by_decider)) == [Finish("a", recorded)]
+    assert first_actions(members, {"a": None}, Policy(NEVER, again, by_decider)) == [Finish("a", recorded)]
+    early = Finish("a", recorded, {"reason": "dry"}, "dry")
+    assert first_actions(members, {"a": "dry"}, Policy(NEVER, again, by_decider)) == [early]
 
 
 @pytest.mark.parametrize("kind", ["cancelled", "stopped"])
 def test_what_was_cancelled_is_told_as_cancelled(kind: str) -> None:
-    (action,) = first_actions([state(event="failed", kind=kind, reason="why")], [], Policy(NEVER, again=False))
+    (action,) = first_actions([state(event="failed", kind=kind, reason="why")], {}, Policy(NEVER, again=False))
     assert action == GiveUp("a", state="cancelled", reason="why")
 
 
@@ -80,6 +82,8 @@ def test_what_was_cancelled_is_told_as_cancelled(kind: str) -> None:
 
 def test_done_is_done_and_its_node_is_written_down() -> None:
     assert decided(Ended("a", done=True, node="n1"), Policy(NEVER)) == Finish("a", "finished", {"node": "n1"})
+    early = decided(Ended("a", done=True, reason="dry", node="n1"), Policy(RETRIES))
+    assert early == Finish("a", "finished", {"node": "n1", "reason": "dry"}, "dry")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +236,7 @@ def test_a_member_is_in_one_place_whatever_happens(
                     finished.append(run)
         assert sorted([*waiting, *held, *at_work, *over, *finished]) == list(RUNS)
 
-    first = first_actions(list(states.values()), done, policy)
+    first = first_actions(list(states.values()), dict.fromkeys(done), policy)
     assert [action.run for action in first] == list(RUNS)
     carry_out(first)
     assert set(finished) == done

@@ -16,13 +16,17 @@ import pytest
 
 from sweeps.errors import UserError
 from sweeps.executor.base import Launch, Outcome
+from sweeps.executor.failure import NEVER
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.observer import LOOKS, SHOWN, Observer, Progress
+from sweeps.launch.price import launch_of
+from sweeps.launch.status import overview
 from sweeps.launch.study import LEASE_NAME, Study
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, Journal, read_journal
 from sweeps.run.lease import LeaseLostError
-from sweeps.run.progress import is_done, last_metrics, why_failed
+from sweeps.run.progress import is_done, last_metrics, why_failed, why_final
 from sweeps.run.spec import RunSpec, make_spec
+from sweeps.source import load
 from sweeps.terminal import NeverBlocking
 
 # What a member does between its start and its end: writes into its directory, returns its exit code.
@@ -427,6 +431,38 @@ def test_a_larger_budget_continues_and_a_smaller_one_is_done_already(tmp_path: P
     assert events(study, spec) == ["planned", "started", "finished", "started", "finished"]
     assert [record.step for record in read_journal(study.run_dir(spec)).records] == list(range(1, 11))
     assert RunSpec.read(study.run_dir(spec)).steps == 10
+
+
+def test_a_member_that_has_ended_for_good_is_done_under_any_budget(tmp_path: Path, said: list[str]) -> None:
+    """A run without a prompt left: nothing is tried again, what it measured counts, and the reason is shown."""
+
+    def runs_dry(run_dir: Path) -> int:
+        journal = open_journal(run_dir)
+        for step in (0, 2):
+            metrics = {"eval/heldout/pass_rate": 0.5, "compute/flops": float(step), "compute/device_hours": step / 10}
+            journal.record("eval", step, metrics)
+        journal.end(2, "finished", "dry", final=True)
+        journal.close()
+        return 0
+
+    (dry,) = specs = [member("cispo")]
+    for steps in (4, 8):  # the second launch starts nothing
+        specs = [member("cispo", steps=steps)]
+        study = Study(tmp_path, specs)
+        executor = ScriptedExecutor({dry.run: [runs_dry]} if steps == 4 else {})
+        progress = Progress(1, steps, every_s=0, write=said.append)
+        (state,) = study.run(executor, [progress], retries=dict.fromkeys(NEVER, 5)).values()
+        assert (state.state, state.reason, executor.submitted) == ("finished", "dry", [dry.run] if steps == 4 else [])
+        assert f"step 2/{steps}, pass rate 0.500; dry" in "".join(said)
+        (view,) = overview(tmp_path)
+        assert (view.state, view.reason, view.step) == ("finished", "dry", 2)
+        assert launch_of(specs, tmp_path).left == 0
+    study_read = load([str(tmp_path)])
+    assert "(seed 0) ended at step 2: dry" in study_read.curves[0].warnings[0]
+    journal = Journal(tmp_path / "runs" / dry.run)
+    journal.resume(0)  # by somebody's own script
+    journal.close()
+    assert not is_done(tmp_path / "runs" / dry.run, 4, dry.run) and why_final(tmp_path / "runs" / dry.run) is None
 
 
 def test_done_is_what_the_journal_says(tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""A pool without a prompt left ends a fit as one that is done: evaluated, saved, and never continued."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.stream.prompts import PoolExhaustedError
+from sweeps.run.journal import JournalView, read_journal
+from sweeps.run.progress import is_done, why_final
+from tests.helpers import CountingTask, fit
+
+# Any group that passes at all retires its prompt.
+RUNS_DRY = ("resampling=no_positive", "resampling.pass_rate=0.1")
+STEPS = 40
+
+
+def check_ended(run_dir: Path) -> JournalView:
+    view = read_journal(run_dir)
+    step = max(record.step for record in view.of_kind("train"))
+    assert 0 < step < STEPS
+    assert view.of_kind("eval")[-1].step == view.checkpoint_step == step, "the last weights are evaluated, and saved"
+    assert (view.status, view.final) == ("finished", True)
+    assert str(view.reason).startswith("pool exhausted, which a larger budget does not change: ")
+    assert why_final(run_dir) == view.reason and is_done(run_dir, STEPS, str(view.header["run"]))
+    return view
+
+
+def test_a_run_whose_prompts_are_all_retired_is_finished(tiny_model_path: str, tmp_path: Path) -> None:
+    fit(tiny_model_path, tmp_path, steps=STEPS, overrides=RUNS_DRY)
+    view = check_ended(tmp_path)
+    assert "all 8 prompts of the pool are retired" in str(view.reason)
+    # Killed between its last checkpoint and its last line, and under a larger budget: it ends where it was.
+    path = view.path
+    path.write_bytes(b"".join(line + b"\n" for line in path.read_bytes().splitlines()[:-1]))
+    fit(tiny_model_path, tmp_path, steps=2 * STEPS, overrides=RUNS_DRY, resume=True)
+    again = check_ended(tmp_path)
+    assert again.deterministic() == view.deterministic() and again.reason == view.reason
+
+
+def test_a_trainer_that_does_not_stop_for_it_fails(tiny_model_path: str) -> None:
+    with pytest.raises(PoolExhaustedError, match="all 8 prompts"):
+        fit(tiny_model_path, steps=STEPS, overrides=RUNS_DRY, min_steps=STEPS)
+
+
+class Fading(CountingTask):
+    """After some steps every completion is right."""
+
+    left = 40
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        self.left -= 1
+        return super().reward(prompt, completion) if self.left > 0 else 1.0
+
+
+def test_a_filter_that_no_group_passes_any_more_ends_the_run_too(tiny_model_path: str, tmp_path: Path) -> None:
+    fit(
+        tiny_model_path,
+        tmp_path,
+        steps=STEPS,
+        overrides=["filter=dynamic_sampling", "filter.most_dropped=2"],
+        task=Fading(),
+    )
+    assert "filter.most_dropped: " in str(check_ended(tmp_path).reason)
