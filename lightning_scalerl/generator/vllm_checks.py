@@ -60,8 +60,8 @@ def checked(connection: Connection, precision: Precision, slots: int, capacity: 
         if not known_version(version):
             low, below = (".".join(map(str, numbers)) for numbers in VERSIONS)
             raise ConfigurationError(
-                f"generator: {address} runs vllm {version}, and {low} up to below {below} is known to work; "
-                f"install vllm>={low},<{below} there"
+                f"generator: {address} runs vllm {connection.words(version[:40])}, and {low} up to below {below} is "
+                f"known to work; install vllm>={low},<{below} there"
             )
         answer = connection.call("GET", "/server_info", query={"config_format": "json"}, timeout_s=CALL_S)
         info: dict[str, Any] = answer["vllm_config"]
@@ -78,7 +78,7 @@ def checked(connection: Connection, precision: Precision, slots: int, capacity: 
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"generator: {address} answers without {error}: is it a server of vllm?") from error
     if wrong:
-        raise ConfigurationError(f"generator: {address} {wrong[0]}")
+        raise ConfigurationError(connection.words(f"generator: {address} {wrong[0]}"))
     if seqs < slots:
         _log.warning(
             "generator: %s decodes %d rollouts together; of generator.slots=%d some wait", address, seqs, slots
@@ -149,5 +149,6 @@ def check_answer(connection: Connection, body: dict[str, Any], version: int) -> 
         )
     if labels != [str(version)] or not same:
         raise ConfigurationError(
-            f"generator: {address} labels a token of weights {version} with {labels}; is it another run's too?"
+            f"generator: {address} labels a token of weights {version} with {str(labels)[:60]}; is it another run's "
+            "too?"
         )

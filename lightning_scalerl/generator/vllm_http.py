@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, TCPConnector
 
 from lightning_scalerl.checks import CannotGoOnError, said
+from sweeps.redact import MASK, redact
+from sweeps.run.files import parse_json
+from sweeps.terminal import one_line
 
 T = TypeVar("T")
 
 # A connection that is not there by then will not come.
 CONNECT_S = 10.0
+# Longest answer to a call, and longest text of an error, in bytes. A prompt of 100,000 tokens is scored in some 10 MB.
+MOST_BYTES = 2**26
+ERROR_BYTES = 2**16
 
 
 class EngineLostError(CannotGoOnError):
@@ -32,6 +37,14 @@ class RefusedError(EngineLostError):
         self.status = status
 
 
+def quoted(value: Any, limit: int = 200) -> str:
+    """Return a text of a server as it is, cut to a limit; of anything else its type: it may be nested deep."""
+    text = " ".join(value.split()) if isinstance(value, str) else ""
+    if isinstance(value, dict) and isinstance(value.get("message"), str):
+        return quoted(value["message"], limit)
+    return text[:limit] if isinstance(value, str) else f"a {type(value).__name__}"
+
+
 class Connection:
     """Calls to one server, from any thread; their work is done in a thread that this object owns.
 
@@ -42,7 +55,9 @@ class Connection:
 
     def __init__(self, address: str, token: str = "") -> None:
         self.address = address.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._token = token
+        # Not compressed: what is small on the way could be of any size here.
+        self._headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm-http")
         self._thread.start()
@@ -58,7 +73,13 @@ class Connection:
             timeout=ClientTimeout(total=None, sock_connect=CONNECT_S),
             # Longest line: vLLM puts all tokens into one part that were sampled while nobody read.
             read_bufsize=2**23,
+            auto_decompress=False,
         )
+
+    def words(self, text: str) -> str:
+        """Return a message that may quote the server as one printable line, without the token or other secrets."""
+        text = text.replace(self._token, MASK) if self._token else text
+        return " ".join(one_line(redact(text)).split())
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Do work in the connection's thread and return its result.
@@ -96,51 +117,70 @@ class Connection:
         limit = ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s))
         try:
             async with self._session.request(method, path, json=body, params=query, timeout=limit) as answer:
-                text = await answer.text()
                 if answer.status >= 400:
-                    raise self._refused(path, answer.status, text)
-                return json.loads(text) if text.strip() else None
+                    raise await self._refused(path, answer)
+                text = await self._read(path, answer, MOST_BYTES)
+                return parse_json(text) if text.strip() else None
         except TimeoutError as error:
-            raise EngineLostError(f"generator: {self.address}{path} has not answered for {timeout_s:g} s") from error
+            raise self._lost(path, f"has not answered for {timeout_s:g} s") from error
         except (ClientError, OSError) as error:
-            raise EngineLostError(f"generator: {self.address}{path} cannot be reached ({said(error)})") from error
+            raise self._lost(path, f"cannot be reached ({said(error)})") from error
         except ValueError as error:
-            raise EngineLostError(f"generator: {self.address}{path} answers what is no JSON ({said(error)})") from error
+            raise self._lost(path, f"answers what is no JSON ({said(error)})") from error
 
-    async def stream(self, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
+    async def _read(self, path: str, answer: ClientResponse, most: int) -> bytes:
+        """Return the whole of an answer, of `most` bytes at most."""
+        found = bytearray()
+        async for chunk in answer.content.iter_any():
+            found += chunk
+            if len(found) > most:
+                raise self._lost(path, f"answers more than {most} bytes")
+        return bytes(found)
+
+    def _lost(self, path: str, why: str) -> EngineLostError:
+        return EngineLostError(self.words(f"generator: {self.address}{path} {why}"))
+
+    async def stream(self, path: str, body: Any, most_bytes: int = MOST_BYTES) -> AsyncIterator[Any]:
         """Yield the parts of an answer as they come (server-sent events), to the end that the server declares.
 
         Raises:
-            EngineLostError: the connection ends before, or what comes cannot be read.
+            EngineLostError: the connection ends before, or what comes cannot be read, or is more than `most_bytes`.
         """
         ended = False
+        read = 0
         try:
             async with self._session.post(path, json=body) as answer:
                 if answer.status >= 400:
-                    raise self._refused(path, answer.status, await answer.text())
+                    raise await self._refused(path, answer)
                 async for line in answer.content:
+                    read += len(line)
+                    if read > most_bytes:
+                        raise self._lost(path, f"answers more than {most_bytes} bytes")
                     if not line.startswith(b"data:"):
                         continue
                     data = line[5:].strip()
                     if data == b"[DONE]":
                         ended = True
                         break
-                    part = json.loads(data)
-                    if "error" in part:
-                        raise EngineLostError(f"generator: {self.address}{path} ends with {str(part['error'])[:200]}")
+                    part = parse_json(data)
+                    if isinstance(part, dict) and "error" in part:
+                        raise self._lost(path, f"ends with {quoted(part['error'])}")
                     yield part
         except (ClientError, OSError) as error:  # TimeoutError is an OSError
-            raise EngineLostError(f"generator: {self.address}{path} broke off ({said(error)})") from error
-        except (ValueError, TypeError) as error:
-            raise EngineLostError(f"generator: {self.address}{path} answers what is no JSON ({said(error)})") from error
+            raise self._lost(path, f"broke off ({said(error)})") from error
+        except ValueError as error:
+            raise self._lost(path, f"answers what is no JSON ({said(error)})") from error
         if not ended:
-            raise EngineLostError(f"generator: {self.address}{path} broke off in the middle of an answer")
+            raise self._lost(path, "broke off in the middle of an answer")
 
-    def _refused(self, path: str, status: int, text: str) -> RefusedError:
-        words = " ".join(text.split())
+    async def _refused(self, path: str, answer: ClientResponse) -> EngineLostError:
+        """Return the error that an answer stands for, in the server's words where it has a few."""
+        text = (await self._read(path, answer, ERROR_BYTES)).decode(errors="replace")
+        message: Any = text
         with suppress(ValueError, TypeError, KeyError):
-            words = str(json.loads(text)["error"]["message"])
-        return RefusedError(f"generator: {self.address}{path} answers {status}: {words[:300]}", status)
+            message = parse_json(text)["error"]["message"]
+        words = self.words(f"generator: {self.address}{path} answers {answer.status}: {quoted(message, 300)}")
+        return RefusedError(words, answer.status)
 
     def close(self) -> None:
         """End all work and close the connections."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError, positive, whole_number
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport, StopText, set_aside
+from lightning_scalerl.generator.vllm_answers import Answer, checked_logprob
 from lightning_scalerl.generator.vllm_checks import CALL_S, check_answer, checked, wait_for_server
 from lightning_scalerl.generator.vllm_engine import names_of
 from lightning_scalerl.generator.vllm_http import Connection, EngineLostError, RefusedError
@@ -52,7 +53,6 @@ class _Stream:
     each: Sampled
     start: int  # tokens of the rollout before it
     context: int  # tokens of its prompt: the group's, and those before it
-    limit: int
     work: Future[None] | None = None
     over: str = ""  # why it is ended from here: "stop" for a text, "restart" to go on with another request
     received: int = 0
@@ -123,6 +123,8 @@ class VLLMServerGenerator(InFlight):
         self._model = names_of(model)
         self._silence_s = silence_s
         self._windows = attention_windows(text_config(model))
+        self._vocabulary = int(text_config(model).vocab_size)
+        self._labels: list[str] = []  # of the weights published here, in order
         self._run = secrets.token_hex(4)
         self._number = count()
         self._running: dict[str, _Stream] = {}
@@ -180,6 +182,7 @@ class VLLMServerGenerator(InFlight):
         self._ahead.append(self._advance(0.0, refill=False))
         # Rollouts without a token start afresh, so that the keys and values of their prompts are the new weights' too.
         self._abort([name for name, stream in self._running.items() if not stream.received], "restart")
+        self._labels.append(str(version))
         try:
             self._sender.send(self._model, weights, str(version))
         except RefusedError as error:
@@ -207,9 +210,12 @@ class VLLMServerGenerator(InFlight):
         answer = self._connection.call("POST", ROUTE, body, timeout_s=self._silence_s)
         try:
             given = answer["prompt_logprobs"][len(prompt_tokens) :]
-            logprobs = [entry[str(token)]["logprob"] for entry, token in zip(given, tokens, strict=True)]
+            logprobs = [
+                checked_logprob(entry[str(token)]["logprob"]) for entry, token in zip(given, tokens, strict=True)
+            ]
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineLostError(f"generator: {self._connection.address} scores without {error!r}") from error
+            why = f"generator: {self._connection.address} scores without {error!r}"
+            raise EngineLostError(self._connection.words(why)) from error
         return torch.tensor(logprobs, dtype=torch.float32)
 
     @contextmanager
@@ -349,18 +355,12 @@ class VLLMServerGenerator(InFlight):
             each.append([token], [logprob], self._version)
             if self._sampling.stopped(each):
                 self._abort([event.name], "stop")
-        if stream.received > stream.limit:
-            raise EngineLostError(f"generator: {self._connection.address} has sampled more tokens than asked for")
 
     def _label(self, stream: _Stream, event: End) -> None:
         """Give tokens the versions that the server names; which those of a publish in between had, only it knows."""
         versions = stream.each.rollout.weight_versions
-        labels = [version for version, start, end in event.versions for _ in range(start, end)]
-        if len(labels) < stream.received:
-            raise EngineLostError(
-                f"generator: {self._connection.address} names the weights of {len(labels)} of {stream.received} tokens"
-            )
-        versions[stream.start : stream.start + stream.received] = labels[: stream.received]
+        # Behind a text that ended the rollout the server may have sampled more.
+        versions[stream.start : stream.start + stream.received] = event.versions[: stream.received]
 
     def _check_alive(self) -> None:
         now = time.monotonic()
@@ -394,10 +394,18 @@ class VLLMServerGenerator(InFlight):
         body = self._body(name, each, stream=True)
         if not self._running:
             self._streams.heard = time.monotonic()
-        so_far = len(each.rollout.tokens)
-        stream = _Stream(each, so_far, len(each.sequence), body["sampling_params"]["max_tokens"])
+        stream = _Stream(each, len(each.rollout.tokens), len(each.sequence))
         self._running[name] = stream
-        stream.work = self._connection.start(self._streams.follow(name, body))
+        answer = Answer(
+            name=name,
+            prompt=stream.context,
+            limit=body["sampling_params"]["max_tokens"],
+            vocabulary=self._vocabulary,
+            stop_tokens=body["sampling_params"]["stop_token_ids"],
+            labels=self._labels,
+            since=len(self._labels) - 1,
+        )
+        stream.work = self._connection.start(self._streams.follow(body, answer))
 
     def _abort(self, names: Sequence[str], why: str) -> None:
         """Have the server end requests; each still tells which weights sampled the tokens that it has.

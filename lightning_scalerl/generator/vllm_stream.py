@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+from lightning_scalerl.generator.vllm_answers import Answer, WrongAnswerError
 from lightning_scalerl.generator.vllm_http import Connection, EngineLostError
 
 # Route that takes and gives token ids: no tokenizer of the server's has a say.
 ROUTE = "/inference/v1/generate"
+# Longest answer: so much, and so much more for each token that was asked for.
+ROOM_BYTES = 2**20
+TOKEN_BYTES = 2**12
 
 
 @dataclass(frozen=True)
@@ -24,11 +28,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class End:
-    """End of a request: why, which weights sampled its tokens (version, from, before), and its prompt's cached part."""
+    """End of a request: why, which weights sampled each of its tokens, and its prompt's cached part."""
 
     name: str
     reason: str
-    versions: list[tuple[int, int, int]]
+    versions: list[int]
     cached: int
 
 
@@ -54,35 +58,20 @@ class Streams:
     events: SimpleQueue[Tokens | End | Lost] = field(default_factory=SimpleQueue)
     heard: float = field(default_factory=time.monotonic)
 
-    async def follow(self, name: str, body: dict[str, Any]) -> None:
-        """Follow one request to its end, in the connection's thread."""
-        end = End(name, "", [], 0)
+    async def follow(self, body: dict[str, Any], answer: Answer) -> None:
+        """Follow one request to its end, in the connection's thread; each part of its answer is checked first."""
+        name, address = answer.name, self.connection.address
+        # A token with its log-probability takes some 150 bytes.
+        most = ROOM_BYTES + TOKEN_BYTES * answer.limit
         try:
-            async for part in self.connection.stream(ROUTE, body):
+            async for part in self.connection.stream(ROUTE, body, most):
                 self.heard = time.monotonic()
-                end = self._taken(part, end)
-            self.events.put(end)
+                tokens, logprobs = answer.take(part)
+                if tokens:
+                    self.events.put(Tokens(name, tokens, logprobs))
+            self.events.put(End(name, answer.reason, answer.versions, answer.cached))
         except EngineLostError as error:
             self.events.put(Lost(name, error))
         except Exception as error:
-            message = f"generator: {self.connection.address} answers what cannot be read ({error!r})"
-            self.events.put(Lost(name, EngineLostError(message)))
-
-    def _taken(self, part: dict[str, Any], end: End) -> End:
-        """Pass the tokens of a part on and return what is known of the end."""
-        reason, versions, cached = end.reason, end.versions, end.cached
-        for choice in part.get("choices") or ():
-            tokens = choice.get("token_ids") or []
-            entries = (choice.get("logprobs") or {}).get("content") or []
-            if [entry["token_id"] for entry in entries] != tokens:
-                raise EngineLostError(
-                    f"generator: {self.connection.address} gives log-probabilities of other tokens than it samples"
-                )
-            if tokens:
-                self.events.put(Tokens(end.name, tokens, [float(entry["logprob"]) for entry in entries]))
-            reason = choice.get("finish_reason") or reason
-            spans = choice.get("weight_versions") or ()
-            versions = [(int(span["version"]), int(span["start"]), int(span["end"])) for span in spans] or versions
-        if part.get("usage"):
-            cached = int((part["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-        return End(end.name, reason, versions, cached)
+            wrong = str(error) if isinstance(error, WrongAnswerError) else f"answers what cannot be read ({error!r})"
+            self.events.put(Lost(name, EngineLostError(self.connection.words(f"generator: {address} {wrong}"))))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,9 @@ class StandIn:
         # Answers before the route works: a status, "garbage", or "hang"; the last one stays if it is in `forever`.
         self.failures: dict[str, list[Any]] = {}
         self.spans: list[str] | None = None  # labels that it gives instead of those of the moment
+        self.lie: Callable[[dict[str, Any]], Any] | None = (
+            None  # changes a part of an answer, or gives the bytes for it
+        )
         self.manner = ""  # "twice", "too many", "breaks", "ends early", "no labels", "other tokens"
         self.paused = asyncio.Event()
         self.label = "default"
@@ -103,6 +107,8 @@ class StandIn:
                 await asyncio.sleep(3600)
             if failure == "garbage":
                 return web.Response(text="data: <html>\n\n" if request.path == ROUTE else "<html>")
+            if isinstance(failure, str) and failure != "ok":
+                return web.Response(text=failure, status=500)
             if failure != "ok":
                 return web.json_response({"error": {"message": "not now"}}, status=failure)
         return await self._route(request)
@@ -206,7 +212,10 @@ class StandIn:
         return answer
 
     async def _part(self, answer: web.StreamResponse, choices: list[Any], usage: Any = None) -> None:
-        await answer.write(f"data: {json.dumps({'choices': choices, 'usage': usage})}\n\n".encode())
+        part: Any = {"choices": choices, "usage": usage}
+        part = part if self.lie is None else self.lie(part)
+        text = part if isinstance(part, bytes) else json.dumps(part).encode()
+        await answer.write(b"data: " + text + b"\n\n")
 
     def _choice(self, tokens: list[int], reason: str | None, labels: list[str]) -> dict[str, Any]:
         if self.spans is not None and len(labels) > 1:
@@ -214,6 +223,7 @@ class StandIn:
         spans = [{"version": label, "start": at, "end": at + 1} for at, label in enumerate(labels)]
         named = [token + (self.manner == "other tokens") for token in tokens]
         return {
+            "index": 0,
             "token_ids": tokens,
             "finish_reason": reason,
             "logprobs": {"content": [{"token_id": token, "logprob": -1.0 - token / 10} for token in named]},

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from lightning.pytorch.accelerators import cuda
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.generator import vllm_http, vllm_stream
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.generator.vllm_engine import keep_workspaces
 from lightning_scalerl.generator.vllm_http import EngineLostError
@@ -386,6 +388,161 @@ def test_an_answer_that_cannot_be_used(server: StandIn, made: Any, change: Any, 
     with pytest.raises(EngineLostError, match=says) as caught:
         drained(generator)
     assert "\n" not in str(caught.value)
+
+
+Part = dict[str, Any]
+
+
+def choice(**fields: Any) -> Any:
+    """A lie about every choice."""
+    return lambda part: {**part, "choices": [{**each, **fields} for each in part["choices"]]}
+
+
+def entry(**fields: Any) -> Any:
+    """A lie about each token's entry."""
+
+    def lie(part: Part) -> Part:
+        return {
+            **part,
+            "choices": [
+                {**each, "logprobs": {"content": [{**one, **fields} for one in each["logprobs"]["content"]]}}
+                for each in part["choices"]
+            ],
+        }
+
+    return lie
+
+
+def token(value: Any) -> Any:
+    """A lie about a token, and the same about its entry."""
+
+    def lie(part: Part) -> Part:
+        part = {
+            **part,
+            "choices": [{**each, "token_ids": [value] * len(each["token_ids"])} for each in part["choices"]],
+        }
+        return entry(token_id=value)(part)  # type: ignore[no-any-return]
+
+    return lie
+
+
+def at_the_end(**fields: Any) -> Any:
+    """A lie about the choice that ends the completion."""
+
+    def lie(part: Part) -> Part:
+        return {**part, "choices": [{**e, **fields} if e["finish_reason"] else e for e in part["choices"]]}
+
+    return lie
+
+
+def span(start: Any = 0, end: Any = 6, version: Any = "0", *more: Part) -> Any:
+    return at_the_end(weight_versions=[{"version": version, "start": start, "end": end}, *more])
+
+
+def usage(**fields: Any) -> Any:
+    return lambda part: {**part, "usage": part["usage"] and {**part["usage"], **fields}}
+
+
+def twice(part: Part) -> Part:
+    """More entries than tokens."""
+    return {**part, "choices": [{**e, "logprobs": {"content": e["logprobs"]["content"] * 2}} for e in part["choices"]]}
+
+
+LIES = {
+    "token beyond the vocabulary": (token(10**6), "1000000 is no id of the model's"),
+    "negative token": (token(-1), "-1 is no id"),
+    "null token": (token(None), "None is no id"),
+    "token true": (token(True), "True is no id"),
+    "token 2.0": (token(2.0), "2.0 is no id"),
+    "token as text": (token("2"), "'2' is no id"),
+    "tokens as text": (choice(token_ids="23"), "'23' is no list"),
+    "log-probability NaN": (entry(logprob=float("nan")), "nan is no log-probability"),
+    "log-probability above 0": (entry(logprob=0.5), "0.5 is no log-probability"),
+    "log-probability infinite": (entry(logprob=float("-inf")), "-inf is no log-probability"),
+    "log-probability beyond FP32": (entry(logprob=-1e300), r"-1e\+300 is no log-probability"),
+    "log-probability null": (entry(logprob=None), "None is no log-probability"),
+    "log-probability false": (entry(logprob=False), "False is no log-probability"),
+    "log-probability as text": (entry(logprob="-1.0"), "'-1.0' is no log-probability"),
+    "no log-probabilities": (choice(logprobs=None), "other tokens than it samples"),
+    "more log-probabilities than tokens": (twice, "other tokens than it samples"),
+    "entries of other tokens": (entry(token_id=9), "other tokens than it samples"),
+    "unknown version": (span(version="7"), "'7' labels no weights"),
+    "version of nobody": (span(version="default"), "'default' labels no weights"),
+    "version null": (span(version=None), "None labels no weights"),
+    "version as number": (span(version=0), "0 labels no weights"),
+    "span of 10^9": (span(end=10**9), "a span from 0 to 1000000000, behind 0 of 6 tokens"),
+    "span outside of the completion": (span(end=7), "a span from 0 to 7"),
+    "spans that overlap": (span(0, 6, "0", {"version": "0", "start": 3, "end": 6}), "from 3 to 6, behind 6 of 6"),
+    "spans with a gap": (span(0, 2, "0", {"version": "0", "start": 4, "end": 6}), "from 4 to 6, behind 2 of 6"),
+    "span backwards": (span(0, -6), "from 0 to -6"),
+    "span of floats": (span(0.0, 6.0), "from 0.0 to 6.0"),
+    "span null": (at_the_end(weight_versions=[None]), "None is no object"),
+    "too short a span": (span(end=5), "names the weights of 5 of 6"),
+    "more tokens than log-probabilities": (choice(token_ids=[2] * 7), "other tokens"),
+    "unknown reason": (at_the_end(finish_reason="tired"), "'tired' is unknown"),
+    "reason as number": (at_the_end(finish_reason=1), "1 is unknown"),
+    "stop without a token that stops": (at_the_end(finish_reason="stop"), "the last token, 7, ends no completion"),
+    "length before it": (choice(finish_reason="length"), "length, after 1 of 6"),
+    "abort that nobody asked for": (at_the_end(finish_reason="abort"), "ended a request with 'abort'"),
+    "no end": (at_the_end(finish_reason=None), "ended a request with ''"),
+    "goes on behind its end": (token(1), "goes on behind a token that ends"),
+    "answer to another request": (lambda part: {**part, "request_id": "another"}, "'another' is another request"),
+    "another prompt": (usage(prompt_tokens=4), "a prompt of 4 tokens, and this one has 3"),
+    "other numbers of tokens": (usage(completion_tokens=5), "5 tokens sampled, and 6 have come"),
+    "cached tokens of nothing": (usage(prompt_tokens_details={"cached_tokens": 10**9}), "1000000000 cached"),
+    "negative cache": (usage(prompt_tokens_details={"cached_tokens": -3}), "-3 cached"),
+    "second completion": (choice(index=1), "index: 1"),
+    "two completions": (lambda part: {**part, "choices": part["choices"] * 2}, "2 of them"),
+    "choices by name": (lambda part: {**part, "choices": {"0": None}}, "a dict is no list"),
+    "list": (lambda part: [part], "a list is no object"),
+    "number": (lambda part: 3, "3 is no object"),
+    "nested deep": (lambda part: b"[" * 10**5 + b"]" * 10**5, "nested too deep"),
+    "number of 10^5 digits": (lambda part: b"9" * 10**5, "no JSON"),
+    "endless": (lambda part: b'{"choices": []}\n\ndata: ' * 99 + b"{}", "parts for at most 6 tokens"),
+    "gigabytes": (lambda part: {**part, "more": "x" * 3000}, "answers more than 4096 bytes"),
+    "error": (lambda part: {"error": {"message": f"\x1b[2J {TOKEN}\r\n\x07!"}}, r"ends with \[2J \*\*\* !$"),
+    "error nested deep": (lambda part: b'{"error": ' + b"[" * 500 + b"]" * 500 + b"}", "ends with a list$"),
+}
+
+
+def test_an_answer_is_checked_before_it_is_a_rollout(
+    server: StandIn, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in that lies: each lie is the engine's fault, in one line, and no rollout."""
+    generator = made(silence_s=20.0)
+    monkeypatch.setattr(vllm_stream, "ROOM_BYTES", 2**12)
+    for name, (lie, says) in LIES.items():
+        server.lie = lie
+        monkeypatch.setattr(vllm_stream, "TOKEN_BYTES", 0 if name == "gigabytes" else 2**20)
+        generator.submit(GroupRequest(0, PROMPT, 1, (1,)))
+        with pytest.raises(EngineLostError) as caught:
+            drained(generator)
+        assert re.search(says, str(caught.value)), (name, str(caught.value))
+        assert str(caught.value).isprintable() and TOKEN not in str(caught.value)
+        generator._running.clear()
+    server.lie = None
+    generator.submit(GroupRequest(0, PROMPT, 1, (1,)))
+    assert len(drained(generator)) == 1, "the truth is taken"
+
+
+def test_other_answers_are_limited_and_quoted_in_one_line(
+    server: StandIn, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = made()
+    monkeypatch.setattr(vllm_http, "MOST_BYTES", 1000)
+    monkeypatch.setattr(vllm_http, "ERROR_BYTES", 2000)
+    for text, says in (
+        (f"\x1b]0;{TOKEN}\x07 \u202e{TOKEN}", r"/pause answers 500: \]0;\*\*\* \*\*\*$"),
+        ("x" * 2001, "answers more than 2000 bytes"),
+        ("[" * 1900, r"answers 500: \[{300}$"),
+    ):
+        server.failures["/pause"] = [text]
+        with pytest.raises(EngineLostError, match=says) as caught:
+            generator._call("POST", "/pause")
+        assert str(caught.value).isprintable() and TOKEN not in str(caught.value)
+    server.config["more"] = "x" * 1000
+    with pytest.raises(EngineLostError, match="server_info answers more than 1000 bytes"):
+        generator._call("GET", "/server_info")
 
 
 def test_an_answer_that_comes_twice_is_one_rollout(server: StandIn, made: Any) -> None:

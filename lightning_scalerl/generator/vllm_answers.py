@@ -1,0 +1,193 @@
+"""Check of what a server of vLLM answers to a request for tokens: nothing of it becomes a rollout's unchecked.
+
+A server may be another version, a proxy, or damaged. What it says wrongly would otherwise be trained on: a token that
+the model has no row for, a log-probability of NaN, a version of weights that never was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# Reasons for which vLLM ends a request that is not an error. "abort" is one that was asked for from here.
+REASONS = ("stop", "length", "abort")
+# Rounding of a log-softmax may leave a certain token this much above 0.
+ROUNDING = 1e-4
+# No token of a lower log-probability is ever sampled; in FP32 far lower ones would be infinite.
+LEAST_LOGPROB = -1e4
+# Parts of an answer without a token: its end, its usage, and some to spare.
+SPARE_PARTS = 64
+
+
+class WrongAnswerError(ValueError):
+    """Raised when an answer is not one to the request that was made; one line."""
+
+
+@dataclass
+class Answer:
+    """Answer to one request, checked part by part as it comes.
+
+    Args:
+        name: of the request.
+        prompt: number of tokens of its prompt.
+        limit: most tokens that were asked for.
+        vocabulary: number of token ids of the model.
+        stop_tokens: ids that end a completion.
+        labels: labels of the weights in use since the request was made, in order; it grows with each publish.
+        since: place in `labels` of those in use when it was made.
+
+    Attributes:
+        tokens: how many it has so far.
+        reason: why it has ended; "" while it goes on.
+        versions: version of the weights that sampled each token, once it has ended.
+        cached: tokens of its prompt whose keys and values were in the server's cache.
+    """
+
+    name: str
+    prompt: int
+    limit: int
+    vocabulary: int
+    stop_tokens: Sequence[int] = ()
+    labels: Sequence[str] = ()
+    since: int = 0
+    tokens: int = 0
+    reason: str = ""
+    versions: list[int] = field(default_factory=list)
+    cached: int = 0
+    _last: int | None = None
+    _parts: int = 0
+
+    def take(self, part: Any) -> tuple[list[int], list[float]]:
+        """Check the next part and return its tokens with their log-probabilities.
+
+        Raises:
+            WrongAnswerError: it is none to this request.
+        """
+        self._parts += 1
+        if self._parts > self.limit + SPARE_PARTS:
+            raise WrongAnswerError(f"{self._parts} parts for at most {self.limit} tokens")
+        part = _mapping("the answer", part)
+        theirs = part.get("request_id")
+        if theirs is not None and not (isinstance(theirs, str) and theirs.endswith(self.name)):
+            raise WrongAnswerError(f"request_id: {_shown(theirs)} is another request than {self.name}")
+        choices = _sequence("choices", part.get("choices"))
+        if len(choices) > 1:
+            raise WrongAnswerError(f"choices: {len(choices)} of them, and one completion was asked for")
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        for choice in choices:
+            tokens, logprobs = self._choice(_mapping("choices", choice))
+        if part.get("usage") is not None:
+            self._usage(_mapping("usage", part["usage"]))
+        return tokens, logprobs
+
+    def _choice(self, choice: dict[str, Any]) -> tuple[list[int], list[float]]:
+        if not _is_count(choice.get("index", 0), 0, 0):
+            raise WrongAnswerError(f"index: {_shown(choice['index'])}, and one completion was asked for")
+        tokens = [self._token(token) for token in _sequence("token_ids", choice.get("token_ids"))]
+        content = _sequence("logprobs", _mapping("logprobs", choice.get("logprobs") or {}).get("content"))
+        entries = [_mapping("logprobs", entry) for entry in content]
+        if [entry.get("token_id") for entry in entries] != tokens:
+            raise WrongAnswerError("gives log-probabilities of other tokens than it samples")
+        logprobs = [checked_logprob(entry.get("logprob")) for entry in entries]
+        if tokens and self.reason:
+            raise WrongAnswerError("has sampled more tokens than asked for, behind the end that it declared")
+        self.tokens += len(tokens)
+        if self.tokens > self.limit:
+            raise WrongAnswerError(f"has sampled more tokens than asked for, {self.tokens} of at most {self.limit}")
+        if tokens:
+            if any(token in self.stop_tokens for token in (self._last, *tokens[:-1])):
+                raise WrongAnswerError("goes on behind a token that ends the completion")
+            self._last = tokens[-1]
+        reason = choice.get("finish_reason")
+        if reason is not None:
+            self._end(reason, choice.get("weight_versions"))
+        return tokens, logprobs
+
+    def _token(self, token: Any) -> int:
+        if not _is_count(token, 0, self.vocabulary - 1):
+            raise WrongAnswerError(f"token_ids: {_shown(token)} is no id of the model's {self.vocabulary} tokens")
+        return int(token)
+
+    def _end(self, reason: Any, spans: Any) -> None:
+        if reason not in REASONS:
+            raise WrongAnswerError(f"finish_reason: {_shown(reason)} is unknown; valid: {', '.join(REASONS)}")
+        if self.reason:
+            raise WrongAnswerError(f"finish_reason: {reason}, behind {self.reason}")
+        if reason == "stop" and (self._last is None or self._last not in self.stop_tokens):
+            raise WrongAnswerError(f"finish_reason: stop, and the last token, {self._last}, ends no completion")
+        if reason == "length" and self.tokens < self.limit:
+            raise WrongAnswerError(f"finish_reason: length, after {self.tokens} of {self.limit} tokens")
+        self.reason = reason
+        self.versions = self._versions(_sequence("weight_versions", spans))
+
+    def _versions(self, spans: Sequence[Any]) -> list[int]:
+        """Return each token's version; the spans follow each other, and their labels the order of the publishes."""
+        versions: list[int] = []
+        # Of a request that was aborted, tokens may be left at the server.
+        most = self.limit if self.reason == "abort" else self.tokens
+        at = self.since
+        for span in spans:
+            span = _mapping("weight_versions", span)
+            start, end, label = span.get("start"), span.get("end"), span.get("version")
+            if not (_is_count(start, len(versions), len(versions)) and _is_count(end, start, most)):
+                raise WrongAnswerError(
+                    f"weight_versions: a span from {_shown(start)} to {_shown(end)}, behind {len(versions)} of "
+                    f"{self.tokens} tokens"
+                )
+            if not isinstance(label, str) or label not in self.labels[at:]:
+                raise WrongAnswerError(f"weight_versions: {_shown(label)} labels no weights that it has had")
+            at = self.labels.index(label, at)
+            versions += [int(label)] * (end - start)
+        if len(versions) < self.tokens:
+            raise WrongAnswerError(f"names the weights of {len(versions)} of {self.tokens} tokens")
+        return versions[: self.tokens]
+
+    def _usage(self, usage: dict[str, Any]) -> None:
+        prompt = usage.get("prompt_tokens", self.prompt)
+        if not _is_count(prompt, self.prompt, self.prompt):
+            raise WrongAnswerError(f"usage: a prompt of {_shown(prompt)} tokens, and this one has {self.prompt}")
+        sampled = usage.get("completion_tokens", self.tokens)
+        if not _is_count(sampled, self.tokens, self.limit):
+            raise WrongAnswerError(f"usage: {_shown(sampled)} tokens sampled, and {self.tokens} have come")
+        details = _mapping("usage", usage.get("prompt_tokens_details") or {})
+        cached = details.get("cached_tokens")
+        if cached is not None and not _is_count(cached, 0, self.prompt):
+            raise WrongAnswerError(f"usage: {_shown(cached)} cached tokens of a prompt of {self.prompt}")
+        self.cached = int(cached or 0)
+
+
+def checked_logprob(value: Any) -> float:
+    """Return a log-probability of a sampled token, at most 0.
+
+    Raises:
+        WrongAnswerError: it is no number, not finite, or none that a sampled token can have.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and LEAST_LOGPROB <= value <= ROUNDING):  # NaN is neither
+        raise WrongAnswerError(f"logprob: {_shown(value)} is no log-probability of a sampled token")
+    return min(0.0, float(value))
+
+
+def _is_count(value: Any, least: int, most: int) -> bool:
+    # In Python a bool is an int, and JSON's true is no number.
+    return type(value) is int and least <= value <= most
+
+
+def _mapping(field: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise WrongAnswerError(f"{field}: {_shown(value)} is no object")
+    return value
+
+
+def _sequence(field: str, value: Any) -> list[Any]:
+    if value is not None and not isinstance(value, list):
+        raise WrongAnswerError(f"{field}: {_shown(value)} is no list")
+    return value or []
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message; of a container its type alone, which may be huge or nested deep."""
+    text = f"a {type(value).__name__}" if isinstance(value, dict | list) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
