@@ -22,6 +22,7 @@ import numpy as np
 
 from lightning_scalerl.cache import cache_dir
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.model.bounded import BoundedError, bounded
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.rollout import Rollout
 from lightning_scalerl.verify.grade import Sample
@@ -96,6 +97,8 @@ class Rendering:
         # Id of the marker if it is one token: as a special token it is missing from a completion's text.
         self._marker_id = known if isinstance(known, int) and known != tokenizer.unk_token_id else None
         self._template = self._chosen()
+        # Whether a prompt's text ends in the beginning of thinking, by a digest of the prompt: asked for completions.
+        self._opening: dict[bytes, bool] = {}
 
     def _chosen(self) -> str | None:
         """Return the Jinja template that prompts are rendered with; None for plain text."""
@@ -133,33 +136,48 @@ class Rendering:
         return f"{whose}{', with a system prompt' if self.chat.system else ''}{thinking}"
 
     def text(self, prompt: Prompt) -> str:
-        """Return the text that the model reads, special tokens of the template included.
+        """Return the text that the model reads, special tokens of the template included; see `texts`."""
+        return self.texts([prompt])[0]
+
+    def texts(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Return the texts that the model reads. A template is somebody's program: it runs apart, under limits.
 
         Raises:
-            ConfigurationError: the template refuses the conversation, or there is none for it.
+            ConfigurationError: the template refuses a conversation, goes beyond a limit, or there is none for it.
         """
         if self._template is None:
-            return self._plain(prompt)
+            return [self._plain(prompt) for prompt in prompts]
+        try:
+            return list(bounded(self._rendered, prompts))
+        except BoundedError as error:
+            said = " ".join(str(error).split())[:200]
+            prompt = prompts[error.number]
+            whose = self.chat.template if self.chat.template != "auto" else self.tokenizer.name_or_path or "the model"
+            if error.limit:
+                raise ConfigurationError(
+                    f"chat.template: the template of {whose} cannot be used, for {said} on prompt "
+                    f"{prompt.prompt_id!r}; give chat.template a file of yours, or chat.template=none"
+                ) from error
+            raise ConfigurationError(
+                f"chat.template: it does not take the conversation of prompt {prompt.prompt_id!r} ({said}); mend the "
+                "prompt, leave out chat.system if it knows none, or give chat.template a file of yours"
+            ) from error
+
+    def _rendered(self, prompt: Prompt) -> str:
+        """Run the template on one prompt."""
         messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
         if self.chat.system is not None and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.chat.system}, *messages]
         switch = {} if self.chat.thinking is None else {"enable_thinking": self.chat.thinking}
-        try:
-            rendered: str = self.tokenizer.apply_chat_template(
-                messages,
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=True,
-                date_string=DATE.strftime("%d %b %Y"),
-                strftime_now=DATE.strftime,
-                **switch,
-            )
-        except Exception as error:
-            raise ConfigurationError(
-                f"chat.template: it does not take the conversation of prompt {prompt.prompt_id!r} "
-                f"({' '.join(str(error).split())[:200]}); mend the prompt, leave out chat.system if it knows none, or "
-                "give chat.template a file of yours"
-            ) from error
+        rendered: str = self.tokenizer.apply_chat_template(
+            messages,
+            chat_template=self._template,
+            tokenize=False,
+            add_generation_prompt=True,
+            date_string=DATE.strftime("%d %b %Y"),
+            strftime_now=DATE.strftime,
+            **switch,
+        )
         return rendered
 
     def _plain(self, prompt: Prompt) -> str:
@@ -180,18 +198,26 @@ class Rendering:
     def encode_all(self, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, list[list[int]]]:
         """Return the tokens of whole sets: in one batch, which is many times faster, or from the disk cache."""
         prompts = [prompt for those in sets.values() for prompt in those]
+        digests = [_digest(prompt) for prompt in prompts]
         path = cache_dir() / "prompts" / f"{self._key(prompts)}.npz"
-        tokens = _read(path)
-        if tokens is None or len(tokens) != len(prompts):
+        tokens, opening = _read(path)
+        if not len(tokens) == len(opening) == len(prompts):
             began = time.perf_counter()
-            tokens = self._tokens([self.text(prompt) for prompt in prompts])
+            texts = self.texts(prompts)
+            tokens, opening = self._tokens(texts), [self._opens(text) for text in texts]
             if time.perf_counter() - began > WORTH_KEEPING_S:
-                _write(path, tokens)
+                _write(path, tokens, opening)
+        self._opening |= zip(digests, opening, strict=True)
         found, start = {}, 0
         for name, those in sets.items():
             found[name] = tokens[start : start + len(those)]
             start += len(those)
         return found
+
+    def _opens(self, text: str) -> bool:
+        """Return whether a prompt's text ends in the beginning of thinking."""
+        opening = self.marker.replace("</", "<", 1)
+        return opening != self.marker and text.rstrip().endswith(opening)
 
     def _key(self, prompts: Sequence[Prompt]) -> str:
         """Return a digest of everything that decides the tokens, as the key of the disk cache."""
@@ -199,11 +225,11 @@ class Rendering:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         about = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
         special = {str(name): str(value) for name, value in self.tokenizer.special_tokens_map.items()}
-        settings = {**asdict(self.chat), "template": self._template}
+        settings = {**asdict(self.chat), "template": self._template, "marker": self.marker}
         for part in (type(self.tokenizer).__name__, about, json.dumps([special, settings], default=str)):
             digest.update(part.encode() + b"\0")  # ends the part: none can run into the next
         for prompt in prompts:
-            digest.update(json.dumps([prompt.text, [dict(each) for each in prompt.messages]]).encode() + b"\0")
+            digest.update(_digest(prompt))
         return digest.hexdigest()[:24]
 
     def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
@@ -247,9 +273,14 @@ class Rendering:
             # As a special token it is not in the text: the last one among the ids.
             return self.decode(tokens[len(tokens) - list(tokens)[::-1].index(self._marker_id) :])
         opening = self.marker.replace("</", "<", 1)
-        if opening != self.marker and (opening in completion or self.text(prompt).rstrip().endswith(opening)):
+        if opening == self.marker:
+            return completion
+        if opening in completion:
             return ""
-        return completion
+        key = _digest(prompt)
+        if key not in self._opening:
+            self._opening[key] = self._opens(self.text(prompt))
+        return "" if self._opening[key] else completion
 
 
 @dataclass(frozen=True)
@@ -270,23 +301,31 @@ class StopTexts:
         return any(text in said for text in self.texts)
 
 
-def _read(path: Path) -> list[list[int]] | None:
-    """Read cached tokens; None if there are none that can be read."""
+def _digest(prompt: Prompt) -> bytes:
+    """Return a digest of what of a prompt is rendered."""
+    content = json.dumps([prompt.text, [dict(each) for each in prompt.messages]])
+    return hashlib.blake2b(content.encode(), digest_size=16).digest()
+
+
+def _read(path: Path) -> tuple[list[list[int]], list[bool]]:
+    """Read cached tokens, and which prompts begin thinking; both empty if there is nothing that can be read."""
     try:
         with np.load(path) as kept:
-            return [part.tolist() for part in np.split(kept["tokens"], np.cumsum(kept["lengths"])[:-1])]
+            tokens = [part.tolist() for part in np.split(kept["tokens"], np.cumsum(kept["lengths"])[:-1])]
+            return tokens, kept["opening"].tolist()
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
-        return None
+        return [], []
 
 
-def _write(path: Path, tokens: Sequence[Sequence[int]]) -> None:
+def _write(path: Path, tokens: Sequence[Sequence[int]], opening: Sequence[bool]) -> None:
     """Write tokens to the cache; a disk that cannot be written is ignored."""
     # Written beside and renamed, for several runs share the cache. `savez` would add .npz to a name without it.
     unfinished = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.part.npz")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         flat = np.fromiter((token for ids in tokens for token in ids), np.int32)
-        np.savez(unfinished, tokens=flat, lengths=np.array([len(ids) for ids in tokens], np.int64))
+        lengths = np.array([len(ids) for ids in tokens], np.int64)
+        np.savez(unfinished, tokens=flat, lengths=lengths, opening=np.array(opening, np.bool_))
         unfinished.replace(path)
     except OSError:
         unfinished.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.model import bounded as bounded_module
 from lightning_scalerl.model import chat as chat_module
 from lightning_scalerl.model.chat import Chat, Rendering, StopTexts
 from lightning_scalerl.prompt import Prompt
@@ -211,7 +212,7 @@ def test_ten_thousand_prompts_take_seconds() -> None:
     """A guard against rendering them one by one through slow paths; far from the edge on any machine."""
     rendering = Rendering(tokenizer(TEMPLATE), Chat())
     began = time.monotonic()
-    rendering._tokens([rendering.text(ask(f"What is {number} and {number}? " * 5)) for number in range(10_000)])
+    rendering._tokens(rendering.texts([ask(f"What is {number} and {number}? " * 5) for number in range(10_000)]))
     assert time.monotonic() - began < 60
 
 
@@ -237,3 +238,38 @@ def test_prompts_beyond_their_budget_are_refused_or_dropped_and_counted() -> Non
         fitting({"held-out": heldout[0]}, {"held-out": heldout[1]}, 1, "drop")
     with pytest.raises(ConfigurationError, match=r"'p0' .* has no tokens"):
         fitting({"training": [Prompt("p0", "")]}, {"training": [[]]}, 5, "drop")
+
+
+HOSTILE = {
+    "an endless text": ("{{ 'a' * 10**10 }}", "MiB"),
+    "a wide format": ("{{ '%2000000000d' % 1 }}", "MiB"),
+    "a wide filter": ("{{ 'a' | center(3000000000) }}", "MiB"),
+    "a text that doubles": (
+        "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "MiB",
+    ),
+    "a long text": ("{{ 'a' * 20000000 }}", "writes 20000000 characters"),
+    "a large power": ("{{ 9 ** (9 ** 9) }}", "has not ended after 0.4 s"),
+    "nested loops": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "has not ended after 0.4 s",
+    ),
+}
+
+
+def test_a_template_runs_under_limits_of_time_memory_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is somebody's program: what goes beyond a limit is one line that names whose it is, and what to do."""
+    monkeypatch.setattr(bounded_module, "LIMIT_S", 0.4)
+    for name, (template, says) in HOSTILE.items():
+        made = tokenizer(template)
+        made.name_or_path = "/models/theirs"
+        with pytest.raises(ConfigurationError) as caught:
+            Rendering(made, Chat()).text(ask("2+2?"))
+        told = str(caught.value)
+        assert "of /models/theirs cannot be used" in told and "give chat.template a file of yours" in told, name
+        assert says in told or "has not ended" in told, (name, told)
+        assert told.isprintable()
+    macro = tokenizer("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}")
+    with pytest.raises(ConfigurationError, match="recursion"):
+        Rendering(macro, Chat()).text(ask("2+2?"))
+    assert Rendering(tokenizer(TEMPLATE), Chat()).text(ask("2+2?")).startswith("<s><|user|>2+2?")
