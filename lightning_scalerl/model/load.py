@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.model.adapter import has_adapter
+from lightning_scalerl.model.head import text_config
 from lightning_scalerl.model.place import load_options, model_path
 
 
@@ -36,7 +37,38 @@ def load_model(path: str, blank: bool = False) -> nn.Module:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
     except (OSError, ValueError) as error:
         raise ConfigurationError(_unusable("model", path, error)) from error
+    if _ignored_settings(model):
+        model.set_attn_implementation("eager")  # type: ignore[operator]
     return model
+
+
+def check_attention(model: nn.Module) -> None:
+    """Check that a model's attention computes what its configuration says.
+
+    transformers passes a soft cap of attention logits to every implementation, and `sdpa`, its default, drops it.
+
+    Raises:
+        ConfigurationError: `sdpa`, and a configuration with such a setting.
+    """
+    if ignored := _ignored_settings(model):
+        raise ConfigurationError(
+            f"model: attn_implementation='sdpa' ignores {', '.join(ignored)} of {type(model).__name__}, so what is "
+            'trained would be another function; load the model with attn_implementation="eager", or call its '
+            'set_attn_implementation("eager")'
+        )
+
+
+# Settings that transformers' sdpa takes and drops. The others that it lacks, such as attention sinks, belong to
+# families that declare no support for sdpa; transformers gives those eager attention by itself.
+_IGNORED_BY_SDPA = ("attn_logit_softcapping",)
+
+
+def _ignored_settings(model: nn.Module) -> list[str]:
+    """Return the settings of a model's configuration that its attention implementation drops, with their values."""
+    config = text_config(model)
+    if getattr(config, "_attn_implementation", None) != "sdpa":
+        return []
+    return [f"{name}={getattr(config, name)}" for name in _IGNORED_BY_SDPA if getattr(config, name, None)]
 
 
 def blank_copy(model: Any) -> Any:

@@ -24,7 +24,14 @@ from lightning_scalerl.distributed.sharded import NAME, ShardedStrategy, gathere
 from lightning_scalerl.model.adapter import adapt, described, has_adapter, keep_in, merge, plain_copy, unwrapped
 from lightning_scalerl.model.files import WeightFiles, is_blank
 from lightning_scalerl.model.head import computes_in_16_bit_only
-from lightning_scalerl.model.load import check_weights, fingerprint, load_model, load_tokenizer, stop_tokens
+from lightning_scalerl.model.load import (
+    check_attention,
+    check_weights,
+    fingerprint,
+    load_model,
+    load_tokenizer,
+    stop_tokens,
+)
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.recompute import can_recompute, on_host, recompute
 from lightning_scalerl.model.tensor_parallel import check_tensor_parallel, parallelize
@@ -101,6 +108,7 @@ def make(
     else:
         model = load_model(model) if isinstance(model, str) else unwrapped(model)
     check_weights(model)
+    check_attention(model)
     policy = Policy(model, built.choices.precision, built.context.temperature)
     # Else once it has weights to be run with, or is where it can be run.
     if not isinstance(files, WeightFiles) and not computes_in_16_bit_only(model):

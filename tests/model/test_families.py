@@ -124,7 +124,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def check_exported(folder: Path, trained: Any, before: Path) -> None:
     """What leaves is what was trained, and comes with all that it came with."""
-    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    loaded = load_model(str(folder))
     assert torch.equal(logits(loaded), logits(trained))
     assert float((logits(loaded) - logits(load_model(str(before)))).abs().max()) > 1e-3
     assert loaded.generation_config.eos_token_id == trained.generation_config.eos_token_id
@@ -186,6 +186,32 @@ def test_families_differ_in_what_they_are_here_for(name: str, place: Place) -> N
     assert float((one - two).abs().max()) > 100 * AGREE  # what came before is attended to
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_loaded_computes_what_eager_attention_does(name: str, place: Place) -> None:
+    """With queries and keys so large that a soft cap of attention is felt."""
+    folder = place.model(FAMILIES[name], name)
+    eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    made = [load_model(str(folder)), eager]
+    with torch.no_grad():
+        for weight in (each for model in made for each in model.named_parameters() if "q_proj" in each[0]):
+            weight[1].mul_(100)
+    ours, theirs = (logits(model) for model in made)
+    assert float((ours - theirs).abs().max()) < 1e-3
+
+
+def test_a_model_whose_attention_drops_its_soft_cap_is_refused_by_name(place: Place) -> None:
+    given = AutoModelForCausalLM.from_pretrained(
+        place.model(FAMILIES["Gemma2"], "Gemma2"), attn_implementation="sdpa", dtype=torch.float32
+    )
+    tokenizer = AutoTokenizer.from_pretrained(place.model(FAMILIES["Gemma2"], "Gemma2"))
+    with pytest.raises(
+        ConfigurationError, match=r"^model: attn_implementation='sdpa' ignores attn_logit_softcapping=50"
+    ):
+        ScaleRL(given, "scalerl", tokenizer=tokenizer, overrides=[*SHORT])
+    given.set_attn_implementation("eager")
+    ScaleRL(given, "scalerl", tokenizer=tokenizer, overrides=[*SHORT])
+
+
 def ran(folder: Path) -> tuple[Path, JournalView]:
     (run,) = (folder / "runs").iterdir()
     return run, read_journal(run)
@@ -244,7 +270,7 @@ def test_as_it_is_typed(name: str, more: list[str], place: Place, tmp_path: Path
     assert ("<think>" in done.stdout) == (name == "Qwen3")
     done = scalerl(tmp_path, "export", str(run), str(tmp_path / "model"))
     assert done.returncode == 0, done.stderr
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    loaded = load_model(str(tmp_path / "model"))
     assert torch.equal(logits(loaded), logits(trained_weights(run, model)))
 
 
