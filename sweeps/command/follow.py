@@ -22,7 +22,7 @@ from sweeps.command.metrics import Found, Source
 from sweeps.command.settings import Command
 from sweeps.errors import UserError
 from sweeps.run.activity import activity
-from sweeps.run.journal import Journal, Record
+from sweeps.run.journal import Journal, JournalView
 from sweeps.source.text import listed, short
 
 # Of a log whose last evaluations are overdue: so many times the longest distance between two of them.
@@ -82,26 +82,30 @@ class Follower:
 
     Args:
         journal: open for writing; the header is there.
-        records: that the journal holds already, superseded ones left out.
+        earlier: the journal as earlier attempts have left it; None if it has just been begun.
         command: whose metrics they are.
         source: of them.
-        began_anew: whether this attempt is to begin from zero, for no checkpoint is there to go on from.
         resume: facts for a `resume` record.
         clock: seconds, replaceable in tests.
+
+    Attributes:
+        began_anew: whether this attempt is to begin from zero, for no checkpoint is there to go on from.
+        again: whether the command has been started before.
+        last_step: the newest step in the journal, -1 before the first.
     """
 
     def __init__(
         self,
         journal: Journal,
-        records: Sequence[Record],
+        earlier: JournalView | None,
         command: Command,
         source: Source,
-        began_anew: bool = False,
         resume: Mapping[str, object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._journal, self._command, self._source, self._clock = journal, command, source, clock
         self._axis = command.compute.axis
+        records = [] if earlier is None else earlier.records
         # By step, what compute the journal has for it.
         self._spent: dict[int, float] = {r.step: r.metrics.get(self._axis, 0.0) for r in records}
         self._wasted = max((r.metrics.get("compute/wasted_device_hours", 0.0) for r in records), default=0.0)
@@ -109,9 +113,9 @@ class Follower:
         self._known: dict[int, dict[str, float]] = {}
         for record in records:
             self._known.setdefault(record.step, {}).update(record.metrics)
-        self._began_anew = began_anew or command.anew
+        self.began_anew, self.again = command.anew, earlier is not None
+        self._holes = [] if earlier is None else list(earlier.holes)
         self._resume_facts = dict(resume or {})
-        # The newest step in the journal, -1 before the first.
         self.last_step = max(self._spent, default=-1)
         # Of this attempt: what the source held before it, the step that it goes on from, with compute and clock there,
         # the step and clock of the last look, and the values that were recorded by step.
@@ -153,7 +157,11 @@ class Follower:
             name: [row for row in rows if row[0] > last or (name == self._command.compute.column and row[0] >= begin)]
             for name, rows in newest.items()
         }
-        if any(step > last for rows in behind.values() for step, _ in rows):
+        if steps := sorted({int(step) for rows in behind.values() for step, _ in rows if step > last}):
+            # What an attempt has logged whose member had not recorded from where it went on.
+            if (end := self._end_of_hole(last, steps)) is not None:
+                self._journal.resume(end, **self._resume_facts)
+                self._leave_hole(last, end)
             self._record_ended(behind, False)
         self._before = {name: list(column) for name, column in found.columns.items()}
         self._known = {}
@@ -225,7 +233,7 @@ class Follower:
         """Take what was logged since the last look: of this attempt is what lies behind what was there before it."""
         if found.version != self._version:
             self._version, self._fresh, self._read, self._cut_back = found.version, _Fresh(), {}, None
-        if self._began_anew and any(len(found.columns.get(name, ())) < len(c) for name, c in self._before.items()):
+        if self.began_anew and any(len(found.columns.get(name, ())) < len(c) for name, c in self._before.items()):
             self._before = {}  # begun again, with a log of its own
         unread = {name: column for name, column in found.columns.items() if name not in self._read}
         same = {name: _common(self._before.get(name, []), column) for name, column in unread.items()}
@@ -281,12 +289,14 @@ class Follower:
             whole = [step for step in whole if step < newest]
         # Once recorded, a step is recorded again if it has got other values since: they were logged late, or again.
         new = sorted(step for step in whole if self._taken.get(step) != fresh.at(step))
+        first = not ended and not self._taken
+        if first and self.again and not final and len(new) == 1 and self._is_far(new):
+            return False  # one more step shows at which distances it logs
         fresh.waiting.difference_update(whole)
         if not new:
             return False
-        if not ended and not self._taken:
-            if self._goes_on is not None:
-                self._go_back(new[0], self._goes_on)
+        if first:
+            self._go_on(new)
         elif not ended and len(self._taken) > 1 and new[0] < self._lowest:
             raise _not_resumed(new[0], self.last_step)
         spent = [self._spent_by(step) for step in new] if late else self._compute_at(new, newest, fresh, ended)
@@ -313,24 +323,62 @@ class Follower:
         activity.note(f"{self._source.title}: step {new[-1]}")
         return True
 
-    def _go_back(self, first: int, reached: int) -> None:
+    def _go_on(self, new: Sequence[int]) -> None:
+        """Write from which step this attempt goes on, by the first steps that it has logged."""
+        if self._goes_on is not None:
+            self._go_back(new[0], self._goes_on, new)
+        elif self.again and (end := self._end_of_hole(-1, new)) is not None:
+            self._journal.resume(end, **self._resume_facts)
+            self._leave_hole(-1, end)
+
+    def _end_of_hole(self, last: int, new: Sequence[int]) -> int | None:
+        """Return the last step that the journal lacks between its `last` one and `new` ones; None if it lacks none.
+
+        It lacks some if the distance is larger than any other, between steps in the journal and between new ones; what
+        a machine that lost power has lost of the metrics is found so.
+        """
+        known = sorted(self._spent)
+        pairs = [(a, b) for a, b in pairwise(known) if not any(a < first <= b for first, _ in self._holes)]
+        usual = max((b - a for a, b in [*pairs, *pairwise(new)]), default=None)
+        return new[0] - usual if usual is not None and new[0] - max(last, 0) > usual else None
+
+    def _is_far(self, new: Sequence[int]) -> bool:
+        """Return whether new steps may leave a hole, as far as the journal's own distances say."""
+        last = max((step for step in self._spent if step < new[0]), default=-1)
+        return len(self._spent) < 2 or self._end_of_hole(last, new) is not None
+
+    def _leave_hole(self, last: int, end: int) -> None:
+        """Note the hole behind step `last`; compute that is counted from there goes on at the pace so far."""
+        print(
+            f"warning: {self._source.title}: no records of steps {max(last, 0) + 1} to {end}: they are lost", flush=True
+        )
+        self._holes.append((max(last, 0) + 1, end))
+        compute, (_, spent, began) = self._command.compute, self._begin
+        if last > 0 and (compute.per_step or compute.restarts or compute.on_clock):
+            self._begin = float(end), spent * end / last, began
+            self._seen = float(end), self._seen[1]
+
+    def _go_back(self, first: int, reached: int, new: Sequence[int] = ()) -> None:
         """Write from which step an attempt goes on, by the first that it has logged, and void what was `reached`.
 
         Raises:
             MetricsError: from the beginning, though it was to resume.
         """
         kept = [step for step in self._spent if step < first]
-        if not kept and not self._began_anew:
+        if not kept and not self.began_anew:
             raise _not_resumed(first, self.last_step)
         step = max(kept, default=-1)
+        end = self._end_of_hole(step, new) if new else None
         if self._axis == "compute/device_hours":
             self._wasted += self._spent[reached] - self._spent.get(step, 0.0)
-        self._journal.resume(step, **self._resume_facts)
+        self._journal.resume(step if end is None else end, **self._resume_facts)
         self._spent = {at: value for at, value in self._spent.items() if at <= step}
         self._eval_steps = {at for at in self._eval_steps if at <= step}
         self.last_step = step
         self._begin = float(max(step, 0)), self._spent.get(step, 0.0), self._begin[2]
         self._seen = self._begin[0], self._seen[1]
+        if end is not None:
+            self._leave_hole(step, end)
 
     def _spent_by(self, step: int) -> float:
         """Return compute by a step that the journal is beyond."""

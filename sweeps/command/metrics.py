@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sweeps.command.growing import Column, Cut, Ending, GrowingLog, Rows, UnfitError
 from sweeps.command.settings import STDOUT, STDOUT_FILE, Command, newest
+from sweeps.run.files import sync
 from sweeps.source.log import Log
 from sweeps.source.raw import no_steps, read_logs
 
@@ -79,6 +80,12 @@ class Source:
             handle.write(b"\n")
         return None
 
+    def sync(self) -> None:
+        """Return once all that the command has logged into files is on the disk."""
+        place = None if self._command.remote else newest(self._path) if self._command.is_pattern else self._path
+        for path in [] if place is None else _files(Path(place)):
+            sync(path)
+
     def read(self) -> Found:
         """Return the metrics as they are now; empty before there are any.
 
@@ -138,12 +145,16 @@ class Source:
 
 def _stamps(path: Path) -> list[tuple[str, int, int]]:
     """Return names, sizes and times of a file, or of all below a folder: what changes when something is written."""
-    paths = [path] if not path.is_dir() else sorted(each for each in path.rglob("*") if each.is_file())
     stamps = []
-    for each in paths:
+    for each in _files(path):
         try:
             status = each.stat()
         except OSError:
             continue
         stamps.append((str(each), status.st_size, status.st_mtime_ns))
     return stamps
+
+
+def _files(path: Path) -> list[Path]:
+    """Return a file, or all files below a folder, sorted."""
+    return [path] if not path.is_dir() else sorted(each for each in path.rglob("*") if each.is_file())

@@ -83,12 +83,14 @@ class _Member:
     def __init__(self, run_dir: Path, spec: RunSpec, lease: Lease, progress: bool) -> None:
         self._run_dir, self._spec, self._lease, self._progress = run_dir, spec, lease, progress
         self._command = resolved(spec, run_dir)
-        before = read_json(run_dir / ATTEMPT_FILE)
-        self._attempts = int(before.get("attempts", 0))
-        self._cuts = [Cut(int(at), str(digest)) for at, digest in before.get("cuts", ())]
+        self._attempts = 0  # before this one
+        self._cuts: list[Cut] = []
         self._source = Source(self._command, run_dir, self._cuts)
         self._asked: str | None = None  # the reason for which the command was asked to stop
         self._log_at = 0
+        # Of the newest checkpoint that was recorded: path and time of change, and the step up to which it covers.
+        self._checkpoint: tuple[str, int] | None = None
+        self._covered = -1
 
     def run(self) -> None:
         """Start the command, follow it to its end, and say in the journal how that was."""
@@ -102,23 +104,22 @@ class _Member:
 
     def _run(self, lock: int | None) -> None:
         earlier = self._begin()
+        self._checkpoint = self._command.checkpoint_stamp()
         checkpoint = self._command.newest_checkpoint()
-        again = earlier is not None and bool(earlier.records)
-        goes_on = not self._command.anew and (checkpoint is not None or (again and self._command.checkpoints is None))
         journal = Journal(self._run_dir)
         try:
             facts = self._facts(earlier)
             if earlier is None:
                 journal.header(**self._header(), code=facts)
-            follower = Follower(
-                journal,
-                [] if earlier is None else earlier.records,
-                self._command,
-                self._source,
-                began_anew=not goes_on,
-                resume={"code": facts},
-            )
+            follower = Follower(journal, earlier, self._command, self._source, resume={"code": facts})
             follower.catch_up()
+            there = follower.last_step >= 0
+            if checkpoint is not None and not self._command.anew and not there:
+                self._check_begun(earlier, checkpoint)
+            goes_on = not self._command.anew and (
+                checkpoint is not None or (there and self._command.checkpoints is None)
+            )
+            follower.began_anew, follower.again = not goes_on, bool(self._attempts)
             if (cut := self._source.seal()) is not None:
                 self._cuts.append(cut)
             self._start_and_follow(follower, journal, goes_on, checkpoint, lock)
@@ -135,7 +136,10 @@ class _Member:
                 f"command.compute: {self._command.compute.text}, and {earlier.path} was begun with "
                 f"{earlier.header.get('compute_is')}; go back to that, or launch into a folder of its own (study=NAME)"
             )
-        if not self._attempts and (there := self._source.read()).rows:
+        self._note_attempts(earlier)
+        # Standard output goes to the member's own folder.
+        others = self._command.source != STDOUT and not self._attempts
+        if others and (there := self._source.read()).rows:
             raise UserError(
                 f"command.metrics.source: {self._source.title} holds {there.rows} rows already, and this run has not "
                 "begun: another run writes there; put {run_dir} into its path, or move the file away"
@@ -146,6 +150,35 @@ class _Member:
                 "another run's; put {run_dir} into its path, or move the checkpoint away"
             )
         return earlier
+
+    def _note_attempts(self, earlier: JournalView | None) -> None:
+        """Count the earlier attempts, and find where they have left half a line in the metrics.
+
+        The journal has both. Earlier versions have written them into the file of the newest attempt only, which shows
+        besides that there was one where the journal is lost.
+        """
+        told = read_json(self._run_dir / ATTEMPT_FILE)
+        noted = [] if earlier is None else earlier.attempts
+        number = told.get("attempts")
+        self._attempts = max(len(noted), int(earlier is not None), number if isinstance(number, int) else bool(told))
+        for entry in (told, *noted):
+            found = entry.get("cuts")
+            for each in found if isinstance(found, list) else ():
+                match each:
+                    case [int(at), str(digest)] if (cut := Cut(at, digest)) not in self._cuts:
+                        self._cuts.append(cut)
+
+    def _check_begun(self, earlier: JournalView | None, checkpoint: str) -> None:
+        """Check that a checkpoint without a step before it was there when nothing had been logged.
+
+        Raises:
+            UserError: it was not, so the steps before it are lost.
+        """
+        if earlier is None or earlier.checkpoint_name != Path(checkpoint).name:
+            raise UserError(
+                f"command.resume.checkpoints: {checkpoint}: no step before it is in the journal or in "
+                f"{self._source.title}, so what was logged by then is lost; move the checkpoint away to begin anew"
+            )
 
     def _header(self) -> dict[str, Any]:
         compute = self._command.compute
@@ -193,8 +226,10 @@ class _Member:
             command.stop_file.unlink(missing_ok=True)
         self._attempts += 1
         self._lease.check()
+        # With all that earlier attempts have logged: whoever goes on after a power cut knows where this one began.
+        cuts = {"cuts": [[cut.at, cut.before] for cut in self._cuts]} if self._cuts else {}
+        journal.attempt(follower.last_step, **cuts)
         attempt = {"attempts": self._attempts, "words": words, "folder": str(command.folder), "goes_on": goes_on}
-        attempt |= {"cuts": [[cut.at, cut.before] for cut in self._cuts]} if self._cuts else {}
         write_json(run_dir / ATTEMPT_FILE, attempt)
         self._write_semantics(words)
         print(f"  {' '.join(words)}\n  compute is {command.compute.text}", flush=True)
@@ -206,7 +241,7 @@ class _Member:
         try:
             with Tree(words, {**own, **command.env}, command.folder, out, lock) as tree:
                 ended = self._follow(tree, follower, journal)
-            follower.update(Ending.TORN if ended.code else Ending.WHOLE)
+            self._look(follower, journal, Ending.TORN if ended.code else Ending.WHOLE)
         except MetricsError as error:
             self._fail(journal, follower, str(error))
         self._judge(ended, follower, journal)
@@ -215,7 +250,6 @@ class _Member:
         """Follow the command to its end; ask it to stop once this run is asked to."""
         wait_s, before = _LOOK_S, 0.0
         looked = time.monotonic()
-        checkpoint = -1
         while (ended := tree.wait(min(wait_s, _HEED_S))) is None:
             if self._asked is None and (reason := interruption.reason) is not None:
                 self._asked = reason
@@ -224,9 +258,8 @@ class _Member:
                 continue
             self._lease.check()
             began = time.monotonic()
-            if follower.update() and self._progress:
+            if self._look(follower, journal) and self._progress:
                 print(f"  step {follower.last_step} of {self._spec.steps}", flush=True)
-            checkpoint = self._note_checkpoint(journal, follower, checkpoint)
             looked = time.monotonic()
             least_s = _REMOTE_LOOK_S if self._command.remote else _LOOK_S
             # One slow look says nothing of the next: the first that finds a file imports its reader, for seconds on a
@@ -243,15 +276,27 @@ class _Member:
             command.stop_file.touch()
         tree.stop(command.stop_signal, command.stop_within_s)
 
-    def _note_checkpoint(self, journal: Journal, follower: Follower, noted: int) -> int:
-        """Record a checkpoint of the command's whose steps the journal has; return the newest that is recorded."""
-        path = self._command.newest_checkpoint()
-        numbers = _NUMBER.findall(Path(path).name) if path is not None else []
-        step = int(numbers[-1]) if numbers else -1
-        if noted < step <= follower.last_step:
-            journal.checkpoint(step)
-            return step
-        return noted
+    def _look(self, follower: Follower, journal: Journal, ending: Ending = Ending.OPEN) -> bool:
+        """Record the steps that are whole now, and a checkpoint that has changed; return whether there were any steps.
+
+        A run goes on from a checkpoint only as far as its metrics have outlived a power cut: when one has come, what
+        was logged before it is on the disk before the checkpoint is recorded.
+        """
+        found, before = self._command.checkpoint_stamp(), follower.last_step
+        changed = found is not None and found != self._checkpoint
+        if changed:
+            self._source.sync()
+        recorded = follower.update(ending)
+        if found is not None:
+            name = Path(found[0]).name
+            numbers = _NUMBER.findall(name)
+            step = int(numbers[-1]) if numbers else -1
+            # One of a step that is not whole yet, or that does not say its step, covers what was there before it came.
+            covered = step if 0 <= step <= follower.last_step else before
+            if changed or self._covered < covered == step:
+                journal.checkpoint(covered, name=name)
+                self._checkpoint, self._covered = found, covered
+        return recorded
 
     # --- its end -------------------------------------------------------------------------------------------------
 

@@ -89,6 +89,14 @@ class Command:
         """Return the path of the checkpoint with the largest number in its name; None if there is none."""
         return newest(self.checkpoints) if self.checkpoints is not None else None
 
+    def checkpoint_stamp(self) -> tuple[str, int] | None:
+        """Return path and time of change of the newest checkpoint; None if there is none."""
+        path = self.newest_checkpoint()
+        try:
+            return None if path is None else (path, Path(path).stat().st_mtime_ns)
+        except OSError:  # it was taken away this very moment
+            return None
+
 
 def newest(pattern: str) -> str | None:
     """Return the path that matches a pattern with the largest numbers in it; None if none does."""

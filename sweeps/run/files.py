@@ -34,6 +34,16 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
         raise
 
 
+def sync(path: Path) -> None:
+    """Return once a file's content, whoever wrote it, is on the disk; a file that cannot be opened is left out."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def make_private(directory: Path) -> None:
     """Create a directory with mode 0700; an existing one keeps its mode."""
     if not directory.exists():

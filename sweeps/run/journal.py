@@ -6,6 +6,9 @@ One JSON object a line, flushed as it is written. Kinds of record:
     {"kind": "train", "time": ..., "step": 12, "metrics": {"train/loss": ..., "compute/flops": ...}}
     {"kind": "eval", "time": ..., "step": 12, "metrics": {"eval/heldout/pass_rate": ..., ...}}
     {"kind": "checkpoint", "time": ..., "step": 12}          every record up to step 12 is durable now
+        "name": of a command, the newest checkpoint that was there; -1 is the step before the first
+    {"kind": "attempt", "time": ..., "step": 12}             a command is about to be started; step 12 is the newest
+        "cuts": where earlier attempts have left half a line in its metrics (`sweeps.command.growing.Cut`)
     {"kind": "resume", "time": ..., "step": 12}              records after step 12 written so far are void
         "code": what the run goes on with (`sweeps.run.provenance`; the header has it too), "passed_over": checkpoints
         that could not be used, each with the reason
@@ -89,6 +92,8 @@ class JournalView:
             start of the run. Empty in journals of earlier versions.
         passed_over: unusable checkpoints, from the newest `resume` record.
         mended: the `mended` record; None if there is none, or the run has been resumed since.
+        attempts: the `attempt` records of a command, in order.
+        checkpoint_name: name of the newest checkpoint of a command; None if none was recorded.
         holes: first and last step of each range without records that the run was resumed beyond.
     """
 
@@ -102,6 +107,8 @@ class JournalView:
     code: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
     passed_over: list[Mapping[str, Any]] = field(default_factory=list)
     mended: Mapping[str, Any] | None = None
+    attempts: list[Mapping[str, Any]] = field(default_factory=list)
+    checkpoint_name: str | None = None
     holes: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -224,6 +231,10 @@ class Reading:
                 self._kept[kind, record.step] = record
         elif kind == "checkpoint":
             view.checkpoint_step = int(entry["step"])
+            view.checkpoint_name = entry.get("name")
+        elif kind == "attempt":
+            view.attempts.append(entry)
+            view.status, view.reason = "running", None
         elif kind == "resume":
             step = int(entry["step"])
             self._kept = {key: r for key, r in self._kept.items() if r.step <= step}
@@ -316,9 +327,13 @@ class Journal:
         # Not synced by itself: the next `checkpoint` record is, and all before it with it.
         self._append(entry)
 
-    def checkpoint(self, step: int) -> None:
-        """Record that a durable checkpoint covers every record up to `step`."""
-        self._append({"kind": "checkpoint", "time": self._clock(), "step": int(step)}, durable=True)
+    def checkpoint(self, step: int, **fields: Any) -> None:
+        """Record that a durable checkpoint covers every record up to `step`; `fields` are more of the record's."""
+        self._append({"kind": "checkpoint", "time": self._clock(), "step": int(step), **fields}, durable=True)
+
+    def attempt(self, step: int, **fields: Any) -> None:
+        """Record, durably, that a command is about to be started when `step` is the newest; `fields`: `cuts`."""
+        self._append({"kind": "attempt", "time": self._clock(), "step": int(step), **fields}, durable=True)
 
     def resume(self, step: int, **fields: Any) -> None:
         """Record a resume from the checkpoint at `step` (-1: from the start), which voids later records.

@@ -124,7 +124,7 @@ def why_final(run_dir: Path) -> str | None:
 def _end_of(run_dir: Path) -> Mapping[str, Any]:
     """Return the journal's `end` record; empty if the run has not ended, or goes on after it."""
     for entry in _from_end(run_dir):
-        if entry is None or entry.get("kind") in ("train", "eval", "resume"):
+        if entry is None or entry.get("kind") in ("train", "eval", "resume", "attempt"):
             break
         if entry.get("kind") == "end":
             return entry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -44,13 +45,15 @@ class Member:
         self.run_dir, self.log = run_dir, run_dir / name
         self.command = replace(COMMAND, source=str(self.log), **changes)
         self.cuts: list[Cut] = []
+        self.begun = False
         Journal(run_dir).header(axis=self.command.compute.axis)
 
     def attempt(self, *writes: bytes | Callable[[], object], ending: Ending | None = Ending.WHOLE) -> JournalView:
         """Append to the log, or do what is asked, with a look after each; `ending` None: the member is killed."""
-        records = read_journal(self.run_dir).records
+        earlier = read_journal(self.run_dir)
         source, journal = Source(self.command, self.run_dir, self.cuts), Journal(self.run_dir)
-        follower = Follower(journal, records, self.command, source)
+        follower = Follower(journal, earlier, self.command, source)
+        follower.again, self.begun = self.begun, True
         follower.catch_up()
         self.cuts += [cut for cut in [source.seal()] if cut is not None]
         for write in writes:
@@ -307,3 +310,46 @@ def test_a_look_at_a_long_log_reads_what_is_new(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Rows, "add", counted)
     member.attempt(*(rows(step) for step in range(1, 101)), ending=None)
     assert len(taken) == 100
+
+
+# --- holes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "holes"),
+    [
+        (range(1, 6), range(31, 40), [(6, 30)]),
+        (range(10, 40, 10), range(40, 80, 10), []),
+        (range(10, 30, 10), range(50, 80, 10), [(21, 40)]),
+        ([1, 2, 5, 10, 20, 50], [100, 200], []),  # at growing distances: the newest are the longest
+        ([1], range(10, 40, 10), []),
+        ([1], range(31, 40), [(2, 30)]),
+        ([], range(31, 40), [(1, 30)]),
+        ([], range(15, 60, 15), []),
+        (range(1, 21), range(11, 40), []),
+    ],
+)
+@pytest.mark.parametrize("killed", [False, True])
+def test_steps_that_are_lost_between_two_attempts_are_a_hole(
+    tmp_path: Path, before: Sequence[int], after: Sequence[int], holes: list[tuple[int, int]], killed: bool
+) -> None:
+    member = Member(tmp_path)
+    member.attempt(rows(*before))
+    if killed:  # before it has recorded anything: the next one catches up
+        member.attempt()
+        with member.log.open("ab") as handle:
+            handle.write(rows(*after))
+        found = member.attempt()
+    else:
+        found = member.attempt(rows(*after))
+    assert found.holes == holes
+    assert [r.step for r in found.of_kind("train")] == sorted({*(s for s in before if s < after[0]), *after})
+    assert found.of_kind("train")[-1].metrics["compute/tokens"] == 100 * after[-1]
+
+
+def test_compute_of_lost_steps_is_that_of_those_before(tmp_path: Path) -> None:
+    member = Member(tmp_path, compute=replace(COMMAND.compute, per_step=True))
+    logged = [re.sub(rb'"tokens": \d+', b'"tokens": 100', rows(*steps)) for steps in (range(1, 6), range(31, 36))]
+    member.attempt(logged[0])
+    found = member.attempt(logged[1])
+    assert [r.metrics["compute/tokens"] for r in found.of_kind("train")][-5:] == [100.0 * n for n in range(31, 36)]
