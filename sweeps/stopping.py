@@ -33,6 +33,7 @@ from sweeps.executor.base import load_entry
 from sweeps.launch.adoption import METRIC
 from sweeps.launch.ledger import RUNS_DIR
 from sweeps.launch.settings import LAUNCH_FILE
+from sweeps.run.fields import MOST_WHOLE
 from sweeps.run.files import make_private, read_json
 from sweeps.run.journal import Journal, JournalView, find_runs
 from sweeps.run.lease import Lease
@@ -154,8 +155,8 @@ class RacingRun:
             return self._why
         try:
             spent, reward = float(step) if compute is None else float(compute), float(reward)
-            bad = not (math.isfinite(spent) and spent >= 0 and math.isfinite(reward))
-        except (TypeError, ValueError):  # nothing of this may end a training
+            bad = not (math.isfinite(spent) and spent >= 0 and math.isfinite(reward) and 0 <= int(step) <= MOST_WHOLE)
+        except (TypeError, ValueError, OverflowError):  # nothing of this may end a training
             bad, spent = True, math.nan
         if bad:
             self._warn(f"step {step}: reward {reward} at compute {compute} is no evaluation, and was not recorded")
@@ -268,7 +269,8 @@ class RacingRun:
         why = self._observer.look()
         if (took := time.monotonic() - began) > self._wait_s:
             log.info("race: the look took %.1f s", took)
-        for said in (self._observer.trouble and f"no look: {self._observer.trouble}", self._observer.namesakes):
+        observer = self._observer
+        for said in (observer.trouble and f"no look: {observer.trouble}", observer.namesakes, observer.damaged):
             if said is not None:
                 self._warn(said)
         if why is not None:

@@ -85,6 +85,8 @@ class Race(Recorder):
             self._observer = RunObserver(self.study, found[0].run_dir, self.rules, self._metric, self._axis)
         except UserError as error:
             raise ConfigurationError(f"Race: {error}") from error
+        if self._observer.damaged is not None:
+            log.warning("race: %s", self._observer.damaged)
 
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """Note a new evaluation: the next step then looks whether the run is still in the race."""

@@ -22,6 +22,7 @@ from sweeps.command.metrics import Found, Source
 from sweeps.command.settings import Command
 from sweeps.errors import UserError
 from sweeps.run.activity import activity
+from sweeps.run.fields import MOST_WHOLE
 from sweeps.run.journal import Journal, JournalView
 from sweeps.source.text import listed, short
 
@@ -56,11 +57,11 @@ class _Fresh:
         """Take rows of a column.
 
         Raises:
-            MetricsError: a step is no whole number.
+            MetricsError: a step is no whole number, or none that a run can have.
         """
         latest = self.latest.setdefault(name, {})
         for step, value in rows:
-            if step != int(step):
+            if not abs(step) <= MOST_WHOLE or step != int(step):
                 raise MetricsError(
                     f"command.metrics.step: {step:g} in {where} is no whole step; name the column that counts steps"
                 )

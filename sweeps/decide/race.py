@@ -27,6 +27,7 @@ from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curves
 from sweeps.fit.least_squares import Array
 from sweeps.fit.predict import chance, quantiles, within
+from sweeps.run import fields
 from sweeps.run.journal import JournalView
 from sweeps.terminal import counted
 
@@ -55,8 +56,16 @@ class Chance(AsJson):
 
     @classmethod
     def of_json(cls, entry: Mapping[str, Any]) -> Chance:
-        """Read a recipe's chances back from the JSON that `to_json` wrote."""
-        return cls(**{**entry, "R": Interval(**entry["R"])})
+        """Read a recipe's chances back from the JSON that `to_json` wrote; raise ValueError for other kinds."""
+        bounds = fields.group(entry, "R")
+        return cls(
+            recipe=fields.text(entry, "recipe"),
+            p_best=fields.number(entry, "p_best"),
+            p_ahead=fields.number_or_none(entry, "p_ahead"),
+            R=Interval(*(fields.number_or_none(bounds, name) for name in ("value", "low", "high"))),
+            verdict=fields.text(entry, "verdict"),
+            below=fields.whole(entry, "below", least=0),
+        )
 
 
 @dataclass(frozen=True)
@@ -84,9 +93,17 @@ class Look(AsJson):
 
     @classmethod
     def of_json(cls, entry: Mapping[str, Any]) -> Look:
-        """Read a look back from the JSON that `to_json` wrote."""
-        chances = tuple(Chance.of_json(each) for each in entry["chances"])
-        return cls(entry["compute"], entry["favourite"], chances, tuple(entry["stopped"]), entry.get("loss", 0.0))
+        """Read a look back from the JSON that `to_json` wrote.
+
+        Raises:
+            ValueError: a field is of another kind, or names a recipe that has no chances in it.
+        """
+        chances = tuple(Chance.of_json(each) for each in fields.groups(entry, "chances"))
+        favourite, stopped = fields.text(entry, "favourite"), fields.texts(entry, "stopped")
+        if unknown := {favourite, *stopped} - {each.recipe for each in chances}:
+            raise ValueError(f"chances: none of {sorted(unknown)[0]!r}")
+        loss = fields.number(entry, "loss") if "loss" in entry else 0.0
+        return cls(fields.number(entry, "compute"), favourite, chances, stopped, loss)
 
     def why(self, recipe: str, rules: Rules) -> str:
         """Why it stops a recipe, in words."""

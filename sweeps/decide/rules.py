@@ -9,6 +9,7 @@ from typing import Any
 
 from sweeps.as_json import AsJson
 from sweeps.errors import UserError
+from sweeps.run import fields
 
 # A `loss` of the whole scale: no limit.
 NO_LIMIT = 1.0
@@ -56,8 +57,17 @@ class Rules(AsJson):
 
     @classmethod
     def of_json(cls, entry: Mapping[str, Any]) -> Rules:
-        """Read rules back from the JSON that `to_json` wrote; races that were begun without a `loss` have no limit."""
-        return cls(**{"loss": NO_LIMIT, **entry})
+        """Read rules back from the JSON that `to_json` wrote; races that were begun without a `loss` have no limit.
+
+        Raises:
+            TypeError: a rule of another version.
+            ValueError: a field of another kind.
+            UserError: a rule out of range.
+        """
+        given = {"loss": NO_LIMIT, **entry}
+        for name in given:
+            (fields.whole if name == "looks" else fields.number)(given, name)
+        return cls(**given)
 
     def going_on(self, begun: Rules) -> Rules:
         """Return these rules for a race that was begun by others: without a limit on the loss where it has none."""

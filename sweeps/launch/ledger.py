@@ -1,7 +1,8 @@
 """The ledger of a study: an append-only file of what was launched and how it ended.
 
-One JSON object a line: `{"time": ..., "run": ..., "event": ..., ...}`. The state of a study is this file folded, not
-the memory of the process that launched it. Events of a run, in order:
+One JSON object a line: `{"time": ..., "run": ..., "event": ..., ..., "crc": ...}`. The last is its checksum, which
+lines of earlier versions lack (`sweeps.run.files`). The state of a study is this file folded, not the memory of the
+process that launched it. Events of a run, in order:
 
     planned                     it belongs to the study; `curve` is the identity that its `recipe`, a label, stands for,
                                 `checksum` that of its frozen specification; again if that was frozen anew, and differs
@@ -27,12 +28,14 @@ from typing import Any
 
 from sweeps.errors import UserError
 from sweeps.redact import redact
+from sweeps.run import fields
 from sweeps.run.files import append_lines, parse_line
 from sweeps.run.spec import SPEC_FILE, RunSpec
 
 LEDGER_FILE = "ledger.jsonl"
 RUNS_DIR = "runs"  # beside it: a folder a member, named by its identity
 FULL_DISK_PAUSE_S = 5.0
+_TEXTS = {"event", "recipe", "curve", "checksum", "submission", "job", "kind", "reason", "node", "state"}
 EVENTS = ("planned", "submitting", "started", "retried", "finished", "failed", "stopped", "adopted")
 
 
@@ -73,6 +76,11 @@ class MemberState:
     checksum: str | None = field(default=None, compare=False)
     adopted: bool = field(default=False, compare=False)
 
+    @property
+    def title(self) -> str:
+        """Label and seed of the run as text for people."""
+        return f"{self.recipe} seed {self.seed}"
+
 
 class Ledger:
     """Append-only log of a study's members; entries are on disk when the call returns, and fold to states."""
@@ -99,7 +107,7 @@ class Ledger:
         warned = False
         while True:
             try:
-                return append_lines(self.path, lines, durable=True)
+                return append_lines(self.path, lines, durable=True, checksum=True)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
@@ -140,9 +148,9 @@ class Ledger:
         entries, damaged = [], []
         for number, line in enumerate(self.path.read_bytes().split(b"\n"), start=1):
             entry = parse_line(line)
-            if entry is None or not _is_seed(entry.get("seed", 0)):
+            if entry is None or not _is_sound(entry):
                 damaged += [number] if line.strip() else []
-            elif isinstance(entry.get("run"), str) and entry.get("event") in EVENTS:
+            elif entry.get("event") in EVENTS:
                 entries.append(entry)
         return entries, damaged
 
@@ -214,9 +222,18 @@ def adopted(entry: Mapping[str, Any]) -> MemberState:
     )
 
 
-def _is_seed(value: Any) -> bool:
-    # In Python a bool is an int, and JSON's true is no seed.
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_sound(entry: Mapping[str, Any]) -> bool:
+    """Return whether the fields that are read are of their kinds; what an entry does not say is left open."""
+    try:
+        fields.run_name(entry)
+        for name in _TEXTS & {name for name, value in entry.items() if value is not None}:
+            fields.text(entry, name)
+        for name, check in (("seed", fields.whole), ("time", fields.number)):
+            if name in entry:
+                check(entry, name)
+    except ValueError:
+        return False
+    return True
 
 
 def after(state: MemberState, event: str, entry: Mapping[str, Any]) -> MemberState:

@@ -59,7 +59,7 @@ def _put_back(path: Path, content: bytes | None) -> None:
         if content is None:
             path.unlink(missing_ok=True)
         else:
-            write_atomically(path, content.decode("utf-8"))
+            write_atomically(path, content)
 
 
 def _remove(run_dir: Path) -> None:

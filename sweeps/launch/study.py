@@ -54,12 +54,7 @@ class Study:
         states = study.ledger.fold()
         if not states:
             raise UserError(f"{directory}: no ledger of a study here; give the folder that a --multirun wrote to")
-        if damaged := study.ledger.damaged():
-            _log.warning(
-                "%s: line %s torn or damaged; what only stood there is lost, but for members that have a folder",
-                study.ledger.path,
-                ", ".join(map(str, damaged)),
-            )
+        study._warn_of_damage()
         # Several sweeps may have shared the folder, under labels that only together are ambiguous.
         known: dict[str, Any] = {}
         # Of what others run only what is over takes part; nothing of it is ever started here.
@@ -119,6 +114,8 @@ class Study:
             if self.ledger.size() is None and not (self.directory / RUNS_DIR).exists():
                 rollback.call(remove_folders, new)  # else somebody has made it a study meanwhile
             known = self.ledger.fold()
+            if not self.gathered:  # else it was said when it was read
+                self._warn_of_damage()
             joined = self._join(decider.decided()) if decider is not None else []
             check_form(self.directory / RUNS_DIR / run for run in known)
             check_labels(self.directory / RUNS_DIR, self.specs, known)
@@ -140,6 +137,14 @@ class Study:
                 failed, left = controller.unfinished(error)
                 raise
             failed, left = controller.unfinished()
+
+    def _warn_of_damage(self) -> None:
+        if damaged := self.ledger.damaged():
+            _log.warning(
+                "%s: line %s torn or damaged; what only stood there is lost, but for members that have a folder",
+                self.ledger.path,
+                ", ".join(map(str, damaged)),
+            )
 
     def _take(self, lease: Lease) -> list[Path]:
         """Take the study's lease, and return the folders that were made for it, the innermost first."""

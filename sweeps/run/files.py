@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
-def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
+def write_atomically(path: Path, text: str | bytes, mode: int = 0o666) -> None:
     """Replace a file in one step: a reader sees the old or the new text, never half of one.
 
     Args:
         path: path of the file.
-        text: its new content.
+        text: its new content, as UTF-8 if it is no bytes.
         mode: permission bits of the new file, from which the process's umask is taken.
     """
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
-            handle.write(text)
+        with os.fdopen(descriptor, "wb") as handle:
+            handle.write(text.encode() if isinstance(text, str) else text)
             handle.flush()
             # Before the rename: after a power cut the new name could otherwise stand for an empty file.
             os.fsync(handle.fileno())
@@ -174,6 +174,28 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 def parse_lines(raw: bytes) -> list[dict[str, Any]]:
     """Parse the objects of a file, in order; torn lines and lines that are no object are skipped."""
     return [entry for line in raw.split(b"\n") if (entry := parse_line(line)) is not None]
+
+
+def numbered_lines(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[int]]:
+    """Read a file of JSON lines: its objects with the numbers of their lines, and the numbers of damaged lines.
+
+    Lines are numbered from 1. A last line that is torn, as a process leaves it that is killed while it writes, is
+    neither; a file that is missing is empty.
+    """
+    try:
+        *lines, torn = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return [], []
+    entries, damaged = [], []
+    for at, line in enumerate(lines, start=1):
+        entry = parse_line(line)
+        if entry is not None:
+            entries.append((at, entry))
+        elif line.strip():
+            damaged.append(at)
+    if (entry := parse_line(torn)) is not None:
+        entries.append((len(lines) + 1, entry))
+    return entries, damaged
 
 
 def lines_from_end(handle: BinaryIO, most_bytes: int | None = None, block_bytes: int = 8192) -> Iterator[bytes]:

@@ -39,6 +39,7 @@ from typing import Any
 
 from sweeps.errors import UserError
 from sweeps.redact import redact
+from sweeps.run import fields
 from sweeps.run.activity import activity
 from sweeps.run.files import append_to, parse_line, whole_lines
 from sweeps.run.provenance import code_changes
@@ -215,28 +216,27 @@ class Reading:
             raise ValueError("no JSON object, or not as it was written: its checksum differs")
         view, kind = self._view, entry["kind"]
         if kind == "run":
+            _check_header(entry)
             view.header = dict(entry)
             _note_code(view, -1, entry)
         elif kind in ("train", "eval"):
             # Every record has the same names: kept once, for a study's journals are gigabytes.
             metrics = {intern(name): value for name, value in dict(entry["metrics"]).items()}
             _check_numbers(metrics)
-            record = Record(kind, int(entry["step"]), float(entry["time"]), metrics)
-            if not math.isfinite(record.time):
-                raise ValueError(f"time: {record.time!r} is no finite number")
+            record = Record(kind, fields.whole(entry, "step", least=-1), fields.number(entry, "time"), metrics)
             self._reached = max(self._reached, record.step)
             # A dict keeps the place of a key that is assigned again, and records are in order of writing.
             self._kept.pop((kind, record.step), None)
             if record.step > self.passed.get(kind, record.step - 1):
                 self._kept[kind, record.step] = record
         elif kind == "checkpoint":
-            view.checkpoint_step = int(entry["step"])
-            view.checkpoint_name = entry.get("name")
+            view.checkpoint_step = fields.whole(entry, "step", least=-1)
+            view.checkpoint_name = None if entry.get("name") is None else fields.text(entry, "name")
         elif kind == "attempt":
             view.attempts.append(entry)
-            view.status, view.reason = "running", None
+            view.status, view.reason, view.final = "running", None, False
         elif kind == "resume":
-            step = int(entry["step"])
+            step = fields.whole(entry, "step", least=-1)
             self._kept = {key: r for key, r in self._kept.items() if r.step <= step}
             view.checkpoint_step = step if step >= 0 else None
             view.status, view.reason, view.final, view.mended = "running", None, False, None
@@ -246,10 +246,11 @@ class Reading:
             view.passed_over = list(passed_over) if isinstance(passed_over, list) else []
         elif kind == "mended":
             view.mended = entry
-            step = int(entry["step"])
+            step = fields.whole(entry, "step", least=-1)
             view.checkpoint_step = step if step >= 0 else None
         elif kind == "end":
-            view.status, view.reason = entry["status"], entry.get("reason")
+            view.status = fields.text(entry, "status")
+            view.reason = None if entry.get("reason") is None else fields.text(entry, "reason")
             view.final = view.status == "finished" and entry.get("final") is True
 
     def skip(self, step: int) -> None:
@@ -267,6 +268,21 @@ class Reading:
         """Keep no records up to these steps, by kind, neither those that were taken nor those to come."""
         self.passed = {kind: max(step, self.passed.get(kind, step)) for kind, step in {**self.passed, **steps}.items()}
         self._kept = {key: r for key, r in self._kept.items() if r.step > self.passed.get(r.kind, r.step - 1)}
+
+
+def _check_header(entry: Mapping[str, Any]) -> None:
+    """Refuse a header whose names are no texts, or whose seed is no whole number.
+
+    Raises:
+        ValueError: which, and what it is.
+    """
+    for name in ("recipe", "curve", "baseline", "axis", "compute_is"):
+        if entry.get(name) is not None:
+            fields.text(entry, name)
+    if entry.get("run") is not None:
+        fields.run_name(entry)
+    if entry.get("seed") is not None:
+        fields.whole(entry, "seed")
 
 
 def _check_numbers(metrics: Mapping[str, Any]) -> None:
@@ -311,9 +327,9 @@ class Journal:
         activity.note(f"journal: {entry['kind']}")
         append_to(self._handle.fileno(), [entry], durable, checksum=True)
 
-    def header(self, **fields: Any) -> None:
+    def header(self, **facts: Any) -> None:
         """Write the first record, the run's identity (run, curve, recipe, seed, parameters, ...), durably."""
-        self._append({"kind": "run", "time": self._clock(), **fields}, durable=True)
+        self._append({"kind": "run", "time": self._clock(), **facts}, durable=True)
 
     def record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step's metrics of kind `train` or `eval`; of values that are not finite only the names."""
@@ -327,20 +343,20 @@ class Journal:
         # Not synced by itself: the next `checkpoint` record is, and all before it with it.
         self._append(entry)
 
-    def checkpoint(self, step: int, **fields: Any) -> None:
-        """Record that a durable checkpoint covers every record up to `step`; `fields` are more of the record's."""
-        self._append({"kind": "checkpoint", "time": self._clock(), "step": int(step), **fields}, durable=True)
+    def checkpoint(self, step: int, **facts: Any) -> None:
+        """Record that a durable checkpoint covers every record up to `step`; `facts` are more of the record's."""
+        self._append({"kind": "checkpoint", "time": self._clock(), "step": int(step), **facts}, durable=True)
 
-    def attempt(self, step: int, **fields: Any) -> None:
-        """Record, durably, that a command is about to be started when `step` is the newest; `fields`: `cuts`."""
-        self._append({"kind": "attempt", "time": self._clock(), "step": int(step), **fields}, durable=True)
+    def attempt(self, step: int, **facts: Any) -> None:
+        """Record, durably, that a command is about to be started when `step` is the newest; `facts`: `cuts`."""
+        self._append({"kind": "attempt", "time": self._clock(), "step": int(step), **facts}, durable=True)
 
-    def resume(self, step: int, **fields: Any) -> None:
+    def resume(self, step: int, **facts: Any) -> None:
         """Record a resume from the checkpoint at `step` (-1: from the start), which voids later records.
 
-        `fields` are more of the record's: `code`, `passed_over`.
+        `facts` are more of the record's: `code`, `passed_over`.
         """
-        self._append({"kind": "resume", "time": self._clock(), "step": int(step), **fields}, durable=True)
+        self._append({"kind": "resume", "time": self._clock(), "step": int(step), **facts}, durable=True)
 
     def end(self, step: int, status: str, reason: str | None = None, final: bool = False) -> None:
         """Record the end of the run: `finished`, or `failed` with its reason, redacted.

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.errors import UserError
+from sweeps.run import fields
 from sweeps.run.files import has_wrong_checksum, lines_from_end, parse_line
-from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, JournalError, JournalView, read_journal
+from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, JournalError, JournalView, finite, read_journal
 
 _TAIL_BYTES = 65536
 
@@ -42,8 +43,8 @@ def is_done(run_dir: Path, steps: int, run: str) -> bool:
             finished, end = True, entry.get("step", -1)
         elif kind in ("resume", "train", "eval"):
             try:
-                step = int(entry["step"])
-            except (ValueError, KeyError, TypeError, OverflowError):
+                step = fields.whole(entry, "step", least=-1)
+            except ValueError:
                 return False
             if kind == "resume":
                 if not finished:
@@ -202,7 +203,7 @@ def last_metrics(run_dir: Path, tail_bytes: int = _TAIL_BYTES) -> dict[str, floa
         if entry is None or entry.get("kind") not in ("train", "eval"):
             continue
         step, metrics = entry.get("step"), entry.get("metrics")
-        if not isinstance(step, int | float) or not isinstance(metrics, Mapping):
+        if finite(step) is None or not isinstance(metrics, Mapping):
             continue  # no record of ours, or a damaged one: whoever reads the whole journal names it
         found.setdefault("step", float(step))
         if not measured:

@@ -19,6 +19,7 @@ from typing import Any
 
 from sweeps.errors import UserError
 from sweeps.redact import redact_config
+from sweeps.run import fields
 from sweeps.run.files import parse_json, write_atomically
 
 SPEC_FILE = "spec.json"
@@ -170,9 +171,26 @@ class RunSpec:
                 for key in ("config", "reference"):
                     values[key] = {sys.intern(name): _once(part, known) for name, part in values[key].items()}
                 overrides = _once(overrides, known)
-            return cls(**{**values, "folders": tuple(values["folders"]), "overrides": overrides})
+            spec = cls(**{**values, "folders": tuple(values["folders"]), "overrides": overrides})
+            _check_kinds(values)
+            return spec
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{run_dir / SPEC_FILE}: not a run's frozen specification ({error})") from error
+
+
+def _check_kinds(values: Mapping[str, Any]) -> None:
+    """Refuse fields of a specification that are of another kind than they are written in.
+
+    Raises:
+        ValueError: which, and what it is.
+    """
+    fields.run_name(values)
+    for name in ("curve", "recipe", "baseline"):
+        fields.text(values, name)
+    for name in ("departures", "settings", "config", "reference"):
+        fields.group(values, name)
+    fields.whole(values, "seed")
+    fields.whole(values, "steps")
 
 
 class Texts:

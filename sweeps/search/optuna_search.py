@@ -72,6 +72,7 @@ class Search:
         self._said: list[str] = []
         self._refused = 0
         self._trouble = ""
+        self._said_of_strangers = False
 
     # --- what it wants -------------------------------------------------------------------------------------------
 
@@ -94,6 +95,9 @@ class Search:
         lost = [each for each in open_trials if each.user_attrs.get("run") not in states]
         asked = len(self.trials.study.get_trials(deepcopy=False))
         places = self._settings.n_jobs - (len(open_trials) - len(lost))
+        if not self._said_of_strangers and (strangers := self._strangers(states)):
+            self._said.append(strangers)
+        self._said_of_strangers = True
         new = 0 if self.trials.exhausted else min(max(0, places - len(lost)), self._settings.n_trials - asked)
         # Found again after a kill, or asked for now: a trial has its number before it has its parameters.
         trials = [Trial(self.trials.study, each._trial_id) for each in lost]
@@ -104,6 +108,18 @@ class Search:
             return False, []
         found = self._specs(suggested)
         return True, list({spec.run: spec for spec in found if spec.run not in states}.values())
+
+    def _strangers(self, states: Mapping[str, MemberState]) -> str | None:
+        """Return a line on members that are no trial's: the end of Optuna's journal may be lost; None without any."""
+        known = {each.user_attrs.get("run") for each in self.trials.study.get_trials(deepcopy=False)}
+        strange = [state.title for run, state in states.items() if run not in known]
+        if not strange:
+            return None
+        more = ", ..." if len(strange) > 3 else ""
+        return (
+            f"search: {len(strange)} members are of no trial in {TRIALS_FILE} ({', '.join(strange[:3])}{more}); if "
+            "this search has made them, the file has lost lines, and other trials may take their place"
+        )
 
     def _specs(self, asked: Sequence[tuple[Trial, list[str]]]) -> list[RunSpec]:
         """Plan trials as members; a refused trial is recorded as failed in Optuna's journal, with its reason."""
@@ -203,7 +219,9 @@ class Search:
     def _stopped(self) -> dict[str, str]:
         """Reasons of the pruned runs, by run, read from the race record at first use."""
         if self._pruned is None:
-            self._pruned = dict(RaceRecord.read(self._study.directory).pruned)
+            record = RaceRecord.read(self._study.directory)
+            self._said += [] if record.trouble is None else [f"search: {record.trouble}"]
+            self._pruned = dict(record.pruned)
         return self._pruned
 
     def _race(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> None:
@@ -228,7 +246,7 @@ class Search:
             if states[run].recipe in look.stopped:
                 why = replace(look, compute=self._looked[run]).why(states[run].recipe, rules)
                 line = {"kind": "pruned", "run": run, "why": why, "look": look.to_json()}
-                append_lines(self._study.directory / RACE_FILE, [line], durable=True)
+                append_lines(self._study.directory / RACE_FILE, [line], durable=True, checksum=True)
                 self._stopped()[run] = why
 
     def _due(self, run: str, axis: str, levels: Sequence[float]) -> bool:

@@ -7,7 +7,8 @@ when. Each look is in `race.jsonl` before anything is stopped for it, and a late
                  {"kind": "race", "rules", "axis", "metric", ...}, a {"kind": "look", ...} a look, and at the end what
                  the freed compute went to: {"kind": "freed", "compute", "steps": [{"recipe", "action", "members"}]}
 
-A folder that launches share may hold several races: what follows a line of members is theirs.
+A folder that launches share may hold several races: what follows a line of members is theirs. Every line ends with its
+checksum (`sweeps.run.files`); lines of earlier versions have none.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class LiveRace:
         self._members = [run for run in newest if run in here] if study.gathered and newest is not None else here
         self._record = RaceRecord.read(study.directory, self._members)
         self._told_members = newest == tuple(self._members)
+        self._lost = [] if self._record.trouble is None else [f"race: {self._record.trouble}"]
         self._check_rules()
         self._live = settings.mode == "live"
         self._journals = Journals(study.directory / RUNS_DIR)
@@ -117,7 +119,7 @@ class LiveRace:
         if not fresh and seen == self._seen:
             return replace(self._wish, said=())
         self._seen = seen
-        said = self._look(states, ended)
+        said, self._lost = [*self._lost, *self._look(states, ended)], []
         if self._over and not at_work and not self._freed_done and (dead := self._dead(states)):
             said.append(f"race: what was freed is kept for {', '.join(dead)}, of which every run has failed")
         go_on, later, over = self._wanted(states, ended, {*at_work, *due})
@@ -261,7 +263,7 @@ class LiveRace:
     def _write(self, line: Mapping[str, Any]) -> float:
         """Append a line to the race record; return its time in seconds, by the ledger's clock."""
         now = self._study.ledger.now()
-        append_lines(self._study.directory / RACE_FILE, [{"time": now, **line}], durable=True)
+        append_lines(self._study.directory / RACE_FILE, [{"time": now, **line}], durable=True, checksum=True)
         return now
 
     def _end(self, states: Mapping[str, MemberState], over: Collection[str], at_work: Collection[str]) -> list[str]:

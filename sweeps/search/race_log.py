@@ -10,7 +10,9 @@ from typing import Any
 from sweeps.curve import UNITS
 from sweeps.decide.race import Look
 from sweeps.decide.rules import NO_LIMIT, Rules
-from sweeps.run.files import parse_lines
+from sweeps.errors import UserError
+from sweeps.run import fields
+from sweeps.run.files import numbered_lines
 from sweeps.terminal import counted
 
 RACE_FILE = "race.jsonl"
@@ -28,6 +30,7 @@ class RaceRecord:
         pruned: for each pruned trial of a search, by run, the reason.
         taken: for each look, its time in seconds and its mode.
         members: identities of the racing members, in their order; None where an earlier version began the race.
+        damaged: numbers, from 1, of the lines that are torn or damaged.
     """
 
     rules: Rules | None = None
@@ -39,40 +42,46 @@ class RaceRecord:
     pruned: Mapping[str, str] = field(default_factory=dict)
     taken: tuple[tuple[float, str], ...] = ()
     members: tuple[str, ...] | None = None
+    damaged: tuple[int, ...] = ()
 
     @classmethod
     def read(cls, study: Path, members: Collection[str] | None = None) -> RaceRecord:
-        """Read the record of the study in a folder; an empty one if there was no race.
+        """Read the record of the study in a folder; an empty one if there was no race. Damaged lines are left out.
 
         Args:
             study: folder of the study.
             members: identities of members; races of other members that share the folder are left out. None for the
                 members of the newest race.
         """
-        path = study / RACE_FILE
-        lines = parse_lines(path.read_bytes()) if path.exists() else []
+        lines, damaged = numbered_lines(study / RACE_FILE)
+        sound = []
+        for number, line in lines:
+            try:
+                sound.append(_Line.of(line))
+            except (ValueError, TypeError, UserError):  # of no kind that was ever written
+                damaged.append(number)
         if members is None:
-            members = next((line["runs"] for line in reversed(lines) if line.get("kind") == "members"), None)
-        found, theirs = cls(), False
-        for line in lines:
-            kind = line.get("kind")
-            if kind == "members":
+            members = next((line.runs for line in reversed(sound) if line.runs is not None), None)
+        found, theirs = cls(damaged=tuple(sorted(damaged))), False
+        for line in sound:
+            if line.runs is not None:
                 # Launches may share a folder: all lines up to the next of this kind are of these members' race.
-                theirs = members is not None and not set(members) & set(line["runs"])
-                found = found if theirs else replace(found, members=tuple(line["runs"]))
-            elif theirs:
-                continue
-            elif kind == "race":
-                found = replace(found, rules=Rules.of_json(line["rules"]), axis=line["axis"], metric=line["metric"])
-            elif kind == "look":
-                mode = line.get("mode", found.mode)
-                looks, taken = (*found.looks, Look.of_json(line["look"])), (*found.taken, (line.get("time", 0.0), mode))
-                found = replace(found, looks=looks, mode=mode, taken=taken)
-            elif kind == "freed":
-                found = replace(found, freed=line)
-            elif kind == "pruned":
-                found = replace(found, pruned={**found.pruned, line["run"]: line["why"]})
+                theirs = members is not None and not set(members) & set(line.runs)
+                found = found if theirs else replace(found, members=line.runs)
+            elif not theirs:
+                found = line.added_to(found)
         return found
+
+    @property
+    def trouble(self) -> str | None:
+        """What is lost of the record, in a sentence; None if nothing is."""
+        if not self.damaged:
+            return None
+        named = ", ".join(map(str, self.damaged))
+        return (
+            f"{RACE_FILE}: line {named} torn or damaged; a look or a decision that was only there is lost, and what it "
+            "stopped may run on until a later look stops it"
+        )
 
     @property
     def stopped(self) -> dict[str, Look]:
@@ -81,7 +90,11 @@ class RaceRecord:
 
     @property
     def sentence(self) -> str:
-        """One sentence on the race's budget, stopped recipes and looks, or on the pruned trials."""
+        """One sentence on the race's budget, stopped recipes and looks, or the pruned trials, and on what is lost."""
+        return "; ".join(filter(None, [self._course, self.trouble]))
+
+    @property
+    def _course(self) -> str:
         if self.rules is None:
             return f"{len(self.pruned)} trials were pruned" if self.pruned else "no race"
         verb = "would be stopped (a dry run)" if self.mode == "dry_run" else "stopped"
@@ -94,3 +107,63 @@ class RaceRecord:
             f"{counted(len(self.looks), 'look')}{last}; below a chance of {self.rules.p_ahead:g} of ending ahead "
             f"of the favourite, from {self.rules.first:.0%} of the budget on{limit}"
         )
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of the record, checked: its kind, its fields, and what they were read to.
+
+    Attributes:
+        runs: of a line of members, their identities; None for other lines.
+    """
+
+    kind: object
+    entry: Mapping[str, Any]
+    runs: tuple[str, ...] | None = None
+    rules: Rules | None = None
+    look: Look | None = None
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> _Line:
+        """Check the fields of a line.
+
+        Raises:
+            ValueError, TypeError, UserError: one is missing, of another kind or out of range.
+        """
+        kind = entry.get("kind")
+        if kind == "members":
+            return cls(kind, entry, runs=fields.texts(entry, "runs"))
+        if kind == "race":
+            fields.text(entry, "axis"), fields.text(entry, "metric")
+            return cls(kind, entry, rules=Rules.of_json(fields.group(entry, "rules")))
+        if kind == "look":
+            if "time" in entry:
+                fields.number(entry, "time")
+            if "mode" in entry:
+                fields.text(entry, "mode")
+            return cls(kind, entry, look=Look.of_json(fields.group(entry, "look")))
+        if kind == "freed":
+            fields.number(entry, "compute"), fields.text(entry, "sentence")
+            for step in fields.groups(entry, "steps"):
+                fields.text(step, "recipe"), fields.text(step, "action")
+                for member in step["members"] if isinstance(step.get("members"), list) else [None]:
+                    if not isinstance(member, list) or [type(each) for each in member] != [str, str]:
+                        raise ValueError(f"members: {member!r:.60} is no run with its overrides")
+        if kind == "pruned":
+            fields.text(entry, "run"), fields.text(entry, "why")
+        return cls(kind, entry)
+
+    def added_to(self, found: RaceRecord) -> RaceRecord:
+        """Return the record with this line."""
+        entry = self.entry
+        if self.rules is not None:
+            return replace(found, rules=self.rules, axis=entry["axis"], metric=entry["metric"])
+        if self.look is not None:
+            mode = entry.get("mode", found.mode)
+            taken = (*found.taken, (entry.get("time", 0.0), mode))
+            return replace(found, looks=(*found.looks, self.look), mode=mode, taken=taken)
+        if self.kind == "freed":
+            return replace(found, freed=entry)
+        if self.kind == "pruned":
+            return replace(found, pruned={**found.pruned, entry["run"]: entry["why"]})
+        return found

@@ -13,7 +13,8 @@ from pathlib import Path
 from sweeps.decide.race import Look, next_look
 from sweeps.decide.rules import Rules
 from sweeps.errors import UserError
-from sweeps.run.files import append_lines, parse_lines
+from sweeps.run import fields
+from sweeps.run.files import append_lines, numbered_lines
 from sweeps.run.journal import JOURNAL_FILE, JournalView, find_runs
 from sweeps.search.journals import Journals, how_far
 from sweeps.search.race_log import RACE_FILE
@@ -44,15 +45,23 @@ class RunObserver:
         self._path = run_dir / RACE_FILE
         self._journals = Journals(self._study)
         self._looks: list[Look] = []
-        for line in parse_lines(self._path.read_bytes()) if self._path.exists() else []:
+        lines, damaged = numbered_lines(self._path)
+        for number, line in lines:
             try:
                 begun = Rules.of_json(line["rules"])
-            except (KeyError, TypeError, UserError):  # not of this version
+            except (KeyError, TypeError, ValueError, UserError):  # not of this version
                 begun = None
             self._rules = rules if begun is None else rules.going_on(begun)
             if self._rules != begun:
                 raise UserError(f"{self._path}: looked by other rules; go on with {line.get('rules')}, or remove it")
-            self._looks.append(Look.of_json(line["look"]))
+            try:
+                self._looks.append(Look.of_json(fields.group(line, "look")))
+            except ValueError:
+                damaged.append(number)
+        self.damaged: str | None = None
+        if damaged:
+            named = ", ".join(map(str, sorted(damaged)))
+            self.damaged = f"{self._path}: line {named} torn or damaged; a look that was only there is lost"
         self.waits_for: tuple[str, ...] = ()
         self.trouble: str | None = None
         self.namesakes: str | None = None
@@ -86,7 +95,8 @@ class RunObserver:
         )
         while isinstance(found := next_look(curves, self._rules, reached, self._looks, failed=failed), Look):
             # On disk before anything follows from it: a run that is resumed begins with the looks that are there.
-            append_lines(self._path, [{"rules": self._rules.to_json(), "look": found.to_json()}], durable=True)
+            line = {"rules": self._rules.to_json(), "look": found.to_json()}
+            append_lines(self._path, [line], durable=True, checksum=True)
             self._looks.append(found)
         self.waits_for = found
         mine = views[str(self._run_dir.relative_to(self._study))].header.get("recipe", self._run_dir.name)

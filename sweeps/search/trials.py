@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import BaseJournalBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from sweeps.errors import UserError
 from sweeps.redact import redact_override
+from sweeps.run.files import append_lines, parse_line
 from sweeps.run.spec import RunSpec
 from sweeps.search.settings import Axis, SearchSettings
 
 TRIALS_FILE = "optuna.jsonl"
 _NAME = "search"
+_REMEDY = "restore the file, or move it away to ask for the trials anew: what their runs have is taken over"
 
 # Trials on which a sampler is tried: more than most of them draw at random before they look at what was told.
 _REHEARSED = 12
@@ -185,9 +187,58 @@ class Trials:
         return [str(each.user_attrs["refused"]) for each in self.study.get_trials() if "refused" in each.user_attrs]
 
 
+class _Journal(BaseJournalBackend):
+    """File of Optuna's journal, an operation a line with its checksum, under the lock that Optuna's own file has.
+
+    Optuna, a dashboard of its own among others, reads it as its own. Operations build on those before them, so a
+    damaged line is an error and not left out.
+
+    Args:
+        path: path of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = JournalFileSymlinkLock(str(path))
+        self._ends = {0: 0}  # by number of operations, where they end in the file
+        path.touch()
+
+    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+        """Yield the operations from this number on.
+
+        Raises:
+            UserError: a line is damaged.
+        """
+        number = log_number_from if log_number_from in self._ends else 0
+        with self._path.open("rb") as handle:
+            handle.seek(self._ends[number])
+            for line in handle:
+                if not line.endswith(b"\n"):
+                    return  # another process is writing it
+                if (entry := parse_line(line)) is None:
+                    raise UserError(f"{self._path}, line {number + 1}: damaged; {_REMEDY}")
+                self._ends[number + 1] = self._ends[number] + len(line)
+                number += 1
+                if number > log_number_from:
+                    yield entry
+
+    def append_logs(self, logs: Sequence[Mapping[str, Any]]) -> None:
+        """Append operations; they are on the disk when this returns."""
+        self._lock.acquire()
+        try:
+            append_lines(self._path, logs, durable=True, checksum=True)
+        finally:
+            self._lock.release()
+
+
 def _opened(path: Path) -> optuna.Study:
-    storage = JournalStorage(JournalFileBackend(str(path)))
-    return optuna.create_study(storage=storage, study_name=_NAME, direction="maximize", load_if_exists=True)
+    try:
+        storage = JournalStorage(_Journal(path))
+        return optuna.create_study(storage=storage, study_name=_NAME, direction="maximize", load_if_exists=True)
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # of Optuna, on operations that do not fit together
+        raise UserError(f"{path}: no journal of a search ({message_of(error)}); {_REMEDY}") from error
 
 
 @contextmanager

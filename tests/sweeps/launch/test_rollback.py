@@ -53,3 +53,11 @@ def test_a_folder_that_somebody_else_has_used_meanwhile_stays(tmp_path: Path) ->
         (tmp_path / "run" / "spec.json").write_text("{}")
         (tmp_path / "run" / "metrics.jsonl").write_text("of another")
     assert contents(tmp_path) == {"run/metrics.jsonl": "of another"}
+
+
+def test_a_file_that_is_no_text_is_put_back_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "optuna.jsonl").write_bytes(b"\xff\x00damaged")
+    with Rollback() as rollback:
+        rollback.put_back(tmp_path / "optuna.jsonl", (tmp_path / "optuna.jsonl").read_bytes())
+        (tmp_path / "optuna.jsonl").write_text("new")
+    assert (tmp_path / "optuna.jsonl").read_bytes() == b"\xff\x00damaged"
