@@ -292,7 +292,7 @@ class _Member:
             numbers = _NUMBER.findall(name)
             step = int(numbers[-1]) if numbers else -1
             # One of a step that is not whole yet, or that does not say its step, covers what was there before it came.
-            covered = step if 0 <= step <= follower.last_step else before
+            covered = step if 0 <= step <= follower.last_step else min(before, follower.last_step)
             if changed or self._covered < covered == step:
                 journal.checkpoint(covered, name=name)
                 self._checkpoint, self._covered = found, covered

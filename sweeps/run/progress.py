@@ -202,10 +202,10 @@ def last_metrics(run_dir: Path, tail_bytes: int = _TAIL_BYTES) -> dict[str, floa
     for entry in _from_end(run_dir, tail_bytes):
         if entry is None or entry.get("kind") not in ("train", "eval"):
             continue
-        step, metrics = entry.get("step"), entry.get("metrics")
-        if finite(step) is None or not isinstance(metrics, Mapping):
+        step, metrics = finite(entry.get("step")), entry.get("metrics")
+        if step is None or not isinstance(metrics, Mapping):
             continue  # no record of ours, or a damaged one: whoever reads the whole journal names it
-        found.setdefault("step", float(step))
+        found.setdefault("step", step)
         if not measured:
             found |= {key: value for key, value in metrics.items() if key.startswith("live/")}
         measured = True

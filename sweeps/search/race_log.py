@@ -55,9 +55,9 @@ class RaceRecord:
         """
         lines, damaged = numbered_lines(study / RACE_FILE)
         sound = []
-        for number, line in lines:
+        for number, entry in lines:
             try:
-                sound.append(_Line.of(line))
+                sound.append(_Line.of(entry))
             except (ValueError, TypeError, UserError):  # of no kind that was ever written
                 damaged.append(number)
         if members is None:
@@ -74,7 +74,7 @@ class RaceRecord:
 
     @property
     def trouble(self) -> str | None:
-        """What is lost of the record, in a sentence; None if nothing is."""
+        """One sentence on the damaged lines of the record; None if there are none."""
         if not self.damaged:
             return None
         named = ", ".join(map(str, self.damaged))
