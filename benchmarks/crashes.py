@@ -334,9 +334,12 @@ def judged(place: Place, right: dict[str, Any], codes: Sequence[int]) -> tuple[s
     found = outcome(place)
     if found == right and "Traceback" not in said:
         return "same", ""
-    lost = [f"{view.recipe}: {view.reason}" for view in overview(place.study) if "no records of" in (view.reason or "")]
+    views = overview(place.study)
+    lost = [f"{view.recipe}: {view.reason}" for view in views if "no records of" in (view.reason or "")]
+    # Of a run that has finished a damaged line costs nothing but itself.
+    lost += [view.reason for view in views if view.state == "finished" and "metrics.jsonl, line" in (view.reason or "")]
     lost += [line for line in said.splitlines() if "torn or damaged" in line or "has lost lines" in line]
-    refused = [view.reason for view in overview(place.study) if view.state == "failed" and view.reason]
+    refused = [view.reason for view in views if view.state == "failed" and view.reason]
     refused = [reason for reason in refused if any(f"/{name}" in reason for name in (*DAMAGE, "state-"))]
     states = {title: each[0] for title, each in found.items() if isinstance(each, tuple)}
     if lost and all(state in ("finished", "stopped") for state in states.values()):
@@ -344,6 +347,7 @@ def judged(place: Place, right: dict[str, Any], codes: Sequence[int]) -> tuple[s
     if refused:
         return "refused", refused[0]
     differing = [key for key in {*found, *right} if found.get(key) != right.get(key)]
+    differing += [view.reason for view in views if view.reason]
     return "WRONG", f"{differing}: {said[-300:]!r}"
 
 

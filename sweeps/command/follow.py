@@ -132,7 +132,12 @@ class Follower:
         self._cut_back: float | None = None
         self._version = -1
         self._columns: set[str] = set()
-        self._rows = 0
+        self._rows = self._rows_before = 0
+
+    @property
+    def has_logged(self) -> bool:
+        """Return whether this attempt has logged a step."""
+        return bool(self._taken)
 
     def catch_up(self) -> None:
         """Record what an earlier attempt has logged and its member, killed, has not recorded; then begin this one.
@@ -164,7 +169,7 @@ class Follower:
                 self._journal.resume(end, **self._resume_facts)
                 self._leave_hole(last, end)
             self._record_ended(behind, False)
-        self._before = {name: list(column) for name, column in found.columns.items()}
+        self._before, self._rows_before = {name: list(column) for name, column in found.columns.items()}, found.rows
         self._known = {}
         self._goes_on = max(self._spent, default=None)
         self._start(self.last_step)
@@ -271,7 +276,7 @@ class Follower:
                     f"command.{setting}: {short(name)} was in {self._source.title} up to step {self.last_step} and is "
                     f"there no more; {where}; the journal has what was there"
                 )
-            if final:
+            if final and found.rows != self._rows_before:  # else this attempt has logged nothing
                 raise MetricsError(
                     f"command.{setting}: no column {short(name)} in {self._source.title}; {where}; name one of these"
                 )

@@ -88,6 +88,7 @@ class _Member:
         self._source = Source(self._command, run_dir, self._cuts)
         self._asked: str | None = None  # the reason for which the command was asked to stop
         self._log_at = 0
+        self._went_on_from: str | None = None  # a checkpoint
         # Of the newest checkpoint that was recorded: path and time of change, and the step up to which it covers.
         self._checkpoint: tuple[str, int] | None = None
         self._covered = -1
@@ -218,6 +219,7 @@ class _Member:
         command, run_dir = self._command, self._run_dir
         words = [*command.words]
         if goes_on:
+            self._went_on_from = checkpoint
             words += [word.replace("{checkpoint}", checkpoint or "") for word in command.add]
         for name, text in command.files.items():
             (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
@@ -339,6 +341,14 @@ class _Member:
                 follower,
                 f"command.metrics.source: the command ended with exit code 0{behind}, and {self._source.title} holds "
                 "no metrics; look where it writes them, and say it there",
+            )
+        if self._went_on_from is not None and not follower.has_logged:
+            self._fail(
+                journal,
+                follower,
+                f"command.resume.checkpoints: {self._went_on_from}: the command went on from it and logged nothing; "
+                f"the journal ends at step {last} of {steps}, so what was logged between is lost; move that checkpoint "
+                "away, to go on from the one before it",
             )
         self._fail(
             journal,

@@ -125,6 +125,17 @@ def test_a_checkpoint_that_came_before_the_first_step_was_logged_is_gone_on_from
     assert steps_of(run_dir) == [15, 30] and view(run_dir).missing is None
 
 
+def test_a_last_checkpoint_whose_steps_are_lost_is_named(tmp_path: Path) -> None:
+    _, run_dir = written(write_study(tmp_path, ENDS_AT_10, steps=10, resume=CHECKPOINTS))
+    with pytest.raises(CommandFailedError):
+        run_member(run_dir)
+    for name, lines in (("metrics.jsonl", 7), ("stdout.txt", 3)):
+        whole = (run_dir / name).read_bytes().split(b"\n")
+        (run_dir / name).write_bytes(b"\n".join([*whole[:lines], b""]))
+    with pytest.raises(CommandFailedError, match=r"state-10.json: the command went on from it and logged nothing; "):
+        run_member(run_dir)
+
+
 DAMAGE = ["", '{"attempts": "many", "cuts": 3}', '{"cuts": [[1], "x", [true, 2]], "attempts": null}', "\0\0", None]
 
 
