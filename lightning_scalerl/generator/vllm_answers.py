@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 # Reasons for which vLLM ends a request that is not an error. "abort" is one that was asked for from here.
 REASONS = ("stop", "length", "abort")
@@ -170,7 +170,7 @@ def checked_logprob(value: Any) -> float:
     return min(0.0, float(value))
 
 
-def _is_count(value: Any, least: int, most: int) -> bool:
+def _is_count(value: Any, least: int, most: int) -> TypeGuard[int]:
     # In Python a bool is an int, and JSON's true is no number.
     return type(value) is int and least <= value <= most
 
