@@ -57,7 +57,7 @@ def _loss(run: Run, into: Translation) -> None:
         )
     if isinstance(loss, CISPO):
         # Their cispo has one denominator.
-        if isinstance(aggregation, TokenAggregation):
+        if isinstance(aggregation, TokenAggregation) or by_name is None:
             into.set(loss_type="cispo", epsilon_high=loss.max_ratio)  # the cap itself, not 1 + epsilon
         elif by_name is not None:
             into.lacks("loss", loss, "loss_type=cispo divides by tokens; aggregation=token is translated")
@@ -65,8 +65,9 @@ def _loss(run: Run, into: Translation) -> None:
         into.lacks("loss", loss, "every loss_type has a ratio")
     elif (clips := run.clips) is None:
         into.lacks("loss", loss, "no loss_type is known to be it")
-    elif by_name is not None:
-        into.set(loss_type=by_name, epsilon=clips[0], epsilon_high=clips[1])
+    else:
+        # Without a counterpart of the aggregation, the surrogate still has one; the default would be another clip.
+        into.set(loss_type=by_name or "dapo", epsilon=clips[0], epsilon_high=clips[1])
     into.set(router_aux_loss_coef=0.0)  # else experts get the load-balancing loss of their model's configuration
     into.set(importance_sampling_level="sequence" if isinstance(loss, GSPO) else "token")
     beta = distance(run)

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import torch
 import yaml
 
 from lightning_scalerl.axes.loss import PPO
+from lightning_scalerl.choices import Choices
 from lightning_scalerl.composition import names_in
 from lightning_scalerl.optim import ConstantSchedule, CosineSchedule
 from lightning_scalerl.translate.command import TRAINERS, translated
@@ -81,6 +83,38 @@ def test_every_recipe_has_a_text_that_its_trainer_can_read(name: str) -> None:
             assert found.version in pinned.read_text().splitlines()[0]
         for each in found.missing:
             assert each.key.split(".")[0] in run.config and each.value and len(each.why) > 15
+
+
+def alone(axis: str) -> list[tuple[str, ...]]:
+    """The choices of an axis, each beside what it needs of another axis."""
+    needs = {"gae": ("critic=value_network",), "value_network": ("advantage=gae",)}
+    return [(f"{axis}={name}", *needs.get(name, ())) for name in names_in(axis)]
+
+
+@pytest.mark.parametrize(
+    "axis", every(4, [each.name for each in fields(Choices) if each.name != "own"], pytest.mark.slow)
+)
+def test_every_choice_of_an_axis_is_a_setting_or_is_listed(axis: str) -> None:
+    """A choice that changes nothing of a translation would be dropped without a word: the peer's default would run."""
+    base = run_of("recipe=scalerl")
+    for overrides in alone(axis):
+        run = run_of("recipe=scalerl", *overrides)
+        chosen, usual = (getattr(each.choices, axis) for each in (run, base))
+        if type(chosen) is type(usual) and chosen.parameters() == usual.parameters():
+            continue
+        for to, translate in TRAINERS.items():
+            before, after = translate(base), translate(run)
+            listed = any(each.key.split(".")[0] == axis for each in after.missing)
+            assert listed or after.settings != before.settings or after.missing != before.missing, (to, overrides)
+
+
+@pytest.mark.parametrize("loss", ["dapo", "ppo", "gspo", "cispo"])
+def test_the_loss_is_translated_whatever_averages_it(loss: str) -> None:
+    """scalerl's average over prompts has no counterpart in TRL, whose default clip would take the loss's place."""
+    found = TRAINERS["trl"](run_of("recipe=scalerl", f"loss={loss}"))
+    assert {"loss_type", "epsilon_high"} <= found.settings.keys()
+    assert ("epsilon" in found.settings) == (loss != "cispo")
+    assert [each.key for each in found.missing].count("aggregation") == 1
 
 
 def read_back(found: Translation) -> dict[str, object]:
