@@ -172,6 +172,14 @@ def _seconds_a_step(begin: tuple[int, float], end: tuple[int, float]) -> float:
     return (end[1] - begin[1]) / (end[0] - begin[0])
 
 
+def device_time(hours: float) -> str:
+    """Return device hours as "3.20 device hours", or in minutes or seconds where that would be 0.00."""
+    for unit, one in (("hours", 1.0), ("minutes", 60.0)):
+        if hours * one >= 0.1:
+            return f"{hours * one:.2f} device {unit}"
+    return f"{hours * 3600:.2g} device seconds"
+
+
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun: `1 group`, `3 groups`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

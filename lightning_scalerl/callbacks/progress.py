@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ProgressBar
 
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.run import run_of
-from sweeps.terminal import Bar
+from sweeps.terminal import Bar, device_time
 
 
 class StepProgress(Recorder, ProgressBar):
@@ -53,8 +53,8 @@ class StepProgress(Recorder, ProgressBar):
             # A batch of which nothing has a score has neither.
             parts = [f"{name} {metrics[key]:.3f}" for name, key in said.items() if key in metrics]
             self._shown["train"] = ", ".join(parts) or "no completion has a score"
-        hours = metrics["compute/device_hours"]
-        self._shown["spent"] = f"{metrics['compute/flops']:.2e} FLOPs, {hours:.2f} device hours"
+        spent = device_time(metrics["compute/device_hours"])
+        self._shown["spent"] = f"{metrics['compute/flops']:.2e} FLOPs, {spent}"
         known = ("eval", "train", "spent")
         self._bar.update(step, *(self._shown[part] for part in known if part in self._shown))
 

@@ -46,13 +46,10 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
 
 
 def show_results(study: Path, tracking: str | None) -> None:
-    """Print a finished study's ranking, followed by the link to the chart in MLflow if it is tracked.
-
-    Without tracking the ranking is computed only if stderr is a terminal.
-    """
+    """Print a finished study's ranking, followed by the link to the chart in MLflow if it is tracked."""
     if tracking:
         show_chart(study, tracking)
-    elif sys.stderr.isatty():
+    else:
         show_ranking(study)
 
 
@@ -119,6 +116,17 @@ def show_ranking(study: Path) -> None:
         ranking = rank(fits, margin=LaunchSettings.margin_of(study), workers=cores(), brief=True)
     except UserError as error:
         warn([f"no ranking yet: {error}"])
-    else:
+        return
+    if on_screen(sys.stderr):
         print()
         print_ranking(study, fits, ranking)
+    else:
+        _print_summary(study, ranking)
+
+
+def _print_summary(study: Path, ranking: Ranking) -> None:
+    """Print where a study is, what came out and the next command: its end in a pipe."""
+    place = shlex.quote(str(study))
+    print(f"study: {place}")
+    print(f"ranking: {one_line(' '.join(ranking.outcome))}")
+    print(f"next: scalerl rank {place}; scalerl report {place} -o {place}/report.html")

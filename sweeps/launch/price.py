@@ -72,6 +72,8 @@ class Launch(AsJson):
         lines = [f"{counted(self.members, 'member')} ({arms}), {self.steps} steps"]
         if self.left < self.steps:
             lines[0] += f", of which {self.left} are left"
+        if self.left == 0 and not asked:
+            return lines
         if self.price is None:
             unknown = "device hours: not known, for no run here has taken a step; name an earlier study that has"
             return [*lines, f"{unknown} (launch.like=STUDY, or --like)"] if asked else lines

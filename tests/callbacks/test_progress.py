@@ -26,7 +26,7 @@ def test_steps_of_steps_pass_rate_reward_and_compute(
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("training")]
     assert lines[0] == "training 0/3"
     number = r"\d\.\d{3}"
-    spent = r"\d\.\d\de\+\d\d FLOPs, \d+\.\d\d device hours"
+    spent = r"\d\.\d\de\+\d\d FLOPs, (?!0\.00 )\d\S* device (?:seconds|minutes)"
     assert re.fullmatch(rf"training 0/3: heldout {number} \(step 0\), {spent}", lines[1])
     # Of so few steps no time left is known.
     pattern = rf"training 2/3: heldout {number} \(step 0\), pass rate {number}, reward -?{number}, {spent}"

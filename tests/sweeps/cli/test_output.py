@@ -36,14 +36,13 @@ def test_the_ranking_stands_above_the_link(study: Path, tmp_path: Path, capsys: 
     assert re.match(rf"runs by rank: +{address}=ranking-\w+&compareRunsMode=TABLE", runs)
 
 
-def test_untracked_it_is_for_somebody_at_a_terminal(
-    study: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_in_a_pipe_a_study_ends_with_its_folder_its_ranking_and_the_next_command(
+    study: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show_results(study, None)
-    assert capsys.readouterr().out == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    show_results(study, None)
-    assert "P(best)" in capsys.readouterr().out
+    place, ranking, following = capsys.readouterr().out.splitlines()
+    assert place == f"study: {study}" and ranking.startswith("ranking: ") and "scalerl" in ranking
+    assert following == f"next: scalerl rank {study}; scalerl report {study} -o {study}/report.html"
 
 
 def test_a_study_is_ranked_with_the_margin_it_was_launched_with(
@@ -56,7 +55,6 @@ def test_a_study_is_ranked_with_the_margin_it_was_launched_with(
     assert margin() == 0.02
     (study / "launch.json").write_text('{"margin": 0.25}')
     assert margin() == 0.25 and margin("--margin", "0.1") == 0.1
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     show_results(study, None)
     assert "within 0.25" in capsys.readouterr().out
     (study / "launch.json").write_text("[]")
