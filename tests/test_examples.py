@@ -27,6 +27,7 @@ def own_run(folder: Path, steps: int) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_plain_loop_is_a_study_by_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file in the guide is that of the example; its grid is planned, and one member of it run."""
     source = ROOT / "examples" / "any_trainer"

@@ -512,6 +512,7 @@ def test_a_critic_is_in_the_checkpoint_and_in_nobodys_way(tiny_model_path: str, 
     assert loaded.completed_steps == 1
 
 
+@pytest.mark.slow
 def test_a_critic_has_its_own_learning_rate_under_the_same_schedule(tiny_model_path: str) -> None:
     def rates(*overrides: str) -> list[float]:
         given = [*WITH_CRITIC, "schedule.warmup_steps=3", *overrides]

@@ -51,6 +51,7 @@ def folder(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return run / "checkpoints" / "step-00000002.ckpt"
 
 
+@pytest.mark.slow
 def test_each_rank_writes_its_own_part_and_gathers_nothing(tiny_model_path: str, tmp_path: Path) -> None:
     """Of model and optimizer; no tensor is whole on any rank while a checkpoint is written."""
 

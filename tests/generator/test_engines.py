@@ -208,6 +208,7 @@ def test_one_that_answers_twice(near: Listening) -> None:
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.full] if seed > 2 else []) for seed in range(20)]
 )
+@pytest.mark.slow
 def test_random_delays_on_either_side(seed: int, near: Listening) -> None:
     """No token is older than the mode allows (`train` looks at each batch), whichever engine sampled it."""
     import random
@@ -228,6 +229,7 @@ def test_random_delays_on_either_side(seed: int, near: Listening) -> None:
 # --- who may speak ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_strangers_are_sent_away_in_a_line_and_harm_nobody(near: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
     silent = socket.create_connection((near.host, near.port))
     rude = socket.create_connection((near.host, near.port))

@@ -636,6 +636,7 @@ def test_nobody_without_the_key_gets_weights(server: StandIn, made: Any) -> None
         urlopen(server.inits[-1]["url"], timeout=5)
 
 
+@pytest.mark.slow
 def test_a_server_ends_with_the_program_that_started_it() -> None:
     """The plugin's watch, in a process that stands for one of the server's."""
     from lightning_scalerl.generator.vllm_plugin import PARENT

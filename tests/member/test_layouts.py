@@ -36,6 +36,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_live_run_says_what_its_rates_come_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = live_run(tmp_path / "run")
     shown = said(capsys, "--run", str(run), "--devices", "3", "--all")
@@ -59,6 +60,7 @@ def test_overrides_have_the_rates(capsys: pytest.CaptureFixture[str]) -> None:
     assert {line.split()[3] for line in shown.splitlines()[3:]} == {"1", "2"}
 
 
+@pytest.mark.slow
 def test_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     live_run(tmp_path / "virtual", live=False)
     live_run(tmp_path / "short", steps=2)

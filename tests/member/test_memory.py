@@ -29,6 +29,7 @@ def test_it_says_what_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"does not fit into {limit:g} GiB; it would with batch.recompute=true" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_devices_are_those_that_the_run_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("strategy=fsdp2", "strategy.nodes=2", "strategy.devices=4")
     assert main([*RUN, *asked]) == 0
@@ -42,6 +43,7 @@ def test_devices_are_those_that_the_run_asks_for(capsys: pytest.CaptureFixture[s
     assert "1 device (fsdp2), a pass of" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_keys_and_values_take_what_the_generator_may_have(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*RUN, "--json"]) == 0
     all_slots = json.loads(capsys.readouterr().out)["bytes"]["rank 0"]["its keys and values"]

@@ -65,6 +65,7 @@ def test_calibrated_rates_give_back_what_was_measured_and_foretell_the_truth_els
         assert other.trainer_idle == pytest.approx(one.trainer_idle, abs=0.02)
 
 
+@pytest.mark.slow
 def test_the_best_split_is_found_among_all_and_first() -> None:
     cluster = rates(decode_s=1.0, decode_rollout_s=0.3, train_s=0.0, train_token_s=0.2)
     load = work(Pipeline(8), slots=8)

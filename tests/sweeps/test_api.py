@@ -80,6 +80,7 @@ def test_frames_have_an_interval_in_three_columns(fits: api.Fits) -> None:
     assert set(api.rank(fits).to_frame()) >= {"recipe", "rank", "p_best", "A", "A_low", "verdict"}
 
 
+@pytest.mark.slow
 def test_plots_are_drawn_where_they_are_told_to(fits: api.Fits) -> None:
     _, ax = pyplot.subplots()
     results = [api.load(CURVES), fits, api.rank(fits), api.effects(fits), api.plan(fits, target=0.6), api.compare(fits)]
@@ -94,6 +95,7 @@ def test_plots_are_drawn_where_they_are_told_to(fits: api.Fits) -> None:
     pyplot.close("all")
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_little(fits: api.Fits) -> None:
     for result in (api.load(CURVES), fits, api.rank(fits), api.effects(fits), api.plan(fits, budget=1e5)):
         page = result._repr_html_()

@@ -119,6 +119,7 @@ def test_what_is_at_hand_behind_one_that_hangs_or_dies_is_given_to_others() -> N
     verifiers.close()
 
 
+@pytest.mark.slow
 def test_completions_too_large_for_a_pipe_are_given_out_one_by_one(pool: VerifierPool) -> None:
     """A pipe whose other end does not read takes no more: the pool would wait for a worker that hangs."""
     outcomes(pool, *["is 1"] * 40)

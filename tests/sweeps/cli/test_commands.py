@@ -113,6 +113,7 @@ def test_rank_prints_outcome_and_json(capsys: pytest.CaptureFixture[str]) -> Non
     assert ranking["ranking"][-1]["rank"] is None
 
 
+@pytest.mark.slow
 def test_plan_says_what_to_run_next_where_neither_target_nor_budget_is_given(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

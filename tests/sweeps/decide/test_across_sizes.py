@@ -117,6 +117,7 @@ def test_the_same_every_time_and_none_of_what_has_no_sigmoid() -> None:
     assert fit_across({**by_size, 7e9: replace(by_size[7e9], draws=None)}, "s") is None
 
 
+@pytest.mark.slow
 def test_the_figure_is_drawn_and_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = str(ROOT / "examples/sizes.csv")
     figure = tmp_path / "frontier.svg"

@@ -228,6 +228,7 @@ def test_compute_to_a_target_by_size() -> None:
     json.dumps(plan.to_json(), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_every_answer_is_finite_json_even_on_noise() -> None:
     rng = np.random.default_rng(3)
     curves = [

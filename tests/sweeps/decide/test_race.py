@@ -356,6 +356,7 @@ def test_what_is_stopped_together_is_what_the_draws_say_it_costs(number: int, se
     assert stopped == most and loss == pytest.approx(costs[most - 1] if most else 0.0)
 
 
+@pytest.mark.slow
 def test_a_race_is_never_expected_to_cost_more_than_its_limit() -> None:
     curves = [curve(f"r{i}", a=0.5 + 0.05 * i, rng=i) for i in range(5)]
     free = raced(curves, Rules(BUDGET, growth=1.6, loss=1.0))

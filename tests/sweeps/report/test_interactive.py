@@ -162,6 +162,7 @@ def test_what_stands_at_the_top(tmp_path: Path) -> None:
     assert not nothing.lines and not nothing.commands and not nothing.crashes and nothing.rate is None
 
 
+@pytest.mark.slow
 def test_without_the_library_the_page_is_static_and_says_how_to_change_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +174,7 @@ def test_without_the_library_the_page_is_static_and_says_how_to_change_that(
     assert 'id="study"' not in text and 'id="library"' not in text and text.count("<script>") == 1
 
 
+@pytest.mark.slow
 def test_two_studies_stand_side_by_side(tmp_path: Path) -> None:
     def curves(*names: str) -> list[Curve]:
         return [Curve(name, np.arange(3.0), np.array([0.1, 0.2, 0.3]), np.full(3, "0")) for name in names]

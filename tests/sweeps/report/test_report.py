@@ -464,6 +464,7 @@ def test_names_that_begin_alike_are_told_apart_in_a_figure() -> None:
     assert label("scalerl+loss=dapo") == "scalerl+loss=dapo" and label("a\nb") == "a?b"
 
 
+@pytest.mark.slow
 def test_the_page_calls_nobody_the_fastest_where_nobody_is_known_to_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,7 @@ def test_losing_the_race_for_the_experiment_adopts_the_winner(tracker: Tracker) 
     assert tracker.prepare() == client.get_experiment_by_name("study").experiment_id
 
 
+@pytest.mark.slow
 def test_a_deleted_experiment_says_how_to_bring_it_back(tracker: Tracker) -> None:
     tracker.client.delete_experiment(tracker.prepare())
     with pytest.raises(UserError, match="mlflow experiments restore"):
