@@ -29,7 +29,8 @@ from lightning_scalerl.task.dataset import DatasetTask
 from lightning_scalerl.task.formats import Problem, verl
 from lightning_scalerl.task.rows import RowSource
 from lightning_scalerl.verify.grade import Outcome, Sample
-from lightning_scalerl.verify.mathematics import changed, stated
+from lightning_scalerl.verify.answers import stated
+from lightning_scalerl.verify.mathematics import changed
 from lightning_scalerl.verify.pool import VerifierPool
 from lightning_scalerl.verify.registry import reward_sum
 
@@ -92,7 +93,7 @@ def reason(case: Case, outcome: Outcome) -> str:
         return "takes more than its processor time"
     from lightning_scalerl.verify.mathematics import _read
 
-    gold, said = (_read(text)[:1] for text in (str(case.sample.prompt.answer), stated(case.sample.answer)[0] or ""))
+    gold, said = (_read(text)[:1] for text in (str(case.sample.prompt.answer), stated(case.sample.answer).text))
     if gold == said:
         return f"math-verify reads a part only, and of both the same: {gold}"
     return f"math-verify reads {gold} and {said}"

@@ -1,4 +1,7 @@
-"""Verifier of mathematical answers: math-verify on the last boxed expression, or on the text after `####`.
+"""Verifier of mathematical answers: math-verify on one spelling of both answers, and our own comparison of their words.
+
+`answers.py` says which part of a completion is its answer, `spelling.py` brings gold and stated answer into one
+spelling, `words.py` compares words and units. Here the mathematics that is left is compared.
 
 math-verify parses with sympy, and some expressions explode there. Time is limited by the processor time that is used,
 so that a busy machine makes nobody wrong, and memory by the worker's limit. A completion that asks for more is wrong; a
@@ -17,30 +20,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from lightning_scalerl.verify.answers import MAX_CHARACTERS, Stated, last_boxed, stated
 from lightning_scalerl.verify.grade import Grade, Sample
+from lightning_scalerl.verify.spelling import comma_readings, in_ascii, normal
+from lightning_scalerl.verify.words import agree, part, plain
 
-# A longer answer is no answer: parsing takes time with its length.
-MAX_CHARACTERS = 1000
+__all__ = ["MAX_CHARACTERS", "Mathematics", "changed", "last_boxed", "stated"]
 _BASE = re.compile(r"\d_\{?(\d+)\}?")
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-# Braces, and escaped characters, so that an escaped brace is skipped.
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-# Arguments without braces: \\frac\pi 2, \\frac12, \\sqrt3.
-_FRACTION = re.compile(r"\\[dt]?frac\s*(\\[a-zA-Z]+|\d)\s*(\\[a-zA-Z]+|\d)")
-_ROOT = re.compile(r"\\sqrt\s*(\\[a-zA-Z]+|\d)")
-# Commands of spacing and style without meaning, as in 29,\\!322.
-_SPACING = re.compile(r"\\(?:[!,;:]|displaystyle\b)")
-# A percent sign at the end: the answer is the number before it.
-_PERCENT = re.compile(r"\s*\\?%$")
-# A number with a word behind it, such as 18 dollars; a letter alone is a variable.
-_WORDED = re.compile(r"([-+]?\d[\d,.]*)\s+[A-Za-z]{2}[A-Za-z .]*")
+# The space between a factor and a variable: 2 i is read as another thing than 2i.
 _FACTOR = re.compile(r"(?<=\d)\s+(?=[A-Za-z](?![A-Za-z]))")
-# GSM8K's mark with a number or an expression behind it; Markdown's headings look the same, with words.
-# Both patterns begin at the first # of a run and stop at the next mark, so that no character is looked at from each
-# of the marks before it.
-_MARKED = re.compile(r"(?<!#)#{4,}+\s*+(?![A-Za-z]{2})(\S[^\n]*)")
-# Words behind the mark, and nothing more: an answer that is one.
-_MARKED_WORD = re.compile(r"(?<!#)#{4,}+\s*+([A-Za-z](?:[^\n:#]|#(?!###))*+)\Z")
+# Of prose, where the words of its last expression are.
+_LAST_WORDS = 60
 # Equal signs with another meaning: a congruence, and numerals of two bases, which sympy reads as decimal.
 _NO_EQUATION = re.compile(r"\\equiv|\d_\{?\d")
 
@@ -70,17 +60,15 @@ class Mathematics:
             ValueError: the gold answer cannot be read in that time.
         """
         gold = str(sample.prompt.answer)
-        expected, problem = _gold(gold, self.cpu_s)
-        if problem:
+        answer, problem = _gold(gold, self.cpu_s)
+        if answer is None:
             raise ValueError(problem)
         try:
             with _limited(self.cpu_s):
-                said, marked = stated(sample.answer)
-                if not said or len(said) > MAX_CHARACTERS:
+                said = stated(sample.answer)
+                if not said.text or len(said.text) > MAX_CHARACTERS:
                     return Grade(0.0, {"math_unstated": 1.0})
-                if _same(said, gold):
-                    return Grade(1.0, {"math_unstated": 0.0})
-                return Grade(float(_equal(gold, expected, said, marked)), {"math_unstated": 0.0})
+                return Grade(float(_same(said.text, gold) or _equal(answer, said)), {"math_unstated": 0.0})
         except (TooCostlyError, MemoryError, RecursionError, OverflowError):
             return Grade(0.0, {"math_unstated": 0.0, "math_too_costly": 1.0})
 
@@ -101,55 +89,44 @@ def changed(answer: str) -> str:
     return answer[:place] + str(int(answer[place]) % 9 + 1) + answer[place + 1 :]
 
 
-def stated(text: str) -> tuple[str, bool]:
-    """Return the expression that a completion gives as its answer, and whether it is marked as such.
-
-    The last `\\boxed{...}` that is closed, else the number or expression behind the last `####`; else,
-    not marked, the end of the text, in which math-verify looks for its last expression.
-    """
-    boxed = last_boxed(text)
-    if boxed is not None:
-        return boxed, True
-    marked = [*_MARKED.finditer(text), *_MARKED_WORD.finditer(text.rstrip())]
-    if marked:
-        return marked[-1][1].strip(), True
-    return text.rstrip("# \n\t").strip()[-MAX_CHARACTERS:], False  # a mark with nothing behind it says nothing
-
-
-def last_boxed(text: str) -> str | None:
-    """Return the content of the last `\\boxed{...}` or `\\fbox{...}` whose braces close, in one pass; else None."""
-    firsts = {found.end() - 1 for found in _BOX.finditer(text)}
-    if not firsts:
-        return None
-    begun: list[int] = []
-    last: tuple[int, int] | None = None
-    for found in _BRACE.finditer(text, min(firsts)):
-        if found[0] == "{":
-            begun.append(found.start())
-        elif found[0] == "}" and begun:
-            first = begun.pop()
-            if first in firsts and (last is None or first > last[0]):
-                last = first, found.start()
-    return None if last is None else text[last[0] + 1 : last[1]].strip()
-
-
 def _same(said: str, gold: str) -> bool:
     """Return whether two texts are equal except for white space, so that no parser is needed."""
     return said.split() == gold.split()
 
 
-@lru_cache(maxsize=4096)
-def _gold(gold: str, cpu_s: float) -> tuple[Any, str]:
-    """Return a gold answer as math-verify reads it, cached, and what is wrong with it, if anything.
+@dataclass(frozen=True)
+class Answer:
+    """An answer in the one spelling, and as math-verify reads it.
 
-    None where it is no mathematics as a whole: it is compared as text then.
+    Args:
+        text: the whole answer, words included.
+        words: its words in canonical form.
+        readings: its mathematics, with what math-verify makes of it; more than one where a spelling has two meanings
+            (100,200 is a number or a list). Empty where it is no mathematics as a whole.
     """
+
+    text: str
+    words: tuple[str, ...]
+    readings: tuple[tuple[str, Any], ...]
+
+
+def _answer(text: str) -> Answer:
+    spelled = normal(text)
+    parts = part(spelled)
+    texts = dict.fromkeys(other for each in parts.readings for other in comma_readings(each) if other)
+    readings = [(each, _read(each)) for each in texts]
+    return Answer(spelled, parts.words, tuple((each, found) for each, found in readings if found))
+
+
+@lru_cache(maxsize=4096)
+def _gold(gold: str, cpu_s: float) -> tuple[Answer | None, str]:
+    """Return a gold answer, cached, or what is wrong with it."""
     if not gold.strip():
         return None, "the gold answer is empty"
     _warm()
     try:
         with _limited(cpu_s):
-            return _read(gold) or None, ""
+            return _answer(gold), ""
     except TooCostlyError as error:
         return None, f"the gold answer {gold[:80]!r} takes {error}"
     except (MemoryError, RecursionError, OverflowError) as error:
@@ -163,13 +140,32 @@ def _warm() -> None:
     _found_in("1/2")
 
 
-def _equal(gold: str, expected: Any, said: str, marked: bool) -> bool:
+def _equal(gold: Answer, said: Stated) -> bool:
+    """Compare words first, then mathematics in every reading of both, then plain text where one has no mathematics."""
+    answer = _answer(said.text) if said.marked else Answer(normal(said.text), (), ())
+    if gold.text == answer.text or (plain(gold.text) and plain(gold.text) == plain(answer.text)):
+        return True
+    in_prose = bool(said.prose) or not said.marked
+    words = answer.words if said.marked else part(answer.text[-_LAST_WORDS:]).words
+    if not agree(gold.words, words, in_prose):
+        return False
+    if any(
+        _equal_mathematics(expected, found, text, other, True)
+        for text, expected in gold.readings
+        for other, found in answer.readings
+    ):
+        return True
+    if not in_prose:
+        return False
+    prose = in_ascii(said.prose or said.text)
+    found = _found_in(prose)
+    return any(_equal_mathematics(expected, found, text, prose, False) for text, expected in gold.readings)
+
+
+def _equal_mathematics(expected: Any, found: Any, gold: str, said: str, marked: bool) -> bool:
     """Compare by math-verify, and by our own rules where it is blind: bases, brackets of sets, very small numbers."""
     from math_verify import verify
 
-    if expected is None:
-        return _tidy(said) == _tidy(gold)
-    found = _read(said) if marked else _found_in(said)
     if not found or (_contradicts_itself(said, found[0]) and not _contradicts_itself(gold, expected[0])):
         return False
     if marked:
@@ -190,10 +186,9 @@ def _base(text: str) -> str | None:
 
 def _brackets(text: str) -> str | None:
     """Return "set" or "order" for a list, by its brackets; None without commas or brackets."""
-    bare = _tidy(text).replace("\\left", "").replace("\\right", "").strip("$ ")
-    if "," not in bare:
+    if "," not in text:
         return None
-    return "set" if bare.startswith("\\{") else "order" if bare.startswith(("(", "[")) else None
+    return "set" if text.startswith("\\{") else "order" if text.startswith(("(", "[")) else None
 
 
 def _contradicts_itself(text: str, expression: Any) -> bool:
@@ -219,21 +214,14 @@ def _near(expected: Any, found: Any) -> bool:
     return bool(difference == 0 or abs(difference) <= 1e-4 * size)
 
 
-def _tidy(expression: str) -> str:
-    """Normalise common LaTeX: arguments in braces, no full stop, no words or percent sign after a number."""
-    bare = _PERCENT.sub("", " ".join(_SPACING.sub("", expression).strip().strip("$").split()).rstrip(".,;"))
-    bare = _ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(r"\\frac{\1}{\2}", bare))
-    worded = _WORDED.fullmatch(bare)
-    return worded[1] if worded else _FACTOR.sub("", bare)  # 2 i is read as another thing than 2i
-
-
 def _read(expression: str) -> Any:
-    """Parse all of a marked expression as LaTeX; empty if only part of it can be read."""
+    """Parse all of an expression as LaTeX; empty if only part of it can be read."""
     from math_verify import LatexExtractionConfig, parse
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     ways = (LatexExtractionConfig(),)
-    return parse(f"${_tidy(expression)}$", ways, parsing_timeout=None, fallback_mode="no_fallback")
+    spelled = _FACTOR.sub("", expression)
+    return parse(f"${spelled}$", ways, parsing_timeout=None, fallback_mode="no_fallback")
 
 
 def _found_in(prose: str) -> Any:

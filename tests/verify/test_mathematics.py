@@ -194,8 +194,8 @@ def test_another_answer_is_another(answer: str) -> None:
         ("#### yes\n#### no", "no"),
         ("#### C# or F#", "C# or F#"),
         # Markdown's headings
-        ("#### Final Answer\n\nThe answer is 42.", "#### Final Answer\n\nThe answer is 42."),
-        ("#### Final Answer: 42", "#### Final Answer: 42"),
+        ("#### Final Answer\n\nThe answer is 42.", "42"),
+        ("#### Final Answer: 42", "42"),
         ("#### Step 4: sum\n20+22=42\n\n#### 42", "42"),
         ("42", "42"),
         ("", None),

@@ -1,0 +1,249 @@
+"""One spelling for mathematics that can be written in several ways.
+
+`normal` is applied to the gold answer and to the stated one before anything else. It changes how an answer is written,
+never what it means: Unicode becomes LaTeX, style, spacing and thousands separators go, upright constants and functions
+become plain ones, periodic decimals become fractions. Words stay, inside `\\text{...}` (`words.py` compares them).
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_SUPERSCRIPT = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ", "0123456789+-()ni", strict=True))
+_SUBSCRIPT = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋₍₎", "0123456789+-()", strict=True))
+_VULGAR = {
+    "½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5", "⅘": "4/5",
+    "⅙": "1/6", "⅚": "5/6", "⅐": "1/7", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8", "⅑": "1/9", "⅒": "1/10",
+}  # fmt: skip
+_SYMBOLS = {
+    **dict.fromkeys("−–‒﹣－", "-"), **dict.fromkeys("\u00a0\u2007\u2009\u202f\u200a\u2002\u2003\u3000", " "),
+    **dict.fromkeys("\u200b\u2060\ufeff", ""), **dict.fromkeys("×✕", "\\times "), **dict.fromkeys("·⋅∙", "\\cdot "),
+    "÷": "\\div ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "±": "\\pm ", "∓": "\\mp ", "∞": "\\infty ", "∪": "\\cup ",
+    "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "°": "^{\\circ}", "º": "^{\\circ}", "π": "\\pi ", "α": "\\alpha ",
+    "β": "\\beta ", "γ": "\\gamma ", "δ": "\\delta ", "θ": "\\theta ", "λ": "\\lambda ", "μ": "\\mu ", "φ": "\\phi ",
+    "ω": "\\omega ", "ρ": "\\rho ", "σ": "\\sigma ", "ℝ": "\\mathbb{R}", "ℤ": "\\mathbb{Z}", "、": ",", "。": ".",
+    "“": '"', "”": '"', "‘": "'", "’": "'", "✓": "", "✅": "", "⟨": "\\langle ", "⟩": "\\rangle ", "…": "\\ldots ",
+    "€": "\\text{ euro}", "£": "\\text{ pound}",
+}  # fmt: skip
+_CHARACTERS = str.maketrans({**_SYMBOLS, **{chr(0xFF01 + n): chr(0x21 + n) for n in range(94) if n != 12}})
+_RAISED = re.compile(f"[{''.join(map(re.escape, _SUPERSCRIPT))}]+")
+_LOWERED = re.compile(f"[{''.join(map(re.escape, _SUBSCRIPT))}]+")
+_VULGARS = re.compile(f"[{''.join(_VULGAR)}]")
+_RADICAL = re.compile(r"([√∛])\s*(\((?:[^()]|\([^()]*\))*\)|\{[^{}]*\}|\d+(?:\.\d+)?|[A-Za-z]|\\pi\b)")
+
+# A command that only sets style, alone or with an argument that is not mathematics.
+_STYLE = re.compile(
+    r"\\(?:displaystyle|textstyle|scriptstyle|scriptscriptstyle|bfseries|bf|itshape|it|rmfamily|rm|tiny|scriptsize|footnotesize|small|"
+    r"normalsize|large|Large|LARGE|huge|Huge|boldmath|centering|strut|mathstrut|limits|nolimits|checkmark|"
+    r"(?:left|right)\s*\.|left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])"
+    r"|\\(?:color|pagecolor)\s*(?:\[[^\]]*\])?\s*\{[^{}]*\}|\\(?:hspace|vspace|phantom|hphantom|vphantom|label|tag)\*?\{[^{}]*\}"
+)
+_SPACE = re.compile(r"(\\\\)|\\(?:[,;:> ]|quad\b|qquad\b|enspace\b|thinspace\b|medspace\b|thickspace\b)|~")
+# Commands whose last argument is kept as mathematics, and how many arguments come before it.
+_WRAPPERS = {
+    **dict.fromkeys(
+        (
+            "boldsymbol",
+            "bm",
+            "pmb",
+            "mathbf",
+            "mathit",
+            "mathnormal",
+            "mathsf",
+            "mathtt",
+            "underline",
+            "uline",
+            "ensuremath",
+            "boxed",
+            "fbox",
+        ),
+        0,
+    ),
+    **dict.fromkeys(("tiny", "small", "large", "Large", "LARGE", "huge", "Huge"), 0),
+    **dict.fromkeys(("textcolor", "colorbox"), 1),
+}
+_TEXTS = (
+    "text", "textrm", "textnormal", "textbf", "textit", "textsf", "texttt", "textup", "mbox",
+    "hbox", "mathrm", "operatorname", "emph", "mathop",
+)  # fmt: skip
+_COMMAND = re.compile(rf"\\({'|'.join([*_WRAPPERS, *_TEXTS])})\*?\s*(?=\{{)")
+_FUNCTIONS = frozenset((
+    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "coth", "ln",
+    "log", "lg", "exp", "gcd", "min", "max", "det", "deg", "dim", "ker", "arg",
+))  # fmt: skip
+_DELIMITERS = re.compile(r"(\\\\)|\\[()\[\]]|(?<!\\)\$")
+_FRACTION = re.compile(r"\\[dtc]?frac\s*(\\[a-zA-Z]+|\d)\s*(\\[a-zA-Z]+|\d)")
+_HALF_BRACED = re.compile(r"\\[dtc]?frac\s*(\d|\\pi\b)\s*(?=\{)")
+_ROOT = re.compile(r"\\sqrt\s*(\\[a-zA-Z]+|\d)")
+_NUMBER = r"(?<![\d.,])\d{1,3}"
+_BARE_SPACED = re.compile(rf"{_NUMBER}(?:\s\d{{3}})+(?![\d/.]|\s*\\frac)")
+_SPACED = re.compile(rf"{_NUMBER}(?:(?:\{{,\}}|,\s*\\!|\\!|\\,|\\ |~)\s*\d{{3}})+(?!\d)")
+_BEFORE_DECIMALS = re.compile(rf"{_NUMBER}(?:,\d{{3}})+(?=\.\d)")
+_COMMAED = re.compile(rf"{_NUMBER}(?:,\d{{3}})+(?![\d])")
+_PERIODIC = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))(?![\d])")
+_ANSWER_IS = re.compile(
+    r"^(?:\W|\\text\{)*(?:the|my|our|so|thus|hence|therefore|final|correct|\s)*\banswers?\s*(?:is|are|[:=])*[\s:=]*(\})?",
+    re.IGNORECASE,
+)
+
+
+def normal(text: str) -> str:
+    """Return an answer in the one spelling that is compared."""
+    bare = in_ascii(text)
+    bare = _DELIMITERS.sub(lambda found: found[1] or " ", bare)
+    bare = _SPACED.sub(_digits, bare)
+    bare = _BEFORE_DECIMALS.sub(_digits, _BARE_SPACED.sub(_digits, bare)).replace("\\!", "")
+    bare = _unwrapped(bare)
+    bare = _STYLE.sub(" ", bare)
+    bare = _SPACE.sub(lambda found: found[1] or " ", bare).replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
+    bare = _without_outer_braces(" ".join(bare.split()))
+    bare = _ANSWER_IS.sub(lambda found: "" if found[1] or "{" not in found[0] else "\\text{", bare)
+    bare = _PERIODIC.sub(_periodic, bare)
+    bare = _HALF_BRACED.sub(r"\\frac{\1}", _FRACTION.sub(r"\\frac{\1}{\2}", bare))
+    bare = _ROOT.sub(r"\\sqrt{\1}", bare)
+    return _trimmed(bare)
+
+
+def _digits(found: re.Match[str]) -> str:
+    return re.sub(r"\D", "", found[0])
+
+
+def comma_readings(text: str) -> tuple[str, ...]:
+    """Return a normal text with its plain commas before three digits as thousands separators and as commas of a list.
+
+    100,200 is a number or a list. In brackets it is a list, unless they hold another comma, with a space behind it.
+    """
+    joined: list[str] = []
+    place = 0
+    for found in _COMMAED.finditer(text):
+        inside = _enclosing(text, found.start())
+        if inside is None or ", " in inside or not re.fullmatch(r"[\s\d.,+-]*", inside):
+            joined += [text[place : found.start()], found[0].replace(",", "")]
+            place = found.end()
+    separated = _COMMAED.sub(lambda found: found[0].replace(",", ", "), text)
+    return tuple(dict.fromkeys(("".join([*joined, text[place:]]), separated)))
+
+
+def _enclosing(text: str, place: int) -> str | None:
+    """Return what the brackets around a place hold; None outside of round, square and set brackets."""
+    depth = 0
+    for start in range(place - 1, -1, -1):
+        if text[start] in ")]" or text[start - 1 : start + 1] == "\\}":
+            depth += 1
+        elif text[start] in "([" or text[start - 1 : start + 1] == "\\{":
+            if depth == 0:
+                end = next((n for n in range(place, len(text)) if text[n] in ")]}"), len(text))
+                return text[start + 1 : end].rstrip("\\")
+            depth -= 1
+    return None
+
+
+def in_ascii(text: str) -> str:
+    """Return a text with the characters of Unicode that mathematics is written in as LaTeX."""
+    bare = _RAISED.sub(lambda found: "^{" + "".join(_SUPERSCRIPT[each] for each in found[0]) + "}", text)
+    bare = _LOWERED.sub(lambda found: "_{" + "".join(_SUBSCRIPT[each] for each in found[0]) + "}", bare)
+    bare = _VULGARS.sub(lambda found: "\\frac{{{}}}{{{}}}".format(*_VULGAR[found[0]].split("/")), bare)
+    bare = bare.translate(_CHARACTERS)
+    return _RADICAL.sub(lambda found: f"\\sqrt{'[3]' if found[1] == '∛' else ''}{{{_inside(found[2])}}}", bare)
+
+
+def _inside(argument: str) -> str:
+    return argument[1:-1] if argument[0] in "({" else argument
+
+
+def _unwrapped(text: str) -> str:
+    """Remove style commands with arguments; make all commands of text `\\text`, and unwrap text that is mathematics."""
+    closing = _closing_braces(text)
+
+    def walk(start: int, end: int) -> str:
+        out: list[str] = []
+        at = start
+        while found := _COMMAND.search(text, at, end):
+            out.append(text[at : found.start()])
+            name, argument = found[1], found.end()
+            for _ in range(_WRAPPERS.get(name, 0)):
+                argument = closing.get(argument, end) + 1
+                while argument < end and text[argument] == " ":
+                    argument += 1
+            last = closing.get(argument)
+            if last is None or last >= end or text[argument] != "{":
+                out.append(found[0])
+                at = found.end()
+                continue
+            content = text[argument + 1 : last]
+            out.append(
+                f"{{{walk(argument + 1, last)}}}"
+                if name in _WRAPPERS
+                else _text(name, content, "".join(out).rstrip()[-1:])
+            )
+            at = last + 1
+        out.append(text[at:end])
+        return "".join(out)
+
+    return walk(0, len(text))
+
+
+# Units of one letter, which are text behind a number and variables elsewhere.
+_LETTER_UNITS = frozenset("mgshdlLNJWVKCF")
+
+
+def _text(name: str, content: str, before: str) -> str:
+    """Return text as `\\text{...}`, or as mathematics where it is that: a number, a constant, a function, (A)."""
+    bare = content.strip()
+    if bare in _FUNCTIONS:
+        return f"\\{bare} "
+    if name == "mathrm" and bare in ("e", "i", "d"):
+        return f" {bare}"
+    is_unit = bare in _LETTER_UNITS and (before.isdigit() or before == "}")
+    if is_unit or re.search(r"[A-Za-z]{2}|[A-Za-z]\.|\\", bare):
+        return f"\\text{{{content}}}"
+    return content
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    """Return where each brace that opens is closed."""
+    pairs: dict[int, int] = {}
+    begun: list[int] = []
+    for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        if found[0] == "{":
+            begun.append(found.start())
+        elif found[0] == "}" and begun:
+            pairs[begun.pop()] = found.start()
+    return pairs
+
+
+def _without_outer_braces(text: str) -> str:
+    for _ in range(20):
+        text = text.strip()
+        if not (text.startswith("{") and _closing_braces(text).get(0) == len(text) - 1):
+            break
+        text = text[1:-1]
+    return text
+
+
+def _periodic(found: re.Match[str]) -> str:
+    whole, fixed, period = found[1] or "0", found[2], found[3] or found[4]
+    if len(whole) + len(fixed) + len(period) > 30:
+        return found[0]
+    shift = 10 ** len(fixed)
+    value = Fraction(int(whole + fixed), shift) + Fraction(int(period), shift * (10 ** len(period) - 1))
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator != 1 else str(value.numerator)
+
+
+# What no expression ends with.
+_NO_END = '.,;:? *_`"'
+
+
+def _trimmed(text: str) -> str:
+    """Remove what surrounds an answer in prose: quotes, emphasis, a full stop, a plus, brackets around one number."""
+    for _ in range(4):
+        before = text
+        text = re.sub(r"(?<!\\)\\$", "", text.strip()).rstrip(_NO_END)  # the backslash of a space that was escaped
+        quoted = re.fullmatch(r"([\"'`*_]+)(.*?)\1", text, re.DOTALL)
+        text = quoted[2] if quoted else text
+        bracketed = re.fullmatch(r"[(\[]\s*([+-]?[\d.]+)\s*[)\]]", text)
+        text = bracketed[1] if bracketed else re.sub(r"^\+\s*(?=[\d.\\])", "", text)
+        if text == before:
+            break
+    return text
