@@ -231,17 +231,17 @@ def _periodic(found: re.Match[str]) -> str:
     return f"\\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator != 1 else str(value.numerator)
 
 
-# What no expression ends with.
-_NO_END = '.,;:? *_`"'
+# No expression begins or ends with these.
+_EMPHASIS = '*_`" '
 
 
 def _trimmed(text: str) -> str:
     """Remove what surrounds an answer in prose: quotes, emphasis, a full stop, a plus, brackets around one number."""
     for _ in range(4):
         before = text
-        text = re.sub(r"(?<!\\)\\$", "", text.strip()).rstrip(_NO_END)  # the backslash of a space that was escaped
-        quoted = re.fullmatch(r"([\"'`*_]+)(.*?)\1", text, re.DOTALL)
-        text = quoted[2] if quoted else text
+        text = re.sub(r"(?<!\\)\\$", "", text.strip())  # the backslash of a space that was escaped
+        text = text.rstrip(f".,;:?{_EMPHASIS}").lstrip(_EMPHASIS)
+        text = text[1:-1] if re.fullmatch(r"'[^']*'", text) else text
         bracketed = re.fullmatch(r"[(\[]\s*([+-]?[\d.]+)\s*[)\]]", text)
         text = bracketed[1] if bracketed else re.sub(r"^\+\s*(?=[\d.\\])", "", text)
         if text == before:

@@ -16,8 +16,9 @@ _UNITS = {
     "milligram": "mg", "pound": "lb lbs", "ounce": "oz", "ton": "tonne", "second": "s sec secs", "minute": "min mins",
     "hour": "h hr hrs", "day": "d", "week": "wk wks", "month": "mo", "year": "yr yrs", "liter": "l litre",
     "milliliter": "ml millilitre", "gallon": "gal", "degree": "deg degrees", "radian": "rad rads",
-    "celsius": "c centigrade", "fahrenheit": "f", "kelvin": "k", "dollar": "usd bucks", "cent": "¢", "euro": "eur", "percent": "% pct percentage",
-    "newton": "n", "joule": "j", "watt": "w", "volt": "v", "ohm": "Ω", "hertz": "hz", "knot": "kt kts", "am": "", "pm": "",
+    "celsius": "c centigrade", "fahrenheit": "f", "kelvin": "k", "dollar": "usd bucks", "cent": "¢", "euro": "eur",
+    "percent": "% pct percentage", "newton": "n", "joule": "j", "watt": "w", "volt": "v", "ohm": "Ω", "hertz": "hz",
+    "knot": "kt kts", "am": "", "pm": "",
 }  # fmt: skip
 _CANONICAL = {short: name for name, others in _UNITS.items() for short in (name, *others.split())}
 _FILLERS = frozenset((
