@@ -1,8 +1,9 @@
 """Are the answers of real data sets graded right, and how fast? GSM8K and MATH as verl prepares them, 21,292 rows.
 
-Every gold answer, written as a solution in two ways, must score 1, and with its answer changed 0, in the very pool
-that grades a run's completions. Then: how long it takes to load GSM8K, put its prompts through a chat template and
-measure them, the first time and from the cache.
+Every gold answer is written as a solution in ways that mean the same, which must score 1, and changed in ways that mean
+something else, which must score 0, in the very pool that grades a run's completions. A way applies to the rows that it
+fits. Then: how long it takes to load GSM8K, to put its prompts through a chat template and to measure them, the first
+time and from the cache.
 
 The rows are looked for in the folder that SCALERL_DATA names, else in `../shared/data`: gsm8k/train.parquet and
 test.parquet, math/train.parquet and test.parquet. Prints Markdown.
@@ -15,10 +16,11 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,21 +30,113 @@ from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.dataset import DatasetTask
 from lightning_scalerl.task.formats import Problem, verl
 from lightning_scalerl.task.rows import RowSource
-from lightning_scalerl.verify.grade import Outcome, Sample
 from lightning_scalerl.verify.answers import stated
+from lightning_scalerl.verify.grade import Outcome, Sample
 from lightning_scalerl.verify.mathematics import changed
 from lightning_scalerl.verify.pool import VerifierPool
 from lightning_scalerl.verify.registry import reward_sum
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("gsm8k/train", "gsm8k/test", "math/train", "math/test")
-# To the letter a verifier need not think; set otherwise it must.
-SET_OTHERWISE = "\\displaystyle "
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-WAYS = ("as it is", "set otherwise", "changed")
+_INTEGER = re.compile(r"-?\d+")
+_UNIT = re.compile(r"\\(?:text|mbox)\{\s*([a-z]{3,})\s*\}\s*$")
+_POWER = re.compile(r"(\\(?:text|mbox)\{[^{}]*\}\s*\^\s*\{?)([23])(\}?)$")
+_UNICODE = {
+    "\\pi": "π",
+    "\\infty": "∞",
+    "\\le ": "≤ ",
+    "\\cup": "∪",
+    "\\pm": "±",
+    "\\times": "×",
+    "^2": "²",
+    "^\\circ": "°",
+}
+
+
+def boxed(answer: str) -> str:
+    """A solution that ends with an answer."""
+    return f"So the answer is $\\boxed{{{answer}}}$."
+
+
+def in_unicode(answer: str) -> str | None:
+    """Characters for commands, where each command has one and nothing else follows it at once."""
+    found = answer
+    for command, character in _UNICODE.items():
+        found = re.sub(re.escape(command) + r"(?![A-Za-z0-9])", character, found)
+    found = re.sub(r"\\sqrt\{(\w+)\}", r"√(\1)", found).replace("-", "−")
+    return None if found == answer or "text" in answer else boxed(found)
+
+
+def thousands(answer: str) -> str | None:
+    """Digits in groups of three, as MATH sets them."""
+    if not re.fullmatch(r"\d{4,}", answer):
+        return None
+    return boxed(f"{int(answer):,}".replace(",", ",\\! "))
+
+
+def other_unit(answer: str) -> str | None:
+    """The last word of an answer replaced by a word that means something else."""
+    found = _UNIT.search(answer)
+    return boxed(f"{answer[: found.start(1)]}furlongs{answer[found.end(1) :]}") if found else None
+
+
+def other_power(answer: str) -> str | None:
+    """Square units for cubic ones."""
+    found = _POWER.search(answer)
+    return boxed(f"{answer[: found.start(2)]}{5 - int(found[2])}{answer[found.end(2) :]}") if found else None
+
+
+def other_sign(answer: str) -> str | None:
+    """A number with the other sign."""
+    if not _INTEGER.fullmatch(answer) or int(answer) == 0:
+        return None
+    return boxed(answer[1:] if answer.startswith("-") else f"-{answer}")
+
+
+def other_bracket(answer: str) -> str | None:
+    """An interval that holds its end, for one that does not."""
+    if (
+        not re.fullmatch(r"[(\[][^(){}\[\]]*,[^(){}\[\]]*[)\]]", answer)
+        or "infty" in answer
+        or answer[0] + answer[-1] == "()"
+    ):
+        return None
+    return boxed(answer[:-1] + (")" if answer[-1] == "]" else "]"))
+
+
+def other_word(answer: str) -> str | None:
+    """An answer that is a word, replaced by another word."""
+    return boxed("\\text{furlongs}") if re.fullmatch(r"\\text\{[A-Za-z]{3,}\}", answer) else None
+
+
+# By name: what becomes of a gold answer, None where the way does not fit it, and the reward.
+WAYS: dict[str, tuple[Callable[[str], str | None], float]] = {
+    "as it is": (boxed, 1.0),
+    "`\\displaystyle`": (lambda answer: boxed(f"\\displaystyle {answer}"), 1.0),
+    "`\\boldsymbol`": (lambda answer: boxed(f"\\boldsymbol{{{answer}}}"), 1.0),
+    "`\\textcolor`": (lambda answer: boxed(f"\\textcolor{{blue}}{{{answer}}}"), 1.0),
+    "`\\(...\\)` in the box": (lambda answer: boxed(f"\\({answer}\\)"), 1.0),
+    "`<answer>`": (lambda answer: f"<answer>{answer}</answer>", 1.0),
+    "the answer is": (lambda answer: f"Therefore, the answer is ${answer}$.", 1.0),
+    "`####`": (lambda answer: f"#### ${answer}$", 1.0),
+    "characters of Unicode": (in_unicode, 1.0),
+    "thousands set apart": (thousands, 1.0),
+    "a unit behind a number": (
+        lambda answer: boxed(f"{answer} \\text{{ cm}}") if _INTEGER.fullmatch(answer) else None,
+        1.0,
+    ),
+    "first digit changed": (lambda answer: boxed(changed(answer)), 0.0),
+    "another sign": (other_sign, 0.0),
+    "another unit or word behind": (other_unit, 0.0),
+    "another power of the unit": (other_power, 0.0),
+    "another bracket": (other_bracket, 0.0),
+    "another word": (other_word, 0.0),
+}
+SHOWN = 30
 
 
 @dataclass(frozen=True)
@@ -56,14 +150,10 @@ class Case:
     reward: float
 
 
-def solution(problem: Problem, way: str) -> str:
-    """A row's answer written as a solution; the data's own where it has one."""
-    gold = str(problem.answer)
-    if way == "changed":
-        return f"So the answer is $\\boxed{{{changed(gold)}}}$."
-    if way == "set otherwise":
-        return f"So the answer is $\\boxed{{{SET_OTHERWISE}{gold}}}$."
-    return problem.right or f"So the answer is $\\boxed{{{gold}}}$."
+def solution(problem: Problem, way: str) -> str | None:
+    """A row's answer written as a solution; as it is, the data's own where it has one."""
+    written = WAYS[way][0](str(problem.answer))
+    return problem.right or written if way == "as it is" else written
 
 
 def cases(folder: Path, file: str, rows: int | None) -> Iterator[Case]:
@@ -74,8 +164,8 @@ def cases(folder: Path, file: str, rows: int | None) -> Iterator[Case]:
             continue  # the task leaves such rows out, and says so
         prompt = Prompt(f"{file}/{number}", problem.text, problem.answer)
         for way in WAYS:
-            text = solution(problem, way)
-            yield Case(file, number, way, Sample(prompt, text, text), float(way != "changed"))
+            if text := solution(problem, way):
+                yield Case(file, number, way, Sample(prompt, text, text), WAYS[way][1])
 
 
 def graded(pool: VerifierPool, those: Sequence[Case]) -> tuple[list[Outcome], float]:
@@ -91,12 +181,11 @@ def reason(case: Case, outcome: Outcome) -> str:
         return outcome.why
     if "math_too_costly" in outcome.parts:
         return "takes more than its processor time"
-    from lightning_scalerl.verify.mathematics import _read
+    from lightning_scalerl.verify.mathematics import _answer
 
-    gold, said = (_read(text)[:1] for text in (str(case.sample.prompt.answer), stated(case.sample.answer).text))
-    if gold == said:
-        return f"math-verify reads a part only, and of both the same: {gold}"
-    return f"math-verify reads {gold} and {said}"
+    gold, said = (_answer(text) for text in (str(case.sample.prompt.answer), stated(case.sample.answer).text))
+    readings = [[str(found[0]) for _, found in each.readings] for each in (gold, said)]
+    return f"read as {readings[0]} {' '.join(gold.parts.words)} and {readings[1]} {' '.join(said.parts.words)}"
 
 
 def cell(text: str, limit: int = 90) -> str:
@@ -107,7 +196,12 @@ def cell(text: str, limit: int = 90) -> str:
 
 def grading(folder: Path, workers: int, rows: int | None) -> tuple[list[str], bool]:
     """Lines on what was graded, and whether all of it was graded right."""
-    lines = ["| file | rows | written | scores as it must | of them | completions/s |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| written | must score | " + " | ".join(FILES) + " | completions/s |",
+        f"|---|---|{'---|' * len(FILES)}---|",
+    ]
+    cells: dict[str, list[str]] = {way: [] for way in WAYS}
+    rates: dict[str, list[float]] = {way: [0.0, 0.0] for way in WAYS}
     failed: list[tuple[Case, Outcome]] = []
     pool = VerifierPool(reward_sum("rewards", "math"), workers, timeout_s=10.0, retries=1, memory_gib=4.0)
     slowest, spent, count, without = 0.0, 0.0, 0, 0
@@ -115,7 +209,7 @@ def grading(folder: Path, workers: int, rows: int | None) -> tuple[list[str], bo
         graded(pool, list(cases(folder, FILES[0], 1)))  # the workers start
         for file in FILES:
             every = list(cases(folder, file, rows))
-            without += 1 + every[-1].row - len(every) // len(WAYS)
+            without += 1 + every[-1].row - sum(case.way == "as it is" for case in every)
             for way in WAYS:
                 those = [case for case in every if case.way == way]
                 outcomes, seconds = graded(pool, those)
@@ -126,25 +220,27 @@ def grading(folder: Path, workers: int, rows: int | None) -> tuple[list[str], bo
                 ]
                 failed += bad
                 right = len(those) - len(bad)
-                slowest = max(slowest, *(outcome.seconds for outcome in outcomes))
+                slowest = max([slowest, *(outcome.seconds for outcome in outcomes)])
                 spent, count = spent + seconds, count + len(those)
-                lines.append(
-                    f"| {file} | {len(those)} | {way} | {right} ({100 * right / len(those):.2f}%) | "
-                    f"{int(those[0].reward)} | {len(those) / seconds:.0f} |"
-                )
+                cells[way].append(f"{right} of {len(those)}" if those else "-")
+                rates[way][0] += len(those)
+                rates[way][1] += seconds
     finally:
         pool.close()
+    for way, (_, reward) in WAYS.items():
+        speed = f"{rates[way][0] / rates[way][1]:.0f}" if rates[way][0] else "-"
+        lines.append(f"| {way} | {reward:g} | {' | '.join(cells[way])} | {speed} |")
     lines += [
         "",
         f"{count} completions in {spent:.0f} s with {workers} workers: {count / spent:.0f} a second; the slowest took "
         f"{slowest:.2f} s. Left out, as tasks do: {without} rows without an answer. {len(failed)} completions do not "
-        "score what they must:",
+        "score what they must" + (f"; the first {SHOWN}:" if len(failed) > SHOWN else ":"),
         "",
         "| row | written | gold | answer | outcome | why |",
         "|---|---|---|---|---|---|",
     ]
-    for case, outcome in failed:
-        said = stated(case.sample.answer)[0] or ""
+    for case, outcome in failed[:SHOWN]:
+        said = stated(case.sample.answer).text
         got = f"{outcome.reward:g}" if outcome.kind == "score" else outcome.kind
         lines.append(
             f"| {case.file} {case.row} | {case.way} | {cell(str(case.sample.prompt.answer))} | {cell(said)} | {got} | "
@@ -236,9 +332,8 @@ def main() -> int:
                 "",
                 "## Gold answers, and others",
                 "",
-                f"Each gold answer as it is (GSM8K: its own reasoning; MATH: boxed), boxed behind "
-                f"`{SET_OTHERWISE.strip()}` so that it is not the gold one to the letter, and changed: its first digit "
-                "another one, or another answer altogether.",
+                "Each gold answer as it is (GSM8K: its own reasoning; MATH: boxed), in other spellings that mean the "
+                "same, and changed so that it means something else. A way applies to the rows that it fits.",
                 "",
                 *lines,
                 "",

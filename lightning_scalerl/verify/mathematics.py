@@ -17,13 +17,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from lightning_scalerl.verify.answers import MAX_CHARACTERS, Stated, last_boxed, stated
 from lightning_scalerl.verify.grade import Grade, Sample
 from lightning_scalerl.verify.spelling import comma_readings, in_ascii, normal
-from lightning_scalerl.verify.words import agree, part, plain
+from lightning_scalerl.verify.words import Parted, agree, part, plain
 
 __all__ = ["MAX_CHARACTERS", "Mathematics", "changed", "last_boxed", "stated"]
 _BASE = re.compile(r"\d_\{?(\d+)\}?")
@@ -96,26 +96,30 @@ def _same(said: str, gold: str) -> bool:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer in the one spelling, and as math-verify reads it.
+    """An answer in the one spelling.
 
     Args:
         text: the whole answer, words included.
-        words: its words in canonical form.
-        readings: its mathematics, with what math-verify makes of it; more than one where a spelling has two meanings
-            (100,200 is a number or a list). Empty where it is no mathematics as a whole.
+        parts: its mathematics and its words apart.
     """
 
     text: str
-    words: tuple[str, ...]
-    readings: tuple[tuple[str, Any], ...]
+    parts: Parted
+
+    @cached_property
+    def readings(self) -> tuple[tuple[str, Any], ...]:
+        """Its mathematics, with what math-verify makes of it.
+
+        More than one where a spelling has two meanings: 100,200 is a number or a list. Empty where the whole of it is no
+        mathematics.
+        """
+        texts = dict.fromkeys(other for each in self.parts.readings for other in comma_readings(each) if other)
+        return tuple((each, found) for each in texts if (found := _read(each)))
 
 
 def _answer(text: str) -> Answer:
     spelled = normal(text)
-    parts = part(spelled)
-    texts = dict.fromkeys(other for each in parts.readings for other in comma_readings(each) if other)
-    readings = [(each, _read(each)) for each in texts]
-    return Answer(spelled, parts.words, tuple((each, found) for each, found in readings if found))
+    return Answer(spelled, part(spelled))
 
 
 @lru_cache(maxsize=4096)
@@ -126,7 +130,9 @@ def _gold(gold: str, cpu_s: float) -> tuple[Answer | None, str]:
     _warm()
     try:
         with _limited(cpu_s):
-            return _answer(gold), ""
+            answer = _answer(gold)
+            _ = answer.readings  # within the time limit, and once
+            return answer, ""
     except TooCostlyError as error:
         return None, f"the gold answer {gold[:80]!r} takes {error}"
     except (MemoryError, RecursionError, OverflowError) as error:
@@ -142,14 +148,16 @@ def _warm() -> None:
 
 def _equal(gold: Answer, said: Stated) -> bool:
     """Compare words first, then mathematics in every reading of both, then plain text where one has no mathematics."""
-    answer = _answer(said.text) if said.marked else Answer(normal(said.text), (), ())
+    answer = _answer(said.text)
     if gold.text == answer.text or (plain(gold.text) and plain(gold.text) == plain(answer.text)):
         return True
     in_prose = bool(said.prose) or not said.marked
-    words = answer.words if said.marked else part(answer.text[-_LAST_WORDS:]).words
-    if not agree(gold.words, words, in_prose):
+    words = answer.parts.words if said.marked else part(answer.text[-_LAST_WORDS:]).words
+    if not agree(gold.parts.words, words, in_prose):
         return False
-    if any(
+    if said.marked and gold.parts.mathematics and gold.parts.mathematics == answer.parts.mathematics:
+        return True
+    if said.marked and any(
         _equal_mathematics(expected, found, text, other, True)
         for text, expected in gold.readings
         for other, found in answer.readings
