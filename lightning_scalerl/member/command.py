@@ -34,8 +34,7 @@ def command_conf_dir() -> Path:
 
 def named_study(overrides: Sequence[str], file: Path) -> list[str]:
     """Return the overrides with the study's name, which is that of its file where neither says another."""
-    content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    named = "study" in content or any(word.startswith("study=") for word in overrides)
+    named = "study" in _read(file) or any(word.startswith("study=") for word in overrides)
     return [*overrides] if named else [*overrides, f"study={file.stem}"]
 
 
@@ -56,17 +55,62 @@ def study_file(name: str | None, folders: Folders) -> Path | None:
         return None
     for folder in (*folders, command_conf_dir()):
         path = Path(folder) / f"{name.removesuffix('.yaml')}.yaml"
-        try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        if not path.is_file():
             continue
+        content = _read(path)
         defaults = content.get("defaults") if isinstance(content, Mapping) else None
         chosen = defaults if isinstance(defaults, list) else []
         if any(isinstance(each, Mapping) and "member" in each for each in chosen):
+            for each in chosen:
+                _check_default(path, each)
+            hydra = content.get("hydra")
+            for name in ("launcher", "sweeper") if isinstance(hydra, Mapping) else ():
+                if not isinstance(hydra.get(name, {}), Mapping):
+                    raise ConfigurationError(f"{path}: hydra.{name}: {hydra[name]!r} must be a group of settings")
             return path.resolve()
         if isinstance(content, Mapping) and "command" in content:
             raise ConfigurationError(f"{path}: has a command and no member; begin it with {_BEGIN}")
     return None
+
+
+def _read(path: Path) -> Any:
+    """Return the content of a file as Hydra will read it, its interpolations as they are written.
+
+    Raises:
+        ConfigurationError: it is no text in UTF-8, or no YAML; one line, which names the file.
+    """
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path))
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+        raise ConfigurationError(f"{path}: {place}not YAML ({error.problem}); correct it there") from error
+    except RecursionError as error:
+        raise ConfigurationError(f"{path}: nested too deep to be read; give plainer values") from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise ConfigurationError(f"{path}: holds no settings; begin it with {_BEGIN}") from error
+    except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigurationError(f"{path}: not YAML ({' '.join(str(error).split())}); correct it") from error
+
+
+def _check_default(path: Path, item: Any) -> None:
+    """Check an item of a file's `defaults`: Hydra fails on some of them with an error of its own program.
+
+    Raises:
+        ConfigurationError: it is neither a name nor a group with its choice, or another member than `command`.
+    """
+    choices = list(item.values()) if isinstance(item, Mapping) else [item]
+    names = choices[0] if isinstance(item, Mapping) and isinstance(choices[0], list) else choices
+    if len(choices) != 1 or not all(isinstance(name, str) or (name is None and item is not None) for name in names):
+        raise ConfigurationError(
+            f"{path}: defaults: {item!r} must be a name, or one group and its choice; begin it with {_BEGIN}"
+        )
+    if isinstance(item, Mapping) and item.get("member", BASE) != BASE:
+        raise ConfigurationError(f"{path}: defaults: member: {item['member']!r} must be {BASE}; begin it with {_BEGIN}")
 
 
 def plan_commands(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> list[RunSpec]:
@@ -169,11 +213,12 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def _values(config: DictConfig, path: Path) -> dict[str, Any]:
-    missing = sorted(OmegaConf.missing_keys(config))
+    try:
+        missing = sorted(OmegaConf.missing_keys(config))
+        values: Any = {} if missing else OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        where = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigurationError(f"{where}{explain_other(error)}; correct it in {path}") from error
     if missing:
         raise ConfigurationError(f"{missing[0]}: needs a value; give {missing[0]}=..., or a value in {path}")
-    try:
-        values: Any = OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigurationError(explain_other(error)) from error
     return dict(values)

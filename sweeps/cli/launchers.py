@@ -224,7 +224,8 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             MemberFailedError: after all others have ended, if trials failed and none finished.
         """
         lists = [[each for each in base if not each.startswith("cluster=")]]
-        (spec,) = self.planned(lists)
+        # A value that the file leaves open is known of a trial alone; any will do to see what the trials share.
+        (spec,) = self.planned([[*lists[0], *(axis.first for axis in space if _is_open(self._config, axis.key))]])
         self._check_ranks([spec])
         plan = self.plan(spec.config)
         if plan.race:
@@ -353,6 +354,13 @@ def _measured(spec: RunSpec) -> tuple[str, str, str]:
 
     command = command_of(spec.config, "", spec.run)
     return command.compute.axis, command.compute.text, f"eval/{next(iter(command.rewards))}/pass_rate"
+
+
+def _is_open(config: DictConfig, key: str) -> bool:
+    """Return whether a configuration leaves a value open (`???`)."""
+    group, _, name = key.rpartition(".")
+    part = OmegaConf.select(config, group, throw_on_missing=False) if group else config
+    return isinstance(part, DictConfig) and OmegaConf.is_missing(part, name)
 
 
 def _margin(value: Any) -> float | None:

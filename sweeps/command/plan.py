@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sweeps.command.kinds import check_kinds
 from sweeps.command.settings import STDOUT_FILE, Command, command_of, own_values, templates, used_names, written_by
 from sweeps.command.template import as_text, filled, flat
-from sweeps.errors import UserError
+from sweeps.errors import UserError, naming
 from sweeps.run.activity import Patience
 from sweeps.run.files import parse_line
 from sweeps.run.journal import CONFIG_FILE, JOURNAL_FILE, LOG_FILE, SEMANTICS_FILE
@@ -59,6 +60,7 @@ def make_specs(members: Sequence[Composed], name: str, folder: Path, folders: Se
     """
     specs = []
     for member in members:
+        check_kinds(member.config)
         config = _settled(member.config, folder)
         _check(config)
         identity = _identity(config)
@@ -119,19 +121,15 @@ def resolved(spec: RunSpec, run_dir: Path) -> Command:
 
 def _settled(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return the configuration with the command's folder as an absolute path, and the files that it names."""
-    command = config.get("command")
-    if not isinstance(command, Mapping):
-        raise UserError("command: missing; begin your file with defaults: [{member: command}, _self_]")
-    place = (folder / str(command.get("folder") or ".")).resolve()
-    if not place.is_dir():
-        raise UserError(f"command.folder: {place}: no such folder; give the one that the command is started in")
-    files = command.get("files") or {}
-    if isinstance(files, Mapping):
-        files = {name: str(folder / str(path)) for name, path in files.items()}
+    command, compute = config["command"], config["command"]["compute"]
+    with naming("command.folder"):
+        place = (folder / (command["folder"] or ".")).resolve()
+        if not place.is_dir():
+            raise UserError(f"command.folder: {place}: no such folder; give the one that the command is started in")
+    files = {name: str(folder / path) for name, path in (command["files"] or {}).items()}
     settled = {**config, "command": {**command, "folder": str(place), "files": files}}
-    compute = command.get("compute")
-    if isinstance(compute, Mapping) and compute.get("model") is not None:
-        settled["command"]["compute"] = {**compute, "model": str(folder / str(compute["model"]))}
+    if compute["model"] is not None:
+        settled["command"]["compute"] = {**compute, "model": str(folder / compute["model"])}
     settled["command"]["texts"] = templates(settled)
     settled["command"]["named"] = named_files(command_of(settled, "{run_dir}", only_symbols=True), settled)
     return settled
@@ -180,11 +178,9 @@ def _check(config: Mapping[str, Any]) -> None:
     Raises:
         UserError: a number out of range, a value that is used nowhere, or a file that its template does not make.
     """
-    seed, steps = config.get("seed"), config["budget"].get("steps")
+    seed = config.get("seed")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UserError(f"seed: {seed!r} must be a whole number; give seed=0, or several: seed=0,1,2")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise UserError(f"budget.steps: {steps!r} must be a whole number of steps, 1 or more")
     Patience.of(config)
     used = used_names(config)
     valid = flat(own_values(config))

@@ -43,6 +43,11 @@ class Axis:
         if self.log and not self.low > 0:
             raise UserError(f"{self.key}: tag(log, interval({self.low:g},...)): a logarithm needs ends above 0")
 
+    @property
+    def first(self) -> str:
+        """Its first value, as an override of the command line."""
+        return f"{self.key}={self.choices[0] if self.choices else repr(self.low)}"
+
     def __str__(self) -> str:
         """Return the axis as an override of the command line."""
         if self.choices:
