@@ -28,6 +28,7 @@ from sweeps.run.lease import LeaseLostError
 from sweeps.run.progress import check_own, is_done, why_final
 from sweeps.run.spec import RunSpec
 from sweeps.run.user_config_dirs import user_folders
+from sweeps.terminal import open_streams
 
 EXIT_INTERRUPTED = 85
 EXIT_CTRL_C = 130
@@ -38,6 +39,7 @@ SHOWING = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 
 def main() -> None:
     """Run the command line; a user's mistake is one line and exit code 1, never a traceback."""
+    open_streams()
     # Ours, not Hydra's: short for the launcher's setting.
     words = ["hydra.launcher.detach=true" if word == "--detach" else word for word in sys.argv[1:]]
     sys.argv[1:] = _options_first(words)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from io import TextIOWrapper
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -19,6 +21,26 @@ if TYPE_CHECKING:
 EVERY_S = 30.0
 
 _KEPT_BYTES = 1 << 16  # of lines that nobody has read yet
+
+
+def open_streams() -> None:
+    """Make standard output and standard error writable, whatever the process was started with.
+
+    A stream that was closed (`>&-`) writes nowhere: Python has None in its place, and the next file that is opened
+    would take its descriptor, and with it what a child process prints. A character that the stream's encoding lacks,
+    such as half of a surrogate pair in the name of a file, is written as an escape.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (until the process ends)
+        elif isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 class NeverBlocking:

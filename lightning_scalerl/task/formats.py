@@ -173,8 +173,11 @@ def _cases(given: Any) -> list[dict[str, Any]]:
     try:
         cases: list[dict[str, Any]] = _json(given)
     except ValueError:
-        text = _TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(given)))).load()
-        cases = _json(text)
+        try:
+            packed = zlib.decompress(base64.b64decode(given))
+        except (ValueError, zlib.error) as error:  # zlib's own is no ValueError, and calls itself "error"
+            raise ValueError(f"test cases are neither JSON nor packed by zlib in base 64 ({error})") from error
+        cases = _json(_TextOnly(io.BytesIO(packed)).load())
     return cases
 
 

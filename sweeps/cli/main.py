@@ -23,6 +23,7 @@ from sweeps.decide.margin import MARGIN
 from sweeps.decide.rules import Rules
 from sweeps.errors import UserError, of_the_system
 from sweeps.fit.names import FAMILY_NAMES, METHOD
+from sweeps.terminal import open_streams
 from sweeps.threads import multiply_on_one_thread
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ EPILOG = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code for `sys.exit`."""
+    open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Hydra's own options (--multirun, --cfg) must arrive untouched, so argparse does not see them.
     # Its help lists the configuration groups, which Hydra knows.

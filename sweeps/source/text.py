@@ -28,6 +28,9 @@ _MARKS = {
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
 }  # fmt: skip
+_SURROGATE = re.compile("[\ud800-\udfff]")
+# Escapes of a JSON text, pairs first; the group is half of a pair.
+_ESCAPES = re.compile(r"\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|\\(u[dD][89a-fA-F]\w\w)|\\.")
 _BLANK = re.compile(rb"(?:\xef\xbb\xbf)?[\0\s]*")
 
 
@@ -82,8 +85,8 @@ class File:
     def run_name(self) -> str:
         """Name of the run behind the file: the file's, or its directory's where every run's file is named alike."""
         if self.path.name in _FIXED_NAMES:
-            return run_of(self.run_folder)
-        return run_of(self.path.resolve().with_name(self._unpacked.stem))
+            return encodable(run_of(self.run_folder))
+        return encodable(run_of(self.path.resolve().with_name(self._unpacked.stem)))
 
     @property
     def run_folder(self) -> Path:
@@ -160,7 +163,7 @@ class File:
         if self.start[:1] not in (b"{", b"["):
             return None
         try:
-            return parse_json(self.content.decode("utf-8-sig"))
+            return parsed(self.content.decode("utf-8-sig"))
         except ValueError:
             return None
 
@@ -177,7 +180,7 @@ def json_lines(file: File) -> tuple[list[Any], Sequence[int], str | None]:
     numbers: list[int] = []
     for number, line in lines:
         try:
-            values.append(parse_json(line))
+            values.append(parsed(line))
             numbers.append(number)
         except ValueError as error:
             said = f"{file.path}: line {number} is not JSON ({short(str(error))}); repair or remove it"
@@ -187,6 +190,20 @@ def json_lines(file: File) -> tuple[list[Any], Sequence[int], str | None]:
                 raise UserError(said) from error
             file.cut.add(number)
     return values, numbers, None
+
+
+def parsed(text: str) -> Any:
+    """Parse a JSON text; half of a surrogate pair in it, which no file can hold, becomes U+FFFD.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    return parse_json(_ESCAPES.sub(lambda match: "\\ufffd" if match[1] else match[0], text) if "\\u" in text else text)
+
+
+def encodable(text: str) -> str:
+    """Return a text that can be written as UTF-8: bytes of a file's name that are none become U+FFFD."""
+    return _SURROGATE.sub("\ufffd", text)
 
 
 def run_of(path: Path) -> str:

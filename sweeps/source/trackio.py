@@ -5,7 +5,6 @@ A row of its table `metrics` is what a run logged at a step, in JSON; `configs` 
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from sweeps.errors import UserError
 from sweeps.source.collected import Collected
 from sweeps.source.log import Log, add_logs
-from sweeps.source.text import File, short
+from sweeps.source.text import File, parsed, short
 from sweeps.source.wandb_local import of_run
 
 NAME = "Trackio project"
@@ -77,12 +76,12 @@ def _logs(path: Path) -> list[Log]:
     configs = {}
     if _columns(path, "configs"):
         rows_of = _asked(path, f"SELECT {key}, config FROM configs ORDER BY id")
-        configs = {run: json.loads(text) for run, text in rows_of}
+        configs = {run: parsed(text) for run, text in rows_of}
     rows: dict[str, list[dict[str, Any]]] = {}
     names: dict[str, str] = {}
     for run, name, step, text in _asked(path, f"SELECT {key}, run_name, step, metrics FROM metrics ORDER BY id"):
         names[run] = name
-        rows.setdefault(run, []).append({**json.loads(text), "_step": step})
+        rows.setdefault(run, []).append({**parsed(text), "_step": step})
     return [
         of_run(names[run], configs.get(run, {}), logged, [], f"trackio:{run}" if key == "run_id" else "")
         for run, logged in rows.items()

@@ -6,7 +6,6 @@ package `wandb` has the definitions of (an extra, imported only here). A log tha
 
 from __future__ import annotations
 
-import json
 import struct
 import zlib
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from sweeps.errors import UserError, require
 from sweeps.run.spec import leaves
 from sweeps.source.collected import FAILED, FINISHED, RUNNING, Collected
 from sweeps.source.log import Log, add_logs, series_of_records
-from sweeps.source.text import File
+from sweeps.source.text import File, parsed
 
 NAME = "W&B run"
 SUFFIX = ".wandb"
@@ -119,7 +118,7 @@ def _log(path: Path) -> Log | None:
 
 def _values(items: Any) -> dict[str, Any]:
     """Return what stands in a message by key; a nested key is joined by slashes."""
-    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+    return {item.key or "/".join(item.nested_key): parsed(item.value_json) for item in items}
 
 
 def _messages(path: Path, warnings: list[str]) -> Iterator[bytes]:

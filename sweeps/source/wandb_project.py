@@ -20,7 +20,7 @@ from urllib.request import Request, urlopen
 from sweeps.errors import UserError
 from sweeps.source.collected import FAILED, FINISHED, RUNNING, Collected
 from sweeps.source.log import add_logs
-from sweeps.source.text import short
+from sweeps.source.text import parsed, short
 from sweeps.source.wandb_local import of_run
 
 NAME = "W&B project"
@@ -73,7 +73,7 @@ def read_project(source: str, into: Collected) -> None:
     logs = []
     for run in server.runs(entity, project):
         if only in (None, run["name"], run["displayName"]):
-            config = {key: _plain(value) for key, value in json.loads(run["config"] or "{}").items()}
+            config = {key: _plain(value) for key, value in parsed(run["config"] or "{}").items()}
             if run["group"]:
                 config.setdefault("group", run["group"])
             last = int((run["historyKeys"] or {}).get("lastStep", -1))
@@ -136,7 +136,7 @@ class _Server:
             # No more rows than steps: W&B then takes no sample of them.
             window = {"minStep": first, "maxStep": min(first + ROWS_PAGE, last + 1), "pageSize": ROWS_PAGE}
             found = self._asked(_HISTORY, {"entity": entity, "project": project, "run": run, **window})
-            yield from (json.loads(line) for line in found["project"]["run"]["history"] or ())
+            yield from (parsed(line) for line in found["project"]["run"]["history"] or ())
 
     def _asked(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
         """Return the data that the server answers a query with.

@@ -288,12 +288,17 @@ def test_a_pickle_that_would_run_something_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "cases",
-    ["no base 64!", base64.b64encode(b"no zlib").decode(), base64.b64encode(zlib.compress(b"no pickle")).decode()],
+    ("cases", "said"),
+    [
+        ("no base 64!", "neither JSON nor packed by zlib in base 64"),
+        (base64.b64encode(b"no zlib").decode(), "neither JSON nor packed by zlib .*incorrect header"),
+        (base64.b64encode(zlib.compress(b"a" * 99)[:-5]).decode(), "neither JSON nor packed by zlib .*incomplete"),
+        (base64.b64encode(zlib.compress(b"no pickle")).decode(), "UnpicklingError"),
+    ],
 )
-def test_private_cases_that_cannot_be_read(cases: str, tmp_path: Path) -> None:
+def test_private_cases_that_cannot_be_read(cases: str, said: str, tmp_path: Path) -> None:
     path = str(written([{**rows_of("livecodebench_stdin")[0], "private_test_cases": cases}], tmp_path / "x.jsonl"))
-    with pytest.raises(ConfigurationError, match=r"x\.jsonl, row 0: \w+"):
+    with pytest.raises(ConfigurationError, match=rf"x\.jsonl, row 0: .*{said}"):
         DatasetTask("livecodebench", path, {"a": path}, "exact_match")
 
 

@@ -6,7 +6,9 @@ import io
 import json
 import re
 import shutil
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from sweeps.cli.launchers import _margin
 from sweeps.cli.main import main
 from sweeps.cli.output import show_results
 from sweeps.errors import UserError
+from sweeps.source import load
 from tests.paths import ROOT
 
 
@@ -105,3 +108,33 @@ def test_on_a_terminal_the_status_of_a_study_fits_it(
     rows = [line for line in lines if line.startswith("finished ")]
     assert len(rows) == 4 and all(len(row) <= 40 for row in rows)
     assert "attempts" in whole and len(max(whole.splitlines(), key=len)) > 40
+
+
+@pytest.mark.parametrize("words", [("status",), ("clean",), ("status", "--json")])
+def test_a_closed_standard_output_is_no_error(monkeypatch: pytest.MonkeyPatch, words: Sequence[str]) -> None:
+    """Python has None in the place of a stream that was closed (`>&-`)."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main([words[0], str(ROOT / "examples" / "study"), *words[1:]]) == 0
+
+
+def test_no_file_takes_the_place_of_a_stream_that_was_closed(tmp_path: Path) -> None:
+    """Or what a child process prints would be written into it."""
+    code = f"open_streams(); os.write(2, b'%d' % os.open({str(tmp_path)!r}, 0))"
+    command = f'{sys.executable} -S -c "import os; from sweeps.terminal import open_streams; {code}" <&- >&-'
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, check=False)
+    assert int(done.stderr) > 2
+
+
+@pytest.mark.parametrize("name", ["plain.jsonl", "caf\udce9.jsonl"])
+def test_half_of_a_surrogate_pair_is_written_as_a_character(tmp_path: Path, name: str) -> None:
+    """JSON can hold one, and the name of a file bytes that are no UTF-8: neither can be printed as it is."""
+    rows = [
+        f'{{"compute": {c}, "reward": 0.{c}, "recipe": "a\\ud800 \\ud83d\\ude00 \\\\ud800"}}\n' for c in range(1, 9)
+    ]
+    path = tmp_path / name
+    path.write_text("".join(rows))
+    (curve,) = load([path]).curves
+    assert curve.recipe == "a\ufffd \U0001f600 \\ud800"
+    path.write_text("".join(row.replace("recipe", "note") for row in rows))
+    (curve,) = load([path]).curves
+    assert curve.recipe == path.stem.replace("\udce9", "\ufffd")
