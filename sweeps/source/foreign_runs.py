@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from sweeps.curve import DEVICE_HOURS, FLOPS, STEPS, TOKENS, VIRTUAL_HOURS
 from sweeps.errors import UserError
 from sweeps.run.journal import JournalView
 from sweeps.run.spec import RunSpec, leaves
+from sweeps.source import trl
 from sweeps.source.collected import ALL, ForeignRun, LoadedStudy
 from sweeps.source.journals import STEP
 from sweeps.source.load import load
@@ -31,7 +31,6 @@ UNITS: Mapping[str, tuple[str, str]] = {
     "tokens": (TOKENS, r".*tokens"),
     "steps": (STEPS, "|".join(map(re.escape, (*STEP_NAMES, "steps")))),
 }
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _LOGS = (".csv", ".jsonl", ".ndjson", ".parquet", ".log", ".xlsx", ".gz", ".zst")
 
 
@@ -95,16 +94,11 @@ def expanded(source: str) -> list[str]:
     Of a run with several checkpoints the newest state is read, which holds the whole history.
     """
     place = Place(source)
-    known = place.kind is not Kind.FOLDER or place.run_folders or place.event_files or place.wandb_logs or place.files
-    if known:
+    if place.kind is not Kind.FOLDER or place.run_folders or place.event_files or place.wandb_logs:
         return [source]
-    newest: dict[Path, tuple[int, Path]] = {}
-    for path in sorted(place.path.rglob("trainer_state.json")):
-        match = _CHECKPOINT.fullmatch(path.parent.name)
-        folder, number = (path.parent.parent, int(match[1])) if match else (path.parent, -1)
-        # Beside checkpoints the folder's own state is that of the end.
-        newest[folder] = max(newest.get(folder, (-2, path)), (10**12 if number < 0 else number, path))
-    found = [str(path) for _, path in newest.values()]
+    if place.files and place.files != place.collected:
+        return [source]
+    found = [str(path) for path in trl.last_states(place.path)]
     found += [str(path) for path in sorted(place.path.rglob("*")) if path.suffix.lower() in _LOGS and path.is_file()]
     return found or [source]
 

@@ -98,7 +98,26 @@ def readings_of(place: Place, read: Callable[[File, Any], None]) -> list[_Readin
         return [(place.path.resolve(), partial(wandb_local.read_all, place.wandb_logs, where))]
     if place.event_files:
         return [(place.path.resolve(), partial(event_files.read_directory, place.path, place.event_files))]
+    if place.files and place.files == place.collected:
+        return [(place.path.resolve(), partial(_read_each, place.files, read))]
     return [(path.resolve(), partial(read, File(path))) for path in place.files]
+
+
+def _read_each(paths: Sequence[Path], read: Callable[[File, Any], None], into: Collected) -> None:
+    """Read the files of a directory one by one; one that cannot be used is left out with a warning.
+
+    Raises:
+        UserError: none of them can be used; why the first cannot.
+    """
+    refused: list[UserError] = []
+    for path in paths:
+        try:
+            read(File(path), into)
+        except UserError as error:
+            refused.append(error)
+    if len(refused) == len(paths):
+        raise refused[0]
+    into.study.warnings += [f"left out: {error}" for error in refused]
 
 
 def _read(file: File, into: Collected) -> None:

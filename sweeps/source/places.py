@@ -11,8 +11,29 @@ from pathlib import Path
 
 from sweeps.errors import UserError
 from sweeps.run.journal import JOURNAL_FILE, find_runs
-from sweeps.source import csv_logger, event_files, journals, mlflow_runs, trackio, wandb_local, wandb_project
-from sweeps.source.text import short
+from sweeps.source import (
+    console,
+    csv_logger,
+    event_files,
+    journals,
+    mlflow_runs,
+    trackio,
+    trl,
+    verl,
+    wandb_local,
+    wandb_project,
+)
+from sweeps.source.text import File, short
+
+_CONSOLES = (".log", ".out", ".txt")  # endings of consoles in a directory; a file that is given may have any
+
+
+def is_console(file: File) -> bool:
+    """Return whether a file is a console that a reader knows; one that cannot be read is none."""
+    try:
+        return verl.matches(file) or console.matches(file)
+    except UserError:
+        return False
 
 
 class Kind(Enum):
@@ -83,8 +104,19 @@ class Place:
         if self.kind is Kind.FOLDER and not self.run_folders:
             if self.wandb_logs or self.event_files:
                 return []
-            return [*csv_logger.log_files(self.path), *trackio.databases(self.path)]
+            return [*csv_logger.log_files(self.path), *trackio.databases(self.path)] or self.collected
         return [run / JOURNAL_FILE for run in self.run_folders if run not in self.runs]
+
+    @cached_property
+    def collected(self) -> list[Path]:
+        """Files of a directory that is read one by one: the last state of each of TRL's runs, else consoles."""
+        if self.kind is not Kind.FOLDER:
+            return []
+        return trl.last_states(self.path) or [
+            path
+            for path in sorted(self.path.rglob("*"))
+            if path.suffix.lower() in _CONSOLES and path.is_file() and is_console(File(path))
+        ]
 
     @cached_property
     def wandb_logs(self) -> list[Path]:
@@ -119,6 +151,7 @@ class Place:
         known = self.kind is not Kind.FOLDER or self.run_folders or self.event_files or self.wandb_logs or self.files
         if not known:
             raise UserError(
-                f"{self.path}: no run in this directory (no metrics.jsonl, no TensorBoard event file); "
-                "give a run, a sweep or a file"
+                f"{self.path}: no run in this directory (no metrics.jsonl, no TensorBoard event file, no folder of "
+                "W&B, no metrics.csv of Lightning, no database of Trackio, no trainer_state.json, no console log "
+                f"{', '.join(f'*{ending}' for ending in _CONSOLES)}); give a run, a sweep or a file"
             )

@@ -10,7 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from sweeps.source import csv_logger, event_files, foreign, table, trackio, trl, verl, wandb_export, wandb_local, wide
+from sweeps.source import (
+    console,
+    csv_logger,
+    event_files,
+    foreign,
+    table,
+    trackio,
+    trl,
+    verl,
+    wandb_export,
+    wandb_local,
+    wide,
+)
 from sweeps.source.collected import Collected
 from sweeps.source.text import File
 
@@ -33,6 +45,7 @@ READERS: Sequence[Reader] = (
     csv_logger,
     trl,
     verl,
+    console,
     wandb_export,
     wide,
     table,

@@ -22,7 +22,7 @@ from sweeps.source.run_names import is_bare_seed
 
 # Names that say which file this is, not which run: the run is the directory.
 _FIXED_NAMES = ("trainer_state.json", "metrics.jsonl")
-_CHECKPOINT = re.compile(r"checkpoint-\d+")
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 # Of the two encodings that begin alike the longer mark comes first.
 _MARKS = {
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
@@ -92,7 +92,7 @@ class File:
     def run_folder(self) -> Path:
         """The run's directory, above a `checkpoint-N` folder."""
         folder = self.path.resolve().parent
-        return folder.parent if _CHECKPOINT.fullmatch(folder.name) else folder
+        return folder.parent if CHECKPOINT.fullmatch(folder.name) else folder
 
     @cached_property
     def raw(self) -> bytes:
@@ -192,12 +192,13 @@ def json_lines(file: File) -> tuple[list[Any], Sequence[int], str | None]:
     return values, numbers, None
 
 
-def parsed(text: str) -> Any:
+def parsed(given: str | bytes) -> Any:
     """Parse a JSON text; half of a surrogate pair in it, which no file can hold, becomes U+FFFD.
 
     Raises:
         ValueError: it is no JSON.
     """
+    text = given.decode() if isinstance(given, bytes) else given
     return parse_json(_ESCAPES.sub(lambda match: "\\ufffd" if match[1] else match[0], text) if "\\u" in text else text)
 
 

@@ -8,17 +8,21 @@ prefix `eval_`, `num_tokens` too. With several evaluation sets transformers name
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from sweeps.errors import UserError
+from sweeps.run.files import read_json
 from sweeps.run.journal import finite
 from sweeps.source.cells import is_empty
 from sweeps.source.collected import FINISHED, RUNNING, Collected
 from sweeps.source.log import Log, add_logs, series_of_records
-from sweeps.source.text import File, short
+from sweeps.source.text import CHECKPOINT, File, short
 from sweeps.source.vocabulary import TRL
 
 NAME = "TRL trainer state"
+FILE = "trainer_state.json"
 _SET = re.compile(r"eval_(.+)_runtime")
 
 
@@ -43,12 +47,8 @@ def read(file: File, into: Collected) -> None:
     if not isinstance(history, list) or not history:
         raise UserError(f"{file.path}: log_history holds no rows; the run has not logged yet")
     rows = [row for row in history if isinstance(row, dict)]
-    sets = {name for row in rows if (name := _set_of(row)) is not None}
-    records = []
-    for row in rows:
-        step = finite(row.get("step"))
-        if step is not None:
-            records.append((step, _renamed(row, sets)))
+    stepped = [(step, row) for row in rows if (step := finite(row.get("step"))) is not None]
+    records, notes = renamed(stepped)
     fields = {key: str(value) for key, value in state.items() if isinstance(value, str | int | float)}
     names = list(dict.fromkeys(key for _, row in records for key in row if key != "step"))
     log = Log(
@@ -61,11 +61,8 @@ def read(file: File, into: Collected) -> None:
         key=str(file.run_folder),
         state=_how_far(state),
     )
-    notes = [f"rows without a step: {len(history) - len(records)}"] if len(records) < len(history) else []
-    if any("eval_num_tokens" in row and "num_tokens" not in row for row in rows):
-        notes.append("num_tokens of evaluation rows is eval_num_tokens")
-    if len(sets) > 1:
-        notes.append(f"evaluation sets by their eval_<set>_runtime: {short(', '.join(sorted(sets)))}")
+    if len(records) < len(history):
+        notes.insert(0, f"rows without a step: {len(history) - len(records)}")
     add_logs(
         logs=[log],
         reader=NAME,
@@ -76,6 +73,36 @@ def read(file: File, into: Collected) -> None:
         step="step",
         notes=notes,
     )
+
+
+def renamed(rows: Sequence[tuple[float, dict[str, Any]]]) -> tuple[list[tuple[float, dict[str, Any]]], list[str]]:
+    """Return rows with their steps, the metrics of evaluations under the names of training, and notes on it."""
+    sets = {name for _, row in rows if (name := _set_of(row)) is not None}
+    notes = []
+    if any("eval_num_tokens" in row and "num_tokens" not in row for _, row in rows):
+        notes.append("num_tokens of evaluation rows is eval_num_tokens")
+    if len(sets) > 1:
+        notes.append(f"evaluation sets by their eval_<set>_runtime: {short(', '.join(sorted(sets)))}")
+    return [(step, _renamed(row, sets)) for step, row in rows], notes
+
+
+def last_states(directory: Path) -> list[Path]:
+    """Return the last state of each run at or below a directory, sorted by path; a state holds the whole history.
+
+    A run's folder has one in each of its checkpoints, and one of its own once `trainer.save_state` was called.
+    """
+    found: dict[Path, list[Path]] = {}
+    for path in sorted(directory.rglob(FILE)):
+        found.setdefault(File(path).run_folder, []).append(path)
+    return [max(states, key=_last_step) if len(states) > 1 else states[0] for _, states in sorted(found.items())]
+
+
+def _last_step(path: Path) -> tuple[float, bool]:
+    """Return how far a state has come, and whether it is the run's own and no checkpoint's."""
+    match = CHECKPOINT.fullmatch(path.parent.resolve().name)
+    if match is not None:
+        return float(match[1]), False
+    return finite(read_json(path).get("global_step")) or 0.0, True
 
 
 def _how_far(state: dict[str, Any]) -> str:

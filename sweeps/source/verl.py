@@ -22,12 +22,12 @@ from sweeps.source.vocabulary import VERL
 CONSOLE, JSONL = "verl console log", "verl file log"
 
 _MARK = re.compile(rb"(?:^|[\s)\0]|\x1b\[[0-9;]*m)step:\d+ - \S+:", re.MULTILINE)
-_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _LINE = re.compile(r"(?:^|[\s)])step:(\d+) - (?=\S+:)")
 _NUMPY = re.compile(r"(?:np|numpy)\.\w+\((.*)\)")
 
 
-def matches(file: File, into: Collected) -> bool:
+def matches(file: File, into: Collected | None = None) -> bool:
     """Return whether the file has a console line of verl's, or begins with an object of its file backend."""
     if file.start[:1] == b"{":
         return _first_object(file)
@@ -73,7 +73,7 @@ Records = list[tuple[float, dict[str, Any]]]
 
 def _console(file: File) -> tuple[Records, int, list[str]]:
     # A job's output is not always UTF-8 (progress bars cut in the middle); the lines sought are ASCII.
-    text = _COLOUR.sub("", file.content.decode("utf-8", errors="replace"))
+    text = COLOUR.sub("", file.content.decode("utf-8", errors="replace"))
     records: Records = []
     unread, others = 0, 0
     lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
