@@ -116,7 +116,8 @@ def before_fit(compute: Array, reward: Array, seed: NDArray[np.intp], parameters
         return Verdict(
             "too_few_points",
             f"{len(compute)} points, at most {along} distinct positive compute values in one run, cannot carry "
-            f"{parameters} parameters; evaluate more often or run longer (at least {MIN_COMPUTES} values)",
+            f"{parameters} parameters; evaluate more often or run longer (at least {parameters + 3} points, and in one "
+            f"run {MIN_COMPUTES} different values of compute above 0)",
         )
     # Capped before the exponential, which overflows beyond about 709.
     span = float(np.exp(min(np.log(distinct[-1]) - np.log(distinct[0]), 700.0)))

@@ -24,9 +24,9 @@ from sweeps.source.trl import renamed
 from sweeps.source.verl import COLOUR
 from sweeps.source.vocabulary import STEP_NAMES, TRL, vocabulary_of
 
-NAME = "console log"
+NAME = "console log with metrics as Python or JSON objects"
 # Files of these hold rows, and are read as such whatever stands in them.
-_TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".xlsx", ".xlsm")
+TABLE_ENDINGS = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".xlsx", ".xlsm")
 _OBJECT = re.compile(r"""\{\s*(?:'[^'\n]{1,200}'|"[^"\n]{1,200}")\s*:""")
 _IN_BYTES = re.compile(_OBJECT.pattern.encode())
 _MOST_OBJECTS = 20  # that are looked at in one line: a printed configuration may hold thousands, one in the other
@@ -41,7 +41,7 @@ _OF_A_ROW = frozenset({"loss", "reward", "eval_loss", "eval_reward", _OF_MOST, *
 
 def matches(file: File, into: Collected | None = None) -> bool:
     """Return whether some line of a file, which is none of rows, holds an object with metrics."""
-    if file.suffix in _TABLES or b"\0" in file.raw[:1024] or _IN_BYTES.search(file.raw) is None:
+    if file.suffix in TABLE_ENDINGS or b"\0" in file.raw[:1024] or _IN_BYTES.search(file.raw) is None:
         return False
     if file.start[:1] in (b"{", b"[") and _is_json(file):
         return False

@@ -1,7 +1,6 @@
 """Lightning's CSVLogger: `lightning_logs/version_0/metrics.csv`, with `hparams.yaml` beside it.
 
-Of runs of ours several compute axes are in it, which a journal chooses between by the device: here it is the virtual
-clock's where one ran, else device hours. Seed and recipe are those of the hyper-parameters.
+Seed and recipe are those of the hyper-parameters.
 """
 
 from __future__ import annotations
@@ -10,13 +9,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from sweeps.curve import DEVICE_HOURS, VIRTUAL_HOURS
 from sweeps.source.cells import numbers
 from sweeps.source.collected import Collected
 from sweeps.source.frame import read_table
-from sweeps.source.log import Column, Log, add_logs, series_of
+from sweeps.source.log import Log, add_logs, series_of
 from sweeps.source.text import File
-from sweeps.source.vocabulary import SCALERL
 
 NAME = "Lightning's CSVLogger"
 FILE, BESIDE = "metrics.csv", "hparams.yaml"
@@ -51,11 +48,8 @@ def read(file: File, into: Collected) -> None:
     log = Log(
         name, table.names, table.count, series_of(table, numbers(table.column("step"))), tuple(labels), labels.get
     )
-    ours = SCALERL.speaks(table.names) and into.asked.x is None
-    axis = next((each for each in (VIRTUAL_HOURS, DEVICE_HOURS) if ours and each in table.names), None)
-    compute = None if axis is None else Column(axis, "our default: the virtual clock's, else device hours")
     where, notes = str(file.path), ["a torn last line was left out"] if table.torn else []
-    add_logs([log], NAME, where, into, None, "the logger's folder", "step", notes, compute=compute)
+    add_logs([log], NAME, where, into, None, "the logger's folder", "step", notes)
 
 
 def _parameters(path: Path) -> dict[str, Any]:

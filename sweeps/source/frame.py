@@ -23,7 +23,7 @@ from sweeps.errors import UserError, require
 from sweeps.source.cells import is_empty, is_numeric, number
 from sweeps.source.collected import Asked
 from sweeps.source.text import File, json_lines, short
-from sweeps.source.vocabulary import RUN_COLUMNS
+from sweeps.source.vocabulary import ORDER, RUN_COLUMNS
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -119,6 +119,23 @@ def read_table(file: File, asked: Asked) -> Table | None:
         file.kept["table"] = _parse(file, asked)
     table: Table | None = file.kept["table"]
     return table
+
+
+def with_order(table: Table, asked: Asked, labels: Sequence[str]) -> Table:
+    """Return a table with the numbers of its rows, counted from 1 on for each combination of these labels.
+
+    As it is where `--x order` was not given, or names a column that there is.
+    """
+    if asked.x != ORDER or table.named(ORDER):
+        return table
+    keys = [table.names.index(name) for name in table.names if name.strip().casefold() in labels]
+
+    def load() -> DataFrame:
+        frame = table.frame
+        rows = frame.groupby(keys, sort=False).cumcount() + 1 if keys else np.arange(1, len(frame) + 1)
+        return frame.assign(_order=rows).set_axis(range(len(table.names) + 1), axis=1)
+
+    return replace(table, names=[*table.names, ORDER], load=load)
 
 
 def is_binary(file: File) -> bool:

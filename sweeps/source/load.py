@@ -10,13 +10,29 @@ from typing import Any
 
 from sweeps.errors import UserError
 from sweeps.run.journal import JournalView, read_journal
-from sweeps.source import event_files, journals, mlflow_runs, wandb_local, wandb_project
+from sweeps.source import (
+    console,
+    event_files,
+    journals,
+    mlflow_runs,
+    table,
+    trl,
+    verl,
+    wandb_export,
+    wandb_local,
+    wandb_project,
+    wide,
+)
 from sweeps.source.collected import Asked, Collected, LoadedStudy
+from sweeps.source.console import TABLE_ENDINGS
 from sweeps.source.places import Kind, Place
 from sweeps.source.readers import READERS
+from sweeps.source.table import NoTableError
 from sweeps.source.text import File
 from sweeps.terminal import counted
 
+# What a text can be, as it is said of one that is nothing of it.
+_TRIED = (trl, verl, console, wandb_export, wide, table)
 # A source that is no run of ours: what tells whether it was given twice, and what adds its points.
 _Reading = tuple[str | Path, Callable[[Collected], None]]
 
@@ -125,9 +141,13 @@ def _read(file: File, into: Collected) -> None:
     try:
         next(reader for reader in READERS if reader.matches(file, into)).read(file, into)
     except UserError as error:
-        if file.damage is None:
+        # Of a file that is called a table the columns matter alone.
+        no_table = isinstance(error, NoTableError) and file.suffix not in TABLE_ENDINGS
+        tried = f"; it was tried as: {', '.join(reader.NAME for reader in _TRIED)}" if no_table else ""
+        damage = f" ({file.damage})" if file.damage is not None else ""
+        if not tried + damage:
             raise
-        raise UserError(f"{error} ({file.damage})") from error
+        raise UserError(f"{error}{tried}{damage}") from error
     if file.damage is not None:
         into.study.warnings.append(f"{file.path}: {file.damage}")
 

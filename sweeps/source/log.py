@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sweeps.curve import Array
+from sweeps.curve import DEVICE_HOURS, VIRTUAL_HOURS, Array
 from sweeps.errors import UserError
 from sweeps.fit.schedule import at_peak_rate
 from sweeps.source.cells import is_empty, numbers
@@ -20,8 +20,21 @@ from sweeps.source.collected import ALL, Collected, ForeignRun, described
 from sweeps.source.frame import Table, grouped, table_of
 from sweeps.source.run_names import pairs_in
 from sweeps.source.text import listed, short
-from sweeps.source.vocabulary import RATE, RUN_COLUMNS, SCALERL, STEP_NAMES, Vocabulary, first_match, vocabulary_of
+from sweeps.source.vocabulary import (
+    ORDER,
+    RATE,
+    RUN_COLUMNS,
+    SCALERL,
+    STEP_NAMES,
+    SUM,
+    Vocabulary,
+    first_match,
+    vocabulary_of,
+)
 from sweeps.terminal import counted
+
+# Of runs of ours several axes are logged, which a journal chooses between by the device.
+OUR_DEFAULT = (VIRTUAL_HOURS, DEVICE_HOURS)
 
 
 @dataclass(frozen=True)
@@ -64,12 +77,13 @@ class Log:
 
 @dataclass(frozen=True)
 class Column:
-    """A metric that was chosen, and by which rule."""
+    """A metric that was chosen, and by which rule; `is_order`: it is no metric, values are numbered as logged."""
 
     name: str
     rule: str
     set: str = ""
     summed: bool = False
+    is_order: bool = False
 
 
 def series_of(table: Table, steps: Array) -> Callable[[str], Series]:
@@ -148,7 +162,9 @@ def add_logs(
     rewards = [reward] if reward is not None else _rewards(names, spoken, where, into)
     compute = compute or _compute(names, spoken, step, where, into)
     warnings = []
-    if compute.name in STEP_NAMES or compute.rule.startswith("no counter"):
+    if compute.is_order:
+        warnings.append(f"{compute.name} numbers the values as they were logged, which is no compute")
+    elif compute.name in STEP_NAMES or compute.rule.startswith("no counter"):
         warnings.append(f"{compute.name} is an order of steps, not compute: recipes differ in what a step costs")
     if rewards[0].rule.startswith("training"):
         warnings.append(f"{rewards[0].name} is the reward of training, not of a held-out evaluation")
@@ -196,18 +212,23 @@ def _rewards(names: Sequence[str], vocabulary: Vocabulary | None, where: str, in
 def _compute(names: Sequence[str], vocabulary: Vocabulary | None, step: str, where: str, into: Collected) -> Column:
     per_step = {} if vocabulary is None else first_match([vocabulary.per_step], names)
     asked = into.asked.x
+    if asked == ORDER and asked not in names:
+        return Column(ORDER, "given by --x: values numbered as they were logged", is_order=True)
+    if asked is not None and asked.startswith(SUM) and asked not in names:
+        asked = asked.removeprefix(SUM)
+        if asked not in names:
+            raise UserError(f"{where}: no metric {short(asked)}; found {listed(names)}; choose with --x {SUM}METRIC")
+        return Column(asked, f"given by --x {SUM}, running sum over the steps", summed=True)
     if asked is not None:
         if asked not in names and asked not in (step, *STEP_NAMES):
             raise UserError(f"{where}: no metric {short(asked)}; found {listed(names)}; choose with --x")
         rule = "given by --x, running sum" if asked in per_step else "given by --x"
         return Column(asked, rule, summed=asked in per_step)
     found = {} if vocabulary is None else first_match(vocabulary.compute, names)
+    if vocabulary is SCALERL and (own := next((axis for axis in OUR_DEFAULT if axis in found), None)) is not None:
+        return Column(own, "our default: the virtual clock's, else device hours")
     if len(found) > 1:
-        ours = vocabulary is SCALERL
-        folder = ", or give the run's folder: its metrics.jsonl has a default" if ours else ""
-        raise UserError(
-            f"{where}: {len(found)} compute axes could be meant ({listed(found)}); choose one with --x{folder}"
-        )
+        raise UserError(f"{where}: {len(found)} compute axes could be meant ({listed(found)}); choose one with --x")
     for name in found:
         project = f"{vocabulary.project}'s name" if vocabulary else ""
         rule = f"{project}, running sum over the steps" if name in per_step else project
@@ -236,7 +257,7 @@ def _add_reward(
             counts["absent"] += log.rows
             continue
         read = log.series(reward.name)
-        steps, values, superseded = read.latest()
+        steps, values, superseded = numbered(read) if compute.is_order else read.latest()
         counts["absent"] += read.absent
         counts["bad"] += read.bad
         counts["superseded"] += superseded
@@ -244,6 +265,7 @@ def _add_reward(
             without += 1
             continue
         try:
+            _check_steps(read, reward.name, steps, where)
             spent, start, between, said = _compute_at(log, compute, steps, where)
         except UserError as error:
             if len(logs) == 1:
@@ -328,6 +350,25 @@ def _add_reward(
     into.study.note(short(line, 2000), shown=True)
 
 
+def numbered(read: Series) -> tuple[Array, Array, int]:
+    """Return the numbers of a metric's values in the order of logging, from 1 on, the values, and 0 superseded ones."""
+    return np.arange(1.0, len(read.values) + 1), read.values, 0
+
+
+def _check_steps(read: Series, name: str, steps: Array, where: str) -> None:
+    """Check that the values of a metric were not all logged at one step: only the last would be left of them.
+
+    Raises:
+        UserError: they were.
+    """
+    if len(steps) == 1 and len(read.steps) > 2:
+        raise UserError(
+            f"{where}: all {len(read.steps)} values of {short(name)} are at step {steps[0]:g}, as if they had been "
+            f"logged without one, so a single point is left; log them with their step, or give --x {ORDER}, which "
+            "numbers them"
+        )
+
+
 def recipe_of(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str]]:
     """Return the recipe of a run and its factors, by the labels that the user groups by.
 
@@ -354,6 +395,8 @@ def recipe_of(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str
 
 def _compute_at(log: Log, compute: Column, steps: Array, where: str) -> tuple[Array, int, int, list[str]]:
     """Interpolate compute at `steps`; return it, the counts before and between logged steps, and warnings."""
+    if compute.is_order:
+        return steps, 0, 0, []
     if compute.name not in log.names:
         if compute.name in STEP_NAMES or compute.rule.startswith("no counter"):
             if (steps < 0).any():
@@ -370,6 +413,7 @@ def _compute_at(log: Log, compute: Column, steps: Array, where: str) -> tuple[Ar
         said.append(f"{read.bad} values of {compute.name} are not finite numbers (first {read.first_bad}); left out")
     if not len(at):
         raise UserError(f"{where}: no value of {short(compute.name)}; choose another with --x")
+    _check_steps(read, compute.name, at, where)
     if (values < 0).any():
         raise UserError(
             f"{where}: {short(compute.name)} is negative at {(values < 0).sum()} steps, first {at[values < 0][0]:g}; "
@@ -379,7 +423,12 @@ def _compute_at(log: Log, compute: Column, steps: Array, where: str) -> tuple[Ar
         said += _gaps(at, compute.name)
         values = np.cumsum(values)
     falls = np.flatnonzero(np.diff(values) < 0)
-    if len(falls):
+    if not compute.summed and looks_per_step(values):
+        said.append(
+            f"{compute.name} falls at {len(falls)} of {len(values)} steps: it looks like what each step took, not what "
+            f"was spent so far; give --x {SUM}{compute.name}, which sums it over the steps"
+        )
+    elif len(falls):
         said.append(
             f"{compute.name} falls at {len(falls)} steps, first {at[falls[0] + 1]:g}: it is not cumulative, or "
             "started again with a resumed run"
@@ -399,6 +448,15 @@ def _at_peak(log: Log, compute: Column, steps: Array, spent: Array, where: str) 
         return None
     at, rate, _ = log.series(name).latest()
     return None if not len(at) else at_peak_rate(_compute_at(log, compute, at, where)[0], rate, spent)
+
+
+def looks_per_step(values: Array) -> bool:
+    """Return whether values in the order of steps are amounts of one step each: they fall often, or stay the same."""
+    rises = np.diff(values)
+    falls = int((rises < 0).sum())
+    # A counter that begins again with each resumed run falls once a run.
+    often = falls > 1 and 3 * falls >= len(rises)
+    return len(values) > 3 and (often or bool(not rises.any() and values[0] > 0))
 
 
 def _gaps(at: Array, name: str) -> list[str]:

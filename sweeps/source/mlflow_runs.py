@@ -36,6 +36,28 @@ def matches_text(source: str) -> bool:
     return source.startswith(PREFIX)
 
 
+def parts_of(source: str) -> tuple[str, str]:
+    """Split `mlflow:URI#experiment` into the store's address and the experiment's name, "" for none.
+
+    Both may hold a `#`: the address ends at the first one before which a store lies, else at the first.
+    """
+    text = source.removeprefix(PREFIX)
+    marks = [at for at, char in enumerate(text) if char == "#"]
+    if not marks:
+        return text, ""
+    at = next((at for at in marks if _is_there(text[:at])), marks[0])
+    return text[:at], text[at + 1 :]
+
+
+def _is_there(address: str) -> bool:
+    """Return whether an address can be a store: a file or folder that exists, or no path at all."""
+    scheme, mark, path = address.partition("://")
+    if mark and scheme != "file" and not scheme.startswith("sqlite"):
+        return True
+    path = path[1:] if scheme.startswith("sqlite") else path if mark else address
+    return not path or Path(path).exists()
+
+
 def read_experiment(source: str, into: Collected) -> None:
     """Add the runs of an experiment.
 
@@ -45,9 +67,7 @@ def read_experiment(source: str, into: Collected) -> None:
     require("mlflow", short(source, 400))
     from sweeps.tracking.common import one_line, resolve_uri, without_credentials
 
-    address, mark, experiment = source.removeprefix(PREFIX).rpartition("#")
-    if not mark:
-        address, experiment = experiment, ""
+    address, experiment = parts_of(source)
     uri = resolve_uri(address)
     where = f"{PREFIX}{without_credentials(uri)}#{experiment}"
     try:

@@ -135,7 +135,7 @@ class Place:
         """Name for the study behind the source: the experiment's, or the file's or folder's."""
         if self.kind is Kind.PROJECT:
             return self.text.rpartition("/")[2]
-        return self.text.rpartition("#")[2] if self.kind is Kind.EXPERIMENT else self.path.resolve().stem
+        return mlflow_runs.parts_of(self.text)[1] if self.kind is Kind.EXPERIMENT else self.path.resolve().stem
 
     def check(self) -> None:
         """Check that there is something to read.

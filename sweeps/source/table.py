@@ -7,20 +7,23 @@ over, and counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sweeps.curve import Array
 from sweeps.errors import UserError
+from sweeps.source.cells import numbers
 from sweeps.source.collected import ALL, Asked, Collected, ForeignRun, described
 from sweeps.source.columns import check_columns, column_named, counter_named, not_negative, strict_numbers
-from sweeps.source.frame import Table, grouped, read_table
+from sweeps.source.frame import Table, grouped, read_table, with_order
+from sweeps.source.log import looks_per_step
 from sweeps.source.run_names import pairs_in
 from sweeps.source.text import File, listed, short
-from sweeps.source.vocabulary import order_warning
+from sweeps.source.vocabulary import ORDER, STEP_NAMES, order_warning
 from sweeps.source.wide import how_wide
 from sweeps.terminal import counted
 
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 NAME = "table"
+
+
+class NoTableError(UserError):
+    """Error: the file has no rows under a header, or none of the columns that a table needs."""
 
 
 def matches(file: File, into: Collected) -> bool:
@@ -59,7 +66,10 @@ def read(file: File, into: Collected) -> None:
         UserError: no rows, a column that is missing or there twice, a cell that is no number, negative compute.
     """
     path, asked = file.path, into.asked
-    table = read_table(file, asked)
+    try:
+        table = read_table(file, asked)
+    except UserError as error:
+        raise NoTableError(str(error)) from error
     if table is None:
         raise UserError(f"{path}: the file is empty; give a table with columns and rows")
     if table.torn:
@@ -67,6 +77,8 @@ def read(file: File, into: Collected) -> None:
     if asked.y == ALL:
         raise UserError(f"{path}: --metric {ALL} is for runs and logs; a table has one reward column, named with --y")
     table = _with_names(file, table, asked)
+    labels = [name.strip().casefold() for name in (asked.by or "recipe", "seed", *asked.factors)]
+    table = with_order(table, asked, labels)
     columns = _columns(file, table, asked)
     used = columns.used
     check_columns(file, table, [*used.values(), *columns.factors])
@@ -98,7 +110,11 @@ def read(file: File, into: Collected) -> None:
         axis = asked.x or used["compute"].casefold()
         points = into.points(recipe, named, axis, asked.y or "reward", str(path), base or None)
         points.own_seeds |= "seed" in used
-        if columns.fallback and (note := order_warning(used["compute"])) and note not in points.warnings:
+        if (
+            (columns.fallback or axis == ORDER)
+            and (note := order_warning(used["compute"]))
+            and note not in points.warnings
+        ):
             points.warnings.append(note)
         points.extend(
             compute[at].tolist(),
@@ -125,6 +141,7 @@ def read(file: File, into: Collected) -> None:
                     sd=None if errors_of is None or not np.isfinite(errors_of).all() else errors_of,
                 )
             )
+    _say_per_step(file, into, table, used, compute, [recipes, seeds, *factors])
     _say_skipped(file, into, no_compute, no_reward, recipes)
     _note(file, into, columns, table, int((~skipped).sum()))
 
@@ -168,12 +185,30 @@ def _columns(file: File, table: Table, asked: Asked) -> Columns:
     missing = sorted({name for name, column in needed if column is None})
     if missing:
         hint = how_wide(file, table, asked)
-        raise UserError(
+        raise NoTableError(
             f"{file.path}: no column {', '.join(short(m) for m in missing)}; found {listed(table.names)}; "
             f"name them with --x, --y, --by{' or --group' if asked.factors else ''}{hint}"
         )
     used = {role: name for role, name in found.items() if name is not None}
     return Columns(used, [name for name in factors if name is not None], fallback)
+
+
+def _say_per_step(
+    file: File, into: Collected, table: Table, used: Mapping[str, str], compute: Array, labels: Sequence[Sequence[str]]
+) -> None:
+    """Add a warning if compute looks like what each step took, along the table's own column of steps."""
+    step = next((name for name in STEP_NAMES if name in table.names and name != used["compute"]), None)
+    if step is None or used["compute"] == ORDER:
+        return
+    steps = numbers(table.column(step))
+    for at in grouped(labels).values():
+        known = at[np.isfinite(steps[at]) & np.isfinite(compute[at])]
+        if looks_per_step(compute[known[np.argsort(steps[known], kind="stable")]]):
+            into.study.warnings.append(
+                f"{file.path}: {short(used['compute'])} looks like what each step took, not what was spent so far: it "
+                f"does not rise along {step}; add a column with its running sum, and name that with --x"
+            )
+            return
 
 
 def _say_skipped(

@@ -20,6 +20,7 @@ from sweeps.source.text import File, json_lines
 from sweeps.source.vocabulary import VERL
 
 CONSOLE, JSONL = "verl console log", "verl file log"
+NAME = CONSOLE
 
 _MARK = re.compile(rb"(?:^|[\s)\0]|\x1b\[[0-9;]*m)step:\d+ - \S+:", re.MULTILINE)
 COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

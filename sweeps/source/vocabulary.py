@@ -109,6 +109,11 @@ RATE = r"(?:train/)?learning_rate|(?:actor|optim)/lr|lr"
 # Steps of an optimizer or a tracker: an order, not compute.
 STEP_NAMES = ("_step", "step", "Step", "global_step", "training_step", "trainer/global_step", "train/global_step")
 
+# --x: the number of each row or logged value, for sources without a step or compute.
+ORDER = "order"
+# --x sum:COLUMN: a column of a log that holds what each step took.
+SUM = "sum:"
+
 # Columns that tell the runs of one file apart, in W&B's exports of several runs.
 RUN_COLUMNS = ("run_name", "run", "name", "run_id")
 
@@ -127,7 +132,9 @@ def counters(names: Sequence[str]) -> list[str]:
 
 
 def order_warning(axis: str) -> str | None:
-    """Return the warning that an axis of steps is an order and no compute; None for other axes."""
+    """Return the warning that an axis of steps or row numbers is an order and no compute; None for other axes."""
+    if axis == ORDER:
+        return f"{axis} numbers the rows as they stand, which is no compute"
     if axis.casefold() not in map(str.casefold, STEP_NAMES):
         return None
     return f"{axis} is an order of steps, not compute: recipes differ in what a step costs"

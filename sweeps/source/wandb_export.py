@@ -21,9 +21,10 @@ from sweeps.source.log import Column, Log, Series, add_logs, logs_of_rows, serie
 from sweeps.source.run_names import hidden_seed, labels_in, pairs_in
 from sweeps.source.table import is_table
 from sweeps.source.text import File, listed, short
-from sweeps.source.vocabulary import STEP_NAMES, vocabulary_of
+from sweeps.source.vocabulary import ORDER, STEP_NAMES, vocabulary_of
 
 CHART, HISTORY = "W&B chart export", "W&B history export"
+NAME = HISTORY
 _EXTREME = ("__MIN", "__MAX")
 
 
@@ -97,7 +98,7 @@ def read(file: File, into: Collected) -> None:
 def _read_chart(file: File, table: Table, into: Collected) -> None:
     """Add the runs of a chart, side by side along one x axis; a cell with a range averages several steps."""
     x = table.names[0]
-    if into.asked.x not in (None, x):
+    if into.asked.x not in (None, x, ORDER):
         raise UserError(
             f"{file.path}: the chart was exported along {short(x)}, without {short(str(into.asked.x))}; export it "
             "again along that axis, or leave out --x"
@@ -119,7 +120,7 @@ def _read_chart(file: File, table: Table, into: Collected) -> None:
     if averaged:
         notes.append(f"runs with points averaged over steps (their __MIN and __MAX differ): {averaged}")
     only = Column(metrics[0], "the chart's metric") if len(metrics) == 1 and into.asked.y is None else None
-    axis = Column(x, "the chart's x axis")
+    axis = None if into.asked.x == ORDER else Column(x, "the chart's x axis")
     add_logs(
         logs=logs,
         reader=CHART,

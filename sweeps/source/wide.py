@@ -17,7 +17,7 @@ from sweeps.errors import UserError
 from sweeps.source.cells import is_blank, numbers
 from sweeps.source.collected import ALL, Asked, Collected, ForeignRun, described
 from sweeps.source.columns import check_columns, column_named, counter_named, not_negative, strict_numbers
-from sweeps.source.frame import Table, read_table
+from sweeps.source.frame import Table, read_table, with_order
 from sweeps.source.log import Log, Series, recipe_of
 from sweeps.source.run_names import is_bare_seed, labels_in
 from sweeps.source.text import File, listed, short
@@ -46,13 +46,18 @@ _WORDS = re.compile(
 
 def matches(file: File, into: Collected) -> bool:
     """Return whether the header has compute or a step and columns of runs, and is no table of points."""
-    table = read_table(file, into.asked)
+    table = _table(file, into.asked)
     if table is None or len(table.names) < 2 or not table.count or table.torn or into.asked.y not in (None, ALL):
         return False
     runs = run_columns(file, table, into.asked)
     if into.asked.y == ALL:
         return bool(runs)
     return len(runs) > 1 and not any(map(_is_metric, runs)) and _on_one_scale(table, runs)
+
+
+def _table(file: File, asked: Asked) -> Table | None:
+    table = read_table(file, asked)
+    return None if table is None else with_order(table, asked, ())
 
 
 def run_columns(file: File, table: Table, asked: Asked) -> list[str]:
@@ -116,7 +121,7 @@ def read(file: File, into: Collected) -> None:
         UserError: a column there twice, a cell that is no number, negative compute.
     """
     asked = into.asked
-    table = read_table(file, asked)
+    table = _table(file, asked)
     x = None if table is None else _compute(file, table, asked)
     if table is None or x is None:
         raise UserError(f"{file.path}: no column of compute; choose one with --x")

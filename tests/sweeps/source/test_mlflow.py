@@ -15,6 +15,8 @@ from sweeps.cli import main as cli
 from sweeps.errors import UserError
 from sweeps.run.journal import Journal
 from sweeps.source import load
+from sweeps.source.mlflow_runs import parts_of
+from sweeps.source.places import Place
 from sweeps.tracking import Member, Tracker, ship
 from tests.examples import every
 from tests.paths import ROOT
@@ -71,6 +73,40 @@ def test_what_the_tracker_shipped_is_what_the_journals_hold(database: Path, tmp_
     (joined,) = load([source], metric="eval/math/pass_rate", x="train/loss").curves[:1]
     assert joined.axis == "train/loss"
     assert database.read_bytes() == before
+
+
+def test_an_experiment_and_a_store_may_have_a_hash_in_their_names(database: Path, tmp_path: Path) -> None:
+    store = tmp_path / "a#b" / "ml#flow.db"
+    store.parent.mkdir()
+    shutil.copy(database, store)
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{store}")
+    run = client.create_run(client.create_experiment("grpo #2"))
+    for step in range(1, 9):
+        client.log_metric(run.info.run_id, "reward", step / 10, step=step)
+        client.log_metric(run.info.run_id, "stepless", step / 10)
+    source = f"mlflow:sqlite:///{store}#grpo #2"
+    assert load([source], metric="reward").curves[0].reward.tolist() == [step / 10 for step in range(1, 9)]
+    assert Place(source).title == "grpo #2"
+    with pytest.raises(UserError, match=r"all 8 values of stepless are at step 0, .* give --x order"):
+        load([source], metric="stepless")
+    curve = load([source], metric="stepless", x="order").curves[0]
+    assert curve.compute.tolist() == list(range(1, 9)) and curve.reward[-1] == 0.8
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("mlflow:http://host:5000#a#b", ("http://host:5000", "a#b")),
+        ("mlflow:databricks#a", ("databricks", "a")),
+        ("mlflow:#a#", ("", "a#")),
+        ("mlflow:sqlite:///nowhere.db#a#b", ("sqlite:///nowhere.db", "a#b")),
+        ("mlflow:sqlite:///nowhere.db", ("sqlite:///nowhere.db", "")),
+    ],
+)
+def test_the_parts_of_an_address(source: str, parts: tuple[str, str]) -> None:
+    assert parts_of(source) == parts
 
 
 @pytest.mark.full

@@ -101,6 +101,23 @@ def test_a_folder_of_offline_runs(note: str, tmp_path: Path) -> None:
     assert points(load([next(tmp_path.rglob("run-abc0.wandb"))])) == {("grpo", "0"): found["grpo", "0"]}
 
 
+def test_a_run_of_ours_in_a_folder_of_wandb_has_its_default_axis(tmp_path: Path) -> None:
+    """As its journal and its CSVLogger have: the virtual clock's where one ran, else device hours."""
+    names = ("compute/flops", "compute/tokens", "compute/device_hours", "compute/virtual_device_hours")
+    for count in (3, 4):
+        rows = [
+            message(
+                "row", step=s, **{"eval/math/pass_rate": s / 9, **{name: i * s for i, name in enumerate(names[:count])}}
+            )
+            for s in range(1, 6)
+        ]
+        place = tmp_path / str(count)
+        log_of(place / "offline-run-a" / "run-a.wandb", message("run", name="a"), *rows)
+        study = load([place])
+        assert study.curves[0].axis == names[count - 1] and "our default" in study.mapping[0]
+        assert load([place], x="compute/flops").curves[0].axis == "compute/flops"
+
+
 @pytest.mark.parametrize("cut", [1, 30, 90])
 def test_a_log_that_is_cut_off_is_read_up_to_there(cut: int, tmp_path: Path) -> None:
     path = run_log(tmp_path, 0)
