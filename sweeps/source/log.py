@@ -352,7 +352,7 @@ def _add_reward(
 
 def numbered(read: Series) -> tuple[Array, Array, int]:
     """Return the numbers of a metric's values in the order of logging, from 1 on, the values, and 0 superseded ones."""
-    return np.arange(1.0, len(read.values) + 1), read.values, 0
+    return np.array(range(1, len(read.values) + 1), dtype=float), read.values, 0
 
 
 def _check_steps(read: Series, name: str, steps: Array, where: str) -> None:
