@@ -559,7 +559,12 @@ def _add_source(parser: argparse.ArgumentParser, many: str = "+") -> None:
         help="the reward: eval/<set>/pass_rate of journals (default: the first set), a metric of a log; "
         "all: a curve a set",
     )
-    parser.add_argument("--x", metavar="COL", help="compute column (default: compute), or axis of journals and logs")
+    parser.add_argument(
+        "--x",
+        metavar="COL",
+        help="compute column (default: compute), or axis of journals and logs; order: row numbers; of a log, sum:COL: the "
+        "running sum of what each step took",
+    )
     parser.add_argument("--y", metavar="COL", help="reward column (default: reward); all: every column is a run")
     parser.add_argument("--by", metavar="COL", help="recipe column (default: recipe), or tag or parameter in MLflow")
     parser.add_argument(
