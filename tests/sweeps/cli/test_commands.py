@@ -300,12 +300,6 @@ def test_without_training_installed_train_says_what_to_install(
         ("run-1.wandb", b":W&B\x01\x02\x00abc", "no metric in 1 logs of W&B; give another source"),
         ("study.xlsx", b"PK\x03\x04\x14\x00", "a spreadsheet, which is not read; save its sheet as CSV"),
         ("step-00000004.ckpt", b"PK\x03\x04\x14\x00", "a checkpoint, which holds no curve; give the run's folder"),
-        (
-            "metrics.csv",
-            b"compute/device_hours,compute/flops,eval/a/pass_rate,step\n1,2,0.5,1\n2,4,0.6,2\n",
-            "2 compute axes could be meant (compute/device_hours, compute/flops); choose one with --x, or give the "
-            "run's folder: its metrics.jsonl has a default",
-        ),
     ],
 )
 def test_a_source_that_is_not_read_says_what_to_give(
