@@ -562,8 +562,8 @@ def _add_source(parser: argparse.ArgumentParser, many: str = "+") -> None:
     parser.add_argument(
         "--x",
         metavar="COL",
-        help="compute column (default: compute), or axis of journals and logs; order: row numbers; of a log, sum:COL: the "
-        "running sum of what each step took",
+        help="compute column (default: compute), or axis of journals and logs; order: row numbers; of a log, sum:COL: "
+        "the running sum of what each step took",
     )
     parser.add_argument("--y", metavar="COL", help="reward column (default: reward); all: every column is a run")
     parser.add_argument("--by", metavar="COL", help="recipe column (default: recipe), or tag or parameter in MLflow")

@@ -17,6 +17,7 @@ from sweeps.run.journal import CONFIG_FILE, JournalError, JournalView, Record, f
 from sweeps.source.collected import ALL, Collected, CurvePoints
 from sweeps.source.namesakes import tell_apart
 from sweeps.source.text import listed, short
+from sweeps.source.vocabulary import ORDER, order_warning
 from sweeps.terminal import counted
 
 # The axis that every journal has beside those of compute.
@@ -91,8 +92,13 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
                     "than its journal"
                 )
             spent: list[float] = []
-            for record in records:
-                compute = float(record.step) if axis == STEP else _metric(view, record, axis, "--x", ("compute/",))
+            if axis == ORDER and (note := order_warning(axis)) and note not in points.warnings:
+                points.warnings.append(note)
+            for number, record in enumerate(records, start=1):
+                if axis in (STEP, ORDER):
+                    compute = float(number if axis == ORDER else record.step)
+                else:
+                    compute = _metric(view, record, axis, "--x", ("compute/",))
                 reward = _metric(view, record, name, "--metric", ("eval/",))
                 points.compute.append(compute)
                 points.reward.append(reward)

@@ -11,6 +11,7 @@ import pytest
 from sweeps.errors import UserError
 from sweeps.fit.fit import fit_curves
 from sweeps.source import load
+from tests.paths import ROOT
 
 TOOK = (900, 950, 910, 990, 905, 930, 901, 940)
 
@@ -42,6 +43,13 @@ def test_rows_are_numbered_where_order_is_asked_for(tmp_path: Path) -> None:
     chart = tmp_path / "chart.csv"
     chart.write_text("Step,a - acc,a - acc__MIN,a - acc__MAX\n10,0.1,0.1,0.1\n20,0.2,0.2,0.2\n")
     assert load([chart], x="order").curves[0].compute.tolist() == [1, 2]
+
+
+def test_evaluations_of_a_run_of_ours_are_numbered() -> None:
+    for each in load([ROOT / "examples" / "study"], x="order").curves:
+        for seed in set(each.seed):
+            assert each.compute[each.seed == seed].tolist() == list(range(1, sum(each.seed == seed) + 1))
+        assert any("which is no compute" in note for note in each.warnings)
 
 
 def test_what_each_step_took_is_named_and_can_be_summed(tmp_path: Path) -> None:
