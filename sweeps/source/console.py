@@ -11,7 +11,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 from sweeps.errors import UserError
@@ -29,7 +29,7 @@ NAME = "console log with metrics as Python or JSON objects"
 TABLE_ENDINGS = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".xlsx", ".xlsm")
 _OBJECT = re.compile(r"""\{\s*(?:'[^'\n]{1,200}'|"[^"\n]{1,200}")\s*:""")
 _IN_BYTES = re.compile(_OBJECT.pattern.encode())
-_MOST_OBJECTS = 20  # that are looked at in one line: a printed configuration may hold thousands, one in the other
+_MOST_OTHERS = 20  # objects of a line that are no rows: a printed configuration may hold thousands, one in the other
 _BAR = re.compile(r"\d+%\|[^|\r\n]*\|\s*(\d+)/(\d+) \[")
 _OF_MOST = "global_step/max_steps"  # ms-swift's: 5/400
 # What Python prints and `ast.literal_eval` does not read: values of NumPy and torch, and numbers that are none.
@@ -40,7 +40,12 @@ _OF_A_ROW = frozenset({"loss", "reward", "eval_loss", "eval_reward", _OF_MOST, *
 
 
 def matches(file: File, into: Collected | None = None) -> bool:
-    """Return whether some line of a file, which is none of rows, holds an object with metrics."""
+    """Return whether some line of a file, which is none of rows, holds an object with metrics.
+
+    ms-swift's `logging.jsonl` is one as well: its rows are those of the console, and have no column of steps.
+    """
+    if file.start[:1] == b"{" and f'"{_OF_MOST}": "'.encode() in file.raw:
+        return True
     if file.suffix in TABLE_ENDINGS or b"\0" in file.raw[:1024] or _IN_BYTES.search(file.raw) is None:
         return False
     if file.start[:1] in (b"{", b"[") and _is_json(file):
@@ -100,15 +105,16 @@ def _found(file: File) -> Iterator[_Found]:
 
 
 def _in_line(line: str) -> Iterator[_Found]:
-    at = 0
-    for match in islice(_OBJECT.finditer(line), _MOST_OBJECTS):
-        if match.start() < at:  # inside of a row
+    at = others = 0
+    for match in _OBJECT.finditer(line):
+        if match.start() < at or others > _MOST_OTHERS:  # inside of a row, or of a printed configuration
             continue
         end = _end(line, match.start())
         if (row := _row(line[match.start() : end])) is not None:
             yield from _bars(line[at : match.start()])
             yield None, row
             at = end
+        others += row is None
     yield from _bars(line[at:])
 
 

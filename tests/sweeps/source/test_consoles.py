@@ -79,6 +79,16 @@ def test_a_console_of_ms_swift_says_its_steps(tmp_path: Path) -> None:
     assert study.curves[0].compute.tolist() == list(range(5, 101, 5)) and "step <- in the rows" in study.mapping[0]
 
 
+def test_ms_swifts_own_file_of_rows(tmp_path: Path) -> None:
+    """`logging.jsonl`; and rows that were pasted into one line."""
+    rows = [
+        {"loss": 0.0, "reward": s / 9, "rewards/a/mean": 0.0, "global_step/max_steps": f"{s}/99"} for s in range(1, 41)
+    ]
+    said = {"logging.jsonl": "".join(json.dumps(row) + "\n" for row in rows), "a.txt": "x " + " ".join(map(str, rows))}
+    for name, text in said.items():
+        assert load([write(tmp_path / name, text)]).curves[0].compute.tolist() == list(range(1, 41))
+
+
 def test_json_behind_a_time_and_within_other_words(tmp_path: Path) -> None:
     said = "config: " + json.dumps({"model": {"name": "a", "sizes": [{"a": {"b": 1}}] * 50}, "lr": 1e-6}) + "\n"
     said += "".join(
