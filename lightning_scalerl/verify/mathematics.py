@@ -110,7 +110,7 @@ class Answer:
     def readings(self) -> tuple[tuple[str, Any], ...]:
         """Its mathematics, with what math-verify makes of it.
 
-        More than one where a spelling has two meanings: 100,200 is a number or a list. Empty where the whole of it is no
+        More than one where a spelling has two meanings: 100,200 is a number or a list. Empty where not all of it is
         mathematics.
         """
         texts = dict.fromkeys(other for each in self.parts.readings for other in comma_readings(each) if other)
