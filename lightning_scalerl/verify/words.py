@@ -8,6 +8,7 @@ difference.
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import NamedTuple
 
 _UNITS = {
@@ -34,12 +35,16 @@ _LOGIC = (
     "divisible by|multiple of|dollars?|cents?|square|cubic|hundred|thousand|million|billion|trillion|[ap]\\.\\s?m\\.?"
 )
 _WORD = re.compile(
-    r"\\text\{((?:[^{}]|\{[^{}]*\})*)\}(?:\s*\^\s*\{?\s*(\d)\s*\}?)?"  # text, and the exponent of a unit
-    r"|\^\s*\{?\s*\\circ\s*\}?(?:\s*([CF])\b(?!\s*[({=]))?"  # degrees
-    r"|(\\?%|\\\$)"
-    rf"|(?<![A-Za-z\\])((?:{_LOGIC})(?![A-Za-z]))"
-    r"|(?<=[\d}])\s+([A-Za-z]{2}[A-Za-z.]*(?:[ /-]+[A-Za-z.]+)*)(?:\^\{?(\d)\}?)?(?=\s*(?:$|,|\\text))"  # 18 dollars
-    r"|(?<=\d)((?:cm|mm|km|kg|mg|ml|mL|ft|lbs?|oz|mph|hrs?|mins?|secs?|[ap]m)(?![A-Za-z]))(?:\^\{?(\d)\}?)?",
+    r"\\text\{(?P<text>(?:[^{}]|\{[^{}]*\})*)\}(?:\s*\^\s*\{?\s*(?P<power>\d)\s*\}?)?"  # with the exponent of a unit
+    r"|(?P<degree>\^\s*\{?\s*\\circ\s*\}?)(?:\s*(?P<scale>[CF])\b(?!\s*[({=]))?"
+    r"|(?P<sign>\\?%|\\\$)"
+    rf"|(?<![A-Za-z\\])(?P<logic>(?:{_LOGIC})(?![A-Za-z]))"
+    # 18 dollars, up to the end or a comma
+    r"|(?<=[\d}])\s+(?P<behind>[A-Za-z]{2}[A-Za-z.]*(?:[ /-]+[A-Za-z.]+)*)(?:\^\{?(?P<power_behind>\d)\}?)?"
+    r"(?=\s*(?:$|,|\\text))"
+    # 18cm
+    r"|(?<=\d)(?P<unit>(?:cm|mm|km|kg|mg|ml|mL|ft|lbs?|oz|mph|hrs?|mins?|secs?|[ap]m)(?![A-Za-z]))"
+    r"(?:\^\{?(?P<power_unit>\d)\}?)?",
     re.IGNORECASE,
 )
 _NO_WORDS = frozenset((
@@ -65,25 +70,36 @@ class Parted(NamedTuple):
 def part(text: str) -> Parted:
     """Take the words out of a normal text. A word between two expressions is a comma."""
     words: list[str] = []
+    scaled = False
 
-    def taken(found: re.Match[str], scale: bool) -> str:
-        said = found[1] if found[1] is not None else found[5] or found[6] or found[8]
-        if found[0].startswith("^"):
-            said = "degree" + {"C": " celsius", "F": " fahrenheit", None: ""}.get(found[3] and found[3].upper(), "")
-        elif found[4]:
-            said = "percent" if "%" in found[4] else "dollar"
-        elif found[6] and found[6].split()[0].lower() in _NO_WORDS:
+    def taken(found: re.Match[str], scale: bool = False) -> str:
+        nonlocal scaled
+        here = _words_of(found)
+        if here is None:
             return found[0]
-        power = found[2] or found[7] or found[9]
-        here = tokens(said or "", power)
+        power = next((SCALES[word] for word in here[:1] if word in SCALES), None)
+        if scale and power:
+            return f" \\cdot 10^{{{power}}} "
         if not scale:
             words.extend(here)
-        if scale and len(here) > 0 and here[0] in SCALES:
-            return f" \\cdot 10^{{{SCALES[here[0]]}}} "
+            scaled = scaled or power is not None
         return " , " if CONNECTORS & {*here} else " "
 
-    bare, scaled = (_tidy(_WORD.sub(lambda found, scale=scale: taken(found, scale), text)) for scale in (False, True))
-    return Parted(bare, tuple(words), scaled)
+    bare = _tidy(_WORD.sub(taken, text))
+    return Parted(bare, tuple(words), _tidy(_WORD.sub(partial(taken, scale=True), text)) if scaled else bare)
+
+
+def _words_of(found: re.Match[str]) -> list[str] | None:
+    """Return the words of a match of `_WORD` in canonical form; None if it is a function of mathematics."""
+    if found["degree"]:
+        scale = {"C": " celsius", "F": " fahrenheit"}.get((found["scale"] or "").upper(), "")
+        return tokens(f"degree{scale}")
+    if found["sign"]:
+        return ["percent" if "%" in found["sign"] else "dollar"]
+    if found["behind"] and found["behind"].split()[0].lower() in _NO_WORDS:
+        return None
+    said = found["text"] or found["logic"] or found["behind"] or found["unit"] or ""
+    return tokens(said, found["power"] or found["power_behind"] or found["power_unit"])
 
 
 def _tidy(text: str) -> str:
