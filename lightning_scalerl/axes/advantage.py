@@ -14,8 +14,9 @@ from lightning_scalerl.choice import DesignChoice, ObservedStep
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
-    """Reward minus the group's mean. Shapes: (G,) -> (G,)."""
-    return rewards - rewards.mean()
+    """Reward minus the group's mean; exactly 0 for equal rewards. Shapes: (G,) -> (G,)."""
+    # Three rewards of 0.1 have a mean that rounding takes off 0.1; a normalization would make the rest large.
+    return torch.zeros_like(rewards) if bool((rewards == rewards[:1]).all()) else rewards - rewards.mean()
 
 
 def generalized_advantages(

@@ -61,8 +61,19 @@ def _over_deviation(advantages: list[Tensor], values: list[Tensor], ddof: int, e
     """Divide by the standard deviation of all `values`; unchanged where they are too few for one."""
     if not values or (everything := torch.cat(values)).numel() <= ddof:
         return advantages
-    scale = everything.std(correction=ddof) + eps
-    return [group / scale for group in advantages]
+    scale = _deviation(everything, ddof) + eps
+    return [_over(group, scale) for group in advantages]
+
+
+def _deviation(values: Tensor, ddof: int) -> Tensor:
+    """Return the standard deviation; exactly 0 for equal values, whose mean may be off by rounding."""
+    deviation = values.std(correction=ddof)
+    return torch.zeros_like(deviation) if bool((values == values[0]).all()) else deviation
+
+
+def _over(advantages: Tensor, scale: Tensor | float) -> Tensor:
+    """Divide advantages by their scale. A scale of 0, of equal values and eps 0, says nothing: they are 0 then."""
+    return torch.zeros_like(advantages) if scale == 0 else advantages / scale
 
 
 def scale_by_batch(advantages: list[Tensor], ddof: int, eps: float, centre: bool = False) -> list[Tensor]:
@@ -85,7 +96,7 @@ def scale_by_batch_reward(advantages: list[Tensor], rewards: list[Tensor], ddof:
 def scale_by_prompt(advantages: list[Tensor], rewards: list[Tensor], ddof: int, eps: float) -> list[Tensor]:
     """Divide each group by the standard deviation of its own rewards, as GRPO does. Shapes: lists of (G,)."""
     return [
-        group if group.numel() <= ddof else group / (reward.std(correction=ddof) + eps)
+        group if group.numel() <= ddof else _over(group, _deviation(reward, ddof) + eps)
         for group, reward in zip(advantages, rewards, strict=True)
     ]
 
@@ -96,7 +107,7 @@ def scaled_tokens(advantages: Tensor, mask: Tensor, moments: Moments, ddof: int,
     if deviation is None:
         return advantages
     shifted = advantages - moments.mean if centre else advantages
-    return torch.where(mask > 0, shifted / (deviation + eps), 0.0)
+    return torch.where(mask > 0, _over(shifted, deviation + eps), 0.0)
 
 
 class Normalization(DesignChoice):
@@ -144,7 +155,7 @@ class BatchNormalization(_Scaled):
 
     Args:
         ddof: 0 for the population's standard deviation, 1 for the unbiased one.
-        eps: added to the standard deviation.
+        eps: added to the standard deviation; with 0, equal advantages become 0.
         centre: subtract the batch's mean before, as PPO does with advantages per token; within groups it is 0 already.
     """
 
@@ -220,7 +231,7 @@ class RunningNormalization(_Scaled):
         deviation = moments.deviation(self.ddof)
         if deviation is None:
             return advantages
-        return [(group - moments.mean * self.centre) / (deviation + self.eps) for group in advantages]
+        return [_over(group - moments.mean * self.centre, deviation + self.eps) for group in advantages]
 
     def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
         """Divide all credited tokens by the deviation of the run so far, this batch included."""
