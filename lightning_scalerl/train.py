@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_scalerl.checks import ONE_TRAINER, CannotGoOnError, ConfigurationError
-from lightning_scalerl.composition import check_choices, conf_dir, explain, explain_other
+from lightning_scalerl.composition import check_choices, conf_dir, explain, explain_other, help_text
 from lightning_scalerl.member.command import named_study, plan_commands, run_command, shared_groups, study_file
 from sweeps.errors import UserError, naming, of_the_system
 from sweeps.run.interruption import RunInterruptedError, interruption
@@ -52,6 +52,9 @@ def main() -> None:
             _run_commands(file)
             return
         check_choices(overrides, folders)
+        if _config_name() is None and {"--help", "-h"} & set(sys.argv[1:]):
+            print(help_text(folders))
+            return
         # Before a member of one trainer is composed with a key of the other's.
         if any(word.lstrip("+").startswith("trainer=") and "," in word for word in overrides):
             raise ConfigurationError(ONE_TRAINER)
@@ -174,6 +177,7 @@ def _train(overrides: list[str], folders: list[str]) -> None:
     from lightning_scalerl.member.identify import plan_members
 
     elsewhere = [word for word in overrides if word.startswith("cluster=") and word not in HERE]
+    elsewhere += [word for word in sys.argv[1:] if word == "hydra/launcher=submitit_slurm"]
     if elsewhere:
         raise UserError(f"{elsewhere[0]}: a single run runs in this process; add --multirun to submit it")
     if "trainer=trl" in (entry.lstrip("+") for entry in overrides):

@@ -24,6 +24,7 @@ from sweeps.cli.output import show_results
 from sweeps.errors import UserError
 from sweeps.executor.base import load_entry
 from sweeps.executor.failure import retries as retry_policy
+from sweeps.executor.slurm.scheduler import Slurm
 from sweeps.executor.slurm.settings import JobSettings, asks_for_gpus
 from sweeps.launch.controller import Controller
 from sweeps.launch.decider import Decider
@@ -37,6 +38,7 @@ from sweeps.search.deciders import decider_of
 from sweeps.search.settings import Axis, RaceSettings, SearchSettings
 
 _TRIED_EARLY = 4  # members that are composed before anything heavy is imported
+STOCK = "submitit_slurm"  # the stock launcher of SLURM, whose keys mean the same here
 SEARCH_JOBS = 8  # trials of a search at a time on a cluster
 
 
@@ -67,6 +69,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         self._tracking: str | None = None
         self._folders: list[str] = []
         self._takes: list[str] = []
+        self._understood = ""
         self.files: dict[Path, str] = {}
         self._settings: dict[str, Any] = {
             key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
@@ -78,6 +81,8 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         self._context, self._config = hydra_context, config
         self._folders = [*user_folders(config.hydra), *study_files(config.hydra)]
         self._tracking = OmegaConf.select(config, "mlflow.uri")
+        if OmegaConf.select(config, "hydra.runtime.choices")["hydra/launcher"] == STOCK:
+            self._understood = f"hydra/launcher={STOCK} is understood as cluster=slurm"
 
     def plan(self, config: Mapping[str, Any]) -> LaunchSettings:
         """Make the launch settings from the configuration that members share and the launcher's own settings."""
@@ -272,7 +277,8 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         files = {study.directory / LAUNCH_FILE: plan.text(), **self.files}
         try:
             decider = search or decider_of(study, plan)
-            with prepare_study(study, plan, decider=decider, preface=self._takes) as prepared:
+            preface = [*filter(None, [self._understood]), *self._takes]
+            with prepare_study(study, plan, decider=decider, preface=preface) as prepared:
                 states = prepared.commit(files, detach=bool(self._settings.get("detach")))
             if search is None and ended_well(states):
                 show_results(study.directory, plan.tracking)
@@ -295,6 +301,19 @@ class SlurmStudyLauncher(StudyLauncher):
     kind = CLUSTER
     starts_ranks = True
     _shared = None
+
+    def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+        """Compose and check the members, but look for SLURM's commands first: composing takes a dozen seconds.
+
+        Raises:
+            UserError: they are not there, and not the design alone is asked for.
+        """
+        if OmegaConf.select(self._config, "launch.design") is None:
+            try:
+                Slurm()
+            except UserError as error:
+                raise UserError(": ".join(filter(None, [self._understood, str(error)]))) from None
+        return super().planned(override_lists)
 
     def plan(self, config: Mapping[str, Any]) -> LaunchSettings:
         """Make the launch settings with the jobs' resources and retries, checked before anything is submitted."""

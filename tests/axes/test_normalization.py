@@ -44,5 +44,7 @@ def test_equal_advantages_of_tokens_are_no_signal_without_eps(
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
     scaled = choice(eps=0.0, centre=centre).scale_tokens(torch.full((2, 3), 0.1), mask, lambda numbers: numbers)
     assert torch.equal(scaled, torch.zeros(2, 3))
-    broken = choice(eps=0.0, centre=centre).scale_tokens(torch.full((2, 3), float("nan")), mask, lambda numbers: numbers)
+    broken = choice(eps=0.0, centre=centre).scale_tokens(
+        torch.full((2, 3), float("nan")), mask, lambda numbers: numbers
+    )
     assert broken[mask > 0].isnan().all()  # what is broken stays visible
