@@ -30,6 +30,10 @@ from lightning_scalerl.verify.grade import Sample
 END_OF_THINKING = "</think>"
 # Default date of Llama's templates. Today's would change the prompts every day.
 DATE = datetime(2024, 7, 26)
+# Special tokens that are named at the start; a model may have hundreds that are reserved.
+NAMED = 24
+# Counts changes of how a text becomes tokens: what was cached by earlier rules is not read.
+RULES = 2
 # Tokenisation that took longer than this is cached on disk.
 WORTH_KEEPING_S = 0.5
 
@@ -225,7 +229,7 @@ class Rendering:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         about = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
         special = {str(name): str(value) for name, value in self.tokenizer.special_tokens_map.items()}
-        settings = {**asdict(self.chat), "template": self._template, "marker": self.marker}
+        settings = {**asdict(self.chat), "template": self._template, "marker": self.marker, "rules": RULES}
         for part in (type(self.tokenizer).__name__, about, json.dumps([special, settings], default=str)):
             digest.update(part.encode() + b"\0")  # ends the part: none can run into the next
         for prompt in prompts:
@@ -233,20 +237,57 @@ class Rendering:
         return digest.hexdigest()[:24]
 
     def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each text, with BOS where the text was not rendered by a template."""
+        """Return the token ids of each text, which begins with BOS once where its model knows one.
+
+        A template writes all special tokens itself; before a plain text the tokenizer puts its own, unless the text
+        begins with them. What a tokenizer appends is taken off: the model would see a text that has ended.
+        """
         if not texts:
             return []
-        # A template writes all special tokens itself; before a plain text the tokenizer puts its own.
-        plain = self._template is None
-        found: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=plain)["input_ids"]
-        end = self.tokenizer.eos_token_id
-        # Some tokenizers append an end token as well: the model would see a text that has ended. Taken off again.
-        if plain and end is not None and self.tokenizer("a")["input_ids"][-1:] == [end]:
-            bare = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-            for ids, without in zip(found, bare, strict=True):
-                if ids and ids[-1] == end and without[-1:] != [end]:
-                    ids.pop()
+        bare: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        bos, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        if self._template is not None:
+            # The template's BOS, and that of a message which was rendered before.
+            return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in bare]
+        if self.tokenizer("a")["input_ids"] == self.tokenizer("a", add_special_tokens=False)["input_ids"]:
+            return bare
+        found: list[list[int]] = self.tokenizer(list(texts))["input_ids"]
+        for ids, own in zip(found, bare, strict=True):
+            if ids[-len(own) - 1 :] == [*own, end]:
+                ids.pop()
+            added = len(ids) - len(own)
+            if own[:added] == ids[:added]:
+                del ids[:added]
         return found
+
+    def notes(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Return lines on what rewards do not see of a completion; `prompts` were encoded by `encode_all`."""
+        lines = []
+        if dropped := self._dropped():
+            more = f" and {len(dropped) - NAMED} more" if len(dropped) > NAMED else ""
+            lines.append(
+                "special tokens that decoding drops before rewards see a completion: "
+                f"{', '.join(dropped[:NAMED])}{more}; a reward that looks for one finds it among completion_ids only"
+            )
+        if opened := sum(self._opening[_digest(prompt)] for prompt in prompts):
+            why = "" if self._template is None else ", for the chat template opens the thinking"
+            lines.append(
+                f"prompts that end in {self.marker.replace('</', '<', 1)}: {opened} of {len(prompts)}{why}; a "
+                f"completion of theirs begins inside the thinking, and holds {self.marker} at most"
+            )
+        return lines
+
+    def _dropped(self) -> list[str]:
+        """Return the tokens that `decode` leaves out, besides those that end a completion; reserved ones last."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        ids = {*self.tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+        special = [
+            number
+            for number in sorted(ids - self.stop_tokens)
+            if not self.tokenizer.decode([number], skip_special_tokens=True)
+        ]
+        named: list[str] = self.tokenizer.convert_ids_to_tokens(special)
+        return sorted(named, key=lambda token: "reserved" in token or "unused" in token)
 
     # --- completions -------------------------------------------------------------------------------------
 

@@ -49,6 +49,7 @@ class DataPath:
             *(each.describes(name) for name, each in sampling.sets.items()),
             f"prompts: {sampling.rendering.describes}; the first of them as the model reads it:",
             *(f"  | {line}" for line in (shown if len(shown) < 2000 else f"{shown[:2000]} ...").splitlines()),
+            *sampling.rendering.notes(sampling.sets[TRAINING].prompts),
             *sampling.inputs.task.notes(),
             self.tried,
         ]

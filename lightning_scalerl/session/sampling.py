@@ -6,7 +6,7 @@ data path of a fit is built from, or that an evaluation borrows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,8 +34,8 @@ TRAINING = "training"
 class Inputs:
     """Settled choices and parts of a stage, from which prompts, generator and verifiers follow.
 
-    `ranks` is how many ranks train on this node; `held_out` at most how many prompts of each held-out set are
-    evaluated, None for all.
+    `rows` is how many tokens the model has an embedding for, `ranks` how many ranks train on this node; `held_out` at
+    most how many prompts of each held-out set are evaluated, None for all.
     """
 
     recipe: Recipe
@@ -44,6 +44,7 @@ class Inputs:
     seed: int
     tokenizer: Any
     stop_tokens: list[int]
+    rows: int
     trained: TrainedPolicy
     device: torch.device
     ranks: int
@@ -78,6 +79,7 @@ class Sampling:
         context, control = inputs.recipe.context, inputs.choices.length_control.end_of_thinking
         self.rendering = Rendering(inputs.tokenizer, inputs.recipe.chat, inputs.stop_tokens, control)
         tokens = self.rendering.encode_all(sets)
+        _check_rows(inputs, tokens)
         self.sets = fitting(sets, tokens, context.max_prompt_tokens, context.too_long)
 
     @property
@@ -109,6 +111,29 @@ class Sampling:
             yield verifiers
         finally:
             verifiers.close()
+
+
+def _check_rows(inputs: Inputs, tokens: Mapping[str, Sequence[Sequence[int]]]) -> None:
+    """Check that the model has a row for every token that it will read.
+
+    A tokenizer may have others: Gemma 3 without vision has no row for the token of an image.
+
+    Raises:
+        ConfigurationError: prompts, the phrase that ends thinking or the end of a completion need a row it lacks.
+    """
+    ours = {f"{name} prompts": (token for prompt in some for token in prompt) for name, some in tokens.items()}
+    ours["length_control.phrase"] = iter(inputs.encode(inputs.choices.length_control.phrase))
+    ours["the tokenizer's eos_token"] = iter([inputs.tokenizer.eos_token_id])
+    for where, read in ours.items():
+        missing = sorted({token for token in read if token >= inputs.rows})
+        if not missing:
+            continue
+        shown = ", ".join(f"{token} ({inputs.tokenizer.convert_ids_to_tokens(token)})" for token in missing[:8])
+        raise ConfigurationError(
+            f"model: it has {inputs.rows} rows of embeddings, numbered from 0, and {where} need"
+            f"{'s' * where.startswith('the')} tokens without one: {shown}{', ...' if len(missing) > 8 else ''}; give "
+            f"it its own tokenizer, or save it after model.resize_token_embeddings({max(missing) + 1}) or more"
+        )
 
 
 def new_verifiers(inputs: Inputs) -> tuple[Verifiers, str]:

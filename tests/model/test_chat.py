@@ -43,7 +43,7 @@ def tokenizer(template: str | None = None, adds: str = "", special_thinking: boo
     if not special_thinking:
         backend.add_tokens(SPECIAL[4:])
     if adds:
-        ids = [(token, vocabulary[token]) for token in ("<s>", "</s>")]
+        ids = [(token, vocabulary[token]) for token in ("<s>", "</s>", "<|user|>")]
         backend.post_processor = processors.TemplateProcessing(single=adds, special_tokens=ids)
     made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     made.chat_template = template
@@ -79,6 +79,46 @@ def test_plain_text_gets_what_the_tokenizer_puts_before_it_and_nothing_behind() 
     # A text that itself ends in the end token keeps it.
     kept = Rendering(tokenizer(adds="<s> $A"), Chat())
     assert words(kept, kept.encode(ask("over</s>"))) == "<s>over</s>"
+
+
+def test_bos_comes_once_before_a_text_that_begins_with_it() -> None:
+    for adds in ("", "<s> $A", "<s> $A </s>"):
+        plain = Rendering(tokenizer(adds=adds), Chat())
+        for text in ("<s>2+2?", "<s>", "<s>over</s>", "<s>a<s>b"):
+            assert words(plain, plain.encode(ask(text))) == text, adds
+        before = "<s>" * adds.startswith("<s>")
+        assert words(plain, plain.encode(ask("over</s>"))) == f"{before}over</s>"
+        assert words(plain, plain.encode(ask("a<s>"))) == f"{before}a<s>"
+    two = Rendering(tokenizer(adds="<s> <|user|> $A"), Chat())  # GLM's tokenizer puts two tokens before a text
+    for text in ("hi", "<s><|user|>hi"):
+        assert words(two, two.encode(ask(text))) == "<s><|user|>hi"
+    bare = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    rendered = Rendering(tokenizer(bare, adds="<s> $A"), Chat())
+    assert words(rendered, rendered.encode(ask("<s>2+2?"))) == "<s>2+2?"
+
+
+def test_what_rewards_do_not_see_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALERL_CACHE", str(tmp_path))
+
+    def said(rendering: Rendering, *texts: str) -> list[str]:
+        prompts = [ask(text) for text in texts]
+        rendering.encode_all({"training": prompts})
+        return rendering.notes(prompts)
+
+    dropped, opened = said(Rendering(tokenizer(TEMPLATE), Chat(), stop_tokens=[1]), "2+2?", "3+3?")
+    assert "drops before rewards see a completion: <s>, <|user|>, <|assistant|>, <think>, </think>;" in dropped
+    assert "prompts that end in <think>: 2 of 2, for the chat template opens the thinking; a completion" in opened
+    (dropped,) = said(Rendering(tokenizer(TEMPLATE, special_thinking=False), Chat(thinking=False), [1]), "2+2?")
+    assert "think" not in dropped
+    plain = Rendering(tokenizer(special_thinking=False), Chat(), stop_tokens=[0, 1, 2, 3])
+    (opened,) = said(plain, "2+2?", "2+2? <think>\n")
+    assert opened.startswith("prompts that end in <think>: 1 of 2; a completion of theirs")
+    many = tokenizer()
+    many.add_special_tokens(
+        {"additional_special_tokens": [f"<|reserved_{number}|>" for number in range(300)] + ["<x>"]}
+    )
+    (dropped,) = said(Rendering(many, Chat()), "2+2?")
+    assert "</think>, <x>, <|reserved_0|>" in dropped and "and 283 more;" in dropped
 
 
 def test_system_prompt_thinking_switch_and_a_template_of_ones_own(tmp_path: Path) -> None:

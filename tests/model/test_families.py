@@ -6,6 +6,7 @@ Trainer and generator agree below 1e-5 in FP32, and what leaves is what was trai
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -301,6 +302,30 @@ def refused(place: Place, model: Path, *overrides: str) -> str:
 @pytest.mark.parametrize("name", STRANGERS)
 def test_what_cannot_be_done_is_refused_by_name(name: str, place: Place) -> None:
     assert f"model: {name}ForCausalLM " in refused(place, place.model(STRANGERS[name], name))
+
+
+def test_a_token_that_the_model_has_no_row_for_is_refused_where_it_is_read(place: Place, tmp_path: Path) -> None:
+    """Others may be there: Gemma 3 without vision has no row for the token of an image."""
+    model = shutil.copytree(place.model(FAMILIES["GPT2"], "GPT2"), tmp_path / "model")
+    tokenizer, rows = AutoTokenizer.from_pretrained(model), load_model(str(model)).get_input_embeddings().num_embeddings
+    while len(tokenizer) < rows:
+        tokenizer.add_tokens(f"<spare {len(tokenizer)}>")
+    tokenizer.add_tokens("<image>")
+    tokenizer.save_pretrained(model)
+    script(place, model, *FAMILIES["GPT2"].overrides, steps=1)
+
+    for token, setting, where in (
+        ("<image>", "eos_token", "the tokenizer's eos_token needs"),
+        (" apples", "sep_token", "training prompts need"),
+    ):
+        tokenizer.add_tokens(token)
+        setattr(tokenizer, setting, token)
+        tokenizer.save_pretrained(model)
+        number = tokenizer.convert_tokens_to_ids(token)
+        said = refused(place, model, *FAMILIES["GPT2"].overrides)
+        assert f"model: it has {rows} rows of embeddings, numbered from 0, and {where} tokens without one" in said
+        assert f": {number} ({token}); give it its own tokenizer" in said
+        assert f"resize_token_embeddings({number + 1})" in said
 
 
 @pytest.mark.slow
