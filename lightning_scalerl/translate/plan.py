@@ -73,7 +73,7 @@ def _asked(python: str) -> str:
     if done.returncode or found[0].split(".")[:2] != VERSION.split(".")[:2]:
         raise ConfigurationError(
             f"{GROUP}.python: {python}: {found[0]}; an environment with trl {VERSION}, torch, transformers and "
-            "datasets is needed"
+            "datasets is needed: the extra lightning-scalerl[trl], or one of its own"
         )
     return python
 

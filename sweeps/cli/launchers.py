@@ -21,7 +21,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from sweeps.cli.output import show_results
-from sweeps.errors import UserError
+from sweeps.errors import UserError, require
 from sweeps.executor.base import load_entry
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.slurm.scheduler import Slurm
@@ -245,6 +245,8 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         if self._designed(trials, directory, spec.config["launch"]):
             return
         from sweeps.launch.adopted import count_adopted, stand_ins
+
+        require("optuna", "hydra/sweeper: a search")
         from sweeps.search.optuna_search import Search  # Optuna takes a second to import
 
         stand = None

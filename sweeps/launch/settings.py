@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from sweeps.errors import UserError
+from sweeps.errors import UserError, require
 from sweeps.executor.base import Executor
 from sweeps.executor.failure import NEVER
 from sweeps.executor.failure import retries as retry_policy
@@ -143,6 +143,7 @@ class LaunchSettings:
     def executor(self, study: Path, scheduler: Scheduler | None = None) -> Executor:
         """Make the executor of this kind that runs the study's members."""
         if self.outlives:
+            require("submitit", "cluster: slurm")
             return ClusterExecutor(
                 study.resolve(),
                 scheduler or Slurm(self.slurm.clusters),

@@ -15,13 +15,20 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sweeps.errors import require
+
 if TYPE_CHECKING:
     from submitit.slurm.slurm import SlurmJobEnvironment
 
 
 @cache
 def _environment() -> SlurmJobEnvironment:
-    """Return submitit's view of the job, also for one that it has not started."""
+    """Return submitit's view of the job, also for one that it has not started.
+
+    Raises:
+        UserError: submitit is not installed: scalerl-curves comes without it.
+    """
+    require("submitit", "SLURM_JOB_ID: a process inside a SLURM job", "submitit")
     from submitit.slurm.slurm import SlurmJobEnvironment  # late: it takes a tenth of a second to import
 
     return SlurmJobEnvironment()
