@@ -112,7 +112,7 @@ class ComputeMeter:
     def trained(self, batch: TrainBatch, passes: Passes = Passes()) -> None:  # noqa: B008  # frozen
         """Count the FLOPs of one step: forward and backward cost three forward passes. A critic has no vocabulary.
 
-        Frozen weights beside an adapter cost two (`FlopModel.adapting`).
+        Frozen weights beside an adapter cost two, and one before the first that is trained (`FlopModel.adapting`).
         """
         lengths, prompts = batch.lengths.tolist(), batch.completion_start.tolist()
         policy, value = self._flop_model.forward(lengths, prompts), self._flop_model.body(lengths)

@@ -8,20 +8,23 @@ count.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError, said
 from lightning_scalerl.model.adapter import of_adapter
-from lightning_scalerl.model.head import head_sizes, output_head, text_config
+from lightning_scalerl.model.head import backbone, eval_mode, head_sizes, output_head, text_config
 from lightning_scalerl.model.windows import Window, attention_windows, outside
 
 # One of the experts that are chosen from; most models have them in one table of three dimensions. Shared ones, which
 # every token uses, are called otherwise.
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+# A layer of the stack, in the name of a parameter of its.
+_LAYER = re.compile(r"\w+(\.\w+)*?\.(?P<number>\d+)(?=\.)")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
@@ -35,7 +38,9 @@ class FlopModel:
     out, summed over layers (`model.windows`).
 
     All of this is of the plain model, as it generates. `adapter` is what low-rank weights add to a token in the
-    trainer; `frozen` and `frozen_head` are the parts of body and head whose weights get no gradient beside them.
+    trainer; `frozen` and `frozen_head` are the parts of body and head whose weights get no gradient beside them, and
+    `below` is the part of all of it whose input gets none: what comes before the first trained weight, `layers_below`
+    whole layers among it.
     """
 
     per_token: float
@@ -46,6 +51,8 @@ class FlopModel:
     adapter: float = 0.0
     frozen: float = 0.0
     frozen_head: float = 0.0
+    below: float = 0.0
+    layers_below: int = 0
 
     @classmethod
     def of(cls, model: nn.Module) -> FlopModel:
@@ -76,6 +83,7 @@ class FlopModel:
         chosen, experts = _first(config, _CHOSEN), _first(config, _EXPERTS)
         inside = any(parameter is head for parameter in whole.parameters())
         per_token, adapter, frozen = 0.0 if inside else 2.0 * head.numel(), 0.0, 0.0
+        counted: dict[int, float] = {}  # by the parameter's id
         for name, parameter in whole.named_parameters():
             # A bias that is a table has a row an expert: it is added, not multiplied with.
             if parameter.dim() < 2 or id(parameter) in looked_up or name.endswith("bias"):
@@ -90,7 +98,7 @@ class FlopModel:
                         "be counted"
                     )
                 share = chosen / experts
-            flops = 2.0 * parameter.numel() * share
+            flops = counted[id(parameter)] = 2.0 * parameter.numel() * share
             if of_adapter(name):
                 adapter += flops
                 continue
@@ -103,7 +111,15 @@ class FlopModel:
         plain = cls(per_token, 2.0 * head.numel(), per_layer, layers, attention_windows(config))
         if not adapter:
             return plain
-        return replace(plain, adapter=adapter, frozen=frozen, frozen_head=0.0 if head.requires_grad else plain.head)
+        below, layers_below = _below(model, counted)
+        return replace(
+            plain,
+            adapter=adapter,
+            frozen=frozen,
+            frozen_head=0.0 if head.requires_grad else plain.head,
+            below=below,
+            layers_below=layers_below,
+        )
 
     @property
     def body_per_token(self) -> float:
@@ -130,10 +146,8 @@ class FlopModel:
     def forward(self, lengths: list[int], prompt_lengths: list[int]) -> float:
         """Return FLOPs of a forward pass over whole sequences; the head on completion tokens only."""
         tokens = sum(length - 1 for length in lengths)
-        context = sum((length - 1) * length // 2 for length in lengths)
-        missing = sum(outside(self.windows, 0, length - 1) for length in lengths) if self.windows else 0
         completion = sum(length - prompt for length, prompt in zip(lengths, prompt_lengths, strict=True))
-        return self.body_per_token * tokens + self.head * completion + self._attention(context, missing)
+        return self.body_per_token * tokens + self.head * completion + self._attention_of(lengths)
 
     def train(self, lengths: list[int], prompt_lengths: list[int]) -> float:
         """Return FLOPs of a forward and backward pass: three forward passes."""
@@ -143,15 +157,74 @@ class FlopModel:
         """Return what an adapter adds to the FLOPs of so many updates and forward passes; often less than nothing.
 
         Its own weights cost what other weights do. Of a frozen weight's three forward passes an update leaves one out:
-        there is a gradient for what goes through it, and none for itself.
+        there is a gradient for what goes through it, and none for itself. Before the first trained weight there is none
+        for what goes through either, nor for attention.
         """
         tokens = sum(length - 1 for length in lengths)
         completion = sum(length - prompt for length, prompt in zip(lengths, prompt_lengths, strict=True))
         added = (3.0 * updates + forwards) * self.adapter * tokens
-        return added - updates * (self.frozen * tokens + self.frozen_head * completion)
+        added -= updates * (self.frozen * tokens + self.frozen_head * completion)
+        attention = self._attention_of(lengths) * self.layers_below / self.layers
+        return added - updates * (self.below * tokens + 2.0 * attention)
+
+    def _attention_of(self, lengths: list[int]) -> float:
+        """Return FLOPs of attention in a forward pass over whole sequences."""
+        context = sum((length - 1) * length // 2 for length in lengths)
+        missing = sum(outside(self.windows, 0, length - 1) for length in lengths) if self.windows else 0
+        return self._attention(context, missing)
 
     def _attention(self, context: int, outside: int) -> float:
         return self.per_context * context - self.per_layer * outside
+
+
+class _SeenError(Exception):
+    """Ends a forward pass whose first part was all that was asked for."""
+
+
+def _below(model: nn.Module, counted: Mapping[int, float]) -> tuple[float, int]:
+    """Return FLOPs a token of the matrices whose input gets no gradient, and how many whole layers get none.
+
+    Tried on two tokens, up to the first layer with a trained weight. Nothing where that cannot be done, as without data
+    where a mixture chooses experts.
+
+    Args:
+        model: with an adapter.
+        counted: FLOPs a token of its matrices, by their id.
+    """
+    base, below = backbone(model), 0.0
+    layers = [match for name, each in base.named_parameters() if each.requires_grad and (match := _LAYER.match(name))]
+    if not layers:
+        return 0.0, 0
+    first = min(layers, key=lambda match: int(match["number"]))
+    graded: list[bool] = []
+
+    def asks(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return any(isinstance(each, Tensor) and each.requires_grad for each in (*args, *kwargs.values()))
+
+    def matrix(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal below
+        if not asks(module, args, kwargs):
+            below += sum(counted.get(id(each), 0.0) for each in module.parameters(recurse=False))
+
+    def seen(*_: Any) -> None:
+        raise _SeenError
+
+    owners = [each for each in base.modules() if any(id(own) in counted for own in each.parameters(recurse=False))]
+    hooks = [each.register_forward_pre_hook(matrix, with_kwargs=True) for each in owners]
+    layer = base.get_submodule(first[0])
+    hooks.append(layer.register_forward_pre_hook(lambda *given: graded.append(asks(*given)), with_kwargs=True))
+    hooks.append(layer.register_forward_hook(seen))
+    try:
+        with eval_mode(model), torch.enable_grad():
+            base(input_ids=torch.zeros(1, 2, dtype=torch.long, device=next(base.parameters()).device), use_cache=False)
+    except _SeenError:
+        return below, 0 if graded[0] else int(first["number"])
+    except (NotImplementedError, RuntimeError):
+        return 0.0, 0
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return below, 0
 
 
 def _first(config: Any, keys: Sequence[str]) -> int | None:

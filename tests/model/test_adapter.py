@@ -569,11 +569,12 @@ def test_below_its_own_head_the_base_model_cannot_be_sure_of_a_digit() -> None:
 # --- compute -------------------------------------------------------------------------------------------------
 
 
-def test_flops_are_those_that_torch_counts() -> None:
-    """Generation is the plain model's; an update computes no gradient for frozen weights."""
+@pytest.mark.parametrize("targets", ["all-linear", ["v_proj", "down_proj"], ["1.mlp.up_proj"], ["o_proj"]])
+def test_flops_are_those_that_torch_counts(targets: Any) -> None:
+    """Generation is the plain model's; an update computes no gradient for frozen weights, nor below the first other."""
     model: Any = tiny("Llama", AGREE["Llama"])
     plain = FlopModel.of(model)
-    add_lora(model, 4, 8.0, "all-linear")
+    add_lora(model, 4, 8.0, targets)
     found = FlopModel.of(model)
     assert (found.per_token, found.head, found.per_layer) == (plain.per_token, plain.head, plain.per_layer)
     length = TOKENS.shape[1]
@@ -583,15 +584,12 @@ def test_flops_are_those_that_torch_counts() -> None:
     torchs = sum(
         number for operation, number in counts.items() if "mm" in str(operation) and "bmm" not in str(operation)
     )
-    attention = model.model.layers[0].self_attn
-    # Nothing before the first layers asks for a gradient, so that none goes through their matrices.
-    first = [attention.q_proj, attention.k_proj, attention.v_proj]
-    spared = sum(2 * (layer.base_layer.weight.numel() + layer.lora_A["default"].weight.numel()) for layer in first)
     # A sequence of one token more: its last one is only predicted, and here every token has logits.
     lengths, prompts = [length + 1], [1]
     ours = 3 * found.forward(lengths, prompts) + found.adapting(lengths, prompts, updates=1, forwards=0)
-    ours -= 3 * found.per_context * length * (length + 1) // 2
-    assert ours - spared * length == torchs
+    ours -= (3 * found.layers - 2 * found.layers_below) * found.per_layer * length * (length + 1) // 2
+    assert ours == torchs
+    assert found.layers_below == (targets == ["1.mlp.up_proj"])
     assert plain.adapting(lengths, prompts, 1, 1) == 0.0
 
 
