@@ -6,7 +6,7 @@ data path of a fit is built from, or that an evaluation borrows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -121,9 +121,11 @@ def _check_rows(inputs: Inputs, tokens: Mapping[str, Sequence[Sequence[int]]]) -
     Raises:
         ConfigurationError: prompts, the phrase that ends thinking or the end of a completion need a row it lacks.
     """
-    ours = {f"{name} prompts": (token for prompt in some for token in prompt) for name, some in tokens.items()}
-    ours["length_control.phrase"] = iter(inputs.encode(inputs.choices.length_control.phrase))
-    ours["the tokenizer's eos_token"] = iter([inputs.tokenizer.eos_token_id])
+    ours: dict[str, Iterable[int]] = {
+        f"{name} prompts": (token for prompt in some for token in prompt) for name, some in tokens.items()
+    }
+    ours["length_control.phrase"] = inputs.encode(inputs.choices.length_control.phrase)
+    ours["the tokenizer's eos_token"] = [inputs.tokenizer.eos_token_id]
     for where, read in ours.items():
         missing = sorted({token for token in read if token >= inputs.rows})
         if not missing:

@@ -130,7 +130,7 @@ def set_up(module: Parts, stage: str) -> None:
         seed=module.seed,
         tokenizer=module.tokenizer,
         stop_tokens=module.stop_tokens,
-        rows=int(module.policy.model.get_input_embeddings().weight.shape[0]),  # type: ignore[operator,union-attr]
+        rows=int(module.policy.model.get_input_embeddings().weight.shape[0]),  # type: ignore[operator]
         trained=module.trained,
         device=trainer.strategy.root_device,
         ranks=trainer.num_devices,
