@@ -248,7 +248,7 @@ def test_exported_models_compute_what_was_trained(precision: str, tiny_model_pat
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])
 def test_modules_to_save_are_exported(family: str, tiny_model_path: str, tmp_path: Path) -> None:
     """Merged, and as peft loads an adapter; tied embeddings (Gemma 2) are trained as the one weight that they are."""
-    base: Any = tiny(family, AGREE[family])
+    base: Any = tiny(family, AGREE[family], attn_implementation="eager")
     given = copy.deepcopy(base)
     assert base.config.tie_word_embeddings == (family == "Gemma2")
     choice = LoRA(4, modules_to_save=["lm_head", "norm"])
