@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from lightning_scalerl.axes.adapter import NoAdapter
 from lightning_scalerl.axes.aggregation import Aggregation, named_aggregation
 from lightning_scalerl.axes.async_mode import PPOOffPolicy
+from lightning_scalerl.axes.critic import NoCritic
 from lightning_scalerl.axes.kl import FixedKL, NoKL
+from lightning_scalerl.axes.length_control import NoLengthControl
 from lightning_scalerl.axes.loss import DAPO, GSPO, PPO, Loss
 from lightning_scalerl.axes.normalization import NoNormalization, PromptNormalization
 from lightning_scalerl.axes.precision import Precision
@@ -47,6 +50,7 @@ class Translation:
         missing: what of ours has no counterpart.
         notes: in what the two differ beyond any setting.
         added: settings that the trainer's own file does not list, though its code reads them.
+        said: names of settings by axis; read it as `axes`.
     """
 
     to: str
@@ -56,14 +60,28 @@ class Translation:
     missing: list[Missing] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
+    said: dict[str, list[str]] = field(default_factory=dict)
 
-    def set(self, **settings: Any) -> None:
-        """Add settings by name; two underscores stand for a dot."""
-        self.settings |= {name.replace("__", "."): value for name, value in settings.items()}
+    def set(self, *axes: str, **settings: Any) -> None:
+        """Add settings by name; two underscores stand for a dot. Together they carry the choices on these axes."""
+        named = {name.replace("__", "."): value for name, value in settings.items()}
+        self.settings |= named
+        for axis in axes:
+            self.says(axis, *named)
 
-    def under(self, prefix: str, **settings: Any) -> None:
-        """Add settings below a prefix; two underscores stand for a dot."""
-        self.settings |= {f"{prefix}.{name.replace('__', '.')}": value for name, value in settings.items()}
+    def under(self, prefix: str, *axes: str, **settings: Any) -> None:
+        """Add settings below a prefix, as `set` does."""
+        self.set(*axes, **{f"{prefix}.{name}": value for name, value in settings.items()})
+
+    def says(self, axis: str, *names: str) -> None:
+        """Record which settings carry the choice on an axis; without names, the trainer does the same by itself."""
+        self.said.setdefault(axis, []).extend(names)
+
+    @property
+    def axes(self) -> dict[str, list[str]]:
+        """Settings by the axis whose choice they carry; an axis that is listed in `missing` as a whole is left out."""
+        missing = {each.key for each in self.missing}
+        return {axis: names for axis, names in self.said.items() if axis not in missing}
 
     def add(self, name: str, value: Any) -> None:
         """Add a setting that the trainer's own file leaves out: it is written as a new key, by Hydra's mark."""
@@ -84,6 +102,8 @@ class Translation:
         """Return the settings as the trainer reads them; comments say what is missing and what differs besides."""
         head = [f"# {self.to} {self.version}: {len(self.settings)} settings; written by scalerl translate"]
         head += [f"# without a counterpart: {each.key}={each.value}: {each.why}" for each in self.missing]
+        if alike := [axis for axis, names in self.axes.items() if not names]:
+            head.append(f"# the same there without a setting: {', '.join(alike)}")
         head += [f"# beyond any setting: {each}" for each in self.notes]
         marked = {f"{'+' if name in self.added else ''}{name}": value for name, value in self.settings.items()}
         body = {"yaml": _yaml, "toml": _toml, "overrides": _overrides}[self.form](marked)
@@ -241,6 +261,8 @@ def common(run: Run, into: Translation) -> None:
         choice = choices.on(axis)
         if type(choice).__name__ not in neutral:
             into.lacks(axis, choice, f"{why}; {axis}={plain} is translated")
+        elif axis != "advantage":
+            into.says(axis)
     for axis, choice in choices.items():
         if axis in choices.own:
             into.lacks(axis, choice, "an axis of your own")
@@ -249,10 +271,21 @@ def common(run: Run, into: Translation) -> None:
             into.lacks(axis, choice, OWN)
     if type(choices.length_control).__name__ == "Interruption":
         into.lacks("length_control", choices.length_control, "nothing is forced into a completion there")
+    elif isinstance(choices.length_control, NoLengthControl):
+        into.says("length_control")
+    if isinstance(choices.adapter, NoAdapter):
+        into.says("adapter")
     if not isinstance(choices.async_mode, PPOOffPolicy):
         into.lacks("async_mode", choices.async_mode, _PIPELINE[into.to])
     if choices.precision.policy == "fp16":
         into.lacks("precision.policy", "fp16", "the start and growth of the loss's scale are not compared with ours")
+    for part, acts in {
+        "value": not isinstance(choices.critic, NoCritic),
+        "advantage": True,
+        "kl": not isinstance(choices.kl, NoKL),
+    }.items():
+        if acts and choices.precision.policy != "fp32" and not getattr(choices.precision, f"fp32_{part}"):
+            into.lacks(f"precision.fp32_{part}", False, f"there is no rounding of it there; precision.fp32_{part}=true")
     if run.recipe.chat.stop:
         into.lacks("chat.stop", list(run.recipe.chat.stop), "texts that end a completion are not translated")
     into.note(

@@ -30,33 +30,47 @@ def to_prime_rl(run: Run) -> Translation:
     into.lacks("loss", choices.loss, "its losses mask by differences of probabilities; trainer.loss.type is your own")
     if not isinstance(choices.aggregation, TokenAggregation):
         into.lacks("aggregation", choices.aggregation, "all tokens of a batch count the same there; aggregation=token")
+    else:
+        into.says("aggregation")
     if distance(run) != 0:
         into.lacks("kl", choices.kl, "kl_tau is the squared log-ratio to the engine, not a distance from a reference")
+    else:
+        into.says("kl")
     if choices.entropy.acts:
         into.lacks("entropy", choices.entropy, "there is no bonus")
-    into.under("orchestrator.algo", type="grpo")
+    else:
+        into.says("entropy")
+    into.under("orchestrator.algo", "advantage", type="grpo")
     if not isinstance(choices.normalization, NoNormalization):
         into.lacks("normalization", choices.normalization, "advantages are not divided there; normalization=none")
+    else:
+        into.says("normalization", "orchestrator.algo.type")
     if isinstance(choices.filter, ZeroVariance | NoFilter):
-        into.under("orchestrator.train", filter_zero_advantages=isinstance(choices.filter, ZeroVariance))
+        into.under("orchestrator.train", "filter", filter_zero_advantages=isinstance(choices.filter, ZeroVariance))
         if isinstance(choices.filter, ZeroVariance):
             into.note("filter: what is left out there is a rollout with an advantage of 0, whatever its group")
     else:
         into.lacks("filter", choices.filter, "its gates sample others by rules that are not compared with ours")
     if isinstance(choices.truncated, MaskTruncated):
         into.lacks("truncated", choices.truncated, "truncated completions are trained on there; truncated=keep")
+    else:
+        into.says("truncated")
     if isinstance(choices.length_control, Penalty):
         into.lacks("length_control", choices.length_control, "length_penalty there is linear in all tokens, no buffer")
     if not isinstance(choices.correction, Behaviour):
         into.lacks("correction", choices.correction, "the ratio is to the engine there; correction=behaviour")
+    else:
+        into.says("correction")
     if choices.epochs.count > 1:
         into.lacks("epochs", choices.epochs.count, "a batch is gone over once there")
+    else:
+        into.says("epochs")
     if run.k > 1:
         into.lacks(
             "async_mode", choices.async_mode, "it trains while it samples; phases of several steps are no setting"
         )
     elif on_policy(run):
-        into.under("orchestrator", max_off_policy_steps=0)
+        into.under("orchestrator", "async_mode", max_off_policy_steps=0)
     _settings(run, into)
     if recipe.context.too_long == "refuse":
         into.note("context: nothing there refuses long prompts; what exceeds seq_len is cut off")
@@ -109,7 +123,9 @@ def _settings(run: Run, into: Translation) -> None:
         into.under("trainer.scheduler", type="constant")
     precision = run.choices.precision
     dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision.policy]
-    into.under("inference.vllm", dtype=dtype)
-    into.under("inference", enable_fp32_lm_head=precision.policy == "bf16" and precision.fp32_head_generator)
+    into.under("inference.vllm", "precision", dtype=dtype)
+    into.under(
+        "inference", "precision", enable_fp32_lm_head=precision.policy == "bf16" and precision.fp32_head_generator
+    )
     if precision.policy != "bf16" or precision.fp32_head_trainer:
         into.lacks("precision", precision, "the trainer computes in BF16; in which type its head does is no setting")

@@ -64,12 +64,13 @@ def _loss(run: Run, into: Translation) -> None:
     if by_name is None:
         into.lacks("aggregation", aggregation, f"loss_reduction knows {', '.join(_BY_AGGREGATION.values())}")
     else:
-        into.under(ALGORITHM, loss_reduction=by_name)
+        into.under(ALGORITHM, "aggregation", loss_reduction=by_name)
     if isinstance(aggregation, ConstantAggregation):
-        into.under(ALGORITHM, max_seq_len=run.recipe.context.max_new_tokens)
+        into.under(ALGORITHM, "aggregation", max_seq_len=run.recipe.context.max_new_tokens)
     if isinstance(loss, CISPO):
         into.under(
             ALGORITHM,
+            "loss",
             policy_loss_type="cispo",
             cispo__cispo_eps_clip_low=1.0,
             cispo__cispo_eps_clip_high=loss.max_ratio - 1,
@@ -80,27 +81,29 @@ def _loss(run: Run, into: Translation) -> None:
         into.lacks("loss", loss, "no policy_loss_type is known to be it")
     else:
         name = "gspo" if isinstance(loss, GSPO) else "regular"
-        into.under(ALGORITHM, policy_loss_type=name, eps_clip_low=clips[0], eps_clip_high=clips[1])
+        into.under(ALGORITHM, "loss", policy_loss_type=name, eps_clip_low=clips[0], eps_clip_high=clips[1])
     beta = distance(run)
     if beta is None:
         into.lacks("kl", run.choices.kl, "one coefficient for all tokens, in the loss: kl=fixed is translated")
-    elif beta and run.aggregation_of(run.choices.kl) is not SampleAggregation:
-        into.lacks(
-            "kl.aggregation", run.choices.kl, "the distance is averaged over samples there, under every reduction"
-        )
     else:
-        into.under(ALGORITHM, use_kl_loss=bool(beta), kl_loss_coef=beta, kl_estimator_type="k3", use_kl_in_reward=False)
+        if beta and run.aggregation_of(run.choices.kl) is not SampleAggregation:
+            into.lacks(
+                "kl.aggregation", run.choices.kl, "the distance is averaged over samples there, under every reduction"
+            )
+        into.under(ALGORITHM, "kl", use_kl_loss=bool(beta), kl_loss_coef=beta)
+        into.under(ALGORITHM, "kl", kl_estimator_type="k3", use_kl_in_reward=False)
         if beta:
             into.note("kl: k3 is bounded at 10 there, with no gradient beyond")
     if run.choices.entropy.acts:
         into.lacks("entropy", run.choices.entropy, "the bonus is averaged within each micro-batch there")
     else:
-        into.under(ALGORITHM, use_entropy_loss=False)
+        into.under(ALGORITHM, "entropy", use_entropy_loss=False)
 
 
 def _credit(run: Run, into: Translation) -> None:
     choices = run.choices
-    into.under(ALGORITHM, advantage_estimator="grpo", advantage_batch_normalize=False)
+    into.under(ALGORITHM, "advantage", advantage_estimator="grpo")
+    into.under(ALGORITHM, "normalization", advantage_batch_normalize=False)
     divided = by_deviation(
         run,
         into,
@@ -109,31 +112,32 @@ def _credit(run: Run, into: Translation) -> None:
         "translated",
     )
     if divided is not None:
-        into.under(ALGORITHM, grpo_norm_by_std=divided)
+        into.under(ALGORITHM, "normalization", grpo_norm_by_std=divided)
     # Masked rollouts leave the token average, and a constant does not move; the other two count them all the same.
     by_token = isinstance(choices.aggregation, TokenAggregation | ConstantAggregation)
     stays = "it keeps its place in the averages over samples and prompts there; aggregation=token is translated"
     if isinstance(choices.filter, DynamicSampling):
         into.under(
             ALGORITHM,
+            "filter",
             zero_variance_filter=False,
             dynamic_sampling__type="filter",
             dynamic_sampling__max_sample_batches=-1,
         )
         into.note("filter: it never gives up there")
     elif isinstance(choices.filter, NoFilter):
-        into.under(ALGORITHM, zero_variance_filter=False)
+        into.under(ALGORITHM, "filter", zero_variance_filter=False)
     elif isinstance(choices.filter, ZeroVariance) and by_token and isinstance(choices.truncated, MaskTruncated):
         into.lacks("filter", choices.filter, "a group varies there if its unmasked rollouts do; truncated=keep")
     elif isinstance(choices.filter, ZeroVariance) and by_token:
-        into.under(ALGORITHM, zero_variance_filter=True, zero_variance_filter_tol=0.0)
+        into.under(ALGORITHM, "filter", zero_variance_filter=True, zero_variance_filter_tol=0.0)
     else:
         into.lacks("filter", choices.filter, stays)
     masks = isinstance(choices.truncated, MaskTruncated)
     if masks and not by_token:
         into.lacks("truncated", choices.truncated, f"{stays}, or truncated=keep")
     else:
-        into.under("generator", apply_overlong_filtering=masks, zero_reward_on_non_stop=False)
+        into.under("generator", "truncated", apply_overlong_filtering=masks, zero_reward_on_non_stop=False)
     if isinstance(choices.length_control, Penalty):
         into.lacks("length_control", choices.length_control, "a penalty of length is the environment's there")
 
@@ -145,12 +149,12 @@ def _data(run: Run, into: Translation) -> None:
     if run.steps % k:
         into.lacks("budget.steps", run.steps, f"steps are counted in batches of {k} there; give a multiple")
     limits = recipe.context
+    into.under("trainer", "async_mode", train_batch_size=recipe.batch.prompts * k)
+    into.under("trainer", "async_mode", policy_mini_batch_size=recipe.batch.prompts)
+    into.under("trainer", "epochs", update_epochs_per_batch=epochs)
     into.under(
         "trainer",
-        train_batch_size=recipe.batch.prompts * k,
-        policy_mini_batch_size=recipe.batch.prompts,
         micro_train_batch_size_per_gpu=run.micro_batch,
-        update_epochs_per_batch=epochs,
         max_training_steps=run.steps // k,
         epochs=run.steps // k,  # passes over the data: as many steps as a pass of one batch would have
         max_prompt_length=limits.max_prompt_tokens,
@@ -212,15 +216,15 @@ def _ratio(run: Run, into: Translation) -> None:
     engine = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision.policy]
     if precision.policy == "fp32":
         into.lacks("precision", precision, "workers compute under autocast of BF16 there; precision=bf16 is nearest")
-    into.set(trainer__bf16=precision.policy == "bf16")
-    into.under("generator.inference_engine", model_dtype=engine)
+    into.set("precision", trainer__bf16=precision.policy == "bf16")
+    into.under("generator.inference_engine", "precision", model_dtype=engine)
     if run.head is None or run.head:
         into.lacks("precision.fp32_head", "true", "a head in FP32 beside a 16-bit policy is no setting there")
     under = f"{ALGORITHM}.off_policy_correction"
     if not isinstance(correction, Proximal):
         if isinstance(loss, CISPO):
-            into.under(ALGORITHM, cispo__cispo_anchor="rollout")
-            into.under(under, tis_ratio_type=None)
+            into.under(ALGORITHM, "correction", cispo__cispo_anchor="rollout")
+            into.under(under, "correction", tis_ratio_type=None)
         else:
             into.lacks(
                 "correction",
@@ -230,13 +234,13 @@ def _ratio(run: Run, into: Translation) -> None:
             )
         return
     if isinstance(loss, CISPO):
-        into.under(ALGORITHM, cispo__cispo_anchor="old")
+        into.under(ALGORITHM, "correction", cispo__cispo_anchor="old")
     if not on_policy(run):
         into.lacks("correction", correction, "the anchor there is of when tokens were sampled, not of before the step")
     elif correction.mode == "none":
-        into.under(under, tis_ratio_type=None)
+        into.under(under, "correction", tis_ratio_type=None)
     elif correction.mode == "truncate" and correction.min_weight == 0:
-        into.under(under, tis_ratio_type=correction.level)
-        into.under(under, **{f"{correction.level}_tis_ratio_clip_high": correction.max_weight})
+        into.under(under, "correction", tis_ratio_type=correction.level)
+        into.under(under, "correction", **{f"{correction.level}_tis_ratio_clip_high": correction.max_weight})
     else:
         into.lacks("correction", correction, "weights have an upper bound alone; its masks are not compared with ours")

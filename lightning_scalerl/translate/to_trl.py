@@ -35,6 +35,10 @@ def to_trl(run: Run) -> Translation:
     _data(run, into)
     _optimizer(run, into)
     _ratio(run, into)
+    into.note(
+        "optimizer: on a batch without a credited token TRL steps on a gradient of zeros, which moves the weights by "
+        "momentum; such a batch moves nothing here"
+    )
     return into
 
 
@@ -46,7 +50,7 @@ def _loss(run: Run, into: Translation) -> None:
             "aggregation",
             aggregation,
             "no loss_type averages so (grpo: samples, dapo and cispo: tokens, dr_grpo: a constant; luspo divides sums "
-            "by the number of rows)",
+            "by the number of rows); the one that is written is the loss's, and averages over tokens",
         )
     elif isinstance(aggregation, TokenAggregation) and not on_policy(run):
         into.lacks(
@@ -56,33 +60,34 @@ def _loss(run: Run, into: Translation) -> None:
             "steps; with async_mode=on_policy they are the step's",
         )
     if isinstance(loss, CISPO):
-        # Their cispo has one denominator.
-        if isinstance(aggregation, TokenAggregation) or by_name is None:
-            into.set(loss_type="cispo", epsilon_high=loss.max_ratio)  # the cap itself, not 1 + epsilon
-        elif by_name is not None:
-            into.lacks("loss", loss, "loss_type=cispo divides by tokens; aggregation=token is translated")
-    elif isinstance(loss, Reinforce):
-        into.lacks("loss", loss, "every loss_type has a ratio")
-    elif (clips := run.clips) is None:
-        into.lacks("loss", loss, "no loss_type is known to be it")
+        into.set("loss", "aggregation", loss_type="cispo")
+        into.set("loss", epsilon_high=loss.max_ratio)  # the cap itself, not 1 + epsilon
+        if by_name is not None and not isinstance(aggregation, TokenAggregation):
+            into.lacks("aggregation", aggregation, "loss_type=cispo divides by tokens; aggregation=token is translated")
     else:
-        # Without a counterpart of the aggregation, the surrogate still has one; the default would be another clip.
-        into.set(loss_type=by_name or "dapo", epsilon=clips[0], epsilon_high=clips[1])
+        # Losses with a clip have the same surrogate under all three names.
+        into.set("loss", "aggregation", loss_type=by_name or "dapo")
+        if isinstance(loss, Reinforce):
+            into.lacks("loss", loss, "every loss_type has a ratio")
+        elif (clips := run.clips) is None:
+            into.lacks("loss", loss, "no loss_type is known to be it")
+        else:
+            into.set("loss", epsilon=clips[0], epsilon_high=clips[1])
     into.set(router_aux_loss_coef=0.0)  # else experts get the load-balancing loss of their model's configuration
-    into.set(importance_sampling_level="sequence" if isinstance(loss, GSPO) else "token")
+    into.set("loss", importance_sampling_level="sequence" if isinstance(loss, GSPO) else "token")
     beta = distance(run)
     if beta is None:
         into.lacks("kl", run.choices.kl, "one coefficient for all tokens, in the loss: kl=fixed is translated")
-    elif beta and run.aggregation_of(run.choices.kl) is not type(aggregation):
-        into.lacks("kl.aggregation", run.choices.kl, "the distance is averaged as the loss is there")
     else:
+        if beta and run.aggregation_of(run.choices.kl) is not type(aggregation):
+            into.lacks("kl.aggregation", run.choices.kl, "the distance is averaged as the loss is there")
         # k3; the default multiplies it by the ratio, which is another estimate.
-        into.set(beta=beta, use_bias_correction_kl=False)
+        into.set("kl", beta=beta, use_bias_correction_kl=False)
     entropy = run.choices.entropy
     if isinstance(entropy, FixedEntropy):
         whole = run.micro_batch == run.rollouts and run.aggregation_of(entropy) is TokenAggregation
         if whole:
-            into.set(entropy_coef=entropy.coefficient)
+            into.set("entropy", entropy_coef=entropy.coefficient)
         else:
             into.lacks(
                 "entropy",
@@ -92,21 +97,24 @@ def _loss(run: Run, into: Translation) -> None:
             )
     elif entropy.acts:
         into.lacks("entropy", entropy, "one coefficient for all tokens there")
+    else:
+        into.set("entropy", entropy_coef=0.0)
 
 
 def _credit(run: Run, into: Translation) -> None:
     choices = run.choices
+    into.says("advantage")
     scale = choices.normalization
     if isinstance(scale, PromptNormalization | BatchRewardNormalization) and (scale.ddof, scale.eps) != (1, EPS):
         into.lacks(
             "normalization", scale, f"the deviation is unbiased, plus {EPS:g}: normalization.ddof=1 and eps={EPS:g}"
         )
     elif isinstance(scale, PromptNormalization):
-        into.set(scale_rewards="group")
+        into.set("normalization", scale_rewards="group")
     elif isinstance(scale, BatchRewardNormalization) and on_policy(run):
-        into.set(scale_rewards="batch")
+        into.set("normalization", scale_rewards="batch")
     elif isinstance(scale, NoNormalization):
-        into.set(scale_rewards="none")
+        into.set("normalization", scale_rewards="none")
     elif isinstance(scale, BatchRewardNormalization):
         into.lacks("normalization", scale, "the batch of scale_rewards=batch is all that was sampled, several steps")
     else:
@@ -122,6 +130,8 @@ def _credit(run: Run, into: Translation) -> None:
             "groups whose rewards are all equal stay in every denominator, and none is sampled again; filter=none is "
             "translated",
         )
+    else:
+        into.says("filter")
     masks = isinstance(choices.truncated, MaskTruncated)
     if masks and isinstance(choices.aggregation, SampleAggregation):
         into.lacks(
@@ -131,12 +141,13 @@ def _credit(run: Run, into: Translation) -> None:
             "aggregation",
         )
     else:
-        into.set(mask_truncated_completions=masks)
+        into.set("truncated", mask_truncated_completions=masks)
     control = choices.length_control
     if isinstance(control, Penalty):
         if control.only_correct:
             into.lacks("length_control", control, "its penalty spares no completion; only_correct=false is translated")
         else:
+            into.says("length_control", "reward_funcs")
             into.note(
                 "length_control: add trl.rewards.get_soft_overlong_punishment(max_completion_len="
                 f"{control.limit}, soft_punish_cache={control.buffer}) to reward_funcs"
@@ -150,12 +161,12 @@ def _data(run: Run, into: Translation) -> None:
         into.lacks(
             "epochs", epochs, "num_iterations goes over all steps of a generation batch before it begins with them anew"
         )
+    into.set("async_mode", steps_per_generation=accumulation * run.k)
+    into.set("epochs", num_iterations=epochs)
     into.set(
         num_generations=recipe.batch.completions,
         per_device_train_batch_size=run.micro_batch,
         gradient_accumulation_steps=accumulation,
-        steps_per_generation=accumulation * run.k,
-        num_iterations=epochs,
         max_steps=run.steps * epochs,
         max_completion_length=recipe.context.max_new_tokens,
         temperature=recipe.context.temperature,
@@ -239,7 +250,8 @@ def _ratio(run: Run, into: Translation) -> None:
     """
     correction, precision = run.choices.correction, run.choices.precision
     exact = precision.policy == "fp32"
-    into.set(use_vllm=run.vllm, bf16=precision.policy == "bf16", fp16=False, model_init_kwargs={"dtype": "float32"})
+    into.set(use_vllm=run.vllm)
+    into.set("precision", bf16=precision.policy == "bf16", fp16=False, model_init_kwargs={"dtype": "float32"})
     if run.head is None or (run.head and run.vllm):
         into.lacks(
             "precision.fp32_head",
@@ -247,7 +259,7 @@ def _ratio(run: Run, into: Translation) -> None:
             "cast_lm_head_to_fp32 is of the trainer's model, which samples too unless an engine does",
         )
     else:
-        into.set(cast_lm_head_to_fp32=run.head)
+        into.set("precision", cast_lm_head_to_fp32=run.head)
     if not exact:
         into.note("precision: sampling is the trainer's autocast forward there, a copy in the policy's type here")
     if not isinstance(correction, Proximal):
@@ -258,15 +270,17 @@ def _ratio(run: Run, into: Translation) -> None:
                 "the ratio there is to the trainer's own log-probabilities, which are not the generator's here; "
                 "precision=fp32 with generator=torch is translated, or correction=proximal",
             )
+        into.says("correction", "use_vllm")  # the trainer samples: its log-probabilities are the generator's
         return
     if not on_policy(run):
         into.lacks("correction", correction, "the anchor there is of when tokens were sampled, not of before the step")
     elif correction.mode == "none":
-        into.set(vllm_importance_sampling_correction=False)
+        into.set("correction", vllm_importance_sampling_correction=False)
     elif not run.vllm:
         into.lacks("correction", correction, "weights are an engine's there; correction.mode=none is translated")
     else:
         into.set(
+            "correction",
             vllm_importance_sampling_correction=True,
             vllm_importance_sampling_mode=f"{correction.level}_{correction.mode}",
             vllm_importance_sampling_clip_min=correction.min_weight,

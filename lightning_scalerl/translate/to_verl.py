@@ -67,54 +67,58 @@ def _loss(run: Run, into: Translation) -> None:
     if by_name is None:
         into.lacks("aggregation", aggregation, f"loss_agg_mode knows {', '.join(_BY_AGGREGATION.values())}")
     else:
-        into.under(ACTOR, loss_agg_mode=by_name)
+        into.under(ACTOR, "aggregation", loss_agg_mode=by_name)
     if isinstance(aggregation, ConstantAggregation):
-        into.under(ACTOR, loss_scale_factor=run.recipe.context.max_new_tokens)
+        into.under(ACTOR, "aggregation", loss_scale_factor=run.recipe.context.max_new_tokens)
     if isinstance(loss, CISPO):
-        into.under(ACTOR, policy_loss__loss_mode="cispo", clip_ratio_low=1.0, clip_ratio_high=loss.max_ratio - 1)
+        into.under(
+            ACTOR, "loss", policy_loss__loss_mode="cispo", clip_ratio_low=1.0, clip_ratio_high=loss.max_ratio - 1
+        )
     elif isinstance(loss, Reinforce):
         into.lacks("loss", loss, "reinforce is a loss of bypass_mode there, with a ratio as its weight")
     elif (clips := run.clips) is None:
         into.lacks("loss", loss, "no loss_mode is known to be it")
     else:
         mode = "gspo" if isinstance(loss, GSPO) else "vanilla"
-        into.under(ACTOR, policy_loss__loss_mode=mode, clip_ratio_low=clips[0], clip_ratio_high=clips[1])
+        into.under(ACTOR, "loss", policy_loss__loss_mode=mode, clip_ratio_low=clips[0], clip_ratio_high=clips[1])
         if mode == "vanilla":
-            into.under(ACTOR, clip_ratio_c=NEVER)  # no dual clip
+            into.under(ACTOR, "loss", clip_ratio_c=NEVER)  # no dual clip
     beta = distance(run)
     if beta is None:
         into.lacks("kl", run.choices.kl, "one coefficient for all tokens, in the loss: kl=fixed is translated")
-    elif beta and run.aggregation_of(run.choices.kl) is not type(aggregation):
-        into.lacks("kl.aggregation", run.choices.kl, "the distance is averaged as the loss is there")
     else:
-        into.under(ACTOR, use_kl_loss=bool(beta), kl_loss_coef=beta, kl_loss_type="low_var_kl")
-        into.set(algorithm__use_kl_in_reward=False)
+        if beta and run.aggregation_of(run.choices.kl) is not type(aggregation):
+            into.lacks("kl.aggregation", run.choices.kl, "the distance is averaged as the loss is there")
+        into.under(ACTOR, "kl", use_kl_loss=bool(beta), kl_loss_coef=beta, kl_loss_type="low_var_kl")
+        into.set("kl", algorithm__use_kl_in_reward=False)
         if beta:
             into.note("kl: k3 is bounded at 10 there, with no gradient beyond")
     entropy = run.choices.entropy
     if isinstance(entropy, FixedEntropy) and run.aggregation_of(entropy) is type(aggregation):
-        into.under(ACTOR, entropy_coeff=entropy.coefficient)
+        into.under(ACTOR, "entropy", entropy_coeff=entropy.coefficient)
     elif entropy.acts:
         into.lacks("entropy", entropy, "one coefficient for all tokens there, averaged as the loss is")
     else:
-        into.under(ACTOR, entropy_coeff=0)
+        into.under(ACTOR, "entropy", entropy_coeff=0)
 
 
 def _credit(run: Run, into: Translation) -> None:
     choices = run.choices
     divided = by_deviation(run, into, EPS, "a group's deviation or none: normalization=prompt or none is translated")
     if divided is not None:
-        into.set(algorithm__norm_adv_by_std_in_grpo=divided)
-    into.set(algorithm__adv_estimator="grpo")
+        into.set("normalization", algorithm__norm_adv_by_std_in_grpo=divided)
+    into.set("advantage", algorithm__adv_estimator="grpo")
     if isinstance(choices.filter, DynamicSampling):
-        into.under("algorithm.filter_groups", enable=True, metric="reward", max_num_gen_batches=0)
+        into.under("algorithm.filter_groups", "filter", enable=True, metric="reward", max_num_gen_batches=0)
         into.note("filter: it never gives up there; a group is dropped by its reward after any penalty of length")
     elif isinstance(choices.filter, NoFilter):
-        into.under("algorithm.filter_groups", enable=False)
+        into.under("algorithm.filter_groups", "filter", enable=False)
     else:
         into.lacks("filter", choices.filter, "a dropped group is replaced there; filter=dynamic_sampling or none")
     if isinstance(choices.truncated, MaskTruncated):
         into.lacks("truncated", choices.truncated, "truncated completions are trained on there; truncated=keep")
+    else:
+        into.says("truncated")
     if isinstance(choices.length_control, Penalty):
         into.lacks("length_control", choices.length_control, "a penalty of length is a reward function's there")
 
@@ -128,9 +132,11 @@ def _data(run: Run, into: Translation) -> None:
     if run.steps % k:
         into.lacks("budget.steps", run.steps, f"steps are counted in batches of {k} there; give a multiple")
     limits = recipe.context
+    into.under("data", "async_mode", train_batch_size=recipe.batch.prompts * k)
+    into.under(ACTOR, "async_mode", ppo_mini_batch_size=recipe.batch.prompts)
+    into.under(ACTOR, "epochs", ppo_epochs=epochs)
     into.under(
         "data",
-        train_batch_size=recipe.batch.prompts * k,
         max_prompt_length=limits.max_prompt_tokens,
         max_response_length=limits.max_new_tokens,
         filter_overlong_prompts=limits.too_long == "drop",
@@ -147,13 +153,7 @@ def _data(run: Run, into: Translation) -> None:
         top_k=-1,
         calculate_log_probs=True,
     )
-    into.under(
-        ACTOR,
-        ppo_mini_batch_size=recipe.batch.prompts,
-        ppo_micro_batch_size_per_gpu=run.micro_batch,
-        ppo_epochs=epochs,
-        shuffle=False,
-    )
+    into.under(ACTOR, ppo_micro_batch_size_per_gpu=run.micro_batch, shuffle=False)
     # Passes over the data: as many steps as a pass of one batch would have.
     into.under("trainer", total_training_steps=run.steps // k, total_epochs=run.steps // k)
     into.under("trainer", use_v1=True, v1__trainer_mode="sync")
@@ -197,7 +197,7 @@ def _ratio(run: Run, into: Translation) -> None:
     """Add types and the anchor of the ratio: the engine's log-probabilities, or the trainer's own."""
     correction, precision = run.choices.correction, run.choices.precision
     dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision.policy]
-    into.under(ROLLOUT, dtype=dtype)
+    into.under(ROLLOUT, "precision", dtype=dtype)
     # The reference has an engine of its own, of BF16 too unless it is told.
     for engine in (ACTOR, "actor_rollout_ref.ref")[: 2 if distance(run) else 1]:
         into.under(f"{engine}.fsdp_config", model_dtype="fp32")
@@ -209,17 +209,17 @@ def _ratio(run: Run, into: Translation) -> None:
         into.lacks("precision.fp32_head", "true", "a head in FP32 beside a 16-bit policy is no setting there")
     under = "algorithm.rollout_correction"
     if not isinstance(correction, Proximal):
-        into.under(under, bypass_mode=True, loss_type="ppo_clip", rollout_is=None)
+        into.under(under, "correction", bypass_mode=True, loss_type="ppo_clip", rollout_is=None)
         return
-    into.under(under, bypass_mode=False)
+    into.under(under, "correction", bypass_mode=False)
     if not on_policy(run):
         into.lacks("correction", correction, "the anchor there is of when tokens were sampled, not of before the step")
     elif correction.mode == "none":
-        into.under(under, rollout_is=None)
+        into.under(under, "correction", rollout_is=None)
     elif correction.mode == "truncate" and correction.min_weight == 0:
-        into.under(under, rollout_is=correction.level, rollout_is_threshold=correction.max_weight)
+        into.under(under, "correction", rollout_is=correction.level, rollout_is_threshold=correction.max_weight)
     elif correction.mode == "mask" and correction.min_weight > 0:
         bounds = f"{correction.min_weight}_{correction.max_weight}"
-        into.under(under, rollout_is=correction.level, rollout_is_threshold=bounds)
+        into.under(under, "correction", rollout_is=correction.level, rollout_is_threshold=bounds)
     else:
         into.lacks("correction", correction, "truncation has no lower bound there, and a mask must have one above 0")

@@ -399,7 +399,7 @@ def _studying(command: Command) -> None:
     translate.add_argument(
         "-o", "--output", metavar="FILE", help="write what the trainer reads here, not on the terminal"
     )
-    translate.add_argument("--json", action="store_true", help="print a JSON object: settings, missing, notes")
+    translate.add_argument("--json", action="store_true", help="print a JSON object: settings, missing, notes, axes")
 
     layouts = command(
         "layouts",

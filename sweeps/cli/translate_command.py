@@ -21,8 +21,8 @@ def translate_command(options: argparse.Namespace) -> int:
     translated = load_entry("lightning_scalerl.translate.command:translated")
     found = translated(options.overrides, options.to, options.config_dir)
     if options.json:
-        missing = [vars(each) for each in found.missing]
-        print_json({**vars(found), "missing": missing})
+        written = {name: value for name, value in vars(found).items() if name != "said"}
+        print_json({**written, "missing": [vars(each) for each in found.missing], "axes": found.axes})
     if options.output is not None:
         write_atomically(Path(options.output), found.text())
         keys = ", ".join(each.key for each in found.missing)

@@ -12,17 +12,19 @@ import os
 import subprocess
 import sys
 import tomllib
-from dataclasses import fields
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from omegaconf import OmegaConf
 
 from lightning_scalerl.axes.loss import PPO
-from lightning_scalerl.choices import Choices
-from lightning_scalerl.composition import names_in
+from lightning_scalerl.choice import DesignChoice
+from lightning_scalerl.choices import AXES
+from lightning_scalerl.composition import build, conf_dir, names_in
 from lightning_scalerl.optim import ConstantSchedule, CosineSchedule
 from lightning_scalerl.translate.command import TRAINERS, translated
 from lightning_scalerl.translate.record import Run, Translation
@@ -85,38 +87,6 @@ def test_every_recipe_has_a_text_that_its_trainer_can_read(name: str) -> None:
             assert each.key.split(".")[0] in run.config and each.value and len(each.why) > 15
 
 
-def alone(axis: str) -> list[tuple[str, ...]]:
-    """The choices of an axis, each beside what it needs of another axis."""
-    needs = {"gae": ("critic=value_network",), "value_network": ("advantage=gae",)}
-    return [(f"{axis}={name}", *needs.get(name, ())) for name in names_in(axis)]
-
-
-@pytest.mark.parametrize(
-    "axis", every(4, [each.name for each in fields(Choices) if each.name != "own"], pytest.mark.slow)
-)
-def test_every_choice_of_an_axis_is_a_setting_or_is_listed(axis: str) -> None:
-    """A choice that changes nothing of a translation would be dropped without a word: the peer's default would run."""
-    base = run_of("recipe=scalerl")
-    for overrides in alone(axis):
-        run = run_of("recipe=scalerl", *overrides)
-        chosen, usual = (getattr(each.choices, axis) for each in (run, base))
-        if type(chosen) is type(usual) and chosen.parameters() == usual.parameters():
-            continue
-        for to, translate in TRAINERS.items():
-            before, after = translate(base), translate(run)
-            listed = any(each.key.split(".")[0] == axis for each in after.missing)
-            assert listed or after.settings != before.settings or after.missing != before.missing, (to, overrides)
-
-
-@pytest.mark.parametrize("loss", ["dapo", "ppo", "gspo", "cispo"])
-def test_the_loss_is_translated_whatever_averages_it(loss: str) -> None:
-    """scalerl's average over prompts has no counterpart in TRL, whose default clip would take the loss's place."""
-    found = TRAINERS["trl"](run_of("recipe=scalerl", f"loss={loss}"))
-    assert {"loss_type", "epsilon_high"} <= found.settings.keys()
-    assert ("epsilon" in found.settings) == (loss != "cispo")
-    assert [each.key for each in found.missing].count("aggregation") == 1
-
-
 def read_back(found: Translation) -> dict[str, object]:
     """A text as YAML, TOML or OmegaConf reads it, with dots between the levels."""
     text = found.text()
@@ -154,7 +124,7 @@ REFUSED = [
     ("trl", "aggregation=sample truncated=mask", "truncated"),
     ("trl", "aggregation=constant truncated=mask", ""),
     ("trl", "aggregation=token truncated=mask", ""),
-    ("trl", "loss=cispo aggregation=sample", "loss"),
+    ("trl", "loss=cispo aggregation=sample", "aggregation"),
     ("verl", "aggregation=prompt", "aggregation"),
     ("verl", "truncated=mask", "truncated"),
     ("skyrl", "loss=cispo aggregation=prompt", "precision"),
@@ -242,6 +212,68 @@ def test_what_has_no_counterpart_is_named(to: str, changes: str, keys: str) -> N
     assert lacking(to, *changes.split()) == set(keys.split()), [each.why for each in said(to, *changes.split()).missing]
 
 
+@cache
+def every_choice() -> list[DesignChoice]:
+    """Each choice that has a file in conf/, on every axis."""
+    config = run_of(*PLAIN).config
+    return [build({**config, axis: loaded(axis, name)}, axis) for axis in AXES for name in names_in(axis)]
+
+
+def loaded(axis: str, name: str) -> dict[str, object]:
+    """A file of conf/ with its defaults and values filled in."""
+    node = OmegaConf.load(conf_dir() / axis / f"{name}.yaml")
+    whole = OmegaConf.merge(run_of(*PLAIN).config, {axis: None})
+    whole[axis] = {key: value for key, value in node.items_ex(resolve=False) if key != "defaults"}
+    content: dict[str, object] = OmegaConf.to_container(whole[axis], resolve=True)
+    for base in node.get("defaults", []):
+        content = content if base == "_self_" else {**loaded(axis, base), **content}
+    return content
+
+
+def altered(choice: DesignChoice) -> list[DesignChoice]:
+    """The same choice with another value of each number and each switch, one at a time."""
+    parameters = choice.parameters()
+    others = {
+        name: not value
+        if isinstance(value, bool)
+        else (1 - value if name == "ddof" else value + 1 if isinstance(value, int) else value * 0.9 + 1e-3)
+        for name, value in parameters.items()
+        if isinstance(value, int | float)
+    }
+    return [type(choice)(**{**parameters, name: value}) for name, value in others.items()]
+
+
+# Nothing of the run that the choice is put into depends on these: it has no critic, no distance, and a policy in FP32.
+# Of `most_dropped` a note says that the others never give up.
+_INERT = {"value", "kl", "advantage", "head_trainer", "head_generator", "most_dropped"}
+
+
+@pytest.mark.parametrize("to", TRAINERS)
+def test_every_choice_on_every_axis_is_set_or_listed(to: str) -> None:
+    """What says a choice says no other one of its axis, and no other value of a parameter."""
+    plain = run_of(*PLAIN)
+    by_axis: dict[str, list[DesignChoice]] = {axis: [] for axis in AXES}
+    for choice in every_choice():
+        by_axis[choice.axis] += [choice, *altered(choice)]
+    assert all(by_axis.values()) and len(every_choice()) > 50
+    for axis, choices in by_axis.items():
+        texts: dict[str, DesignChoice] = {}
+        for choice in choices:
+            found = TRAINERS[to](replace(plain, recipe=replace(plain.recipe, choices=plain.choices.having(choice))))
+            listed = [vars(each) for each in found.missing if each.key.split(".")[0] == axis]
+            assert listed or axis in found.axes, f"{axis}={choice.semantics()}: neither set nor listed"
+            said = {name: found.settings.get(name) for name in found.axes.get(axis, [])}
+            assert said.keys() <= {*found.settings, "reward_funcs"}
+            text = str((said, listed, [note for note in found.notes if note.startswith(axis)]))
+            other = texts.setdefault(text, choice)
+            differ = {
+                name
+                for name in {**choice.semantics(), **other.semantics()}
+                if choice.semantics().get(name) != other.semantics().get(name)
+            }
+            assert differ <= _INERT or (differ == {"choice"} and choice.parameters()), (choice.semantics(), text)
+
+
 def test_a_cap_and_a_clip_are_not_confused() -> None:
     """Of CISPO the absolute cap, by whatever name and origin; of others the distance from 1."""
     cap = ("loss=cispo", "loss.max_ratio=5", "correction=proximal", "correction.mode=none")
@@ -251,8 +283,13 @@ def test_a_cap_and_a_clip_are_not_confused() -> None:
     assert (verl[f"{actor}.clip_ratio_low"], verl[f"{actor}.clip_ratio_high"]) == (1, 4)
     cispo = "trainer.algorithm.cispo.cispo_eps_clip"
     assert (skyrl[f"{cispo}_low"], skyrl[f"{cispo}_high"]) == (1, 4)
-    dapo = said("trl", "loss=dapo").settings
-    assert (dapo["loss_type"], dapo["epsilon"], dapo["epsilon_high"]) == ("dapo", 0.2, 0.26)
+    # Also where its average is none of TRL's: without a `loss_type` another loss would be trained, without a word.
+    for average in ("token", "prompt"):
+        dapo = said("trl", "loss=dapo", f"aggregation={average}").settings
+        assert (dapo["loss_type"], dapo["epsilon"], dapo["epsilon_high"]) == ("dapo", 0.2, 0.26)
+    assert said("trl", "loss=cispo", "aggregation=prompt").settings["loss_type"] == "cispo"
+    assert said("trl", "kl=fixed", "kl.aggregation=sample").settings["beta"] == 0.05
+    assert any("momentum" in note for note in said("trl").notes)
     ppo = said("verl").settings
     assert ppo[f"{actor}.clip_ratio_c"] > math.exp(20), "no ratio reaches the dual clip"
     gspo = said("trl", "loss=gspo", "aggregation=sample").settings
