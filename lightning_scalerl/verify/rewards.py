@@ -16,7 +16,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,7 +94,9 @@ class Source:
 class Given:
     """Function that was handed over itself, by a script or a notebook; stands where a `Source` stands.
 
-    Its identity is its source text, with the plain values that it takes from the function around it.
+    Its identity is its source text, with the plain values that it takes from the function around it. Of a
+    `functools.partial` these are the arguments that it holds too; of a method or an object that is called, the source
+    text of its class and the object's plain attributes. Plain are texts, numbers, None, and lists and dicts of them.
     """
 
     field: str
@@ -103,13 +105,14 @@ class Given:
     @property
     def function(self) -> str:
         """Name of the function, which its values are recorded under."""
-        name = str(getattr(self.called, "__name__", type(self.called).__name__))
+        called = _unwrapped(self.called)
+        name = str(getattr(called, "__name__", type(called).__name__))
         return "reward" if name == "<lambda>" else name
 
     @property
     def place(self) -> str:
         """Module that it was written in."""
-        return str(getattr(self.called, "__module__", "") or "__main__")
+        return str(getattr(_unwrapped(self.called), "__module__", "") or "__main__")
 
     def digest(self) -> str:
         """Return the SHA-256 of the function's source text.
@@ -118,15 +121,14 @@ class Given:
             ConfigurationError: it has none that can be read.
         """
         try:
-            text = textwrap.dedent(inspect.getsource(self.called))
-            around = inspect.getclosurevars(self.called).nonlocals if inspect.isfunction(self.called) else {}
+            text, around = _text_and_values(self.called)
         except (OSError, TypeError) as error:
             raise ConfigurationError(
                 f"{self.field}: the source text of {self.function} cannot be read ({said(error)}), and a run is "
                 "identified by it; give a function that is written with def or lambda in a file or a notebook, or "
                 '"file.py:function"'
             ) from error
-        taken = {name: value for name, value in sorted(around.items()) if isinstance(value, str | int | float | None)}
+        taken = {name: value for name, value in sorted(around.items()) if _is_plain(value)}
         whole = text + (json.dumps(taken) if taken else "")
         return hashlib.sha256(whole.encode()).hexdigest()
 
@@ -157,6 +159,42 @@ class Given:
 
         object.__setattr__(self, "field", state["field"])
         object.__setattr__(self, "called", cloudpickle.loads(state["sent"]))
+
+
+def _unwrapped(called: Any) -> Any:
+    """Return the function below any `functools.partial`."""
+    while isinstance(called, partial):
+        called = called.func
+    return called
+
+
+def _text_and_values(called: Any) -> tuple[str, dict[str, Any]]:
+    """Return the source text of what is called, and the values that it holds, by name.
+
+    Raises:
+        OSError, TypeError: it has no source text that can be read.
+    """
+    if isinstance(called, partial):
+        text, held = _text_and_values(called.func)
+        keywords = {name: value for name, value in sorted(called.keywords.items()) if _is_plain(value)}
+        return text, {**held, "partial": [[each for each in called.args if _is_plain(each)], keywords]}
+    if inspect.isfunction(called):
+        return textwrap.dedent(inspect.getsource(called)), dict(inspect.getclosurevars(called).nonlocals)
+    owner = getattr(called, "__self__", called)
+    if inspect.isclass(owner) or not hasattr(type(owner), "__module__"):
+        return textwrap.dedent(inspect.getsource(called)), {}
+    name = getattr(called, "__name__", "__call__") if owner is not called else "__call__"
+    attributes = {key: value for key, value in getattr(owner, "__dict__", {}).items() if _is_plain(value)}
+    return textwrap.dedent(inspect.getsource(type(owner))), {"called": name, "attributes": attributes}
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a text, a number or None, or a list or dict of them."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+    return isinstance(value, str | int | float | None) or (
+        isinstance(value, list | tuple) and all(map(_is_plain, value))
+    )
 
 
 def form_of(field: str, function: Callable[..., Any]) -> Form:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -449,3 +450,39 @@ def test_ten_thousand_completions_each_have_an_outcome(place: str) -> None:
         found = outcomes(*samples)
     assert {outcome.kind for outcome in found} <= {"score", "abstain"}
     assert max(outcome.seconds for outcome in found) < 6.0
+
+
+def ends_with(completion: str, answer: str, end: str = "", worth: float = 1.0) -> float:
+    """Worth something if the completion ends so."""
+    return worth if completion.endswith(answer + end) else 0.0
+
+
+class Ending:
+    """A reward that is an object, or a method of one."""
+
+    def __init__(self, worth: float) -> None:
+        self.worth = worth
+        self.opaque = object()
+
+    def __call__(self, completion: str, answer: str) -> float:
+        return ends_with(completion, answer, worth=self.worth)
+
+    def graded(self, completion: str, answer: str) -> float:
+        return self(completion, answer)
+
+
+def test_what_is_called_like_a_function_is_a_reward_with_an_identity() -> None:
+    """A partial, an object, a method: the source text counts, and the plain values that they hold."""
+    of = {
+        "ends_with": lambda worth: partial(ends_with, worth=worth),
+        "Ending": Ending,
+        "graded": lambda worth: Ending(worth).graded,
+    }
+    for name, make in of.items():
+        (reward,) = reward_sum("task.rewards", make(0.5)).rewards
+        prompt = Prompt("p", "q", "4")
+        assert reward.name == name and reward.grader.grade(Sample(prompt, "so 4", "so 4")).reward == 0.5
+        ours, same, other = (content(make(worth), str) for worth in (0.5, 0.5, 0.25))
+        assert ours == same != other
+    assert content(partial(ends_with, end="."), str) != content(ends_with, str) != content(Ending(1.0), str)
+    assert content(Ending(1.0), str) != content(Ending(1.0).graded, str)
