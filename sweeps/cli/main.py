@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser, names = _make_parser()
         if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
             parser.error(_no_command(arguments[0], names))
-        options = parser.parse_args(arguments or ["--help"])
+        options = parser.parse_args(_joined(arguments) or ["--help"])
     handler: Handler = options.handler
     try:
         code = handler(options)
@@ -75,6 +75,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("scalerl: interrupted", file=sys.stderr)
         return 1
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """Join `--seed-from` with a pattern that begins with a dash, `-s(\\d+)`, which argparse takes for an option."""
+    found: list[str] = []
+    for word in arguments:
+        if found and found[-1] == "--seed-from" and word.startswith("-") and "(" in word:
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+    return found
 
 
 def _told_in_one_line() -> tuple[type[Exception], ...]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from sweeps.cli.main import main
 from sweeps.errors import UserError
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.ledger import Ledger
@@ -201,3 +202,9 @@ def test_a_second_launch_changes_nothing_of_the_first(tmp_path: Path) -> None:
         assert {name: after[name] for name in after if "controller" not in name} == {
             name: before[name] for name in before if "controller" not in name
         }
+
+
+def test_a_pattern_of_seeds_may_begin_with_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
+    """The file is what is refused, not the pattern: argparse takes a dash for an option."""
+    assert main(["fit", "nowhere.csv", "--seed-from", r"-s(\d+)"]) == 1
+    assert "nowhere.csv" in capsys.readouterr().err
