@@ -166,6 +166,8 @@ __all__ = [
     "Task",
     "TrainBatch",
 ]
+# Not only those that `TYPE_CHECKING` imports for type checkers: `import *` gives every public name.
+__all__ += [name for name in _HOME_OF if name not in __all__]
 
 
 def axis_names() -> frozenset[str]:

@@ -45,6 +45,11 @@ class RolloutDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self.samples = whole_number("samples", samples)
+        if isinstance(task, list | tuple | Mapping) or hasattr(task, "column_names"):
+            raise ConfigurationError(
+                "task: rows say nothing of how they are graded; give RolloutDataModule(DatasetTask(train=rows, "
+                "heldout=0.1, rewards=my_reward)), with DatasetTask of lightning_scalerl"
+            )
         self._predict = predict
         folders = use_folders(() if config_dir is None else (config_dir,))
         self.task = check_task(build(compose([f"task={task}"], folders), "task") if isinstance(task, str) else task)

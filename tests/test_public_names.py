@@ -29,6 +29,10 @@ def test_the_registry_is_what_the_page_lists() -> None:
     assert {name for of, row in listed.items() if of.startswith("axis ") for name in row} == axis_names()
 
 
+def test_a_star_imports_every_public_name() -> None:
+    assert sorted(lightning_scalerl.__all__) == sorted(public_names())
+
+
 def test_every_name_is_defined_where_the_registry_says() -> None:
     for name in public_names():
         target = getattr(lightning_scalerl, name)

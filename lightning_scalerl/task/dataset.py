@@ -12,7 +12,7 @@ from lightning_scalerl.checks import ConfigurationError, said
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.base import PoolTask, contents, file_digest
 from lightning_scalerl.task.formats import FORMATS, Columns, Problem, Row, no_answer
-from lightning_scalerl.task.overlap import check_rules, without_overlap
+from lightning_scalerl.task.overlap import check_rules, split, without_overlap
 from lightning_scalerl.task.rows import fields_of, source_of
 from lightning_scalerl.verify.grade import Grader, Known, Sample
 from lightning_scalerl.verify.programs import Programs
@@ -33,7 +33,8 @@ class DatasetTask(PoolTask):
         train: the training rows, as a `datasets.Dataset` or a list of dicts, or where they are: a path, or {path,
             split, name, revision, rows}.
         heldout: likewise, by set name; the first is the default of every fit. A single set in memory needs no name: it
-            is called `heldout`.
+            is called `heldout`. Or the share of the training prompts that are held out, such as 0.1: which ones follows
+            from what they ask, not from their order.
         rewards: what grades: functions, names, places (`file.py:function`), or mappings with `use`, `weight`, `name`.
         fields: of format "columns", which column is what: prompt, answer, difficulty, id. Without it they are `prompt`
             and `answer`, and a row that functions alone grade needs no answer.
@@ -85,8 +86,11 @@ class DatasetTask(PoolTask):
         self._templates = right, wrong
         self._known: list[Known] = []
         self._notes: list[str] = []
-        self._heldout = {str(name): self._prompts(f"task.heldout.{name}", given) for name, given in heldout.items()}
+        sets = {} if isinstance(heldout, float) else heldout
+        self._heldout = {str(name): self._prompts(f"task.heldout.{name}", given) for name, given in sets.items()}
         train_prompts = self._prompts("task.train", train, remember=True)
+        if isinstance(heldout, float):
+            train_prompts, self._heldout["heldout"] = split(train_prompts, heldout)
         self._train, found = without_overlap(train_prompts, self._heldout, duplicates, leaks)
         self._notes += found
 
@@ -99,7 +103,8 @@ class DatasetTask(PoolTask):
         """
         rewards = _rewards_content(parameters.get("rewards"))
         whole = {**parameters, "heldout": _by_name(parameters.get("heldout"))}
-        return contents(whole, lambda field, given: source_of(field, given).content()) | {"rewards": rewards}
+        found = contents(whole, lambda field, given: source_of(field, given).content()) | {"rewards": rewards}
+        return found | {"heldout": {"share": whole["heldout"]}} if isinstance(whole["heldout"], float) else found
 
     def identity(self) -> Any:
         """Return the digests of its reward functions, by which two fits of one module are of one task or of two."""
@@ -231,8 +236,14 @@ def _check_given(train: Any, heldout: Any, rewards: Any) -> None:
     """
     if train is None:
         raise ConfigurationError("task.train: needs a value; give a file, a datasets.Dataset or a list of dicts")
-    if not isinstance(_by_name(heldout), Mapping) or not len(heldout):
-        problem = f"task.heldout: {heldout!r} must name at least one set, such as {{test: test.jsonl}}"
+    if isinstance(heldout, float):
+        if not 0 < heldout < 1:
+            raise ConfigurationError(f"task.heldout: {heldout!r} is no share of the training prompts; give e.g. 0.1")
+    elif not isinstance(_by_name(heldout), Mapping) or not len(heldout):
+        problem = (
+            f"task.heldout: {heldout!r} must name at least one set, such as {{test: test.jsonl}}, or be the share of "
+            "the training prompts to hold out, such as 0.1"
+        )
         if isinstance(heldout, Sequence) and heldout and all(isinstance(each, int) for each in heldout):
             problem += "; numbers of prompts are the arithmetic task's, as scale=tiny sets them: choose another scale"
         raise ConfigurationError(problem)

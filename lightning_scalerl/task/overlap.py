@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 from lightning_scalerl.checks import ConfigurationError
@@ -29,6 +30,22 @@ def asked(prompt: Prompt) -> str:
     before = [str(each.get("content")) for each in prompt.messages[:-1] if each.get("role") != "system"]
     texts = [*before, prompt.question or prompt.text]
     return " ".join("\n".join(texts).casefold().split())
+
+
+def split(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts to train on, and those that are held out: a share of them, but one at least.
+
+    A prompt's side follows from what it asks, so that neither the order of the rows nor a seed changes it.
+
+    Raises:
+        ConfigurationError: too few prompts for both.
+    """
+    order = sorted({asked(prompt) for prompt in prompts}, key=lambda text: hashlib.sha256(text.encode()).digest())
+    apart = set(order[: max(1, round(share * len(order)))])
+    kept = [prompt for prompt in prompts if asked(prompt) not in apart]
+    if not kept:
+        raise ConfigurationError(f"task.heldout: {share:g} of {len(order)} different prompts leaves none to train on")
+    return kept, [prompt for prompt in prompts if asked(prompt) in apart]
 
 
 def without_overlap(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, compose
+from lightning_scalerl.data import RolloutDataModule
 from lightning_scalerl.task.dataset import DatasetTask
 from lightning_scalerl.verify.inline import InlineVerifiers
 from lightning_scalerl.verify.rewards import RewardSum
@@ -267,6 +268,32 @@ def test_mistakes(more: dict[str, Any], said: str, tmp_path: Path) -> None:
 def test_a_task_names_its_heldout_sets(heldout: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"task\.heldout: .* must name at least one set"):
         DatasetTask("columns", "train.jsonl", heldout, "exact_match")
+
+
+def test_a_share_of_the_prompts_is_held_out() -> None:
+    """The same ones in any order of the rows; twins fall on one side; the share is part of the identity."""
+    given = [{"prompt": f"What is {number}?", "answer": str(number)} for number in range(40)]
+    given.append({"prompt": "what is  3?", "answer": "3"})
+
+    def sides(rows: list[dict[str, str]], share: float) -> list[set[str]]:
+        task = DatasetTask(train=rows, heldout=share, rewards="exact_match")
+        return [{each.answer for each in those} for those in (task.eval_sets()["heldout"], task.train_prompts())]
+
+    apart, kept = sides(given, 0.1)
+    assert len(apart) == 4 and len(kept) == 36 and not apart & kept
+    assert sides(given[::-1], 0.1) == [apart, kept] and apart < sides(given, 0.2)[0]
+    shares = [
+        DatasetTask.content({"train": given, "heldout": share, "rewards": "exact_match"})["heldout"]
+        for share in (0.1, 0.2)
+    ]
+    assert shares[0] != shares[1]
+    for wrong in (0.0, 1.0, 1.5, -0.1):
+        with pytest.raises(ConfigurationError, match=r"task\.heldout: .* is no share"):
+            DatasetTask(train=given, heldout=wrong, rewards="exact_match")
+    with pytest.raises(ConfigurationError, match="leaves none to train on"):
+        DatasetTask(train=given[:1], heldout=0.5, rewards="exact_match")
+    with pytest.raises(ConfigurationError, match=r"RolloutDataModule\(DatasetTask\(train=rows, heldout=0\.1"):
+        RolloutDataModule(given)  # type: ignore[arg-type]
 
 
 def test_every_heldout_set_is_there_and_a_leak_into_any_is_found(tmp_path: Path) -> None:
