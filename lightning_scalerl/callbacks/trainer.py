@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -27,8 +27,9 @@ from lightning.pytorch.utilities.model_summary.model_summary import _format_summ
 
 from lightning_scalerl.callbacks.evaluate import evaluation_of
 from lightning_scalerl.callbacks.progress import StepProgress
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError, did_you_mean
 from lightning_scalerl.distributed.ranks import check_strategy
+from lightning_scalerl.prompt import Prompt
 
 log = logging.getLogger("lightning.pytorch.callbacks.model_summary")  # the logger whose level the user sets
 
@@ -36,6 +37,10 @@ log = logging.getLogger("lightning.pytorch.callbacks.model_summary")  # the logg
 LOG_EVERY = 50
 NEVER = sys.maxsize
 EVALUATE = "leave it at its default and say when and how much with Evaluate(every_n_steps=..., prompts=...)"
+# Beginnings of the names of metrics that a run logs besides those of held-out sets.
+_LOGGED = tuple(
+    f"{kind}/" for kind in ("train", "compute", "time", "live", "virtual", "verify", "mechanism", "rank", "eval_cost")
+)
 STAGES = {
     "test": "Trainer.test: a held-out set is evaluated by Trainer.validate(module, datamodule=...); there is no other",
 }
@@ -112,6 +117,39 @@ def _check_fit(trainer: Trainer) -> None:
                 f"callbacks: {type(callback).__name__} monitors {callback.monitor!r} and nothing evaluates; add "
                 "Evaluate(every_n_steps=...)"
             )
+        _check_monitor(trainer, callback)
+
+
+def _check_monitor(trainer: Trainer, callback: Any) -> None:
+    """Refuse a metric that nobody logs: Lightning itself finds out after the first evaluation.
+
+    Raises:
+        ConfigurationError: with the names of what can be monitored.
+    """
+    name, sets = str(callback.monitor), trainer.datamodule.task.eval_sets()  # type: ignore[attr-defined]
+    valid = [name for each, prompts in sets.items() for name in _measured(each, prompts)]
+    if name.startswith("eval/"):
+        unknown = name not in (*valid, "eval/weight_version", *(f"eval/{each}/ungraded" for each in sets))
+    else:
+        unknown = not name.startswith(_LOGGED) and not _logs_more(trainer)
+    if unknown:
+        raise ConfigurationError(
+            f"callbacks: {type(callback).__name__} monitors {name!r}, which nothing logs{did_you_mean(name, valid)}; "
+            f"valid: {', '.join(valid)}, and metrics of a step such as train/reward (docs/reference/metrics.md)"
+        )
+
+
+def _measured(name: str, prompts: Sequence[Prompt]) -> list[str]:
+    """Return the metrics of a held-out set."""
+    difficulties = sorted({prompt.difficulty for prompt in prompts} - {""})
+    ends = ["pass_rate", "pass_rate_se", *(f"pass_rate_{difficulty}" for difficulty in difficulties)]
+    return [f"eval/{name}/{end}" for end in ends]
+
+
+def _logs_more(trainer: Trainer) -> bool:
+    """Return whether something of the user's is in the run, a callback or the module's class, which may log too."""
+    parts = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
+    return any(not type(each).__module__.startswith(("lightning.", "lightning_scalerl.")) for each in parts)
 
 
 def monitoring(trainer: Trainer) -> list[Any]:

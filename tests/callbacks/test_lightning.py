@@ -287,6 +287,15 @@ def test_without_evaluation_the_default_checkpoint_is_the_last(tiny_model_path: 
 def test_monitoring_what_nobody_measures_is_refused(tiny_model_path: str) -> None:
     with pytest.raises(ConfigurationError, match=r"EarlyStopping monitors 'eval/heldout/pass_rate' and nothing eval"):
         fit(tiny_model_path, callbacks=[EarlyStopping(RATE)])
+    measures = Evaluate(every_n_steps=2, samples=1)
+    for callback in (
+        EarlyStopping("val_loss"),
+        ModelCheckpoint(monitor="eval/heldout/reward"),
+        EarlyStopping("reward"),
+    ):
+        with pytest.raises(ConfigurationError, match=r"which nothing logs.*valid: eval/heldout/pass_rate, ") as error:
+            fit(tiny_model_path, callbacks=[measures, callback], enable_checkpointing=True)
+        assert f"monitors {callback.monitor!r}" in str(error.value)
 
 
 class Seen(Callback):
