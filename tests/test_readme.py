@@ -27,6 +27,7 @@ def test_the_script_runs_as_printed(steps: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     last = read_journal(tmp_path / "outputs" / "my_run").of_kind("eval")[-1]
     assert (last.step, f"{last.metrics['eval/heldout/pass_rate']:.3f}") == (steps, done.stdout.split()[-1])
+    assert "before and after" in done.stdout and len(re.findall(r"0\.\d{3}", done.stdout)) == 2
     assert steps < 24 or last.metrics["eval/heldout/pass_rate"] > 0.2, "the untrained model's is 0.18"
 
 
