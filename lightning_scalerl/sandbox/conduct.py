@@ -101,7 +101,7 @@ class TestRun:
             self._prepare_pytest()
 
     def all(self) -> None:
-        """Run all tests.
+        """Run all the tests that were found.
 
         Raises:
             FailedError: one failed where only its framework noticed, was never run, or none could fail.

@@ -1,4 +1,4 @@
-"""Which part of a completion counts as its answer.
+"""The answer that a completion states: which part of it counts.
 
 The first of these that a completion has:
 

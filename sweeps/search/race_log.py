@@ -143,7 +143,7 @@ class _Line:
                 fields.text(entry, "mode")
             return cls(kind, entry, look=Look.of_json(fields.group(entry, "look")))
         if kind == "freed":
-            fields.number(entry, "compute"), fields.text(entry, "sentence")
+            fields.number(entry, "compute"), fields.text({"sentence": "", **entry}, "sentence")
             for step in fields.groups(entry, "steps"):
                 fields.text(step, "recipe"), fields.text(step, "action")
                 for member in step["members"] if isinstance(step.get("members"), list) else [None]:

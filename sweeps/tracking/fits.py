@@ -58,9 +58,9 @@ class FitSummary:
     band_low: Array | None = None
     band_high: Array | None = None
     rank: int | None = None
+    label: str | None = None
     efficiency: float | None = None
     ratio: float | None = None
-    label: str | None = None
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics `fit/*` and `rank/*` that are known and finite."""
