@@ -320,6 +320,7 @@ def main() -> int:
         return 1
     measured = prompts(folder, options.vocabulary)
     lines, good = grading(folder, options.workers, options.rows)
+    command = " ".join(["python benchmarks/verifiers.py", *sys.argv[1:]])
     print(
         "\n".join(
             [
@@ -327,8 +328,7 @@ def main() -> int:
                 "",
                 "What our verifiers of mathematics get wrong on GSM8K and MATH, and how fast they are.",
                 "",
-                f"Written by `python benchmarks/verifiers.py` on {os.cpu_count()} cores, Python "
-                f"{platform.python_version()}.",
+                f"Written by `{command}` on {os.cpu_count()} cores, Python {platform.python_version()}.",
                 "",
                 "## Gold answers, and others",
                 "",
