@@ -27,7 +27,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 from lightning_scalerl.callbacks.predict import Prediction, predicted
-from lightning_scalerl.callbacks.trainer import refuse_pytorch_lightning
+from lightning_scalerl.callbacks.trainer import refuse_pytorch_lightning, without_tips
 from lightning_scalerl.distributed.checkpoint_folder import is_folder
 from lightning_scalerl.distributed.ranks import Follower, Ranks
 from lightning_scalerl.distributed.sharded import whole_tensor
@@ -124,6 +124,7 @@ class ScaleRL(LightningModule):
         streamed: bool = False,
     ) -> None:
         super().__init__()
+        without_tips()
         refuse_pytorch_lightning(ScaleRL)
         self.automatic_optimization = False
         made = make(model, recipe, overrides, tokenizer, config_dir, streamed)

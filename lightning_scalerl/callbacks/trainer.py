@@ -8,6 +8,7 @@ metric of training (`train/...`) acts at every optimizer step.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -158,6 +159,15 @@ def monitoring(trainer: Trainer) -> list[Any]:
     return [callback for callback in given if callback.monitor]
 
 
+def without_tips() -> None:
+    """Drop Lightning's advice to install litlogger and litmodels from what it logs, from now on."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_tip)
+
+
+def _is_no_tip(record: logging.LogRecord) -> bool:
+    return not re.search(r"Tip: For seamless .*\[lit(logger|models)\]", record.getMessage())
+
+
 def prepare_trainer(trainer: Trainer) -> None:
     """Set Lightning's callbacks to act when a metric is new. Done for every fit, with the same result."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -167,6 +177,8 @@ def prepare_trainer(trainer: Trainer) -> None:
     # Lightning advises to save the weights before each step, for modules whose metrics are from before the step; ours
     # are saved with the weights that they were measured on.
     warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
+    # Lightning's own use of what torch deprecates, in its loop over the data.
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`", category=FutureWarning)
     if evaluation_of(trainer) is not None:
         # Lightning itself never validates: `Evaluate` runs its validation loop, and callbacks act after that.
         trainer.check_val_every_n_epoch = NEVER
@@ -201,10 +213,10 @@ def count_from(trainer: Trainer, steps: int) -> None:
 
 
 class ParameterSummary(ModelSummary):
-    """Lightning's table of the module's parts, without its FLOPs.
+    """Lightning's table of the module's parts, without its FLOPs and without how many are in train mode.
 
     Lightning counts them on an example input, which a module that samples its own has not: it prints 0 for each part.
-    Those of a run are `compute/flops`.
+    Those of a run are `compute/flops`. The policy changes its mode as it samples and trains.
     """
 
     @staticmethod
@@ -217,12 +229,13 @@ class ParameterSummary(ModelSummary):
         total_flops: int,
         **summarize_kwargs: Any,
     ) -> None:
-        """Log the table as Lightning does, without the rows and column of FLOPs."""
+        """Log the table as Lightning does, without the rows and column of FLOPs and the rows of modes."""
         columns = [column for column in summary_data if column[0] != "FLOPs"]
         table = _format_summary_table(
             total_parameters, trainable_parameters, model_size, total_training_modes, total_flops, *columns
         )
-        log.info("\n" + "\n".join(line for line in table.splitlines() if not line.endswith("Total Flops")))
+        dropped = ("Total Flops", "Modules in train mode", "Modules in eval mode")
+        log.info("\n" + "\n".join(line for line in table.splitlines() if not line.endswith(dropped)))
 
 
 class StepHooks(Callback):

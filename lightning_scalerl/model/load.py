@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,34 @@ def load_model(path: str, blank: bool = False) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
+        with _without_bar_of_weights():
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
     except (OSError, ValueError) as error:
         raise ConfigurationError(_unusable("model", path, error)) from error
     if _ignored_settings(model):
         model.set_attn_implementation("eager")  # type: ignore[operator]
     return model
+
+
+@contextmanager
+def _without_bar_of_weights() -> Iterator[None]:
+    """Hide transformers' bar of loading weights, not the hub's of a download; both are as before afterwards."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from transformers.utils import logging
+
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    downloads = not are_progress_bars_disabled()
+    logging.disable_progress_bar()
+    if downloads:
+        enable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
+        if not downloads:
+            disable_progress_bars()
 
 
 def check_attention(model: nn.Module) -> None:
