@@ -12,6 +12,7 @@ import pytest
 from tests.helpers import SMALL
 
 SCRIPT = """
+import logging
 import sys
 
 from lightning.pytorch import Trainer
@@ -20,6 +21,8 @@ from transformers.utils.logging import is_progress_bar_enabled
 from lightning_scalerl import RolloutDataModule, ScaleRL
 from tests.helpers import CountingTask
 
+logging.basicConfig(level="INFO")  # Lightning's own is shown or not by who has set up logging before it
+logging.getLogger("lightning.pytorch").setLevel("INFO")
 module = ScaleRL(model=sys.argv[1], recipe="scalerl_core", overrides=sys.argv[2:])
 trainer = Trainer(max_steps=2, accelerator="cpu", logger=False)
 trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
@@ -36,5 +39,5 @@ def test_a_script_shows_no_noise_of_libraries(tiny_model_path: str, tmp_path: Pa
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    assert "training 2/2" in said
+    assert "training 2/2" in said and "Trainable params" in said
     assert [words for words in NOISE if words in said] == []
