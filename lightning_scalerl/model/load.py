@@ -47,7 +47,7 @@ def load_model(path: str, blank: bool = False) -> nn.Module:
 @contextmanager
 def _without_bar_of_weights() -> Iterator[None]:
     """Hide transformers' bar of loading weights, not the hub's of a download; both are as before afterwards."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from transformers.utils import logging
 
     if not logging.is_progress_bar_enabled():
