@@ -117,8 +117,3 @@ def test_commands_stand_in_fences_and_name_programs_that_exist(page: Path) -> No
 def test_code_names_pages_that_exist() -> None:
     missing = {f"{file.relative_to(ROOT)}: {path}" for file, path in named_in_code() if not (ROOT / path).exists()}
     assert sorted(missing) == []
-
-
-def test_the_readme_fits_on_few_screens() -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 120 and max(map(len, lines)) <= 140
