@@ -104,7 +104,7 @@ def test_a_file_beside_rows_in_memory(tmp_path: Path) -> None:
         ({"rewards": 3}, "^task.rewards: 3 must be a name, a place, a function, or"),
         ({"rewards": lambda a, b: 1.0}, r"^task.rewards: its parameters \(a, b\) are of no known form; TRL's takes"),
         ({"rewards": [accuracy, accuracy]}, "two are called 'accuracy'; give one of them a name"),
-        ({"rewards": functools.partial(accuracy, extra=1)}, "source text of partial cannot be read .* def or lambda"),
+        ({"rewards": functools.partial(len)}, "source text of .* cannot be read .* def or lambda"),
         ({"rewards": len}, "its source text|the source text of len cannot be read"),
     ],
 )
