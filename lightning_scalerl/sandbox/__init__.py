@@ -11,8 +11,8 @@ Out goes a verdict or what was printed. Where the sandbox itself failed, `Sandbo
             serve.py             with the program: answers calls       <- pipes: plain data (frames.py, plain.py)
             examine.py           with the tests, in another sandbox: calls, compares, and knows the nonce
 
-What runs below the line is sent there as compiled code and imports the standard library alone. The rest imports
-`lightning_scalerl.checks` beside it, for its errors, and nothing else: no torch, no run, no task.
+Modules below the line are sent there as compiled code and import only the standard library. The others also import
+`lightning_scalerl.checks`, for its errors, and nothing else: no torch, no run, no task.
 """
 
 from __future__ import annotations

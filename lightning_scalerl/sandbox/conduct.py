@@ -1,6 +1,6 @@
 """Run of a data set's tests: everything that they define is run, once.
 
-Runs inside the judge's sandbox (standard library only; pytest where the tests import it). What cannot be run was
+Runs inside the judge's sandbox (standard library only; pytest where the tests import it). Tests that cannot be run were
 refused when the row was read (`survey.py`).
 """
 
@@ -31,7 +31,7 @@ class _Marked(ast.NodeTransformer):
         self.asserts, self.functions = False, dict[str, tuple[str, int]]()
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
-        # `assert False` is what a right program does not reach.
+        # A right program does not reach `assert False`, so it does not count as a check.
         self.asserts |= not isinstance(node.test, ast.Constant)
         if not self._catches:
             # Evaluated only if it fails: a thread, `suppress` or `gather` may keep the error from us.
@@ -202,7 +202,7 @@ class TestRun:
 
         def noting(method: Callable[..., None]) -> Callable[..., None]:
             def note(result: Any, test: Any, *details: Any) -> None:
-                if details[-1:] != (None,):  # subtests are told of when they succeed, too
+                if details[-1:] != (None,):  # unittest also reports subtests that succeed
                     failures.append(f"a unittest case failed: {test}")
                 method(result, test, *details)
 
@@ -213,7 +213,7 @@ class TestRun:
         unittest.main = lambda *_, **__: SimpleNamespace(result=unittest.TestResult())  # type: ignore[assignment]
 
     def _prepare_pytest(self) -> None:
-        """Have `pytest.main` run nothing: whatever it would collect is run anyway."""
+        """Make `pytest.main` do nothing: the tests that it would collect are run here."""
         try:
             pytest: Any = import_module("pytest")
         except ImportError:

@@ -22,7 +22,7 @@ from lightning_scalerl.sandbox.plain import Handle, MalformedError, decode, enco
 _LONGEST_REASON = 300
 # Raised inside the tests' own `map` or `iter`, these would silently end a loop whose asserts then never run.
 _ENDS_A_LOOP = (StopIteration, StopAsyncIteration)
-# Built-ins of the tests that answer an exception with a default, so that nothing tells what the program raised.
+# Built-ins that turn an exception into a default, which would hide the program's exception from the judge.
 _HIDES = {"getattr": AttributeError, "hasattr": AttributeError}
 
 
@@ -70,14 +70,14 @@ class Program:
         return None if status == "loaded" else str(kind)
 
     def names(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return those of the given names that the program defines, with their values."""
+        """Return the names that the program defines, of those given, with their values."""
         given = self.ask("names", sorted(names))
         if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
             raise self._gone("an answer of another kind")
         return given
 
     def ask(self, what: str, *operands: Any) -> Any:
-        """Send one request and return its answer, or raise what the program raised."""
+        """Send one request and return its answer, or raise the program's exception."""
         return self._answer([what, *operands])[0]
 
     def call(self, target: Handle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,7 +89,7 @@ class Program:
         return value
 
     def _answer(self, request: list[Any], arguments: Any = None) -> tuple[Any, Any]:
-        """Send a request; return value and changed arguments (None: unchanged), or raise what the program raised."""
+        """Send a request; return value and changed arguments (None: unchanged), or raise the program's exception."""
         try:
             send(self._requests, encode(request, _handle_of))
         except OSError:
@@ -189,7 +189,7 @@ def examine(config: dict[str, Any], requests: int, answers: int, report: int) ->
     program = Program(requests, answers)
     try:
         _examine(config, program)
-        # Tests with a bare `except` pass over a program that has died: it fails all the same.
+        # A bare `except` in the tests may swallow the death of the program; it has failed anyway.
         if program.broken:
             raise FailedError(program.broken)
         said = config["nonce"]

@@ -22,7 +22,7 @@ MAX_CHARACTERS = 1000
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 # Braces, and escaped characters, so that an escaped brace is skipped.
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-# What may separate two boxes of one list. Without a comma or a word they are two statements of one answer.
+# Text allowed between two boxes of one list. Without a comma, "and" or "or" the last box replaces the earlier one.
 _BETWEEN = re.compile(
     r"(?:[\s$~]|\\[()\[\],;! ]|\\q?quad\b)*+(?:[,;]|\\text\{|(?=and\b|or\b))[\s$~,;&}\\()\[\]!]*+"
     r"(?:(?:and|or)\b)?[\s$~}\\()\[\],;!]*+"

@@ -68,7 +68,7 @@ class Parted(NamedTuple):
 
 
 def part(text: str) -> Parted:
-    """Take the words out of a normal text. A word between two expressions is a comma."""
+    """Separate a normalised text into mathematics and words. "and" and "or" become commas."""
     words: list[str] = []
     scaled = False
 
