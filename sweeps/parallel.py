@@ -1,12 +1,15 @@
-"""Parallel map: one function over many items, on several processes."""
+"""Parallel map: one function over many items, on several processes; and a clean end of pools at SIGTERM."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from sweeps.threads import multiply_on_one_thread
 
@@ -32,5 +35,30 @@ def mapped(work: Callable[[T], R], items: Sequence[T], workers: int = 1) -> list
     if workers < 2:
         return [work(item) for item in items]
     # Fresh processes: a fork would copy the locks of whatever threads the caller runs.
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=multiply_on_one_thread) as pool:
+    with (
+        exit_on_sigterm(),
+        ProcessPoolExecutor(workers, get_context("spawn"), initializer=multiply_on_one_thread) as pool,
+    ):
         return list(pool.map(work, items, chunksize=_LEAST))
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Context manager: SIGTERM raises SystemExit inside, as Ctrl-C raises KeyboardInterrupt.
+
+    By default SIGTERM ends a process at once. The semaphores of its pools are left over then, and Python's resource
+    tracker warns of them on standard error. A handler that somebody has set already stays in place.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def leave(number: int, frame: object) -> NoReturn:
+        signal.signal(number, signal.SIG_DFL)  # a second one does not wait for the clean-up
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

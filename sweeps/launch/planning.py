@@ -18,13 +18,14 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.process import BaseProcess
 from threading import Thread
 
 from sweeps.errors import UserError
 from sweeps.executor.base import Outcome, load_entry
 from sweeps.executor.local import die_with_parent, forkserver
+from sweeps.parallel import exit_on_sigterm
 from sweeps.run.spec import RunSpec
 
 # The process has got the Ctrl-C as well, unless that was sent to this one alone: first its own clean-up.
@@ -40,7 +41,8 @@ class PlannerLostError(UserError):
 class Planner:
     """Planner in a separate process that takes any number of requests until it is closed.
 
-    What it prints is seen here, Ctrl-C reaches it, and it ends when this process does.
+    What it prints is seen here, Ctrl-C reaches it, and it ends when this process does. While it is open SIGTERM raises
+    SystemExit in this process.
 
     Args:
         planner: `module:function`, called with override lists and the user's folders; it returns run specs.
@@ -54,12 +56,15 @@ class Planner:
         self._pool: ProcessPoolExecutor | None = None
         self._child: BaseProcess | None = None
         self._ending: Thread | None = None
+        self._signals = ExitStack()
 
     def __enter__(self) -> Planner:
+        self._signals.enter_context(exit_on_sigterm())
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        with self._signals:
+            self.close()
 
     def __call__(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
         """Ask for the members of these override lists.

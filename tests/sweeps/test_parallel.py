@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 from sweeps.decide.rank import rank
 from sweeps.fit.fit import fit_curves
-from sweeps.parallel import cores, mapped
+from sweeps.parallel import cores, exit_on_sigterm, mapped
 from tests.sweeps.fit.simulate import curve
 
 
@@ -20,6 +23,21 @@ def test_order_is_kept(workers: int) -> None:
 def test_errors_arrive_as_they_are() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         mapped(int, ["1"] * 30 + ["x"], 2)
+
+
+def test_sigterm_exits_by_an_exception_where_nobody_handles_it() -> None:
+    """`tests/sweeps/launch/test_planning.py` has the process whose pool this is for."""
+    earlier = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit, match="143"), exit_on_sigterm():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with exit_on_sigterm():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
 
 
 @pytest.mark.full

@@ -168,6 +168,16 @@ def test_ctrl_c_between_two_requests_is_told_once(tmp_path: Path) -> None:
     assert is_gone(child)
 
 
+@pytest.mark.slow
+def test_sigterm_ends_both_and_leaves_no_semaphores(tmp_path: Path) -> None:
+    """Python's resource tracker writes to standard error what semaphores it finds at the end of a killed process."""
+    parent, child = begun(planning_code(tmp_path / "pid"), tmp_path / "pid")
+    parent.send_signal(signal.SIGTERM)
+    _, said = parent.communicate(timeout=30)
+    assert (said, parent.returncode) == (b"", 128 + signal.SIGTERM)
+    assert is_gone(child)
+
+
 def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     parent, child = begun(planning_code(tmp_path / "pid"), tmp_path / "pid")
     parent.kill()
