@@ -26,8 +26,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
+from lightning_scalerl.callbacks.base import without_tips
 from lightning_scalerl.callbacks.predict import Prediction, predicted
-from lightning_scalerl.callbacks.trainer import refuse_pytorch_lightning, without_tips
+from lightning_scalerl.callbacks.trainer import refuse_pytorch_lightning
 from lightning_scalerl.distributed.checkpoint_folder import is_folder
 from lightning_scalerl.distributed.ranks import Follower, Ranks
 from lightning_scalerl.distributed.sharded import whole_tensor

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
+from lightning_scalerl.callbacks.base import without_tips
 from lightning_scalerl.callbacks.checkpoint_file import IDENTITY, damage, written_directly
 from lightning_scalerl.callbacks.evaluate import owed
 from lightning_scalerl.callbacks.run_log import PassedOver, RunLog
@@ -56,6 +57,7 @@ class ResumableCheckpoint(Checkpoint):
     best_model_path = ""  # Lightning asks every `Checkpoint` for it; there is no best one here
 
     def __init__(self, directory: str | Path, every_n_steps: int, guard: Callable[[], None] | None = None) -> None:
+        without_tips()
         self.directory = Path(directory)
         self.every_n_steps = whole_number("checkpoint.every_n_steps", every_n_steps)
         self._guard = guard or (lambda: None)

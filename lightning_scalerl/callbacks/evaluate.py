@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from lightning_scalerl.callbacks.base import without_tips
 from lightning_scalerl.checks import whole_number
 from lightning_scalerl.generator.base import Generator, GroupRequest
 from lightning_scalerl.prompt import Prompt
@@ -53,6 +54,7 @@ class Evaluate(Callback):
         seed: int | None = None,
         prompts: int | Literal["recipe"] | None = _RECIPES,
     ) -> None:
+        without_tips()
         given = {"every_n_steps": every_n_steps, "samples": samples, "seed": seed}
         self._given: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if prompts != _RECIPES:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_scalerl.callbacks.base import Recorder
+from lightning_scalerl.callbacks.base import Recorder, without_tips
 from lightning_scalerl.callbacks.evaluate import evaluation_of
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.measure.compute_meter import WASTED, spent_in
@@ -64,6 +64,7 @@ class RunLog(Recorder):
         code: Sequence[str | Path] = (),
         strict_code: bool = False,
     ) -> None:
+        without_tips()
         self.run_dir = Path(run_dir)
         self.identity = dict(identity or {})
         self._guard = guard or (lambda: None)

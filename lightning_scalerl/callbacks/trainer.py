@@ -8,7 +8,6 @@ metric of training (`train/...`) acts at every optimizer step.
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from lightning.pytorch.callbacks import (
     RichProgressBar,
     TQDMProgressBar,
 )
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.model_summary.model_summary import _format_summary_table
 
 from lightning_scalerl.callbacks.evaluate import evaluation_of
@@ -159,13 +159,14 @@ def monitoring(trainer: Trainer) -> list[Any]:
     return [callback for callback in given if callback.monitor]
 
 
-def without_tips() -> None:
-    """Drop Lightning's advice to install litlogger and litmodels from what it logs, from now on."""
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_tip)
+def without_anonymous(trainer: Trainer) -> None:
+    """Remove `anonymous=None` from what Lightning's W&B logger passes to `wandb.init`.
 
-
-def _is_no_tip(record: logging.LogRecord) -> bool:
-    return not re.search(r"Tip: For seamless .*\[lit(logger|models)\]", record.getMessage())
+    wandb warns of that setting as deprecated whenever it is given. Lightning gives it even if the user did not.
+    """
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger) and logger._wandb_init.get("anonymous", "") is None:
+            del logger._wandb_init["anonymous"]
 
 
 def prepare_trainer(trainer: Trainer) -> None:

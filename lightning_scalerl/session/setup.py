@@ -18,7 +18,7 @@ from lightning.pytorch import Callback
 
 from lightning_scalerl.callbacks.checkpoint_file import read_either
 from lightning_scalerl.callbacks.evaluate import evaluation_of
-from lightning_scalerl.callbacks.trainer import STAGES, check_trainer, count_from, prepare_trainer
+from lightning_scalerl.callbacks.trainer import STAGES, check_trainer, count_from, prepare_trainer, without_anonymous
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices, by_axis
@@ -56,6 +56,7 @@ def supplied_choices(module: Parts) -> Sequence[Callback]:
     if evaluation is not None:
         evaluation.follow(recipe.evaluation)
     check_trainer(trainer)
+    without_anonymous(trainer)
     meet(trainer)
     read_either(trainer)
     if trainer.state.fn == "fit":

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import WandbLogger
 
-from tests.helpers import SMALL
+from lightning_scalerl import Evaluate, ResumableCheckpoint, RunLog
+from lightning_scalerl.callbacks.base import is_no_tip
+from tests.helpers import SMALL, fit
 
 SCRIPT = """
 import logging
@@ -41,3 +48,45 @@ def test_a_script_shows_no_noise_of_libraries(tiny_model_path: str, tmp_path: Pa
     assert done.returncode == 0, said
     assert "training 2/2" in said and "Trainable params" in said
     assert [words for words in NOISE if words in said] == []
+
+
+MADE_BEFORE_THE_TRAINER: dict[str, Callable[[Path], Any]] = {
+    "Evaluate": lambda folder: Evaluate(),
+    "RunLog": lambda folder: RunLog(folder / "run"),
+    "ResumableCheckpoint": lambda folder: ResumableCheckpoint(folder / "checkpoints", every_n_steps=1),
+}
+
+
+@pytest.mark.parametrize("name", MADE_BEFORE_THE_TRAINER)
+def test_a_trainer_made_before_the_module_gives_no_tips(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lightning advises to install litlogger when a Trainer is made, which the README's script does first."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").removeFilter(is_no_tip)
+    caplog.set_level("INFO", "lightning.pytorch")
+    Trainer(accelerator="cpu", logger=False)
+    assert "litlogger" in caplog.text, "Lightning gives it otherwise"
+    caplog.clear()
+    Trainer(accelerator="cpu", logger=False, callbacks=[MADE_BEFORE_THE_TRAINER[name](tmp_path)])
+    assert "litlogger" not in caplog.text
+
+
+class AskedError(Exception):
+    """In place of a run of W&B."""
+
+
+def test_wandb_is_not_given_what_it_warns_of(
+    tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning passes `anonymous` though its user did not: W&B calls it deprecated, whatever its value."""
+    given: list[dict[str, Any]] = []
+
+    def init(**settings: Any) -> None:
+        given.append(settings)
+        raise AskedError
+
+    monkeypatch.setattr("wandb.init", init)
+    for named in ({}, {"anonymous": True}):
+        with pytest.raises(AskedError):
+            fit(tiny_model_path, logger=WandbLogger("a", save_dir=tmp_path, offline=True, **named))
+    assert ["anonymous" in settings for settings in given] == [False, True]
