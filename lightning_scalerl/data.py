@@ -32,7 +32,7 @@ class RolloutDataModule(LightningDataModule):
         samples: completions that `Trainer.predict` samples of each.
 
     Raises:
-        ConfigurationError: an unknown task, or one without prompts, held-out set or verifier; or prompts of no form.
+        ConfigurationError: an unknown task, or one without prompts or verifier; or prompts of no form.
     """
 
     def __init__(
@@ -52,7 +52,8 @@ class RolloutDataModule(LightningDataModule):
             )
         self._predict = predict
         folders = use_folders(() if config_dir is None else (config_dir,))
-        self.task = check_task(build(compose([f"task={task}"], folders), "task") if isinstance(task, str) else task)
+        made = build(compose([f"task={task}"], folders), "task") if isinstance(task, str) else task
+        self.task = check_task(made, evaluated=False)
         self.seed = seed
 
     def train_dataloader(self) -> _StreamLoader:
@@ -74,6 +75,8 @@ class RolloutDataModule(LightningDataModule):
         Raises:
             ConfigurationError: a prompt of no form.
         """
+        if self._predict is None and not self.task.eval_sets():
+            raise ConfigurationError("predict: the task has no held-out prompts; give predict=[...], such as texts")
         if self._predict is None:
             return PredictedTask(self.task, list(next(iter(self.task.eval_sets().values()))), frozenset())
         given = self._predict

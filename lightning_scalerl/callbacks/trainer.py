@@ -67,6 +67,12 @@ def check_trainer(trainer: Trainer) -> None:
             f"callbacks: {foreign[0].__name__} is of pytorch_lightning, another package than the Trainer's; import it "
             "from lightning.pytorch"
         )
+    evaluates = evaluation_of(trainer) is not None or trainer.state.fn == "validate"
+    if evaluates and trainer.state.fn != "predict" and not trainer.datamodule.task.eval_sets():  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            "task.heldout: the task has no held-out prompts, and Evaluate and Trainer.validate need some; give e.g. "
+            "heldout=0.1, a tenth of the training prompts, or leave Evaluate out"
+        )
     if trainer.state.fn == "fit":
         _check_fit(trainer)
     elif trainer.limit_val_batches == 0:

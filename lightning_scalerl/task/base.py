@@ -180,11 +180,15 @@ def passes(task: Task, outcome: Outcome) -> bool:
     return task.is_correct(outcome.reward) if outcome.correct is None else outcome.correct
 
 
-def check_task(task: Any) -> Task:
+def check_task(task: Any, evaluated: bool = True) -> Task:
     """Return `task` if it has all that training needs.
 
+    Args:
+        task: what a user has given.
+        evaluated: whether it must have a held-out set, as a member of a study must: its curve is one of pass rates.
+
     Raises:
-        ConfigurationError: it lacks prompts, a held-out set or a verifier.
+        ConfigurationError: it lacks prompts, a verifier or a held-out set.
     """
     for method, what in (
         ("reward", "for a verifier: reward(prompt, completion) -> float"),
@@ -196,6 +200,7 @@ def check_task(task: Any) -> Task:
         if not callable(getattr(task, method, None)):
             raise ConfigurationError(f"task: {type(task).__name__} has no method {what}")
     checked: Task = task
-    if not checked.eval_sets() or not all(checked.eval_sets().values()):
+    sets = checked.eval_sets()
+    if not all(sets.values()) or (evaluated and not sets):
         raise ConfigurationError(f"task: {type(task).__name__} has no held-out prompts; pass rates need a set")
     return checked

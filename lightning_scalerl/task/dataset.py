@@ -34,7 +34,7 @@ class DatasetTask(PoolTask):
             split, name, revision, rows}.
         heldout: likewise, by set name; the first is the default of every fit. A single set in memory needs no name: it
             is called `heldout`. Or the share of the training prompts that are held out, such as 0.1: which ones follows
-            from what they ask, not from their order.
+            from what they ask, not from their order. None for no evaluation, which a study does not take.
         rewards: what grades: functions, names, places (`file.py:function`), or mappings with `use`, `weight`, `name`.
         fields: of format "columns", which column is what: prompt, answer, difficulty, id. Without it they are `prompt`
             and `answer`, and a row that functions alone grade needs no answer.
@@ -86,7 +86,7 @@ class DatasetTask(PoolTask):
         self._templates = right, wrong
         self._known: list[Known] = []
         self._notes: list[str] = []
-        sets = {} if isinstance(heldout, float) else heldout
+        sets = {} if heldout is None or isinstance(heldout, float) else heldout
         self._heldout = {str(name): self._prompts(f"task.heldout.{name}", given) for name, given in sets.items()}
         train_prompts = self._prompts("task.train", train, remember=True)
         if isinstance(heldout, float):
@@ -229,20 +229,20 @@ class DatasetTask(PoolTask):
 
 
 def _check_given(train: Any, heldout: Any, rewards: Any) -> None:
-    """Check that all three are given, and say how.
+    """Check that rows and rewards are given, and what is said of held-out sets.
 
     Raises:
-        ConfigurationError: one is missing.
+        ConfigurationError: one is missing, or held-out sets are given in no known form.
     """
     if train is None:
         raise ConfigurationError("task.train: needs a value; give a file, a datasets.Dataset or a list of dicts")
     if isinstance(heldout, float):
         if not 0 < heldout < 1:
             raise ConfigurationError(f"task.heldout: {heldout!r} is no share of the training prompts; give e.g. 0.1")
-    elif not isinstance(_by_name(heldout), Mapping) or not len(heldout):
+    elif heldout is not None and (not isinstance(_by_name(heldout), Mapping) or not len(heldout)):
         problem = (
             f"task.heldout: {heldout!r} must name at least one set, such as {{test: test.jsonl}}, or be the share of "
-            "the training prompts to hold out, such as 0.1"
+            "the training prompts to hold out, such as 0.1, or None for no evaluation in a script"
         )
         if isinstance(heldout, Sequence) and heldout and all(isinstance(each, int) for each in heldout):
             problem += "; numbers of prompts are the arithmetic task's, as scale=tiny sets them: choose another scale"

@@ -21,6 +21,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 
 from lightning_scalerl import (
     ConfigurationError,
+    DatasetTask,
     Evaluate,
     Prompt,
     ResumableCheckpoint,
@@ -296,6 +297,21 @@ def test_monitoring_what_nobody_measures_is_refused(tiny_model_path: str) -> Non
         with pytest.raises(ConfigurationError, match=r"which nothing logs.*valid: eval/heldout/pass_rate, ") as error:
             fit(tiny_model_path, callbacks=[measures, callback], enable_checkpointing=True)
         assert f"monitors {callback.monitor!r}" in str(error.value)
+
+
+def test_rows_without_a_heldout_set_are_trained_on_and_never_evaluated(tiny_model_path: str, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(8)]
+    task = DatasetTask(train=rows, heldout=None, rewards="exact_match")
+    assert task.eval_sets() == {} and len(task.train_prompts()) == 8
+    log = RunLog(tmp_path / "run")
+    module = fit(tiny_model_path, steps=1, task=task, callbacks=[log])
+    assert [record.kind for record in read_journal(log.run_dir).records] == ["train"]
+    for act in (
+        lambda: fit(tiny_model_path, steps=1, task=task, callbacks=[Evaluate()]),
+        lambda: Trainer(**quiet()).validate(module, datamodule=RolloutDataModule(task)),
+    ):
+        with pytest.raises(ConfigurationError, match=r"task\.heldout: the task has no .* or leave Evaluate out"):
+            act()
 
 
 class Seen(Callback):

@@ -264,7 +264,7 @@ def test_mistakes(more: dict[str, Any], said: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("heldout", [None, {}, "test.jsonl", ["test.jsonl"]])
+@pytest.mark.parametrize("heldout", [{}, "test.jsonl", ["test.jsonl"]])
 def test_a_task_names_its_heldout_sets(heldout: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"task\.heldout: .* must name at least one set"):
         DatasetTask("columns", "train.jsonl", heldout, "exact_match")

@@ -95,7 +95,6 @@ def test_a_file_beside_rows_in_memory(tmp_path: Path) -> None:
             "^task.train: the rows given, row 0: no column prompt; its columns are que",
         ),
         ({"train": None}, "^task.train: needs a value"),
-        ({"heldout": None}, "^task.heldout: None must name at least one set"),
         ({"heldout": []}, r"^task.heldout: \[\] must name at least one set"),
         ({"heldout": [8]}, r"^task.heldout: \[8\] must .* arithmetic task's, as scale=tiny sets them"),
         ({"heldout": "test.jsonl"}, "^task.heldout: 'test.jsonl' must name at least one set"),

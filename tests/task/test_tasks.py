@@ -22,7 +22,9 @@ from lightning_scalerl.stream.prompts import PromptSource
 from lightning_scalerl.task import arithmetic_base
 from lightning_scalerl.task.arithmetic import STOP, ArithmeticTask, problem, solution
 from lightning_scalerl.task.arithmetic_base import arithmetic_base_model, corrupted, tokenizer
+from lightning_scalerl.task.base import check_task
 from lightning_scalerl.task.jsonl import JsonlTask, read_prompts
+from tests.helpers import CountingTask
 
 
 @given(st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), *[st.integers(0, 10**n - 1)] * 2)))
@@ -220,10 +222,18 @@ def test_a_verifier_that_is_none(tmp_path: Path, name: str) -> None:
         JsonlTask(train, {}, name)
 
 
-def test_a_task_without_heldout_prompts_is_refused(tmp_path: Path) -> None:
+def test_a_task_without_heldout_prompts_is_for_scripts_that_do_not_evaluate(tmp_path: Path) -> None:
+    """A study's curves are of held-out prompts; `tests/callbacks/test_lightning.py` has the scripts."""
     train = write(tmp_path / "train.jsonl", {"prompt": "a", "answer": "b"})
+    task = JsonlTask(train, {}, "lightning_scalerl.task.jsonl:exact_match")
     with pytest.raises(ConfigurationError, match="no held-out prompts"):
-        RolloutDataModule(JsonlTask(train, {}, "lightning_scalerl.task.jsonl:exact_match"))
+        check_task(task)
+    with pytest.raises(ConfigurationError, match=r"predict: the task has no held-out prompts; give predict="):
+        _ = RolloutDataModule(task).predicted
+    empty = CountingTask()
+    empty.eval_sets = lambda: {"empty": []}  # type: ignore[method-assign]
+    with pytest.raises(ConfigurationError, match="no held-out prompts"):
+        RolloutDataModule(empty)
 
 
 def test_prompt_pools_are_checked() -> None:
