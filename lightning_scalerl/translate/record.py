@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_scalerl.axes.adapter import NoAdapter
+from lightning_scalerl.axes.advantage import GAE, GroupAdvantage
 from lightning_scalerl.axes.aggregation import Aggregation, named_aggregation
 from lightning_scalerl.axes.async_mode import PPOOffPolicy
 from lightning_scalerl.axes.critic import NoCritic
@@ -296,6 +297,14 @@ def common(run: Run, into: Translation) -> None:
         "orders of prompts and sampled tokens follow from each trainer's own random numbers: the same seed is not the "
         "same run"
     )
+
+
+def estimator(run: Run) -> str | None:
+    """Return the name that verl and SkyRL have for the advantage; None for one of the user's own.
+
+    GAE is named though `common` lists it as missing: without the name the trainer would use another estimator.
+    """
+    return {GroupAdvantage: "grpo", GAE: "gae"}.get(type(run.choices.advantage))
 
 
 _PIPELINE = {

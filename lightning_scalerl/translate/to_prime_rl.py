@@ -10,6 +10,7 @@ Source: PrimeIntellect-ai/prime-rl 559b4477, packages/prime-rl-configs/src/prime
 from __future__ import annotations
 
 from lightning_scalerl.axes.adapter import LoRA
+from lightning_scalerl.axes.advantage import GroupAdvantage
 from lightning_scalerl.axes.aggregation import TokenAggregation
 from lightning_scalerl.axes.correction import Behaviour
 from lightning_scalerl.axes.filter import NoFilter, ZeroVariance
@@ -40,11 +41,13 @@ def to_prime_rl(run: Run) -> Translation:
         into.lacks("entropy", choices.entropy, "there is no bonus")
     else:
         into.says("entropy")
-    into.under("orchestrator.algo", "advantage", type="grpo")
+    grouped = isinstance(choices.advantage, GroupAdvantage)
+    if grouped:
+        into.under("orchestrator.algo", "advantage", type="grpo")
     if not isinstance(choices.normalization, NoNormalization):
         into.lacks("normalization", choices.normalization, "advantages are not divided there; normalization=none")
     else:
-        into.says("normalization", "orchestrator.algo.type")
+        into.says("normalization", *(["orchestrator.algo.type"] if grouped else []))
     if isinstance(choices.filter, ZeroVariance | NoFilter):
         into.under("orchestrator.train", "filter", filter_zero_advantages=isinstance(choices.filter, ZeroVariance))
         if isinstance(choices.filter, ZeroVariance):

@@ -30,6 +30,7 @@ from lightning_scalerl.translate.record import (
     by_deviation,
     common,
     distance,
+    estimator,
     lasting,
     on_policy,
 )
@@ -102,7 +103,8 @@ def _loss(run: Run, into: Translation) -> None:
 
 def _credit(run: Run, into: Translation) -> None:
     choices = run.choices
-    into.under(ALGORITHM, "advantage", advantage_estimator="grpo")
+    if (name := estimator(run)) is not None:
+        into.under(ALGORITHM, "advantage", advantage_estimator=name)
     into.under(ALGORITHM, "normalization", advantage_batch_normalize=False)
     divided = by_deviation(
         run,

@@ -33,6 +33,7 @@ from lightning_scalerl.translate.record import (
     by_deviation,
     common,
     distance,
+    estimator,
     lasting,
     on_policy,
 )
@@ -107,7 +108,8 @@ def _credit(run: Run, into: Translation) -> None:
     divided = by_deviation(run, into, EPS, "a group's deviation or none: normalization=prompt or none is translated")
     if divided is not None:
         into.set("normalization", algorithm__norm_adv_by_std_in_grpo=divided)
-    into.set("advantage", algorithm__adv_estimator="grpo")
+    if (name := estimator(run)) is not None:
+        into.set("advantage", algorithm__adv_estimator=name)
     if isinstance(choices.filter, DynamicSampling):
         into.under("algorithm.filter_groups", "filter", enable=True, metric="reward", max_num_gen_batches=0)
         into.note("filter: it never gives up there; a group is dropped by its reward after any penalty of length")

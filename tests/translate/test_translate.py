@@ -212,6 +212,15 @@ def test_what_has_no_counterpart_is_named(to: str, changes: str, keys: str) -> N
     assert lacking(to, *changes.split()) == set(keys.split()), [each.why for each in said(to, *changes.split()).missing]
 
 
+def test_another_advantage_never_becomes_that_of_a_group() -> None:
+    """It is listed; the settings that are written name the trainer's own GAE, or nothing."""
+    names = {"verl": "algorithm.adv_estimator", "skyrl": "trainer.algorithm.advantage_estimator"}
+    for to in TRAINERS:
+        found = said(to, "advantage=gae", "critic=value_network")
+        assert "advantage" in {each.key for each in found.missing} and "grpo" not in found.settings.values(), to
+        assert found.settings.get(names.get(to, "")) == ("gae" if to in names else None)
+
+
 @cache
 def every_choice() -> list[DesignChoice]:
     """Each choice that has a file in conf/, on every axis."""
