@@ -236,10 +236,19 @@ class Lease:
         self, seen: tuple[dict[str, Any], int], give_up: Callable[[], bool]
     ) -> tuple[dict[str, Any], int] | None:
         """Wait up to the expiry; return the facts if the lease is released or has no heartbeat meanwhile, else None."""
-        begin = time.monotonic()
+        begin, until = time.monotonic(), time.time() + self._expiry_s
+        told = False
         while time.monotonic() - begin < self._expiry_s:
             if give_up():
                 return None
+            if not told and time.monotonic() - begin > 2 * self._beat_s:  # a live holder has beaten by now
+                who = self.holder() if seen[1] <= _term(seen[0]) else "a process that was taking it over"
+                print(
+                    f"waiting until {time.strftime('%H:%M:%S', time.localtime(until))}: {self._directory} was not "
+                    f"released by {who}; it is free then unless a heartbeat comes",
+                    flush=True,
+                )
+                told = True
             time.sleep(min(0.5, self._beat_s))
             now = self._look()
             if self._is_free(*now):

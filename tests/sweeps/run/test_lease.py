@@ -272,13 +272,16 @@ def test_a_holder_elsewhere_that_beats_keeps_it(tmp_path: Path) -> None:
         assert held(tmp_path, "writer") is None
 
 
-def test_a_holder_elsewhere_that_fell_silent_is_followed_after_its_time_and_not_before(tmp_path: Path) -> None:
+def test_a_holder_elsewhere_that_fell_silent_is_followed_after_its_time_and_not_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Elsewhere(tmp_path):
         time.sleep(3 * BEAT_S)
     begin = time.monotonic()
     mine = lease(tmp_path)
     mine.acquire()
     assert EXPIRY_S <= time.monotonic() - begin < EXPIRY_S + 5
+    assert re.fullmatch(r"waiting until \d\d:\d\d:\d\d: .* was not released by process .*\n", capsys.readouterr().out)
     mine.check()
     mine.release()
 
