@@ -49,7 +49,8 @@ class Curve:
     unknown. axis and metric name the columns; compute is in the unit of the axis. factors: what else groups the
     points, as text by name (`size`, say), where the source was asked to group by it. baseline: the recipe that this one
     departs from, or is; None where the source does not say. at_peak: what compute amounts to at the peak of the
-    learning rate (`sweeps.fit.schedule`), None where the rate does not decay or is not known.
+    learning rate (`sweeps.fit.schedule`), None where the rate does not decay or is not known. ended: whether a run of
+    it is finished before its budget and cannot be continued, such as one whose pool of prompts is exhausted.
     """
 
     recipe: str
@@ -63,6 +64,7 @@ class Curve:
     factors: Mapping[str, str] = field(default_factory=dict)
     baseline: str | None = None
     at_peak: Array | None = None
+    ended: bool = False
 
     @cached_property
     def range(self) -> tuple[float, float] | None:

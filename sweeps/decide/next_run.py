@@ -49,6 +49,7 @@ _CHEAPER = 0.5
 _MAX_POINTS = 64
 # Simulated are recipes with at least this chance of being best, at most so many. The others stay as they are.
 _COULD, _AT_MOST = 0.002, 10
+_ENDED = "a run of it ended before its budget and cannot be extended, as where its pool of prompts is exhausted"
 
 
 @dataclass(frozen=True)
@@ -340,7 +341,7 @@ def _options(fit: Fit, limit: float | None) -> list[Step]:
         targets.add(4 * fit.C_mid.value)
     found = [
         Step(recipe=fit.recipe, action="extend", compute=to, expected_gain=None, cost=(to - end) * fit.seeds, reason="")
-        for to in sorted(targets)
+        for to in sorted(targets if not fit.curve.ended else ())
     ]
     if fit.verdict != "pre_inflection":
         # Another run that ends before the bend, too, would say nothing of where the curve goes.
@@ -388,14 +389,14 @@ def _best_step(future: _Future, i: int, limit: float | None) -> Step | None:
 def _cure(fit: Fit) -> Step:
     """Return the step that would make a refused recipe's asymptote identifiable; its gain is not known."""
     end = fit.window[1] if fit.window is not None else float(fit.curve.compute.max())
-    if fit.verdict == "decreasing":
+    if fit.verdict == "decreasing" or fit.curve.ended:
         return Step(
             recipe=fit.recipe,
             action="seed",
             compute=end,
             expected_gain=None,
             cost=end,
-            reason=f"{fit.verdict}: {fit.reason}",
+            reason=f"{fit.verdict}: {fit.reason}" + (f"; {_ENDED}" if fit.curve.ended else ""),
         )
     factor = 2.0
     if fit.verdict == "pre_inflection" and fit.C_mid.value is not None:
@@ -454,11 +455,13 @@ def split_budget(choice: Choice, budget: float) -> Split:
     leader = next((fit for fit in contenders if fit.recipe == standing.leader), None)
     loss = standing.losses[leader.recipe] if leader is not None else np.inf
     steps = {fits[i].recipe: step for i, step in taken.items()}
-    if loss <= standing.margin:
+    if leader is not None and loss <= standing.margin and not leader.curve.ended:
         return _split(fits=fits, winner=leader, taken=steps, budget=budget, left=left, sentence="")
     kept = f"keep the rest ({left:.4g}) until the results are in, then plan again" if left > 0 else "nothing is left"
     if leader is None:
         why = "no recipe has a curve that rises to what it comes to"
+    elif loss <= standing.margin:
+        why = f"as it stands the winner is {leader.recipe}, and {_ENDED}"
     else:
         why = (
             f"the best choice so far, {leader.recipe}, is expected to lie {loss:.3f} below the highest asymptote, more "

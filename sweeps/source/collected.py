@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,7 @@ class CurvePoints:
     warnings: list[str] = field(default_factory=list)
     baseline: str | None = None
     own_seeds: bool = False
+    ended: bool = False
 
     def extend(
         self,
@@ -206,21 +207,20 @@ class Collected:
         for label in sorted(self._points):
             points = self._points[label]
             known = [value for value in points.sd if value is not None]
-            curves.append(
-                make_curve(
-                    recipe=label,
-                    compute=points.compute,
-                    reward=points.reward,
-                    seed=points.seed,
-                    sd=known if len(known) == len(points.sd) else None,
-                    axis=points.axis,
-                    metric=points.metric,
-                    warnings=points.warnings,
-                    factors=points.factors,
-                    baseline=points.baseline,
-                    at_peak=_at_peak(points),
-                )
+            curve = make_curve(
+                recipe=label,
+                compute=points.compute,
+                reward=points.reward,
+                seed=points.seed,
+                sd=known if len(known) == len(points.sd) else None,
+                axis=points.axis,
+                metric=points.metric,
+                warnings=points.warnings,
+                factors=points.factors,
+                baseline=points.baseline,
+                at_peak=_at_peak(points),
             )
+            curves.append(replace(curve, ended=points.ended))
         return curves
 
     def _take_seeds_from_names(self) -> None:

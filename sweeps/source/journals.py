@@ -83,6 +83,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
                 points.warnings.append(f"run {view.path.parent.name} (seed {seed}) failed{reason}; its points are used")
             if view.final:
                 at = max(record.step for record in view.records)
+                points.ended = True
                 points.warnings.append(
                     f"run {view.path.parent.name} (seed {seed}) ended at step {at}: {short(str(view.reason))}"
                 )

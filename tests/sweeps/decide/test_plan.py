@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -273,6 +275,27 @@ def test_without_an_identifiable_recipe_nothing_is_committed() -> None:
     assert split.winner is None and split.commit is None and "no recipe is committed to" in split.sentence
     assert "below the highest asymptote, more than the margin 0.02" in split.sentence
     assert sum(share.compute for share in split.shares) <= 1e5
+
+
+def test_a_run_that_cannot_be_continued_is_not_extended() -> None:
+    """One whose pool of prompts is exhausted: a larger budget changes nothing of it, another seed may."""
+
+    def ended(fits: Sequence[Fit]) -> list[Fit]:
+        return [replace(fit, curve=replace(fit.curve, ended=True)) for fit in fits]
+
+    def extended(steps: Sequence[Step]) -> set[str]:
+        return {step.recipe for step in steps if step.action == "extend"}
+
+    early = fit_curves([curve("a", end=1500), curve("b", end=1500, rng=1)])
+    for fits in (contested(), early):
+        whole, choice = choice_of(fits), choice_of(ended(fits))
+        assert extended(settle(whole).steps) and not extended(settle(choice).steps)
+        assert extended(split_budget(whole, 50000).steps) and not extended(split_budget(choice, 50000).steps)
+    fits = contested()
+    assert split_budget(choice_of(fits, 0.04), 50000).commit is not None
+    split = split_budget(choice_of(ended(fits), 0.04), 50000)
+    assert split.commit is None and "as it stands the winner is" in split.sentence
+    assert "a run of it ended before its budget" in split.sentence
 
 
 @pytest.mark.parametrize(

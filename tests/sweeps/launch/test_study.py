@@ -458,7 +458,7 @@ def test_a_member_that_has_ended_for_good_is_done_under_any_budget(tmp_path: Pat
         assert (view.state, view.reason, view.step) == ("finished", "dry", 2)
         assert launch_of(specs, tmp_path).left == 0
     study_read = load([str(tmp_path)])
-    assert "(seed 0) ended at step 2: dry" in study_read.curves[0].warnings[0]
+    assert "(seed 0) ended at step 2: dry" in study_read.curves[0].warnings[0] and study_read.curves[0].ended
     journal = Journal(tmp_path / "runs" / dry.run)
     journal.resume(0)  # by somebody's own script
     journal.close()
