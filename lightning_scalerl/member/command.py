@@ -49,7 +49,7 @@ def study_file(name: str | None, folders: Folders) -> Path | None:
         Its path; None for a name that is none of such a file: it chooses no `member`.
 
     Raises:
-        ConfigurationError: the file says a command, and does not choose what goes with one.
+        ConfigurationError: the file says a command, and does not choose what goes with one, or its defaults are none.
     """
     if name is None:
         return None
@@ -70,6 +70,13 @@ def study_file(name: str | None, folders: Folders) -> Path | None:
             return path.resolve()
         if isinstance(content, Mapping) and "command" in content:
             raise ConfigurationError(f"{path}: has a command and no member; begin it with {_BEGIN}")
+        if isinstance(content, Mapping) and not isinstance(content.get("defaults", []), list):
+            raise ConfigurationError(
+                f"{path}: defaults: {defaults!r} must be a list; begin the file with {_BEGIN} for a study of a "
+                "command, else with defaults: [train, _self_]"
+            )
+        for each in chosen:
+            _check_default(path, each, "for a study of a command, begin it")
     return None
 
 
@@ -97,7 +104,7 @@ def _read(path: Path) -> Any:
         raise ConfigurationError(f"{path}: not YAML ({' '.join(str(error).split())}); correct it") from error
 
 
-def _check_default(path: Path, item: Any) -> None:
+def _check_default(path: Path, item: Any, begin: str = "begin it") -> None:
     """Check an item of a file's `defaults`: Hydra fails on some of them with an error of its own program.
 
     Raises:
@@ -107,7 +114,7 @@ def _check_default(path: Path, item: Any) -> None:
     names = choices[0] if isinstance(item, Mapping) and isinstance(choices[0], list) else choices
     if len(choices) != 1 or not all(isinstance(name, str) or (name is None and item is not None) for name in names):
         raise ConfigurationError(
-            f"{path}: defaults: {item!r} must be a name, or one group and its choice; begin it with {_BEGIN}"
+            f"{path}: defaults: {item!r} must be a name, or one group and its choice; {begin} with {_BEGIN}"
         )
     if isinstance(item, Mapping) and item.get("member", BASE) != BASE:
         raise ConfigurationError(f"{path}: defaults: member: {item['member']!r} must be {BASE}; begin it with {_BEGIN}")

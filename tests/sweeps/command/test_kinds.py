@@ -139,6 +139,14 @@ def test_defaults_that_choose_no_command_say_how_to_begin(tmp_path: Path, defaul
         study_file("toy", [tmp_path])
 
 
+@pytest.mark.parametrize("defaults", ["", "3", "train", "{train: x}", "[train, 3]", "[train, null]", "[{loss: 3}]"])
+def test_defaults_of_a_file_without_a_command_are_checked_too(tmp_path: Path, defaults: str) -> None:
+    """Where `defaults:` is empty Hydra ends with a ValueError of its own, and Python with its traceback."""
+    (tmp_path / "mine.yaml").write_text(f"defaults: {defaults}\nbudget: {{steps: 2}}\n")
+    with pytest.raises(ConfigurationError, match=rf"^{re.escape(str(tmp_path))}.*: defaults: .*begin .*defaults: \["):
+        study_file("mine", [tmp_path])
+
+
 @pytest.mark.parametrize("value", ["${nope}", "${nope:1}", "${oc.env:NOPE_NOPE}", "${loss}"])
 def test_a_reference_to_nothing_is_named_with_its_file(tmp_path: Path, value: str) -> None:
     path = write_study(tmp_path, values={"loss": value})
