@@ -25,6 +25,7 @@ def test_the_script_runs_as_printed(steps: int, tmp_path: Path) -> None:
     script = script.replace("max_steps=24", f"max_steps={steps}").replace("_n_steps=8", f"_n_steps={min(8, steps)}")
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
+    assert "max_steps" in done.stderr and "litlogger" not in done.stderr, "its Trainer is made before the module"
     last = read_journal(tmp_path / "outputs" / "my_run").of_kind("eval")[-1]
     assert (last.step, f"{last.metrics['eval/heldout/pass_rate']:.3f}") == (steps, done.stdout.split()[-1])
     assert "before and after" in done.stdout and len(re.findall(r"0\.\d{3}", done.stdout)) == 2
