@@ -6,6 +6,7 @@ Nothing here imports torch before a test asks for a model: tests of `sweeps` run
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ GROUPS = {
     "tests/slurm/": "slurm",
     "tests/member/test_identity.py": "identity",
     "tests/sweeps/report/test_report.py": "report",
+    "tests/test_imports.py": "imports",
+    "tests/translate/test_translate.py": "translate",
     "tests/test_docs_site.py": "docs",
 }
 
@@ -46,6 +49,12 @@ class Grouped(LoadScopeScheduling):  # type: ignore[misc]
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Grouped | None:
     return Grouped(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep torch out of the study's workers: to import it costs each five seconds, and every fork of theirs more."""
+    if "torch" in sys.modules and session.items and all("tests/sweeps/" in item.nodeid for item in session.items):
+        raise pytest.UsageError("a module of tests/sweeps imports torch; import it in the test, or move that elsewhere")
 
 
 @pytest.fixture(scope="session")

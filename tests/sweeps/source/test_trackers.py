@@ -1,4 +1,4 @@
-"""Trackers' own stores: W&B's folders and projects, Trackio's database, Lightning's CSVLogger."""
+"""Trackers' own stores: W&B's folders and projects, and Trackio's database."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import base64
 import gzip
 import json
 import os
-import shutil
 import sqlite3
 import struct
 import subprocess
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger
 from wandb.proto import wandb_internal_pb2
 
 from sweeps.errors import UserError
@@ -311,47 +309,3 @@ def test_a_damaged_one(trackio: Path) -> None:
     connection.close()
     with pytest.raises(UserError, match="not a readable file of Trackio"):
         load([trackio])
-
-
-# --- Lightning's CSVLogger -----------------------------------------------------------------------------------
-
-
-def csv_logs(folder: Path, *axes: str, seeds: int = 2) -> Path:
-    """What a run of ours hands to the logger, which writes it."""
-    for seed in range(seeds):
-        logger = CSVLogger(str(folder), name="mine")
-        logger.log_hyperparams({"seed": seed, "recipe": "scalerl", "batch": {"prompts": 2}})
-        for step in range(5):
-            compute = {name: float(step * (number + 1)) for number, name in enumerate(axes)}
-            logger.log_metrics({"eval/heldout/pass_rate": 0.1 * step + seed / 100, **compute}, step)
-            logger.log_metrics({"train/reward": 0.5}, step)
-        logger.save()
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("axes", "chosen"),
-    [
-        (("compute/flops", "compute/device_hours", "compute/virtual_device_hours"), "compute/virtual_device_hours"),
-        (("compute/flops", "compute/device_hours"), "compute/device_hours"),
-    ],
-)
-def test_lightnings_csv_logger(axes: tuple[str, ...], chosen: str, tmp_path: Path) -> None:
-    study = load([csv_logs(tmp_path, *axes)])
-    (curve,) = study.curves
-    assert curve.axis == chosen and curve.metric == "eval/heldout/pass_rate"
-    times = axes.index(chosen) + 1
-    assert points(study) == {
-        ("scalerl", str(seed)): [(float(step * times), round(0.1 * step + seed / 100, 6)) for step in range(5)]
-        for seed in (0, 1)
-    }
-    assert all("our default" in line for line in study.shown)
-    (other,) = load([tmp_path], x="compute/flops").curves
-    assert other.axis == "compute/flops"
-
-
-def test_without_hyper_parameters_it_is_a_table_like_any_other(tmp_path: Path) -> None:
-    csv_logs(tmp_path, "compute/flops", seeds=1)
-    (path,) = tmp_path.rglob("metrics.csv")
-    shutil.copy(path, tmp_path / "metrics.csv")
-    assert not any("CSVLogger" in line for line in load([tmp_path / "metrics.csv"]).mapping)
