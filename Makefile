@@ -9,12 +9,11 @@ BUILD := pyproject.toml sweeps/pyproject.toml sweeps/__init__.py hatch_build.py
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 # What `make test` leaves out: ALL=1 runs what .ci/run asks for, FULL=1 everything; a missing component is then a failure.
 MARKERS := not vllm$(if $(FULL),, and not full$(if $(ALL),, and not slow and not browser and not peers and not slurm and not docs))
-# Tests go one by one to whichever worker is free; those of a group (tests/conftest.py) stay together. Tests of the
-# study often wait for a process, so they have a worker more.
+# Tests go one by one to whichever worker is free; those of a group (tests/conftest.py) stay together.
 TEST_ARGS ?= --dist loadgroup
 PYTEST := $(if $(FULL),TEST_FULL=1 )$(if $(ALL)$(FULL),CI_ALL=1 )OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: bench demo dist docs test test-components test-full test-rooms test-slurm test-study test-training test-vllm
+.PHONY: bench demo dist docs test test-components test-full test-slurm test-study test-training test-vllm
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.user
@@ -29,17 +28,13 @@ docs: $(VENV)/.docs
 	$(BIN)/python -m docs.site build
 	$(BIN)/python -m docs.site serve
 
-# Tests of the study never import torch, which costs each process seconds. Those of vLLM (it changes the process that it
-# is in) and of the cluster mostly wait, so they run beside the others.
+# Tests of the study never import torch, which costs each process seconds. They wait for other processes half of the
+# time, and so do those of vLLM (it changes the process that it is in) and of the cluster: all run side by side.
 test: $(VENV)/$(if $(ALL)$(FULL),.everything,.developer)
-	$(if $(ALL)$(FULL),$(MAKE) --jobs=2 --output-sync=target test-rooms test-components,$(MAKE) test-rooms)
-
-test-rooms:
-	$(MAKE) test-study
-	$(MAKE) test-training
+	$(MAKE) --jobs=3 --output-sync=target test-study test-training $(if $(ALL)$(FULL),test-components)
 
 test-study:
-	$(PYTEST) -m "$(MARKERS)" -n 3 $(TEST_ARGS) tests/sweeps
+	$(PYTEST) -m "$(MARKERS)" -n 2 $(TEST_ARGS) tests/sweeps
 
 test-training:
 	$(PYTEST) -m "$(MARKERS)" -n 2 $(TEST_ARGS) --ignore tests/sweeps \
