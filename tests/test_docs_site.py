@@ -195,6 +195,7 @@ def test_every_metric_of_a_short_run_is_on_the_page(tiny_model_path: str) -> Non
     assert {name for name in recorded if not any(fnmatchcase(name, pattern) for pattern in listed)} == set()
 
 
+@pytest.mark.slow
 def test_messages_of_the_troubleshooting_page_are_the_codes_own() -> None:
     said = [text for folder in ("lightning_scalerl", "sweeps") for text in strings(folder)]
     quoted = re.findall(r"^\| `(.+?)` \|", MESSAGES.read_text(), flags=re.MULTILINE)

@@ -170,7 +170,7 @@ def killed_writing(rank: int, who: int) -> Sequence[Callback]:
 @pytest.mark.parametrize(
     ("callbacks", "halves"),
     [
-        pytest.param(killed_between_steps, 0, id="between two steps"),
+        pytest.param(killed_between_steps, 0, id="between two steps", marks=pytest.mark.full),
         pytest.param(lambda rank: killed_writing(rank, 1), 0, id="in the middle of its part"),
         pytest.param(
             lambda rank: killed_writing(rank, 0), 1, id="rank 0 in the middle of its part", marks=pytest.mark.full
@@ -208,7 +208,7 @@ class SavesIt(Callback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [False, True], ids=["the run's", "a script's"])
+@pytest.mark.parametrize("own", [pytest.param(False, marks=pytest.mark.full), True], ids=["the run's", "a script's"])
 def test_a_rank_that_cannot_write_stops_all_and_leaves_no_half(own: bool, tiny_model_path: str, tmp_path: Path) -> None:
     callbacks = [SavesIt(tmp_path / "checkpoints" / "own.ckpt")] if own else []
 

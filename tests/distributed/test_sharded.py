@@ -86,7 +86,7 @@ def test_two_shards_train_as_one(tiny_model_path: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        pytest.param({"overrides": EVERYTHING}, id="a critic and a reference"),
+        pytest.param({"overrides": EVERYTHING}, id="a critic and a reference", marks=pytest.mark.full),
         pytest.param(
             {"recipe": "scalerl_core", "overrides": ["batch.prompts=1", "batch.completions=3"]}, id="few rows"
         ),
@@ -116,7 +116,9 @@ def test_shards_of_a_head_in_chunks(tiny_model_path: str, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategies", [("one", "fsdp2", "ddp"), ("fsdp2", "one")], ids="-".join)
+@pytest.mark.parametrize(
+    "strategies", [("one", "fsdp2", "ddp"), pytest.param(("fsdp2", "one"), marks=pytest.mark.full)], ids="-".join
+)
 def test_a_run_goes_on_under_another_strategy(strategies: Sequence[str], tiny_model_path: str, tmp_path: Path) -> None:
     """Two steps under each: one curve, and in the end the weights of one process."""
     given: dict[str, Any] = {"overrides": EVERYTHING}
@@ -175,8 +177,15 @@ ADAPTED = ("adapter=lora", "adapter.rank=3", "optimizer.lr=3e-2")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
-@pytest.mark.parametrize("more", [(), (*EVERYTHING, "critic.lr=3e-3")], ids=["alone", "a critic and a reference"])
+@pytest.mark.parametrize(
+    ("more", "strategy"),
+    [
+        pytest.param((), "ddp", id="alone-ddp"),
+        pytest.param((*EVERYTHING, "critic.lr=3e-3"), "fsdp2", id="a critic and a reference-fsdp2"),
+        pytest.param((), "fsdp2", id="alone-fsdp2", marks=pytest.mark.full),
+        pytest.param((*EVERYTHING, "critic.lr=3e-3"), "ddp", id="a critic and a reference-ddp", marks=pytest.mark.full),
+    ],
+)
 def test_an_adapter_trains_on_two_ranks_as_on_one(
     more: Sequence[str], strategy: str, tiny_model_path: str, tmp_path: Path
 ) -> None:

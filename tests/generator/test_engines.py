@@ -27,6 +27,7 @@ from lightning_scalerl.generator.listening import Door
 from lightning_scalerl.generator.weights import WeightStore
 from lightning_scalerl.stream.live_driver import LiveDriver
 from sweeps.run.activity import activity
+from tests.examples import every
 from tests.generator.engines import TOKEN, Listening, Network, far_away, listening
 from tests.generator.slow import Size, SlowGenerator, Weights, weights_of
 from tests.generator.test_fleet import check, drained, submit
@@ -205,9 +206,7 @@ def test_one_that_answers_twice(near: Listening) -> None:
             check(drained(fleet), 3, 3)
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.full] if seed > 2 else []) for seed in range(20)]
-)
+@pytest.mark.parametrize("seed", every(20, range(20), pytest.mark.full))
 @pytest.mark.slow
 def test_random_delays_on_either_side(seed: int, near: Listening) -> None:
     """No token is older than the mode allows (`train` looks at each batch), whichever engine sampled it."""

@@ -58,18 +58,10 @@ def check(found: list[FinishedRollout], version: int, groups: int = GROUPS) -> N
     assert {v for each in found for v in each.rollout.weight_versions} == {version}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "when"),
-    [
-        (signal.SIGKILL, "before"),
-        *(
-            pytest.param(how, when, marks=pytest.mark.full)
-            for how in (signal.SIGKILL, signal.SIGSTOP)
-            for when in ("before", "during", "both")
-            if (how, when) != (signal.SIGKILL, "before")
-        ),
-    ],
+    [(how, when) for how in (signal.SIGKILL, signal.SIGSTOP) for when in ("before", "during", "both")],
 )
 def test_one_is_lost_while_something_else_is_done(fleet: Fleet, how: signal.Signals, when: str) -> None:
     submit(fleet)

@@ -689,7 +689,8 @@ sys.exit(vllm_serve.main(["model", "--max-tokens", "25"]))
 """
 
 
-@pytest.mark.parametrize("told", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("told", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.full)])
 def test_a_server_that_is_started_by_hand_ends_with_its_command(
     told: str, tmp_path: Path, tiny_model_path: str
 ) -> None:

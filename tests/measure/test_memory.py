@@ -104,7 +104,7 @@ def live(made: nn.Module, given: Recipe, split: Callable[[nn.Module], None] | No
 @pytest.mark.parametrize(
     ("family", "more", "overrides"),
     every(
-        3,
+        6,
         [
             ("Llama", {}, ["precision=fp32"]),
             ("Llama", {}, ["precision=bf16"]),

@@ -134,6 +134,7 @@ def test_what_cannot_be_exported_is_one_line(
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_says_so(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "run"
     other.mkdir()

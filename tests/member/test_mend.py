@@ -137,6 +137,7 @@ def test_killed_right_after_it_was_mended_it_goes_on_from_there(
     assert read_journal(run_dir).deterministic() == read_journal(whole).deterministic()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_done_stays_done_with_a_broken_line(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     raw = spoil(run_dir, 4, end=True)
     assert is_done(run_dir, STEPS, run_dir.name)
@@ -159,6 +160,7 @@ def test_a_journal_of_another_run_is_refused_and_not_touched(run_dir: Path) -> N
     assert names(run_dir) == before
 
 
+@pytest.mark.slow
 def test_a_changed_specification_is_not_run_under_the_identity_of_what_it_was(run_dir: Path) -> None:
     """Whoever starts a member by hand asks no ledger: the member compares content and identity itself."""
     shutil.rmtree(run_dir / "checkpoints")

@@ -245,7 +245,7 @@ def test_exported_models_compute_what_was_trained(precision: str, tiny_model_pat
         module.save_pretrained(tmp_path / "adapter", adapter=True)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("family", ["Llama", pytest.param("Gemma2", marks=pytest.mark.slow)])
 def test_modules_to_save_are_exported(family: str, tiny_model_path: str, tmp_path: Path) -> None:
     """Merged, and as peft loads an adapter; tied embeddings (Gemma 2) are trained as the one weight that they are."""
     base: Any = tiny(family, AGREE[family], attn_implementation="eager")
@@ -473,9 +473,8 @@ def test_another_choice_than_the_module_has_is_refused(tiny_model_path: str) -> 
 # --- checkpoints ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "callback", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["the recipe's", "a callback's"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("callback", [False, True], ids=["the recipe's", "a callback's"])
 def test_a_run_goes_on_from_its_checkpoint(callback: bool, tiny_model_path: str, tmp_path: Path) -> None:
     """The same curve as undisturbed, BF16 weights and a reference included; and the weights alone can be taken."""
     own = () if callback else ("adapter=lora", "adapter.rank=4", "adapter.modules_to_save=[lm_head]")
@@ -539,7 +538,7 @@ def test_reference_and_critic_are_plain(tiny_model_path: str) -> None:
 # --- learning ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_learns_the_arithmetic_task_with_the_head(tmp_path: Path) -> None:
     """A fifth of `experiment=adapter`: full fine-tuning is at 0.55 by then, LoRA without the head at 0.32."""
     words = ["experiment=adapter", "adapter=lora", "adapter.modules_to_save=[lm_head]", "optimizer.lr=1e-3"]

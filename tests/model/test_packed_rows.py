@@ -327,7 +327,7 @@ def trained(path: str, *overrides: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param((*EVERYTHING, "batch.recompute=true"), id="all, recomputed"),
+        pytest.param((*EVERYTHING, "batch.recompute=true"), id="all, recomputed", marks=pytest.mark.slow),
         pytest.param(EVERYTHING, id="all, some prompts shared", marks=pytest.mark.slow),
         pytest.param((*ADAPTED, "batch.recompute=true"), id="an adapter", marks=pytest.mark.slow),
         pytest.param(("epochs.count=2", "batch.recompute=true"), id="two epochs", marks=pytest.mark.slow),

@@ -99,8 +99,8 @@ def test_both_clocks_obey_one_rule(mode: AsyncMode) -> None:
     once(train(virtual, 9), stream)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", every(20, range(20), pytest.mark.full))
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(20))
 def test_delays_on_either_side(seed: int) -> None:
     delays = random.Random(seed)
     mode = delays.choice([OnPolicy(), PPOOffPolicy(3), Pipeline(1), Pipeline(2), Pipeline(5)])

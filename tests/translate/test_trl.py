@@ -58,6 +58,10 @@ def test_what_trl_cannot_express_is_refused_by_name() -> None:
     ):
         with pytest.raises(ConfigurationError, match=said):
             plan_trl([["trainer=trl", *filter(None, [wrong]), *ON_TRL]])
+
+
+@pytest.mark.slow
+def test_an_interpreter_without_trl_is_told_what_it_needs() -> None:
     with pytest.raises(
         ConfigurationError, match=r"(No module named|No package metadata).*; an environment with trl 1.16.0"
     ):

@@ -48,6 +48,7 @@ def test_in_a_pipe_a_study_ends_with_its_folder_its_ranking_and_the_next_command
     assert following == f"next: scalerl rank {study}; scalerl report {study} -o {study}/report.html"
 
 
+@pytest.mark.slow
 def test_a_study_is_ranked_with_the_margin_it_was_launched_with(
     study: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

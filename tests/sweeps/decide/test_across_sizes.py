@@ -66,7 +66,7 @@ def width(interval: Interval) -> float:
     return interval.high - interval.low
 
 
-@pytest.mark.parametrize("studies", [3, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.parametrize("studies", [pytest.param(3, marks=pytest.mark.slow), pytest.param(40, marks=pytest.mark.full)])
 def test_intervals_hold_the_truth(studies: int) -> None:
     """Of every size's ceiling, of rewards at the window's end and four times as far, of the frontier's reward."""
     held: dict[str, list[bool]] = {"A": [], "R": [], "R of a size not run": [], "frontier": [], "exponent": []}

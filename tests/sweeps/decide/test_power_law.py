@@ -130,6 +130,7 @@ def test_the_unit_of_compute_changes_nothing() -> None:
         assert theirs.low == pytest.approx(ours.low, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_size_not_seen_is_predicted_and_marked() -> None:
     plan = compare_sizes(study(sd=0.002), "s", budget=20000.0, more=[2e9, 1.4e10])
     choices = {choice.size: choice for choice in plan.choices}

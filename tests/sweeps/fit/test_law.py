@@ -113,7 +113,7 @@ def sampled(fit: Fit) -> Array:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", every(6, CURVES, pytest.mark.full))
+@pytest.mark.parametrize("name", every(12, CURVES, pytest.mark.full))
 def test_a_sampler_finds_the_same(name: str) -> None:
     fit = fit_curve(CURVES[name])
     assert fit.law is not None and fit.lookout is not None

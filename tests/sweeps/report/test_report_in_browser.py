@@ -18,6 +18,7 @@ from sweeps.run.journal import Journal
 from sweeps.run.rollouts import write_groups
 from sweeps.source import load
 from tests.chromium import chromium, need_chromium, wait_for
+from tests.examples import every
 from tests.sweeps.fit.simulate import curve
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
@@ -121,7 +122,9 @@ def screenshot(browser: Any, path: Path) -> None:
     browser.save_screenshot(str(path))
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1400, False), (390, True), (1400, True), (390, False)])
+@pytest.mark.parametrize(
+    ("width", "dark"), every(2, [(1400, False), (1400, True), (390, True), (390, False)], pytest.mark.full)
+)
 def test_page_fits_and_is_legible_and_asks_nobody(
     browser: Any, page: Path, tmp_path: Path, width: int, dark: bool
 ) -> None:

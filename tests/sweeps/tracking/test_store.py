@@ -217,6 +217,7 @@ def test_nothing_is_sent_twice(tracker: Tracker, tmp_path: Path) -> None:
     assert {key: history(tracker, run_id, key) for key in before} == before
 
 
+@pytest.mark.slow
 def test_a_kill_between_sending_and_remembering(tracker: Tracker, tmp_path: Path) -> None:
     _, run_dir, run_id = one_run(tracker, tmp_path)
     write_run(run_dir, range(0, 11), checkpoint=10).close()
