@@ -567,8 +567,8 @@ def test_a_server_that_answers_slowly_is_waited_for(server: StandIn, made: Any) 
 def test_a_server_that_hangs_is_lost(server: StandIn, made: Any) -> None:
     generator = made(silence_s=1.0)
     server.failures = {"/inference/v1/generate": ["hang"], "/health": ["hang"]}
-    generator.submit(GroupRequest(0, PROMPT, 1, (1,)))
     began = time.monotonic()
+    generator.submit(GroupRequest(0, PROMPT, 1, (1,)))
     with pytest.raises(EngineLostError, match="has said nothing for"):
         drained(generator)
     assert 0.9 < time.monotonic() - began < 5
