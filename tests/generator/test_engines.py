@@ -177,7 +177,7 @@ def test_a_cut_that_is_shorter_than_the_limit_costs_nothing(network: Network, fa
 
 @pytest.mark.slow
 def test_one_that_stays_away_is_left_out_and_the_last_one_ends_the_run(tmp_path: Path, near: Listening) -> None:
-    with listening(tmp_path) as other, closing(driver_at(other.address, near.address, start_s=10.0)) as driver:
+    with listening(tmp_path) as other, closing(driver_at(other.address, near.address, start_s=4.0)) as driver:
         batches = train(driver, 2)
         other.end()
         train_until(driver, lambda: driver.generator.generators == 1, batches)
