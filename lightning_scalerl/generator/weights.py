@@ -19,16 +19,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
-# With what is imported inside of Types, these cost the process of each engine, which publishes nothing, over two
-# seconds of CPU.
-if TYPE_CHECKING:
-    from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.model.head import output_head
 
 _log = logging.getLogger(__name__)
 
@@ -149,8 +147,6 @@ class Types:
         self._head: torch.dtype | None = None
         self._of_head: set[str] = set()
         if precision is not None and precision.head_dtype(precision.fp32_head_generator) != precision.policy_dtype:
-            from lightning_scalerl.model.head import output_head
-
             # A head that computes in FP32 has the master weights' bits, and so has an embedding that is tied to it.
             self._head = precision.head_dtype(precision.fp32_head_generator)
             head = output_head(model)
