@@ -23,6 +23,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -244,7 +245,7 @@ class Lease:
             if not told and time.monotonic() - begin > 2 * self._beat_s:  # a live holder has beaten by now
                 who = self.holder() if seen[1] <= _term(seen[0]) else "a process that was taking it over"
                 print(
-                    f"waiting until {time.strftime('%H:%M:%S', time.localtime(until))}: {self._directory} was not "
+                    f"waiting until {datetime.fromtimestamp(until):%H:%M:%S}: {self._directory} was not "
                     f"released by {who}; it is free then unless a heartbeat comes",
                     flush=True,
                 )
