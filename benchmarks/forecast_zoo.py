@@ -256,14 +256,14 @@ def main() -> None:
         "",
         "In plain words. **Promised**, as far as this zoo goes: a forecast at 1.25 and 2 times the window with an "
         "interval that holds in nine cases of ten or more, whatever the law, and an error about half of the last "
-        "value's; `flat` is never said of a curve that plainly moves; a collapse, a late rise or a delayed start "
-        "is called what it is; one bad seed of three is named, and neither pulls the curve nor hides. **Not "
-        "promised**: a policy that wanders for long looks like a curve, and the nearer forecast then holds less "
-        "often; after two steps the forecast is behind the last value; intervals are wider than they need be "
-        "where the curve is a sigmoid; where a curve saturates more slowly than a sigmoid (power law, B = 0.8) and its "
-        "window happens to end in a lull, in one case of fifteen, an asymptote is named that is too low; and what "
-        f"no data foreshadow (*) nobody foretells. In a row of {options.repeats} a coverage of 0.95 is seen as "
-        f"{0.95 - error:.2f} to {0.95 + error:.2f}.",
+        "value's; `flat` is never said of a curve that plainly moves; one bad seed of three is named, and neither "
+        "pulls the curve nor hides. **Not promised**: a straight rise or fall is taken to slow down, so at twice "
+        "the window its interval holds in 0.85 only; a step, a late rise or a delayed start is not called by name, "
+        "for a walk explains it as well, and after two steps the forecast is behind the last value; a level curve "
+        "of one seed is called `flat` in a third of the cases, else its bend may be to come; where a curve "
+        "saturates more slowly than a sigmoid (power law, B = 0.8) and its window happens to end in a lull, in one "
+        "case of fifteen, an asymptote is named that is too low; and what no data foreshadow (*) nobody predicts. "
+        f"In a row of {options.repeats} a coverage of 0.95 is seen as {0.95 - error:.2f} to {0.95 + error:.2f}.",
         "",
         "| truth | intervals hold | error | of the last value | verdict | A named | A held | `flat` on a trend |",
         "|---|---|---|---|---|---|---|---|",

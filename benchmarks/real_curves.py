@@ -12,7 +12,7 @@ things are asked of every file:
     python benchmarks/real_curves.py [FOLDER] [--ablate] [--out docs/measured/real_curves.md]
 
 Without a folder it is `benchmarks/real`: those of the curves whose licence lets them be copied. With `--ablate` the
-forecasts are made again without each law in turn, and without drifts.
+forecasts are made again without each law in turn, and without the walk.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from scipy.stats import binomtest
 
 from sweeps.curve import Curve
 from sweeps.decide.standing import best_chances, joint_rewards
-from sweeps.fit import mixture
+from sweeps.fit import posterior
 from sweeps.fit.fit import fit_curves
-from sweeps.fit.kinds import KINDS, WALK
 from sweeps.fit.predict import predict_mean, readable
 from sweeps.source import load
 
@@ -178,11 +177,12 @@ def report(found: Sequence[Forecast], said: Sequence[tuple[float, bool]], name: 
 def ablation(files: Sequence[tuple[Path, Sequence[Curve]]], found: Sequence[Forecast]) -> list[str]:
     """The forecasts again, one law less each time."""
     rows = table("all laws", found)
-    for kind in (*KINDS, WALK):
-        with patch.dict(mixture.PRIOR, {kind.name: 1e-12}):
-            rows += table(f"without {kind.name}", [row for file, curves in files for row in forecasts(file, curves)])
-    with patch.object(mixture, "P_DRIFT", 1e-12):
-        rows += table("without drifts", [row for file, curves in files for row in forecasts(file, curves)])
+    for law in posterior.LAWS:
+        others = tuple(replace(each, prior=1e-12 if each is law else each.prior) for each in posterior.LAWS)
+        with patch.object(posterior, "LAWS", others):
+            rows += table(f"without {law.name}", [row for file, curves in files for row in forecasts(file, curves)])
+    with patch.object(posterior, "WALK_PRIOR", (-9.0, 0.01)):
+        rows += table("without a walk", [row for file, curves in files for row in forecasts(file, curves)])
     return ["", "What each law is worth: the same forecasts without it.", "", *HEAD, *rows]
 
 

@@ -25,16 +25,13 @@ from sweeps.decide.rules import NO_LIMIT, Rules
 from sweeps.decide.standing import joint_rewards
 from sweeps.fit.fit import Fit, FitOptions, Interval
 from sweeps.fit.forecast import lookout
-from sweeps.fit.mixture import mixture, shared_prior
 from sweeps.fit.points import pooled, select
 from sweeps.fit.predict import paths
 from sweeps.fit.seeds import BORROWED_SEED_SD, SeedSpread
-from sweeps.fit.verdict import before_fit
 
 RACING = Rules(1.0)
 CHANCES, LOOKS, LOSSES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3), (1, 2, 3), (0.003, 0.01, 0.02)
 # Of a curve of one run: two of its shape, A and R0.
-_PARAMETERS = 4
 # Looks of racing: at every evaluation from a fifth of the budget on.
 LOOKED = [(at, float(COMPUTE[at])) for at in range(EVALUATIONS // 5, EVALUATIONS)]
 
@@ -58,22 +55,18 @@ def last_value(study: Study, rules: Rules) -> Array:
 def foretold(curves: Sequence[Curve]) -> list[Fit]:
     """As `sweeps.fit.fit.fit_curves` for curves of one run each, less the fit of a curve, which no forecast is read
     from: a race's draws are the same in half of the time (tests/sweeps/decide/test_race.py)."""
-    fits = [_foretold(curve) for curve in curves]
-    prior = shared_prior([fit.skill for fit in fits if fit.skill])
-    return [fit if fit.lookout is None else replace(fit, lookout=replace(fit.lookout, prior=prior)) for fit in fits]
+    return [_foretold(curve) for curve in curves]
 
 
 def _foretold(curve: Curve) -> Fit:
     options, nothing = FitOptions(), Interval(None, None, None)
+    total = len(select(curve, options).reward)
     points, _ = pooled(select(curve, options))
-    found = lookout(curve.recipe, points, curve.range)
-    refused = before_fit(points.compute, points.reward, points.seed, _PARAMETERS)
-    skill = {} if refused is not None or found is None else mixture(found.seen, brief=True).skill
     window = float(points.compute.min()), float(points.compute.max())
     return Fit(
         curve, options, "not fitted", "", nothing, (None, None), nothing, nothing, None, "first",
         SeedSpread(BORROWED_SEED_SD * curve.scale), None, None, len(points.reward), 1, window, (), curve.bounds,
-        lookout=found, skill=skill,
+        lookout=lookout(curve.recipe, points, curve.range, evaluations=total),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ What this approximates: new evaluations come at the spacing of the old ones and 
 their mean as uncertain as the old noise does; an extension informs on A through the curve alone; a seed is one
 observation of the recipe's A with the variance between seeds plus that of one run's fit; ties in A are not broken by
 efficiency; only one step is looked ahead. Where few draws explain new data, the noise is raised until enough do, which
-understates the gain. Where A is not identifiable its draws are the final rewards of all kinds of curves, which are
+understates the gain. Where A is not identifiable its draws are the final rewards of all laws, which are
 wide.
 """
 

@@ -99,10 +99,6 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
     fresh = first_above(ahead + seed_offsets(fit, new_run=True)[:, None] * apart(grid / end), grid, target)
     p_never = float(np.isinf(times).mean())
     raw, new_run = quantiles(times), _named(quantiles(fresh))
-    if (raw.high is None or raw.high > end) and fit.outlook is not None:
-        # What the window shows needs no law: a run that has passed the target has, whatever it did then.
-        shown = quantiles(first_above(fit.outlook.smoothed()[1], fit.outlook.smoothed()[0], target))
-        raw = shown if shown.high is not None else raw
     reached = raw.high is not None and raw.high <= end
     if raw.value == 0.0:
         met = f"met before training (R0 {float(np.median(ahead[:, 0])):.3f})"

@@ -22,7 +22,7 @@ from sweeps.fit.fit import Fit, Interval, refit
 from sweeps.fit.forecast import DRAWS
 from sweeps.fit.grid import by_weight
 from sweeps.fit.least_squares import Array
-from sweeps.fit.mixture import PRIOR, shared_prior
+from sweeps.fit.posterior import LAWS
 from sweeps.fit.predict import asymptote_draws, paths_over_seeds, readable, seed_offsets, within
 from sweeps.fit.seeds import Pairing, SeedSpread, paired_seed_spread
 
@@ -35,7 +35,7 @@ COULD_WIN = 0.05
 _FEW, _APART, _TAIL = 3, 0.03, 4.0
 # Fewer draws of a law than this are not taken to represent it.
 _LEAST = 8
-_SIGMOID = list(PRIOR).index("sigmoid")
+_SIGMOID = [law.name for law in LAWS].index("sigmoid")
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +172,7 @@ def joint(fits: Sequence[Fit]) -> list[Drawn]:
     laws = _laws(fits)
     width = _scatter(fits)
     # The same for all: how much a law differs from another depends on the window, and recipes' windows are alike.
-    beyond = np.mean([_beyond_sigmoid(fit) for fit in fits if fit.identifiable] or [np.zeros(len(PRIOR))], axis=0)
+    beyond = np.mean([_beyond_sigmoid(fit) for fit in fits if fit.identifiable] or [np.zeros(len(LAWS))], axis=0)
     named = {fit.recipe: named_a(fit) for fit in fits if fit.identifiable}
     found = []
     for fit in fits:
@@ -190,7 +190,7 @@ def joint(fits: Sequence[Fit]) -> list[Drawn]:
             rows = by_weight(weight, DRAWS, rng)
             values = np.clip(values[rows] + beyond[laws], *fit.bounds)
         elif _has_law(fit) and fit.outlook is not None:
-            rows = _under_laws(fit.outlook.futures.kind, laws, rng)
+            rows = _under_laws(fit.outlook.futures.law, laws, rng)
             values = values[rows]
         spread = pairing.spread if pairing is not None and fit.identifiable else fit.seed_spread
         found.append(Drawn(values, rows, seed_offsets(fit, spread=spread), spread.sd))
@@ -216,7 +216,7 @@ def joint_rewards(fits: Sequence[Fit], compute: float) -> list[Array]:
             continue
         values = paths_over_seeds(fit, [compute])[:, 0]
         if fit.options.sigmoid and fit.outlook is not None:
-            values = values[_under_laws(fit.outlook.futures.kind, laws, rng)]
+            values = values[_under_laws(fit.outlook.futures.law, laws, rng)]
         found.append(values)
     return found
 
@@ -227,8 +227,9 @@ def _has_law(fit: Fit) -> bool:
 
 
 def _laws(fits: Sequence[Fit]) -> NDArray[np.intp]:
-    """The law of each draw: an index of `sweeps.fit.kinds.KINDS`, or beyond them for a walk; (K,)."""
-    weights = np.array(list(shared_prior([fit.skill for fit in fits if fit.skill]).values()))
+    """The law of each draw, an index of `sweeps.fit.posterior.LAWS`, by its mean weight over the recipes; (K,)."""
+    found = [[fit.outlook.weights[law.name] for law in LAWS] for fit in fits if fit.outlook is not None]
+    weights = np.mean(found or [[law.prior for law in LAWS]], axis=0)
     return by_weight(weights, DRAWS, np.random.default_rng(0))
 
 
@@ -245,10 +246,10 @@ def _scatter(fits: Sequence[Fit]) -> float | None:
 
 def _beyond_sigmoid(fit: Fit) -> Array:
     """Mean ceiling of the recipe under each law less that under the sigmoid; 0 for laws with few draws; (laws,)."""
-    shift = np.zeros(len(PRIOR))
+    shift = np.zeros(len(LAWS))
     if not _has_law(fit) or fit.outlook is None:
         return shift
-    ceiling, kind = fit.outlook.ceiling, fit.outlook.futures.kind
+    ceiling, kind = fit.outlook.ceiling, fit.outlook.futures.law
     count = np.bincount(kind, minlength=len(shift))
     if count[_SIGMOID] >= _LEAST:
         mean = np.bincount(kind, ceiling, len(shift)) / np.maximum(count, 1)

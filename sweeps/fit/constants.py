@@ -10,44 +10,28 @@ from __future__ import annotations
 
 # --- before the data ------------------------------------------------------------------------------------------------
 
-# Of each kind of curve (`sweeps.fit.kinds`): how likely it is. Set on the zoo; what each is worth on real curves:
-# docs/measured/real_curves.md. A power law was worth nothing there, nor is a delayed start, but only by its kind it is
-# named.
-P_LINE = P_CONSTANT = 0.12
-P_DELAYED = P_WALK = 0.06
-# And the mean and standard deviation of the logarithm of its shape (B of a sigmoid; of a delayed start when it begins,
-# in windows); then of the logarithm of its scale in windows (C_mid), for all alike.
-KIND_PRIORS: dict[str, tuple[float, tuple[float, float]]] = {
-    "sigmoid": (0.24, (0.8, 0.45)),
-    "weibull": (0.36, (0.1, 0.3)),
-    "delayed": (P_DELAYED, (0.25, 0.25)),
-}
-SCALE_PRIOR = (-1.0, 1.2)
-# The kinds' prior is worth this many recipes when a study's own are counted: a choice, held on
-# docs/measured/ranking.md.
-KINDS_WORTH = 4.0
-# R0 and A, mean and standard deviation; twice that where rewards have no bounds: wide, a choice. What they do to
-# intervals: docs/measured/coverage.md.
+# The posterior of A (`sweeps.fit.law`): mean and standard deviation of the logarithms of B and of C_mid in windows, and
+# of R0 and A; twice as wide where rewards have no bounds. Wide, a choice; docs/measured/coverage.md has what they do.
+B_PRIOR, C_MID_PRIOR = (0.8, 0.45), (-1.0, 1.2)
 LEVEL_SD = 0.4
-R0_PRIOR, A_PRIOR = (0.3, LEVEL_SD), (0.6, LEVEL_SD)
-# A line goes on straight to this many windows, then ever more slowly: nothing rises for ever. A drift goes on to as
-# many, and to one more by and by. A choice.
-STRAIGHT = 3.0
-# A slow drift over the window: its standard deviation in units of the points' roughness, and how likely there is one.
-# What a run strays from any law goes with its noise; set on real curves (docs/measured/real_curves.md).
-DRIFT_SD, P_DRIFT = 3.0, 0.5
+FIT_R0_PRIOR, FIT_A_PRIOR = (0.3, LEVEL_SD), (0.6, LEVEL_SD)
 # No law holds more exactly than this.
 EXACT = 1e-3
-# A jump: standard deviation of its size, how likely there is one, and its widths in units of the evaluations' spacing.
-# Set on the zoo's steps and collapses.
-JUMP_SD, P_JUMP = 0.3, 0.45
-JUMP_WIDTHS = (EXACT, 0.35, 1.0)
-# Beside a jump no wander is considered whose kind has less log weight before the data: either explains the same points.
-# A choice, held on the zoo's steps and collapses.
-RARE = -5.0
-# The random walk: standard deviations over one window, as likely one as another: a grid.
-WALK_STEPS = (0.015, 0.06, 0.2)
-# A curve without a ceiling counts as ending where it is at this many windows: beyond, no study could tell or use it.
+# Forecasts (`sweeps.fit.posterior`): none of these was set on a curve. Probability of each law, and mean and standard
+# deviation of the logarithms of its shape: B of a sigmoid, power of a Weibull curve; C_mid or scale, in windows.
+P_SIGMOID = P_WEIBULL = 0.4
+P_NONE = 0.2
+SIGMOID_PRIOR, WEIBULL_PRIOR, SCALE_PRIOR = (0.6, 0.45), (0.0, 0.35), (-0.7, 1.2)
+# R0 and A of a law that rises, and the level of none.
+R0_PRIOR, A_PRIOR, LEVEL_PRIOR = (0.3, 0.35), (0.6, 0.35), (0.45, 0.35)
+# The walk about a law: mean and standard deviation of the logarithm of its standard deviation over one window (about
+# 0.06), and in how many windows beyond the end it levels.
+WALK_PRIOR, LEVELLING = (-2.8, 1.0), 1.0
+# How far seeds walk from their mean, in units of the recipe's walk, as likely one as another: a grid.
+SEED_WALKS = (0.3, 1.0, 3.0)
+# Standard deviation of the logarithm of the noise about the points' roughness, which is no less than this.
+NOISE_SD, QUIET = 0.5, 0.004
+# Beyond this many windows a forecast is not read where A is not named: no study could tell or use it.
 FARTHEST = 10.0
 
 # A learning rate that has come down to this share of its peak brings as much a compute as at the peak, for cooling down
@@ -96,17 +80,15 @@ BEND = 0.85
 # Before this many times the upper end of C_mid a window shows the bend and no plateau, and a lull passes for one: A
 # must then be known all the better, by the square of what is missing. Set on the zoo.
 REACH = 3.5
-# A rise needs this much log evidence over a constant with a policy that wanders; and whatever wander explains, a trend
-# of more standard deviations than this, by the points' scatter or by their sampling errors, is no level curve. Set on
-# the zoo's flat curves.
-RISE, TREND = 2.0, 4.5
-# A kind of curve ahead of the sigmoid by this much log predictive density (20 times as likely) is preferred to it.
+# A curve is flat if it is likelier than not that there is no law, and a rise by more than `PLATEAU`, from its beginning
+# to two windows, is less likely than this. Set on real curves: of 15 so called none had risen by then.
+P_FLAT = 0.25
+# A law whose log evidence is ahead of the sigmoid's by this much (20 times as likely) is preferred to it.
 AHEAD = 3.0
-# A is named if this much of what all kinds of curves say of the ceiling lies within its interval. Set on the zoo.
+# A is named if this much of what all laws say of the ceiling lies within its interval.
 AGREED = 0.65
-# Other laws than the sigmoid lie above it: the upper half of A's interval is this much longer, unless all of them are
-# behind by this much log predictive density. Set on the zoo's Frechet curves, whose A is then held in 0.84 of the cases
-# in which it is named (docs/measured/forecast_zoo.md).
+# A Weibull curve ends above the sigmoid: the upper half of A's interval is this much longer, unless it is behind by
+# this much log evidence. Set on the zoo's Frechet curves (docs/measured/forecast_zoo.md).
 OTHERS, RULED_OUT = 1.4, 6.0
 # A run has gone bad if it ends this share of its gain below its best stretch; and only what was at this reward can be
 # said to have died. A choice, held on the zoo.

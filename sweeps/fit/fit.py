@@ -9,7 +9,7 @@ for the runs given, and allow for a policy that wanders (`fit.wander`). Only arr
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,12 +23,11 @@ from sweeps.fit import least_squares as profile
 from sweeps.fit import verdict
 from sweeps.fit.bad_seeds import BadSeed, without_bad_seeds
 from sweeps.fit.checks import Checks, R0Effect
-from sweeps.fit.constants import AHEAD, OTHERS, PLATEAU, RULED_OUT
-from sweeps.fit.draws import death
+from sweeps.fit.collapse import death
+from sweeps.fit.constants import OTHERS, PLATEAU, RULED_OUT
 from sweeps.fit.forecast import DRAWS, Lookout, Outlook, lookout
 from sweeps.fit.law import Draws, Law, law_of
 from sweeps.fit.least_squares import Array, Optimum, Problem
-from sweeps.fit.mixture import Mixture, mixture, shared_prior
 from sweeps.fit.points import FitOptions as FitOptions
 from sweeps.fit.points import Points, fits_r0, pooled, pulled_in, select, weighted
 from sweeps.fit.schedule import Schedule, schedule_of
@@ -72,7 +71,6 @@ class Fit(AsJson):
         bad_seeds: outlier seeds, which are left out of the curve.
         checks: further fits of the same points, by which a reader judges this one; None without a fit.
         lookout: inputs of the forecasts; None with too few points.
-        skill: log predictive density of each kind of curve, by name; empty without a fit.
     """
 
     curve: Curve
@@ -102,7 +100,6 @@ class Fit(AsJson):
     bad_seeds: tuple[BadSeed, ...] = ()
     checks: Checks | None = None
     lookout: Lookout | None = None
-    skill: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def outlook(self) -> Outlook | None:
@@ -220,7 +217,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     warnings += [_left_out(seed, kept) for seed in bad]
     if block > 1:
         warnings.append(f"{total} points were averaged in blocks of {block} neighbours")
-    ahead = lookout(curve.recipe, points, curve.range, schedule)
+    ahead = lookout(curve.recipe, points, curve.range, schedule, total)
     if ahead is not None and (gone := death(ahead.seen))[0] > 0:
         at = ahead.end * np.array(gone[1])
         since = float(at if schedule is None else schedule.compute_at(at))
@@ -283,9 +280,8 @@ def _fit_points(empty: Fit, points: Points, raw: Array, parameters: int) -> Fit:
         empty = replace(empty, warnings=(*empty.warnings, note))
     # crc32 of the name: the same draws in every process, where `hash` of a string is salted.
     draws = law.draw(DRAWS, np.random.default_rng(zlib.crc32(empty.recipe.encode())))
-    screen = mixture(ahead.seen, brief=True)
     low, high = law.asymptote_interval()
-    if options.sigmoid and _others_are_possible(screen):
+    if options.sigmoid and _weibull_is_possible(ahead.outlook):
         high = best.a + OTHERS * (high - best.a)
     A = Interval(best.a, *_a_ends(points, (low, high), bounds))
     shape = _shape(law)
@@ -296,7 +292,7 @@ def _fit_points(empty: Fit, points: Points, raw: Array, parameters: int) -> Fit:
     about_curve = raw - best.r0 * (1 - g) - best.a * g
     variance = float((raw - raw.mean()) @ (raw - raw.mean()))
     half = _half_gain(options.family, shape, points)
-    doubt = _doubt(empty, A, screen)
+    doubt = _doubt(empty, A)
     evidence = verdict.Evidence(
         compute=points.compute, reward=points.reward,
         A=(best.a, A.low, A.high),
@@ -326,7 +322,6 @@ def _fit_points(empty: Fit, points: Points, raw: Array, parameters: int) -> Fit:
         # Only asymptotes that are known tell how far those of seeds lie apart.
         seed_excess=seed_excess(problem, best, g, law.noise, labels) if judged.identifiable else SeedExcess(),
         law=law,
-        skill=doubt.skill,
     )
     return with_seed_spread(fit, empty.seed_spread)
 
@@ -356,41 +351,30 @@ def _half_gain(
     return value * factor, None if low is None else low * factor, None if high is None else high * factor
 
 
-def _others_are_possible(screen: Mixture) -> bool:
-    """Return whether other laws than the sigmoid are not ruled out; nearly all of them saturate later."""
-    others = max(skill for name, skill in screen.skill.items() if name != "sigmoid")
-    return screen.skill["sigmoid"] - others <= RULED_OUT
+def _weibull_is_possible(outlook: Outlook) -> bool:
+    """Return whether a Weibull curve, which saturates later than a sigmoid, is not ruled out."""
+    return outlook.log_evidence["sigmoid"] - outlook.log_evidence["weibull"] <= RULED_OUT
 
 
-def _doubt(fit: Fit, A: Interval, screen: Mixture) -> verdict.Doubt:
+def _doubt(fit: Fit, A: Interval) -> verdict.Doubt:
     """Return the evidence against the sigmoid; none on A if another family is fitted or A is fixed."""
-    assert fit.lookout is not None
-    seen = fit.lookout.seen
-    bottom, width = fit.lookout.bottom, fit.lookout.width
-    rivals = {name: skill for name, skill in screen.skill.items() if name != "sigmoid"}
-    rival = max(rivals, key=lambda name: rivals[name])
-    ahead = rivals[rival] - screen.skill["sigmoid"]
-    jump = None
-    asked = fit.options.sigmoid
-    # The full mixture, with drifts and jumps, is slow: it is computed only where the brief one shows a misfit.
-    if asked and (screen.restless or ahead > AHEAD):
-        found = fit.lookout.outlook
-        jump, ahead = found.jump, max(found.skill[rival] - found.skill["sigmoid"], 0.0)
-    low, high = (
-        (end - bottom) / width for end in (
-            fit.bounds[0] if A.low is None else A.low, fit.bounds[1] if A.high is None else A.high
-        )
-    )  # fmt: skip
+    assert fit.outlook is not None and fit.window is not None
+    outlook, scale = fit.outlook, fit.curve.scale
+    evidence = dict(outlook.log_evidence)
+    ours = evidence.pop("sigmoid")
+    rival = max(evidence, key=lambda name: evidence[name])
+    start, later = outlook.at(np.array([0.0, 2 * fit.window[1]])).T
     # A ceiling within the margin of a tie is the same one.
-    near = PLATEAU * fit.curve.scale / width
+    near = PLATEAU * scale
+    low = (fit.bounds[0] if A.low is None else A.low) - near
+    high = (fit.bounds[1] if A.high is None else A.high) + near
+    asked = fit.options.sigmoid
     return verdict.Doubt(
-        skill=screen.skill,
-        rise=screen.rise,
-        z=verdict.trend_z(seen.x, seen.z, seen.variance),
+        p_rise=float((later - start > near).mean()),
+        p_none=outlook.weights["none"],
         rival=rival,
-        ahead=ahead if asked else 0.0,
-        agreed=screen.p_ceiling(low - near, high + near) if asked else 1.0,
-        jump=jump,
+        ahead=evidence[rival] - ours if asked else 0.0,
+        agreed=float(((outlook.ceiling >= low) & (outlook.ceiling <= high)).mean()) if asked else 1.0,
     )
 
 
@@ -452,19 +436,17 @@ def fit_curves(
 
 
 def with_shared(fits: Sequence[Fit], curves: Sequence[Curve]) -> list[Fit]:
-    """Return fits of single curves, as `fit_curve` makes them, with what recipes of one study share.
+    """Return fits of single curves, as `fit_curve` makes them, with the spread between seeds that a study shares.
 
-    These are the spread between seeds and the prior of the kinds of curves. `fit_curves` does this too.
+    `fit_curves` does this too.
     """
     scale = max((curve.scale for curve in curves), default=1.0)
-    prior = shared_prior([fit.skill for fit in fits if fit.skill]) if len(fits) > 1 else None
     pooled = pooled_seed_spread([fit.seed_excess for fit in fits], scale)
     result = []
     for fit, curve in zip(fits, curves, strict=True):
         own = pooled_seed_spread([fit.seed_excess], scale)
         spread = own or pooled or SeedSpread(BORROWED_SEED_SD * fit.curve.scale)
-        ahead = None if fit.lookout is None else replace(fit.lookout, prior=prior)
-        result.append(with_seed_spread(replace(fit, curve=curve, lookout=ahead), spread))
+        result.append(with_seed_spread(replace(fit, curve=curve), spread))
     return result
 
 

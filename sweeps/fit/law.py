@@ -7,17 +7,16 @@ and with nothing on top of it. The estimate beside the interval is the least-squ
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
 
+from sweeps.fit.constants import B_PRIOR, C_MID_PRIOR
 from sweeps.fit.family import SIGMOID, Box, Family
 from sweeps.fit.forecast import Lookout
-from sweeps.fit.grid import Cells, Prior, by_weight, draw_levels, explore, log_sum, usual_prior
-from sweeps.fit.kinds import SIGMOID as SIGMOID_KIND
-from sweeps.fit.kinds import Kind
+from sweeps.fit.grid import Cells, Kind, Prior, by_weight, draw_levels, explore, log_sum, usual_prior
 from sweeps.fit.least_squares import Array, Optimum, Problem
 from sweeps.fit.schedule import Schedule
 from sweeps.fit.wander import Noise, Noises, noise_of, noises
@@ -184,7 +183,7 @@ class Law:
                 (cells.v, cells.sides[1], *self.box[2:]),
             )
         )
-        r0, a = draw_levels(cells, chosen, 0.0, self.bounded, np.full(count, True), rng)
+        r0, a = draw_levels(cells, chosen, self.bounded, rng)
         first, second = self.family.natural(u, v)
         if self.family.name != "logistic":
             second = np.maximum(second, np.finfo(float).tiny)
@@ -207,13 +206,13 @@ def law_of(ahead: Lookout, problem: Problem, best: Optimum, every: Noises | None
     """
     family, seen, end = problem.family, ahead.seen, ahead.end
     sigmoid = family.basis is SIGMOID.basis
-    kind = SIGMOID_KIND if sigmoid else _flat_kind(family, problem.box, end)
+    kind = _SIGMOID if sigmoid else _flat_kind(family, problem.box, end)
     prior = _prior(problem, seen.bounded, ahead.bottom, ahead.width)
     every = every or noises(seen)
-    rough = explore(seen, every, (kind,), _ROUNDS, _FINE, prior=prior)
+    rough = explore(seen, every, kind, _ROUNDS, _FINE, prior)
     # Of the box that was found a finer look, under the kinds of noise that matter: intervals are read off its cells.
     every = every.take(rough.likely)
-    cells = explore(seen, every, (_finer(kind),), 1, _FINE, prior=prior, boxes=rough.boxes).cells()
+    cells = explore(seen, every, _finer(kind), 1, _FINE, prior, rough.box).cells()
     cells = replace(cells, log_weight=cells.log_weight - log_sum(cells.log_weight))
     shift = np.log(end) if sigmoid else 0.0
     box = (*kind.box[:2], kind.box[2] + shift, kind.box[3] + shift)
@@ -224,7 +223,17 @@ def law_of(ahead: Lookout, problem: Problem, best: Optimum, every: Noises | None
     )  # fmt: skip
 
 
-@lru_cache(maxsize=8)
+def _windowed(x: Array, u: Array, v: Array) -> Array:
+    return SIGMOID.basis(np.log(x), u, v)
+
+
+# B, and C_mid in windows: from 0.4 to 12, and from 0.02 to 10.
+_SIGMOID = Kind(
+    _windowed, (float(np.log(0.4)), float(np.log(12)), float(np.log(0.02)), float(np.log(10))), (8, 12),
+    (*B_PRIOR, *C_MID_PRIOR),
+)  # fmt: skip
+
+
 def _finer(kind: Kind) -> Kind:
     """The same kind of curve with more cells."""
     return replace(kind, cells=(_FINER * kind.cells[0], _FINER * kind.cells[1]))
@@ -233,7 +242,7 @@ def _finer(kind: Kind) -> Kind:
 def _flat_kind(family: Family, box: Box, end: float) -> Kind:
     """Make a kind of curve from a family, with a flat prior of the shape over the box of its search."""
     wide = 1e3 * (1 + max(abs(side) for side in box))
-    return Kind(family.name, 1.0, True, partial(_basis, family, end), box, _CELLS[family.shape], (0.0, wide, 0.0, wide))
+    return Kind(partial(_basis, family, end), box, _CELLS[family.shape], (0.0, wide, 0.0, wide))
 
 
 def _basis(family: Family, end: float, x: Array, u: Array, v: Array) -> Array:

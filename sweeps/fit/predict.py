@@ -79,12 +79,7 @@ def predict(fit: Fit, compute: Array | Sequence[float], observations: int = 0) -
     """
     found = paths(fit, compute)
     if observations:
-        assert fit.window is not None
-        each = max(round(observations / max(fit.seeds, 1)), 1)
-        step = (fit.window[1] - fit.window[0]) * fit.seeds / max(fit.n - fit.seeds, 1)
-        # Where they lie does not matter: the noise's covariance depends on distances in compute alone.
-        around: Array = fit.window[1] + step * np.arange(each, dtype=float)
-        found = np.asarray(found + _noise(fit, around, observations / each, len(found)))
+        found = found + _noise(fit, observations, len(found))
     return _band(fit, found)
 
 
@@ -95,20 +90,17 @@ def predict_mean(fit: Fit, compute: Array | Sequence[float]) -> tuple[float, flo
         ValueError: there are too few points to forecast from.
     """
     at = np.atleast_1d(np.asarray(compute, dtype=float))
-    distinct = np.unique(at)
     found = paths(fit, at).mean(1, keepdims=True)
-    band = _band(fit, found + _noise(fit, distinct, len(at) / len(distinct), len(found)))
+    band = _band(fit, found + _noise(fit, len(at), len(found)))
     return float(band.value[0]), float(band.low[0]), float(band.high[0])
 
 
-def _noise(fit: Fit, compute: Array, seeds: float, count: int) -> Array:
-    """Noise of the mean of one evaluation a seed at each compute; (m,) -> (K, 1)."""
+def _noise(fit: Fit, observations: int, count: int) -> Array:
+    """Draw the noise of the mean of so many evaluations about each of `count` curves; (count, 1)."""
     rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 1)
     assert fit.outlook is not None
-    noise = fit.outlook.noise.of_mean(compute) / np.sqrt(seeds) * rng.standard_normal((count, 1))
-    if fit.options.sigmoid:
-        noise[fit.outlook.futures.dead] = 0.0  # what never passes is read without error
-    return np.asarray(noise)
+    noise: Array = (fit.outlook.noise / observations**0.5 * rng.standard_normal(count))[:, None]
+    return noise
 
 
 def spacing(fit: Fit) -> float:

@@ -7,7 +7,6 @@ within the window, and forecasts, are available under any of them (`sweeps.fit.f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +21,10 @@ from sweeps.fit.constants import (
     MAX_WIDTH,
     MIN_COMPUTES,
     MIN_SPAN,
+    P_FLAT,
     PLATEAU,
     REACH,
-    RISE,
-    TREND,
 )
-from sweeps.fit.forecast import Jump
 from sweeps.fit.least_squares import Array
 
 # Evaluations whose mean is called the best so far.
@@ -49,25 +46,21 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Doubt:
-    """Evidence on the points from other kinds of curves than the sigmoid (`sweeps.fit.mixture`).
+    """Evidence on the points from all laws (`sweeps.fit.posterior`).
 
     Attributes:
-        skill: log predictive density of each kind of curve, by name.
-        rise: log evidence of the best kind over a constant.
-        z: signed size of a straight trend in standard deviations, see `trend_z`.
-        rival: name of the kind other than the sigmoid that forecasts best.
-        ahead: log predictive density by which the rival leads the sigmoid; negative if it trails.
-        agreed: posterior probability, over all kinds, that the curve has a ceiling within A's interval.
-        jump: a jump that the points show; None if none is more likely than not.
+        p_rise: probability of a rise by more than `PLATEAU` of the scale, from the beginning to two windows.
+        p_none: posterior probability that there is no law of growth.
+        rival: name of the law other than the sigmoid with the most evidence.
+        ahead: log evidence by which the rival leads the sigmoid; negative if it trails.
+        agreed: posterior probability, over all laws, that the curve has a ceiling within A's interval.
     """
 
-    skill: Mapping[str, float]
-    rise: float
-    z: float
+    p_rise: float
+    p_none: float
     rival: str
     ahead: float
     agreed: float
-    jump: Jump | None = None
 
 
 @dataclass(frozen=True)
@@ -190,9 +183,12 @@ def after_fit(e: Evidence) -> Verdict:
         return trend
     a, a_low, a_high = e.A
     gain = a - e.R0
-    level = _level(e, gain)
-    if level is not None:
-        return level
+    if e.doubt.p_none > 0.5 and e.doubt.p_rise < P_FLAT:
+        return Verdict(
+            "flat",
+            f"the reward does not rise: P = {e.doubt.p_rise:.2f} of a rise by more than "
+            f"{PLATEAU * e.reward_range:.2g} in twice the compute; run longer, or evaluate on more prompts",
+        )
     end = float(e.compute.max())
     misfit = _misfit(e)
     if misfit is not None:
@@ -227,7 +223,7 @@ def after_fit(e: Evidence) -> Verdict:
     if e.doubt.agreed < AGREED:
         return Verdict(
             "open",
-            f"other kinds of curves fit as well and put the ceiling elsewhere: {e.doubt.agreed:.0%} of what they say "
+            f"other laws fit as well and put the ceiling elsewhere: {e.doubt.agreed:.0%} of what they say "
             f"lies within A's {a_low:.3f}..{a_high:.3f}{reach}; {cure}",
         )
     if e.B is not None and e.B[1] is None and e.B[2] is None:
@@ -235,77 +231,27 @@ def after_fit(e: Evidence) -> Verdict:
     return Verdict("identifiable", f"A is known within {width:.3f}{reach}")
 
 
-def _level(e: Evidence, gain: float) -> Verdict | None:
-    """Return `flat` if there is no trend, `misfit` for one that wander could make; None if the curve rises."""
-    doubt = e.doubt
-    if doubt.rise > RISE and gain > 0:
-        return None
-    if abs(doubt.z) <= TREND:
-        return Verdict(
-            "flat",
-            f"the rise does not exceed the noise (sd {e.point_sd:.2g} a point); "
-            "run longer, or evaluate on more prompts",
-        )
-    moved = "moves" if gain > 0 else "falls"
-    return Verdict(
-        "misfit",
-        f"drift: the reward {moved}, but no more than a policy that wanders does in this window, so no asymptote can "
-        "be named; run longer, or add seeds: they wander apart, and a law does not",
-    )
-
-
-# What a kind of curve is called where it explains the points better than a sigmoid.
+# What a law is called where it explains the points better than a sigmoid.
 _SEEN = {
-    "delayed": "delayed start: nothing happens at first, then the reward rises at once",
-    "walk": "no law: the reward wanders, and its last value foretells the next better than any curve",
-    "constant": "no law: the reward changes and settles otherwise than by a curve",
-    "line": "drift: the reward rises in a straight line, with no ceiling in sight",
+    "none": "no law: the reward wanders, and its last value predicts the next better than any curve",
+    "weibull": "another law: a Weibull curve",
 }
 
 
 def _misfit(e: Evidence) -> Verdict | None:
-    """Return `misfit` for a jump in the points, or another kind of curve that predicts far better; else None."""
+    """Return `misfit` for points that another law explains far better than a sigmoid; else None."""
     doubt = e.doubt
+    if doubt.ahead <= AHEAD:
+        return None
     order = np.argsort(e.compute, kind="stable")
     smooth = np.convolve(e.reward[order], np.ones(_SMOOTH) / _SMOOTH, mode="valid")
     best = float(e.compute[order][int(smooth.argmax()) + _SMOOTH // 2])
-    still = (
-        f"the best so far is {smooth.max():.3f} about compute {best:.4g}; readings of the window and forecasts hold "
-        "without A (scalerl plan, scalerl rank --budget)"
+    return Verdict(
+        "misfit",
+        f"{_SEEN[doubt.rival]}; it explains the evaluations e^{doubt.ahead:.1f} times better than a sigmoid, "
+        f"so A is not named; the best so far is {smooth.max():.3f} about compute {best:.4g}; readings of the window "
+        "and forecasts hold without A (scalerl plan, scalerl rank --budget)",
     )
-    if doubt.jump is not None:
-        jump, end = doubt.jump, float(e.compute.max())
-        what = "collapse" if jump.size < 0 else "late rise" if jump.compute > 0.75 * end else "step"
-        return Verdict(
-            "misfit",
-            f"{what}: the reward {'fell' if jump.size < 0 else 'rose'} by {abs(jump.size):.3g} at once about compute "
-            f"{jump.compute:.4g}, which no sigmoid does, so A is not named; {still}; fit one part with "
-            f"--{'max' if jump.size < 0 else 'min'}-compute {jump.compute:.4g}",
-        )
-    if doubt.ahead > AHEAD:
-        seen = _SEEN.get(doubt.rival, f"another law: a {doubt.rival} curve")
-        return Verdict(
-            "misfit",
-            f"{seen}; it foretells each evaluation from those before e^{doubt.ahead:.1f} times better than a sigmoid, "
-            f"so A is not named; {still}",
-        )
-    return None
-
-
-def trend_z(x: Array, z: Array, variance: Array | None) -> float:
-    """Standard deviations of a straight trend: the larger of those by the points' scatter and by their own errors.
-
-    Shapes: (n,), variance of sampling or None.
-    """
-    about = x - x.mean()
-    size = float(about @ about)
-    slope = float(about @ z) / size
-    left = z - z.mean() - slope * about
-    scatter = float(np.sqrt(max(float(left @ left), 1e-300) / max(len(x) - 2, 1) / size))
-    found = [slope / scatter]
-    if variance is not None:
-        found.append(slope * size / float(np.sqrt((about**2) @ variance)))
-    return max(found, key=abs)
 
 
 def _before_the_bend(end: float, name: str, c: float, c_high: float | None) -> str:

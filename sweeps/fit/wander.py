@@ -253,24 +253,22 @@ def noise_of(every: Noises, share: Array, end: float, width: float, of: float = 
     return Noise(of * width**2 * float(share @ every.white), of * width**2 * wander, end * memory)
 
 
-@lru_cache(maxsize=2)
-def _wanders(strengths: int) -> tuple[NDArray[np.intp], Array, Array]:
-    """No wander first, then each of the first strengths at every memory.
+@lru_cache(maxsize=1)
+def _wanders() -> tuple[NDArray[np.intp], Array, Array]:
+    """No wander first, then each strength at every memory.
 
     Returns:
         The memory's index, the memory, and the strength in units of the points' roughness, one a wander.
     """
-    which = np.repeat(np.arange(len(MEMORIES)), strengths)
-    strength = np.tile(STRENGTHS[:strengths], len(MEMORIES))
+    which = np.repeat(np.arange(len(MEMORIES)), len(STRENGTHS))
+    strength = np.tile(STRENGTHS, len(MEMORIES))
     return np.append(0, which), np.append(1.0, np.array(MEMORIES)[which]), np.append(0.0, strength)
 
 
-def noises(seen: Seen, brief: bool = False) -> Noises:
-    """Make every kind of noise with its prior weight; if brief, only the few that explain most curves."""
+def noises(seen: Seen) -> Noises:
+    """Make every kind of noise with its prior weight."""
     white, (whiten, value, turn, multiples) = seen.white, seen.bases
-    if brief:
-        white, (whiten, value, turn, multiples) = white[-1:], (each[-1:] for each in seen.bases)
-    which, memory, strength = _wanders(2 if brief else len(STRENGTHS))
+    which, memory, strength = _wanders()
     strength = strength * seen.roughness
     # The prior, (1 + rate^2)^-2, is on the rate of diffusion and not on strength and memory apart.
     rate = strength * np.sqrt(seen.of) / (WANDER_SD * np.sqrt(memory))

@@ -253,7 +253,7 @@ def test_refused_recipes_come_with_their_cure() -> None:
 
 def test_a_budget_is_spent_once_and_the_rest_committed() -> None:
     """The rest is committed where the leader costs no more than a tie, else kept: here it depends on the margin."""
-    kept = split_budget(choice_of(contested()), 50000)
+    kept = split_budget(choice_of(contested(), 0.01), 50000)
     assert kept.winner is None and kept.commit is None and "until the results are in" in kept.sentence
     assert sum(share.compute for share in kept.shares) == pytest.approx(sum(step.cost for step in kept.steps))
     assert kept.steps[0].recipe == "short"
@@ -266,7 +266,7 @@ def test_a_budget_is_spent_once_and_the_rest_committed() -> None:
     assert shares["lost"].compute == 0 and shares["good"].R is not None
     small = split_budget(choice_of(contested(), 0.04), 100)
     assert small.steps == () and small.commit == (4500.0, 4600.0)
-    nothing = split_budget(choice_of(contested()), 100)
+    nothing = split_budget(choice_of(contested(), 0.01), 100)
     assert nothing.steps == () and nothing.winner is None and "keep it (100)" in nothing.sentence
 
 

@@ -189,7 +189,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     table = str(ROOT / "examples" / "curves.csv")
     assert main(["race", table, "--budget", "16000"]) == 0
     out = capsys.readouterr().out
-    assert "scalerl+loss=dapo" in out and "3 of 4 recipes stopped after 8 looks; scalerl leads" in out
+    assert "scalerl+loss=dapo" in out and "3 of 4 recipes stopped after 9 looks; scalerl leads" in out
     assert main(["race", table, "--budget", "16000", "--json", "--growth", "1.5"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["rules"]["growth"] == 1.5 and found["leader"] == "scalerl"

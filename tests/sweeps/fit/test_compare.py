@@ -78,7 +78,7 @@ def test_a_curve_that_foretells_less_than_the_last_value_is_not_ranked() -> None
     ranking = rank(fits)
     entry = {e.recipe: e for e in ranking.ranking}
     assert entry["good"].rank == 1 and entry["ramp"].rank is None
-    assert entry["ramp"].verdict == "misfit" and "foretells each evaluation" in entry["ramp"].reason
+    assert entry["ramp"].verdict == "misfit" and "explains the evaluations" in entry["ramp"].reason
     assert json.dumps(ranking.to_json(), allow_nan=False)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sweeps.curve import make_curve
 from sweeps.decide.standing import best_chances, joint_rewards
-from sweeps.fit.draws import death
+from sweeps.fit.collapse import death
 from sweeps.fit.fit import fit_curve, fit_curves
 from sweeps.fit.predict import asymptote_draws, paths, predict, predict_mean
 from sweeps.fit.wander import Seen

@@ -13,7 +13,7 @@ from scipy.special import expit, logsumexp
 from sweeps.curve import Curve, make_curve
 from sweeps.fit.constants import A_PRIOR, MEMORIES, P_STILL, R0_PRIOR, STRENGTHS, WANDER_SD
 from sweeps.fit.fit import Fit, fit_curve
-from sweeps.fit.kinds import SIGMOID
+from sweeps.fit.law import _SIGMOID as SIGMOID
 from sweeps.fit.points import FitOptions
 from sweeps.fit.wander import Seen, noises
 from tests.examples import every

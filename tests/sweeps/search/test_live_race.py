@@ -458,8 +458,9 @@ def test_a_run_that_died_before_its_first_step_is_made_no_longer(tmp_path: Path)
     specs = four()
     states = raced(tmp_path, specs, Runners(slots=8, fails={specs[0].run: 1}), replace(LIVE, freed="plan"))
     assert states[specs[0].run].state == "failed" and states[specs[1].run].state == "finished"
-    # All that was freed is committed to one of those that tie.
-    assert [RunSpec.read(tmp_path / "runs" / spec.run).steps for spec in specs[:2]] == [STEPS, 134]
+    # What was freed goes to those that still run.
+    steps = [RunSpec.read(tmp_path / "runs" / spec.run).steps for spec in specs[:2]]
+    assert steps[0] == STEPS < steps[1]
 
 
 def freed_by_hand(directory: Path, members: Sequence[tuple[str, str]]) -> None:

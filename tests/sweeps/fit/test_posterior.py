@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 import pickle
-import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import multivariate_normal
 
 from benchmarks import real_curves
 from benchmarks.forecast_zoo import ZOO, Truth, seen
 from sweeps.curve import Curve, make_curve
-from sweeps.fit import mixture as mixture_module
-from sweeps.fit.constants import (
-    A_PRIOR,
-    AGREED,
-    AHEAD,
-    BEND,
-    DRIFT_SD,
-    JUMP_SD,
-    MAX_WIDTH,
-    OTHERS,
-    P_DRIFT,
-    R0_PRIOR,
-    REACH,
-    RISE,
-    RULED_OUT,
-    TREND,
-)
-from sweeps.fit.fit import Fit, fit_curve, fit_curves
-from sweeps.fit.kinds import KINDS, WALK
-from sweeps.fit.mixture import PRIOR, mixture, shared_prior
+from sweeps.fit import posterior as model
+from sweeps.fit.constants import A_PRIOR, FARTHEST, LEVEL_PRIOR, LEVELLING, P_FLAT, R0_PRIOR, SEED_WALKS, WALK_PRIOR
+from sweeps.fit.fit import Fit, fit_curve
 from sweeps.fit.points import FitOptions
+from sweeps.fit.posterior import LAWS, Posterior, walked
 from sweeps.fit.predict import paths, predict, predict_mean, readable
-from sweeps.fit.verdict import Doubt, Evidence, after_fit, trend_z
+from sweeps.fit.verdict import Doubt, Evidence, after_fit
+from sweeps.fit.wander import Seen
 from sweeps.source import load
 from tests.examples import every
 from tests.paths import ROOT
@@ -84,34 +68,12 @@ def test_a_rise_beyond_its_residuals_is_not_flat(low: float, high: float, points
 
 
 @pytest.mark.slow
-def test_a_level_curve_is_flat_also_where_it_wanders() -> None:
+def test_of_a_level_curve_no_asymptote_is_named_also_where_it_wanders() -> None:
     verdicts = [fit.verdict for fit in fitted("flat", 20)]
-    assert verdicts.count("flat") >= 17 and "identifiable" not in verdicts
+    assert "flat" in verdicts and "identifiable" not in verdicts
     wandering = Truth("level", lambda c: 0.4 + 0 * c, wander=0.03, memory=0.65)
     found = [fit_curve(seen(wandering, np.random.default_rng(k))).verdict for k in range(20)]
     assert "identifiable" not in found
-
-
-# --- lack of fit ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "verdicts", "said"),
-    every(
-        3,
-        [
-            ("late rise", {"misfit", "pre_inflection"}, "late rise: the reward rose by"),
-            ("collapse at 92% of the window", {"misfit", "decreasing"}, "fell by"),
-            ("delayed start", {"misfit", "identifiable", "open"}, "delayed start"),
-        ],
-    ),
-)
-def test_a_misfit_says_what_is_seen(name: str, verdicts: set[str], said: str) -> None:
-    fits = fitted(name, 12)
-    assert {fit.verdict for fit in fits} <= verdicts
-    assert sum(said in fit.reason for fit in fits) >= 4
-    misfits = [fit for fit in fits if fit.verdict == "misfit"]
-    assert misfits and all("the best so far is" in fit.reason and "forecasts hold" in fit.reason for fit in misfits)
 
 
 def test_one_bad_seed_neither_pulls_nor_hides() -> None:
@@ -151,7 +113,7 @@ def test_every_verdict_can_be_forecast_from() -> None:
         assert (band.low >= 0).all() and (band.high <= 1).all()
         # What lies further ahead is not better known.
         assert (np.diff(band.high - band.low) >= -0.02).all()
-    assert {"identifiable", "flat", "misfit", "pre_inflection", "decreasing"} <= verdicts
+    assert {"identifiable", "open", "pre_inflection", "decreasing"} <= verdicts
 
 
 @pytest.mark.parametrize(
@@ -181,20 +143,6 @@ def test_a_run_that_has_died_is_not_foretold_to_rise_again() -> None:
     assert value < 0.03 and low == 0.0
 
 
-def test_what_is_noisy_may_stray_from_its_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By more than its noise: drifts widen its forecasts, and those of quiet evaluations by less."""
-
-    def width(white: float) -> float:
-        bands = [predict(fit_curve(curve(white=white, seeds=1, rng=rng)), [30000]) for rng in range(6)]
-        return float(np.mean([band.high - band.low for band in bands]))
-
-    quiet, noisy = width(0.004), width(0.04)
-    assert noisy > 3 * quiet
-    monkeypatch.setattr(mixture_module, "P_DRIFT", 1e-12)
-    added = noisy - width(0.04)
-    assert added > 0.2 * noisy and added > 3 * (quiet - width(0.004))
-
-
 def test_the_mean_of_later_evaluations_has_their_noise() -> None:
     data = curve(white=0.02, seeds=2, rng=3)
     fit = fit_curve(data)
@@ -209,17 +157,8 @@ def test_weights_are_a_distribution_and_a_sigmoid_is_recognised() -> None:
     fit = fit_curve(curve(white=0.003, seeds=1, rng=1))
     assert fit.outlook is not None
     weights = fit.outlook.weights
-    assert sum(weights.values()) == pytest.approx(1) and set(weights) == {kind.name for kind in (*KINDS, WALK)}
+    assert sum(weights.values()) == pytest.approx(1) and set(weights) == {law.name for law in LAWS}
     assert weights["sigmoid"] > 0.9
-
-
-def test_what_foretold_other_recipes_is_trusted_more() -> None:
-    even = dict.fromkeys(PRIOR, 0.0)
-    assert shared_prior([]) == pytest.approx({name: value / sum(PRIOR.values()) for name, value in PRIOR.items()})
-    telling = {**even, "line": 6.0}
-    shared = shared_prior([telling] * 8)
-    assert shared["line"] > 0.5 > PRIOR["line"] and sum(shared.values()) == pytest.approx(1)
-    assert shared_prior([even] * 8)["sigmoid"] == pytest.approx(PRIOR["sigmoid"] / sum(PRIOR.values()), abs=0.02)
 
 
 def test_the_same_points_have_the_same_future_and_travel_light() -> None:
@@ -257,39 +196,10 @@ def test_units_change_nothing(name: str, scale: str, number: int) -> None:
         assert its == pytest.approx(a * mine + b, abs=2e-3 * a)
 
 
-def test_recipes_of_a_study_are_forecast_in_the_light_of_each_other() -> None:
-    fits = fit_curves([study("steep, B = 4", k) for k in range(3)])
-    alone = fit_curve(study("steep, B = 4", 0))
-    assert fits[0].outlook is not None and alone.outlook is not None
-    assert fits[0].outlook.weights["sigmoid"] > alone.outlook.weights["sigmoid"]
-
-
-def test_mixtures_need_not_be_told_of_jumps() -> None:
-    fit = fit_curve(study("late rise"))
-    assert fit.outlook is not None and fit.outlook.jump is not None
-    assert fit.outlook.jump.p > 0.5 and fit.outlook.jump.compute == pytest.approx(0.97, abs=0.06)
-    assert fit.lookout is not None and mixture(fit.lookout.seen).restless
-
-
-@pytest.mark.slow
-def test_what_moves_is_no_level_curve_though_wander_would_explain_it() -> None:
-    """A policy that strays for long: by its sampling errors the trend is far from none, and no law is in sight."""
-    truth = replace(BY_NAME["flat"], wander=0.05, memory=0.65, prompts=4000)
-    found = [fit_curve(seen(truth, np.random.default_rng(i))) for i in range(16)]
-    moved = [fit for fit in found if fit.lookout and abs(trend_z(*_points(fit))) > TREND]
-    assert len(moved) > 8 and all(fit.verdict != "flat" for fit in moved)
-    assert any("no more than a policy that wanders" in fit.reason for fit in moved)
-
-
-def _points(fit: Fit) -> tuple[Any, Any, Any]:
-    assert fit.lookout is not None
-    return fit.lookout.seen.x, fit.lookout.seen.z, fit.lookout.seen.variance
-
-
 def test_an_asymptote_that_other_laws_put_elsewhere_is_not_named() -> None:
     """All else speaks for naming it."""
     x = np.linspace(0.0, 10.0, 30)
-    doubt = Doubt({}, 50.0, 20.0, "weibull", 0.0, 0.9)
+    doubt = Doubt(p_rise=1.0, p_none=0.0, rival="weibull", ahead=0.0, agreed=0.9)
     evidence = Evidence(
         x,
         0.3 + 0.3 * x**2 / (1 + x**2),
@@ -305,6 +215,10 @@ def test_an_asymptote_that_other_laws_put_elsewhere_is_not_named() -> None:
     assert after_fit(evidence).name == "identifiable"
     found = after_fit(replace(evidence, doubt=replace(doubt, agreed=0.4)))
     assert found.name == "open" and "put the ceiling elsewhere: 40%" in found.reason
+    # Nor where a law explains the points far better, or where nothing rises.
+    found = after_fit(replace(evidence, doubt=replace(doubt, ahead=5.0)))
+    assert found.name == "misfit" and "another law: a Weibull curve" in found.reason
+    assert after_fit(replace(evidence, doubt=replace(doubt, p_none=0.7, p_rise=P_FLAT / 2))).name == "flat"
     # A window that ends soon after the bend asks for a narrower interval.
     assert after_fit(replace(evidence, half_gain=(5.0, 4.0, 7.0))).name == "open"
 
@@ -328,39 +242,122 @@ def test_more_evaluations_are_foretold_more_closely_and_not_exactly() -> None:
     assert 0.12 < (variance(8) - alone) / (variance(2) - alone) < 0.6
 
 
+# --- the model ------------------------------------------------------------------------------------------------
+
+
+def dense(seen: Seen, which: int, theta: np.ndarray, scale: float, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and covariance of the points, and of the mean curve at computes `at`, by the model's definition."""
+    u, v, log_walk, log_noise = theta
+    every = np.concatenate([seen.x, at])
+    g = LAWS[which].basis(every[None], np.array([[u]]), np.array([[v]]))[0]
+    levels = (R0_PRIOR if LAWS[which].rises else LEVEL_PRIOR), A_PRIOR
+    basis = np.stack([1 - g, g], axis=1)
+    mean = basis @ [level for level, _ in levels]
+    h = walked(every)
+    covariance = basis @ np.diag([sd**2 for _, sd in levels]) @ basis.T
+    covariance += np.exp(2 * log_walk) * np.minimum(h[:, None], h)
+    n = len(seen.x)
+    own = np.minimum(h[:n, None], h[:n]) * (seen.same - 1 / seen.seeds)
+    covariance[:n, :n] += np.exp(2 * log_walk) * scale**2 * own
+    relative = np.ones(n) if seen.variance is None else seen.variance / seen.variance.mean()
+    covariance[:n, :n] += (np.exp(2 * log_noise) + 1e-8) * np.diag(relative)
+    return mean, covariance
+
+
+def two_seeds(number: int = 0) -> Seen:
+    source = np.random.default_rng(number)
+    x = np.sort(source.uniform(0.02, 1.0, 14))
+    return Seen(x, source.uniform(0.2, 0.8, 14), np.arange(14) % 2, source.uniform(1e-4, 4e-4, 14), True)
+
+
+@pytest.mark.parametrize("which", range(len(LAWS)))
+def test_the_evidence_is_that_of_the_model(which: int) -> None:
+    seen = two_seeds()
+    posterior = Posterior(seen, np.random.default_rng(0))
+    theta = np.array([[0.5, -0.8, -2.5, -3.0], [0.1, 0.4, -4.0, -2.0]])
+    for scale, turned in zip(SEED_WALKS, posterior._turned, strict=True):
+        found = posterior._regress(which, turned, theta).log_evidence
+        for row, evidence in zip(theta, found, strict=True):
+            mean, covariance = dense(seen, which, row, scale, np.zeros(0))
+            assert evidence == pytest.approx(multivariate_normal(mean, covariance).logpdf(seen.z), rel=1e-8)
+
+
+@pytest.mark.parametrize("which", range(len(LAWS)))
+def test_draws_have_the_moments_of_the_model(which: int) -> None:
+    """Given the parameters the curve is Gaussian: at evaluations, between them and beyond the window."""
+    seen, count = two_seeds(1), 20_000
+    posterior = Posterior(seen, np.random.default_rng(0))
+    theta = np.array([0.5, -0.8, -2.5, -3.0])
+    at = np.array([0.25, 0.5, 1.0, 1.5, 3.0, 100.0])
+    r0, a, walk = posterior._draw_levels(which, posterior._turned[1], np.tile(theta, (count, 1)))
+    draws = model.Futures(
+        np.full(count, which), np.full(count, theta[0]), np.full(count, theta[1]), r0, a, walk, np.ones(count), False,
+        np.zeros(count, dtype=np.bool_),
+    ).at(at)  # fmt: skip
+    mean, covariance = dense(seen, which, theta, SEED_WALKS[1], at)
+    n = len(seen.x)
+    gain = np.linalg.solve(covariance[:n, :n], covariance[:n, n:]).T
+    expected, left = mean[n:] + gain @ (seen.z - mean[:n]), covariance[n:, n:] - gain @ covariance[:n, n:]
+    error = np.sqrt(np.diag(left) / count)
+    assert (np.abs(draws.mean(0) - expected) < 4 * error).all()
+    np.testing.assert_allclose(np.cov(draws.T), left, atol=0.04 * float(np.diag(left).max()))
+
+
+def test_the_sampler_finds_the_evidence_that_many_samples_of_the_prior_have() -> None:
+    data = curve(white=0.02, seeds=1, points=16, rng=5)
+    fit = fit_curve(data)
+    assert fit.lookout is not None
+    posterior = Posterior(fit.lookout.seen, np.random.default_rng(1))
+    source = np.random.default_rng(2)
+    for which, law in enumerate(LAWS):
+        prior = np.array([*law.shape, WALK_PRIOR, posterior._noise])
+        theta = prior[:, 0] + prior[:, 1] * source.standard_normal((40_000, 4))
+        log = posterior._regress(which, posterior._turned[0], theta).log_evidence
+        many = np.logaddexp.reduce(log) - np.log(len(log))
+        assert posterior.log_evidence[law.name] == pytest.approx(many, abs=0.3), law.name
+
+
+def test_a_walk_is_brownian_within_the_window_and_levels_beyond_it() -> None:
+    x = np.linspace(0, 1, 11)
+    np.testing.assert_allclose(walked(x), x)
+    beyond = walked(np.array([1.0, 1.5, 2.0, 5.0, 1e6]))
+    assert (np.diff(beyond) > 0).all() and beyond[-1] == pytest.approx(1 + LEVELLING)
+
+
+def test_what_wanders_without_a_law_is_forecast_about_its_last_value() -> None:
+    source = np.random.default_rng(4)
+    x = np.linspace(1, 60, 60)
+    z = 0.5 + np.cumsum(0.02 * source.standard_normal(60))
+    fit = fit_curve(make_curve("x", x, z))
+    assert fit.outlook is not None and fit.outlook.weights["none"] > 0.3
+    band = predict(fit, [66.0])
+    assert band.low[0] < z[-1] < band.high[0] and abs(band.value[0] - z[-1]) < 0.05
+
+
 # --- what is said of it -----------------------------------------------------------------------------------------
 
 
 def test_the_methods_page_has_the_numbers() -> None:
-    page = (ROOT / "docs" / "reference" / "methods.md").read_text()
-    for kind in (*KINDS, WALK):
-        assert re.search(rf"^\| {kind.name} \| .* \| {kind.prior:.2f} \|", page, flags=re.MULTILINE | re.IGNORECASE), (
-            kind
-        )
-    assert f"`d ~ N(0, ({DRIFT_SD:g} r)^2)`" in page
-    assert f"there is one with probability {P_DRIFT:g}" in page and f"`j ~ N(0, {JUMP_SD:g}^2)`" in page
-    for name, (mean, sd) in (("R0", R0_PRIOR), ("A", A_PRIOR)):
-        assert f"`{name} ~ N({mean:g}, {sd:g}^2)`" in page
-    flat = " ".join(page.split())
-    assert f"A's is {OTHERS:g} times as long unless every other law is behind by {RULED_OUT:g} in" in flat
-    assert f"within {MAX_WIDTH:g} of the scale" in flat and f"at least {AGREED:g} of what all kinds say" in flat
-    assert f"lies below {BEND:g} of the window" in flat and f"ends before {REACH:g} C_mid" in flat
-    assert f"over the constant above {RISE:g}, or a trend of more than {TREND:g} standard" in flat
-    assert f"ahead of the sigmoid by more than {AHEAD:g} in log density" in flat
+    page = " ".join((ROOT / "docs" / "reference" / "methods.md").read_text().split())
+    for law in LAWS:
+        assert f"| {law.name} | {law.prior:g} |" in page, law.name
+    for name, (mean, sd) in (("R0", R0_PRIOR), ("A", A_PRIOR), ("level", LEVEL_PRIOR), ("log tau", WALK_PRIOR)):
+        assert f"`{name} ~ N({mean:g}, {sd:g}^2)`" in page, name
+    assert f"P = {P_FLAT:g}" in page and f"{FARTHEST:g} windows" in page
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(("eval_rasbt_ch07_math500", "train_marinfold_exp237"), marks=pytest.mark.slow),
-        pytest.param(("train_rasbt", "train_verl_notebook", "train_nhockid_openrs"), marks=pytest.mark.full),
+        pytest.param(("train_marinfold_exp237",), marks=pytest.mark.slow),
+        pytest.param(("train_verl_notebook", "train_nhockid_openrs"), marks=pytest.mark.full),
     ],
     ids=["few", "many"],
 )
 def test_real_curves_are_foretold(names: tuple[str, ...]) -> None:
-    """Their priors were set on these (docs/measured/real_curves.md): this holds what was reached."""
+    """What was reached on them, of docs/measured/real_curves.md."""
     files = [Path(real_curves.__file__).parent / "real" / f"{name}.csv" for name in names]
     found = [row for file in files for row in real_curves.forecasts(file, load([str(file)]).curves)]
-    assert len(found) > 20 and np.mean([row.holds for row in found]) >= 0.85
+    assert len(found) > 10 and np.mean([row.holds for row in found]) >= 0.85
     error, last = (np.mean([abs(getattr(row, name) - row.came) for row in found]) for name in ("value", "last"))
     assert error < last
