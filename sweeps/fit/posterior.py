@@ -56,7 +56,7 @@ _WIDER, _PRIOR_SHARE, _TAIL = 1.2, 0.05, 5.0
 
 @dataclass(frozen=True)
 class Law:
-    """How the reward grows with compute, by one basis function.
+    """Law by which the reward grows with compute.
 
     Attributes:
         prior: probability before the data.
