@@ -235,12 +235,12 @@ _SIGMOID = Kind(
 
 
 def _finer(kind: Kind) -> Kind:
-    """The same kind of curve with more cells."""
+    """The same law with more cells."""
     return replace(kind, cells=(_FINER * kind.cells[0], _FINER * kind.cells[1]))
 
 
 def _flat_kind(family: Family, box: Box, end: float) -> Kind:
-    """Make a kind of curve from a family, with a flat prior of the shape over the box of its search."""
+    """Make a law from a family, with a flat prior of the shape over the box of its search."""
     wide = 1e3 * (1 + max(abs(side) for side in box))
     return Kind(partial(_basis, family, end), box, _CELLS[family.shape], (0.0, wide, 0.0, wide))
 

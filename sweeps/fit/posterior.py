@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,7 +111,7 @@ class Futures:
     Attributes:
         law: index into `LAWS`.
         u, v, r0, a: shape and levels of the law.
-        walk: the walk at the computes `_NODES`, (K, m).
+        walk: the walk at the computes `_NODES`, (K, m); in single precision, for a study keeps thousands of curves.
         noise: standard deviation of one evaluation.
         bounded: whether rewards lie in [0, 1]: what a draw has beyond is clipped.
         dead: draws whose reward is 0 from compute `died` on, see `sweeps.fit.collapse`.
@@ -121,7 +122,7 @@ class Futures:
     v: Array
     r0: Array
     a: Array
-    walk: Array
+    walk: NDArray[np.floating[Any]]
     noise: Array
     bounded: bool
     dead: NDArray[np.bool_]
@@ -289,7 +290,7 @@ class Posterior:
         p, died = death(self._seen)
         dead = np.zeros(count, dtype=np.bool_)
         dead[: round(p * count)] = True
-        return Futures(law[order], u, v, r0, a, walk, noise, self._seen.bounded, dead, died)
+        return Futures(law[order], u, v, r0, a, walk.astype(np.float32), noise, self._seen.bounded, dead, died)
 
     def _draw(self, which: int, count: int) -> tuple[Array, Array, Array, Array, Array, Array]:
         """Draw shapes, levels, walks and noise of one law: u, v, r0, a, walk (count, m) and noise."""

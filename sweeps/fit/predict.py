@@ -1,6 +1,6 @@
 """Forecasts from a fit: the runs' reward at given compute with a 95% interval, whatever the verdict.
 
-They come from the outlook (`sweeps.fit.forecast`), which averages kinds of curves by how well each predicts: a verdict
+They come from the outlook (`sweeps.fit.forecast`), which averages laws by how well each predicts: a verdict
 decides whether A is identifiable, not whether the curve can be forecast. Where another family than the sigmoid was
 fitted, or A was fixed, they are those of that curve.
 """

@@ -75,7 +75,7 @@ class Evidence:
         reward_range: width of the reward's scale.
         at_edge: the edge of the search that the fit lies on, in words; None inside.
         point_sd: standard deviation of one point about the curve, in reward.
-        doubt: evidence from other kinds of curves.
+        doubt: evidence from all laws.
         half_name: name of half_gain in the family's own parameters.
     """
 
