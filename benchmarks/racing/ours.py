@@ -31,7 +31,6 @@ from sweeps.fit.seeds import BORROWED_SEED_SD, SeedSpread
 
 RACING = Rules(1.0)
 CHANCES, LOOKS, LOSSES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3), (1, 2, 3), (0.003, 0.01, 0.02)
-# Of a curve of one run: two of its shape, A and R0.
 # Looks of racing: at every evaluation from a fifth of the budget on.
 LOOKED = [(at, float(COMPUTE[at])) for at in range(EVALUATIONS // 5, EVALUATIONS)]
 
@@ -60,13 +59,13 @@ def foretold(curves: Sequence[Curve]) -> list[Fit]:
 
 def _foretold(curve: Curve) -> Fit:
     options, nothing = FitOptions(), Interval(None, None, None)
-    total = len(select(curve, options).reward)
-    points, _ = pooled(select(curve, options))
+    every = select(curve, options)
+    points, _ = pooled(every)
     window = float(points.compute.min()), float(points.compute.max())
     return Fit(
         curve, options, "not fitted", "", nothing, (None, None), nothing, nothing, None, "first",
         SeedSpread(BORROWED_SEED_SD * curve.scale), None, None, len(points.reward), 1, window, (), curve.bounds,
-        lookout=lookout(curve.recipe, points, curve.range, evaluations=total),
+        lookout=lookout(curve.recipe, points, curve.range, evaluations=len(every.reward)),
     )  # fmt: skip
 
 

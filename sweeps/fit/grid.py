@@ -98,9 +98,8 @@ class Rewards:
     rows: Array
 
     @classmethod
-    def of(cls, seen: Seen, noise: Noises, prior: Prior | None = None) -> Rewards:
-        """Turn one recipe's rewards to every basis; prior None is `usual_prior`."""
-        prior = prior or usual_prior(seen.bounded)
+    def of(cls, seen: Seen, noise: Noises, prior: Prior) -> Rewards:
+        """Turn one recipe's rewards to every basis."""
         one = np.ones(len(seen.x))
         return cls(seen, noise, prior, noise.turn @ np.stack([one, seen.z - prior[0][0] * one], axis=1))
 
@@ -260,7 +259,7 @@ def explore(
     kind: Kind,
     rounds: int,
     fine: float,
-    prior: Prior | None = None,
+    prior: Prior,
     box: Box | None = None,
 ) -> Explored:
     """Zoom the grid of a law, at most so many rounds less one.
@@ -271,7 +270,7 @@ def explore(
         kind: the law.
         rounds: largest number of times the grid is solved.
         fine: effective number of cells that must share the weight for the grid to be fine enough.
-        prior: mean and standard deviation of R0 and of A; None for `usual_prior`.
+        prior: mean and standard deviation of R0 and of A, such as `usual_prior`.
         box: where to begin; None for the whole box of the law.
     """
     rewards = Rewards.of(seen, noise, prior)
