@@ -47,7 +47,7 @@ def exit_on_sigterm() -> Iterator[None]:
     """Context manager: SIGTERM raises SystemExit inside, as Ctrl-C raises KeyboardInterrupt.
 
     By default SIGTERM ends a process at once. The semaphores of its pools are left over then, and Python's resource
-    tracker warns of them on standard error. A handler that somebody has set already stays in place.
+    tracker warns of them on standard error. An existing handler stays in place.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield

@@ -1,4 +1,4 @@
-"""Base class of callbacks that receive a run's records; and what a script's first object of ours does to the log."""
+"""Base class of callbacks that receive a run's records, and the filter of Lightning's tips."""
 
 from __future__ import annotations
 

@@ -249,10 +249,10 @@ def _beyond_sigmoid(fit: Fit) -> Array:
     shift = np.zeros(len(LAWS))
     if not _has_law(fit) or fit.outlook is None:
         return shift
-    ceiling, kind = fit.outlook.ceiling, fit.outlook.futures.law
-    count = np.bincount(kind, minlength=len(shift))
+    ceiling, law = fit.outlook.ceiling, fit.outlook.futures.law
+    count = np.bincount(law, minlength=len(shift))
     if count[_SIGMOID] >= _LEAST:
-        mean = np.bincount(kind, ceiling, len(shift)) / np.maximum(count, 1)
+        mean = np.bincount(law, ceiling, len(shift)) / np.maximum(count, 1)
         shift = np.where(count >= _LEAST, mean - mean[_SIGMOID], 0.0)
     return shift
 

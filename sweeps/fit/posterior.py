@@ -42,16 +42,17 @@ from sweeps.fit.constants import (
 from sweeps.fit.least_squares import Array
 from sweeps.fit.wander import Seen
 
-# Samples of the parameters in a round, and rounds at most; how many samples share the weight when it is enough, and how
-# many make a new proposal at the least.
+# Samples per round, and the largest number of rounds. Sampling stops when this many samples share the weight; a new
+# proposal is made of at least so many.
 _SAMPLES, _ROUNDS, _FINE, _ENOUGH = 200, 12, 200, 15
 # Where walks are drawn, in windows: within the window, and beyond it. At the last one they have levelled.
 _WITHIN = np.linspace(0, 1, 25)[1:]
 _BEYOND = np.array([1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 100.0])
 _NODES = np.concatenate([[0.0], _WITHIN, _BEYOND])
-# Variance of what no reward is recorded more exactly than; it bounds the precision of a point.
+# Added to the variance of every point: rewards are not recorded more exactly, and its precision stays finite.
 _ROUNDING = 1e-8
-# A later proposal is wider than the samples so far by this factor in variance, plus a share of the prior's.
+# A later proposal is wider than the samples so far: this factor in variance, plus this share of the prior's standard
+# deviation. Then the degrees of freedom of proposals.
 _WIDER, _PRIOR_SHARE, _TAIL = 1.2, 0.05, 5.0
 
 
@@ -111,9 +112,9 @@ class Futures:
     Attributes:
         law: index into `LAWS`.
         u, v, r0, a: shape and levels of the law.
-        walk: the walk at the computes `_NODES`, (K, m); in single precision, for a study keeps thousands of curves.
+        walk: the walk at the computes `_NODES`, (K, m); in single precision, because a study keeps 2,000 per recipe.
         noise: standard deviation of one evaluation.
-        bounded: whether rewards lie in [0, 1]: what a draw has beyond is clipped.
+        bounded: whether rewards lie in [0, 1]. Draws are then clipped to it.
         dead: draws whose reward is 0 from compute `died` on, see `sweeps.fit.collapse`.
     """
 
@@ -143,7 +144,7 @@ class Futures:
 
     @property
     def ceiling(self) -> Array:
-        """Reward of each draw at `FARTHEST` windows, (K,): what is approached more slowly no study could use."""
+        """Reward of each draw at `FARTHEST` windows, (K,). No study could use a ceiling that is reached later."""
         return self.at(np.array([FARTHEST]))[:, 0]
 
 
@@ -181,7 +182,7 @@ def _turned(seen: Seen, relative: Array, scale: float) -> _Turned:
 
 @dataclass(frozen=True, eq=False)
 class _Regressed:
-    """Posterior of R0 and A given parameters; (k,) each but precision (k, n), that of the turned points."""
+    """Posterior of R0 and A given parameters; (k,) each, but g and the precision of the turned points are (k, n)."""
 
     precision: Array
     g: Array
@@ -221,7 +222,7 @@ class Posterior:
         self._levels = [(R0_PRIOR if law.rises else LEVEL_PRIOR, A_PRIOR) for law in LAWS]
         sampling = np.ones(len(seen.x)) if seen.variance is None else seen.variance
         mean = float(sampling.mean())
-        # One evaluation's noise: that of the points about their neighbours, and no less than their own errors say.
+        # The noise is centred on the points' roughness, or on their given errors where those are larger.
         rough = max(seen.roughness, QUIET if seen.variance is None else 0.8 * mean**0.5)
         self._noise = float(np.log(rough)), NOISE_SD
         scales = (0.0,) if seen.seeds == 1 else SEED_WALKS
@@ -256,7 +257,7 @@ class Posterior:
         return _Regressed(p, g, r0, a, v01, v11, m00, log_evidence)
 
     def _explore(self, which: int) -> _Samples:
-        """Sample the parameters of a law: first from their prior, then about what weighs."""
+        """Sample the parameters of a law: first from their prior, then around the samples with the most weight."""
         prior = np.array([*LAWS[which].shape, WALK_PRIOR, self._noise])
         proposals = [_Bell(prior[:, 0], np.diag(prior[:, 1]))]
         theta, likely = np.empty((0, 4)), np.empty((len(self._turned), 0))

@@ -179,12 +179,12 @@ class Lease:
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         deadline = None if wait_s is None else time.monotonic() + wait_s
-        told = False
+        printed = False
         while not self._try(give_up):
-            if not told and (wait_s is None or wait_s > TOLD_S):
+            if not printed and (wait_s is None or wait_s > TOLD_S):
                 most = "" if wait_s is None else f", for {wait_s:.0f} s at most"
                 print(f"waiting{most}: {self.holder()} is at work in {self._directory}", flush=True)
-                told = True
+                printed = True
             if give_up() or (deadline is not None and time.monotonic() >= deadline):
                 raise LeaseHeldError(f"{self._directory}: {self.holder()} is at work here")
             time.sleep(0.5)
@@ -238,18 +238,18 @@ class Lease:
     ) -> tuple[dict[str, Any], int] | None:
         """Wait up to the expiry; return the facts if the lease is released or has no heartbeat meanwhile, else None."""
         begin, until = time.monotonic(), time.time() + self._expiry_s
-        told = False
+        printed = False
         while time.monotonic() - begin < self._expiry_s:
             if give_up():
                 return None
-            if not told and time.monotonic() - begin > 2 * self._beat_s:  # a live holder has beaten by now
+            if not printed and time.monotonic() - begin > 2 * self._beat_s:  # a live holder has renewed it
                 who = self.holder() if seen[1] <= _term(seen[0]) else "a process that was taking it over"
                 print(
                     f"waiting until {datetime.fromtimestamp(until):%H:%M:%S}: {self._directory} was not "
                     f"released by {who}; it is free then unless a heartbeat comes",
                     flush=True,
                 )
-                told = True
+                printed = True
             time.sleep(min(0.5, self._beat_s))
             now = self._look()
             if self._is_free(*now):
