@@ -23,7 +23,9 @@ def without_tips() -> None:
 
     A Trainer logs the first of them when it is made. The module may be made later, but callbacks are made before it.
     """
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_tip)
+    # Both packages log by the logger of the one that was imported last.
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        logging.getLogger(f"{package}.utilities.rank_zero").addFilter(is_no_tip)
 
 
 def is_no_tip(record: logging.LogRecord) -> bool:

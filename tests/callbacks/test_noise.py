@@ -62,8 +62,9 @@ def test_a_trainer_made_before_the_module_gives_no_tips(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Lightning advises to install litlogger when a Trainer is made, which the README's script does first."""
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").removeFilter(is_no_tip)
-    caplog.set_level("INFO", "lightning.pytorch")
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        logging.getLogger(f"{package}.utilities.rank_zero").removeFilter(is_no_tip)
+        caplog.set_level("INFO", package)
     Trainer(accelerator="cpu", logger=False)
     assert "litlogger" in caplog.text, "Lightning gives it otherwise"
     caplog.clear()

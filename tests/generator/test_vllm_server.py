@@ -31,6 +31,7 @@ from lightning_scalerl.generator.vllm_stream import Tokens
 from lightning_scalerl.model.load import load_model
 from tests.generator.stand_in import TOKEN, StandIn
 from tests.paths import ROOT
+from tests.place import PATIENCE_S
 
 PROMPT = (5, 9, 20)
 
@@ -302,7 +303,12 @@ def test_what_is_in_flight_waits_while_something_else_is_done(server: StandIn, m
     stepped(generator, 6)
     other = {name: tensor + 1 for name, tensor in model.state_dict().items()}
     with generator.aside():
-        assert generator.in_flight == 0 and not +server.open
+        assert generator.in_flight == 0
+        # The server sees that a connection has ended when it next writes to it.
+        end = time.monotonic() + PATIENCE_S
+        while +server.open and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not +server.open
         generator.publish(other, 9)
         generator.submit(GroupRequest(0, PROMPT, 1, (2,)))
         (inside,) = drained(generator)
