@@ -22,10 +22,8 @@ from numpy.typing import NDArray
 
 from sweeps.curve import Curve, make_curve
 from sweeps.fit.fit import Fit, fit_curve, fit_curves
-from sweeps.fit.law import law_of
-from sweeps.fit.points import select, weighted
+from sweeps.fit.posterior import LAWS, by_weight
 from sweeps.fit.seeds import BORROWED_SEED_SD
-from sweeps.fit.wander import Noises, whitening
 
 Array = NDArray[np.float64]
 A, B, C_MID, R0, SD = 0.61, 1.8, 2000.0, 0.2, 0.01
@@ -67,22 +65,41 @@ class Cell:
 
 
 def told(fit: Fit, rho: float) -> dict[str, float | None]:
-    """Widths of the intervals that are told the noise; None where an end is open."""
-    assert fit.law is not None and fit.lookout is not None
-    ahead = fit.lookout
+    """Widths of the intervals that are told the noise, and that there is no walk; None where an end is open.
+
+    The sigmoid's shape on a grid of about the fit's own draws, R0 and A solved exactly in each cell.
+    """
+    assert fit.draws is not None and fit.lookout is not None
+    ahead, law_ = fit.lookout, LAWS[0]
     steps = np.arange(len(ahead.seen.x))
     covariance = SD**2 / ahead.width**2 * rho ** np.abs(steps[:, None] - steps[None, :])
-    known = Noises(
-        whitening(covariance[None]), np.zeros(1, dtype=np.intp), np.ones((1, len(steps))),
-        np.linalg.slogdet(covariance[None])[1], np.zeros(1), np.full(1, SD**2), np.zeros(1), np.ones(1),
-    )  # fmt: skip
-    problem = weighted(select(fit.curve, fit.options), fit.options, fit.bounds)
-    exact = law_of(ahead, problem, fit.law.best, known)
-    low, high = exact.asymptote_interval()
-    widths: dict[str, float | None] = {"A": high - low if high < 1.0 and low > 0.0 else None}
-    for axis, name in enumerate(("B", "C_mid")):
-        ends = exact.shape_interval(axis)
-        widths[name] = None if None in ends else float(np.exp(ends[1]) - np.exp(ends[0]))  # type: ignore[arg-type]
+    sides = []
+    for values in (np.log(fit.draws.B), np.log(fit.draws.C_mid / ahead.end)):
+        low, high = np.quantile(values, [0.002, 0.998])
+        sides.append(np.linspace(low - 0.2 * (high - low), high + 0.2 * (high - low), 60))
+    u, v = (side.ravel() for side in np.meshgrid(*sides, indexing="ij"))
+    with np.errstate(divide="ignore"):
+        g = law_.basis(np.log(ahead.seen.x)[None], u[:, None], v[:, None])
+    design = np.stack([1 - g, g], axis=-1)
+    weighed = np.linalg.solve(covariance, design.transpose(1, 0, 2).reshape(len(steps), -1))
+    weighed = weighed.reshape(len(steps), len(u), 2).transpose(1, 0, 2)
+    (m0, s0), (m1, s1) = law_.r0, law_.a
+    precision = design.transpose(0, 2, 1) @ weighed + np.diag([s0**-2, s1**-2])
+    right = weighed.transpose(0, 2, 1) @ ahead.seen.z + np.array([m0 / s0**2, m1 / s1**2])
+    inverse = np.linalg.inv(precision)
+    mean = (inverse @ right[..., None])[..., 0]
+    log_weight = 0.5 * (right * mean).sum(1) - 0.5 * np.linalg.slogdet(precision)[1]
+    for values, (centre, sd) in zip((u, v), law_.shape, strict=True):
+        log_weight -= 0.5 * ((values - centre) / sd) ** 2
+    rng = np.random.default_rng(0)
+    rows = by_weight(np.exp(log_weight - log_weight.max()), 4000, rng)
+    a = mean[rows, 1] + np.sqrt(inverse[rows, 1, 1]) * rng.standard_normal(len(rows))
+    widths: dict[str, float | None] = {}
+    for name, drawn in zip(
+        NAMES, (fit.bounds[0] + ahead.width * a, np.exp(u[rows]), ahead.end * np.exp(v[rows])), strict=True
+    ):
+        low, high = np.quantile(drawn, [0.025, 0.975])
+        widths[name] = float(high - low)
     return widths
 
 

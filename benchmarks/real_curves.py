@@ -92,7 +92,7 @@ def forecasts(file: Path, curves: Sequence[Curve]) -> list[Forecast]:
                 if len(mine.reward) >= LEAST and seen is not None:
                     cut.append(seen)
                     whole.append(mine)
-        for fit, seen, mine in zip(fit_curves(cut, regions=False), cut, whole, strict=True):
+        for fit, seen, mine in zip(fit_curves(cut), cut, whole, strict=True):
             rest = mine.compute > 0.75 * mine.compute.max()
             if not readable(fit):
                 continue
@@ -119,7 +119,7 @@ def chances(curves: Sequence[Curve]) -> list[tuple[float, bool]]:
         cut = [each for each in parts if each is not None]
         if len(cut) < max(len(curves), 2):
             continue
-        fits = fit_curves(cut, regions=False)
+        fits = fit_curves(cut)
         said = best_chances(joint_rewards(fits, 0.875 * end))
         found += [(p, reward == max(came)) for p, reward in zip(said, came, strict=True)]
     return found

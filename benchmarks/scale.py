@@ -307,7 +307,7 @@ def ranking(options: argparse.Namespace) -> str:
     from sweeps.source.load import load
 
     started()
-    fits = fit_curves(load([str(options.folder / "study")]).curves, workers=options.workers, regions=False)
+    fits = fit_curves(load([str(options.folder / "study")]).curves, workers=options.workers)
     found = rank(fits, workers=options.workers, brief=True)
     return f"{len(found.ranking)} recipes, {sum(fit.identifiable for fit in fits)} identifiable"
 

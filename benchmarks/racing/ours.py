@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,15 +18,12 @@ from benchmarks.racing.studies import (
     by_last,
     judge,
 )
-from sweeps.curve import Array, Curve, make_curve
+from sweeps.curve import Array, make_curve
 from sweeps.decide.race import Look, judged
 from sweeps.decide.rules import NO_LIMIT, Rules
 from sweeps.decide.standing import joint_rewards
-from sweeps.fit.fit import Fit, FitOptions, Interval
-from sweeps.fit.forecast import lookout
-from sweeps.fit.points import pooled, select
+from sweeps.fit.fit import Fit, fit_curves
 from sweeps.fit.predict import paths
-from sweeps.fit.seeds import BORROWED_SEED_SD, SeedSpread
 
 RACING = Rules(1.0)
 CHANCES, LOOKS, LOSSES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3), (1, 2, 3), (0.003, 0.01, 0.02)
@@ -51,24 +47,6 @@ def last_value(study: Study, rules: Rules) -> Array:
     return spent
 
 
-def foretold(curves: Sequence[Curve]) -> list[Fit]:
-    """As `sweeps.fit.fit.fit_curves` for curves of one run each, less the fit of a curve, which no forecast is read
-    from: a race's draws are the same in half of the time (tests/sweeps/decide/test_race.py)."""
-    return [_foretold(curve) for curve in curves]
-
-
-def _foretold(curve: Curve) -> Fit:
-    options, nothing = FitOptions(), Interval(None, None, None)
-    every = select(curve, options)
-    points, _ = pooled(every)
-    window = float(points.compute.min()), float(points.compute.max())
-    return Fit(
-        curve, options, "not fitted", "", nothing, (None, None), nothing, nothing, None, "first",
-        SeedSpread(BORROWED_SEED_SD * curve.scale), None, None, len(points.reward), 1, window, (), curve.bounds,
-        lookout=lookout(curve.recipe, points, curve.range, evaluations=len(every.reward)),
-    )  # fmt: skip
-
-
 class Forecasts:
     """A study's forecasts at every look, and joint draws of the reward at the budget; shared by all rules.
 
@@ -82,7 +60,7 @@ class Forecasts:
             curves = [
                 make_curve(str(i), COMPUTE[seen], study.rate[i, seen], sd=study.sd[i, seen]) for i in range(RECIPES)
             ]
-            fits = foretold(curves)
+            fits = fit_curves(curves)
             self.fits.append((level, fits, joint_rewards(fits, rules.budget)))
 
     def race(self, rules: Rules) -> tuple[int, Array]:

@@ -115,10 +115,8 @@ def shown_study(options: argparse.Namespace) -> LoadedStudy:
     return study
 
 
-def fit_all(
-    curves: Sequence[Curve], options: argparse.Namespace, regions: bool = False, workers: int | None = None
-) -> list[Fit]:
-    """Fit every recipe; `regions`, about a megabyte per recipe, are needed only by figures."""
+def fit_all(curves: Sequence[Curve], options: argparse.Namespace, workers: int | None = None) -> list[Fit]:
+    """Fit every recipe."""
     if getattr(options, "method", "posterior") == METHOD:
         from sweeps.fit.published import fit_literal
 
@@ -126,13 +124,13 @@ def fit_all(
     from sweeps.fit.fit import fit_curves
     from sweeps.parallel import cores
 
-    return fit_curves(curves, fit_options(options), workers=cores() if workers is None else workers, regions=regions)
+    return fit_curves(curves, fit_options(options), workers=cores() if workers is None else workers)
 
 
-def fitted(options: argparse.Namespace, regions: bool = False) -> tuple[LoadedStudy, list[Fit]]:
+def fitted(options: argparse.Namespace) -> tuple[LoadedStudy, list[Fit]]:
     """Read the sources and fit every recipe once, for all that the command then computes."""
     study = shown_study(options)
-    return study, fit_all(study.curves, options, regions)
+    return study, fit_all(study.curves, options)
 
 
 def margin(options: argparse.Namespace) -> float | None:

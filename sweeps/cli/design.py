@@ -28,7 +28,7 @@ def show_design(launch: Launch, form: object, like: str | None, margin: float | 
     from sweeps.fit.fit import fit_curves
     from sweeps.source import load
 
-    fits = [] if like is None else fit_curves(load([like]).curves, regions=False)
+    fits = [] if like is None else fit_curves(load([like]).curves)
     found = foresee(recipes=launch.recipes, seeds=launch.seeds, fits=fits, margin=margin, by=like or "")
     if form == "json":
         print_json({**launch.to_json(), "comparisons": found.to_json()})

@@ -112,7 +112,7 @@ def show_ranking(study: Path) -> None:
     from sweeps.source import load
 
     try:
-        fits = fit_curves(load([str(study)]).curves, workers=cores(), regions=False)
+        fits = fit_curves(load([str(study)]).curves, workers=cores())
         ranking = rank(fits, margin=LaunchSettings.margin_of(study), workers=cores(), brief=True)
     except UserError as error:
         warn([f"no ranking yet: {error}"])

@@ -27,7 +27,7 @@ def report_command(options: argparse.Namespace) -> int:
     """Write the HTML report with its figures and `ranking.csv` (`scalerl report`)."""
     page = Path(options.output)
     check_place(page)
-    study, fits = fitted(options, regions=True)
+    study, fits = fitted(options)
     # Matplotlib takes a second to import: only where something is drawn.
     from sweeps.decide.rank import rank
     from sweeps.report.write import all_comparisons, histories, write_ranking_csv, write_report
@@ -61,7 +61,7 @@ def _beside(options: argparse.Namespace) -> Beside:
     from sweeps.decide.rank import rank
     from sweeps.report.page import Beside
 
-    study, fits = fitted(argparse.Namespace(**vars(options) | {"sources": [options.beside]}), regions=True)
+    study, fits = fitted(argparse.Namespace(**vars(options) | {"sources": [options.beside]}))
     ranking = rank(fits, margin=margin(options), budget=options.budget, workers=cores())
     return Beside(Place(options.beside).title, study.curves, fits, ranking)
 

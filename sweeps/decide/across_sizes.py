@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from sweeps.as_json import AsJson
+from sweeps.curve import Array
 from sweeps.fit.fit import Fit, Interval
-from sweeps.fit.least_squares import Array
 from sweeps.fit.predict import FAR, quantiles, seed_offsets
 from sweeps.fit.schedule import Schedule
 

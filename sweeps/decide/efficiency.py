@@ -8,7 +8,6 @@ ordered by C(0.9). Every multiple of compute that is shown anywhere is a `Ratio`
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,8 +15,8 @@ import numpy as np
 
 from sweeps.curve import Array
 from sweeps.fit.fit import Fit, Interval
-from sweeps.fit.forecast import DRAWS
-from sweeps.fit.grid import by_weight
+from sweeps.fit.forecast import DRAWS, generator
+from sweeps.fit.posterior import by_weight
 from sweeps.fit.predict import quantiles, support
 from sweeps.fit.seeds import SeedSpread
 
@@ -77,11 +76,13 @@ def tail_of_all_pairs(count: int) -> float:
 class Efficiency:
     """Draws of a recipe's compute to 90% and to half of the way to a shared asymptote; (K,) each, in the curves' unit.
 
-    Infinite where that lies beyond what the fit may be read for.
+    Infinite where that lies beyond what the fit may be read for. B and C_mid (K,) are those of the same draws.
     """
 
     to_most: Array
     to_half: Array
+    B: Array
+    C_mid: Array
 
 
 def efficiencies(
@@ -106,7 +107,7 @@ def efficiencies(
         assert draws is not None, "an identifiable recipe has draws"
         spread = fit.seed_spread if spreads is None else spreads[fit.recipe]
         width = max(float(np.hypot(spread.sd / np.sqrt(max(fit.informing, 1)), error)), 1e-9 * fit.curve.scale)
-        rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 13)
+        rng = generator(fit.recipe, "efficiency")
         squares = ((draws.A - shared_a) / width) ** 2
         # Log density of Student's t, or of a normal where the spread is taken as known.
         tails = spread.dof
@@ -116,5 +117,5 @@ def efficiencies(
         first, second = draws.B[rows], draws.C_mid[rows]
         computes = [draws.family.compute_at(share, first, second) for share in (MOST, HALF)]
         computes = [np.where(at > (np.inf if limit is None else limit), np.inf, at) for at in computes]
-        found[fit.recipe] = Efficiency(*computes)
+        found[fit.recipe] = Efficiency(computes[0], computes[1], first, second)
     return found

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -147,7 +147,7 @@ class _Follower:
         for curve in curves:
             content = _digest(curve)
             if curve.recipe not in self._fits or self._fits[curve.recipe][0] != content:
-                self._fits[curve.recipe] = content, replace(fit_curve(curve, self._options), law=None)
+                self._fits[curve.recipe] = content, fit_curve(curve, self._options)
         fits = with_shared([self._fits[curve.recipe][1] for curve in curves], curves)
         ranking = rank(fits, margin=self._margin, brief=True)
         return as_places(ranking, sum(len(curve.compute) for curve in curves))

@@ -25,11 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sweeps.as_json import AsJson
+from sweeps.curve import Array
 from sweeps.decide.standing import Standing, stand
 from sweeps.decide.wording import outcome_sentence
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
-from sweeps.fit.least_squares import Array
 from sweeps.fit.predict import reward_at, spacing
 from sweeps.terminal import counted
 
@@ -215,14 +215,13 @@ def _extension_signal(fit: Fit, to: float, rows: NDArray[np.intp] | None) -> Arr
 
     Reduced to the few directions in which the curves of the draws differ.
     """
-    noise = fit.noise
-    assert noise is not None and fit.draws is not None
+    assert fit.outlook is not None
     added = _added_compute(fit, to)
     kept = added[np.unique(np.linspace(0, len(added) - 1, min(len(added), _MAX_POINTS)).astype(np.intp))]
-    # Of each, as if they were independent, so that their mean is known as well as that of all.
-    variance = noise.of_mean(added) ** 2 * len(kept) / fit.seeds
+    # Of each, so that the mean of those kept is known as well as that of all.
+    variance = float(np.mean(fit.outlook.noise**2)) / len(added) * len(kept) / fit.seeds
     # The curves whose asymptotes are compared: draw by draw the same.
-    own = fit.draws.curve(kept) if fit.identifiable or fit.outlook is None else fit.outlook.at(kept)
+    own = fit.outlook.at(kept)
     paths = own if rows is None else own[rows]
     paths = (paths - paths.mean(0)) / np.sqrt(max(variance, 1e-14))
     u, s, _ = np.linalg.svd(paths, full_matrices=False)

@@ -8,7 +8,6 @@ difficulty of a prompt for both.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +23,7 @@ from sweeps.decide.reach import first_above
 from sweeps.decide.standing import joint, margin_of
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval, shown
-from sweeps.fit.forecast import DRAWS
+from sweeps.fit.forecast import DRAWS, generator
 from sweeps.fit.predict import paths, paths_over_seeds, quantiles, readable, within
 from sweeps.fit.seeds import BORROWED_SEED_SD, Pairing, SeedExcess, SeedSpread
 from sweeps.run.passes import Passes
@@ -227,7 +226,7 @@ def _drawn(
     pairing = pairing_at(one.recipe, two.recipe, compute)
     reward = apart(one, two, compute, pairing)
     between = None if passes is None else prompt_error(*(passes(fit.recipe, compute) for fit in (one, two)))
-    rng = np.random.default_rng(zlib.crc32(f"{one.recipe} {two.recipe}".encode()))
+    rng = generator(f"{one.recipe} {two.recipe}", "pair")
     on_prompts = None if between is None else reward + between * rng.standard_normal(DRAWS)
     ahead = budget is not None and within(one, budget) and within(two, budget)
     rises = not {one.verdict, two.verdict} & {"flat", "decreasing"}
@@ -253,7 +252,7 @@ def apart(one: Fit, two: Fit, compute: float, pairing: Pairing | None) -> Array:
     """
     if pairing is None:
         return np.asarray(np.subtract(*(paths_over_seeds(fit, [compute])[:, 0] for fit in (one, two))))
-    rng = np.random.default_rng(zlib.crc32(f"{one.recipe}\n{two.recipe}".encode()))
+    rng = generator(f"{one.recipe}\n{two.recipe}", "paired")
     # What is left between seeds of one recipe; of a difference twice that variance.
     sd = pairing.spread.sd * math.sqrt(2 / len(pairing.seeds))
     return np.asarray(

@@ -20,12 +20,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sweeps.as_json import AsJson
-from sweeps.curve import Curve
+from sweeps.curve import Array, Curve
 from sweeps.decide.rules import NO_LIMIT, Rules
 from sweeps.decide.standing import best_chances, joint_rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curves
-from sweeps.fit.least_squares import Array
 from sweeps.fit.predict import chance, quantiles, within
 from sweeps.run import fields
 from sweeps.run.journal import JournalView
@@ -298,7 +297,7 @@ def result(curves: Sequence[Curve], rules: Rules, stopped: Mapping[str, Look]) -
     lines = [f"over; ranking by the reward at {rules.budget:.4g}:"]
     names: list[str] = []
     if curves:
-        fits = fit_curves(curves, regions=False)
+        fits = fit_curves(curves)
         look = judged(level=rules.budget, fits=fits, draws=joint_rewards(fits, rules.budget), rules=rules)
         order = sorted(look.chances, key=lambda each: -each.p_best)
         names = [each.recipe for each in order if each.p_ahead is None or each.p_ahead >= rules.p_ahead]
@@ -349,7 +348,7 @@ def look_at(
     options = replace(options or FitOptions(), max_compute=level)
     # Cut, not only fitted in a window: how far seeds lie apart is told from all points of a curve.
     seen = [each.take(each.compute <= level) for each in curves if _between(each, options.min_compute or 0.0, level)]
-    fits = fit_curves(seen, options, workers, regions=False)
+    fits = fit_curves(seen, options, workers)
     draws = joint_rewards(fits, rules.budget)
     return judged(level=level, fits=fits, draws=draws, rules=rules, taken=taken)
 

@@ -2,8 +2,8 @@
 
 Recipes are compared on A by joint draws that include the spread between seeds. Those within the margin of the best A
 are tied (arXiv 2510.13786, A.7: three runs of one recipe differ by up to 0.015 in A, hence the margin 0.02); ties are
-broken by the compute to gain 90% of the way from R0 to their mean A (`sweeps.decide.efficiency`). B, refitted with A
-fixed there as the paper does, is shown beside it: an exponent alone is no efficiency. A recipe whose
+broken by the compute to gain 90% of the way from R0 to their mean A (`sweeps.decide.efficiency`). B of the draws
+near that A is shown beside it: an exponent alone is no efficiency. A recipe whose
 asymptote is not identifiable is listed last, unranked, with the reason; it takes part in P(best) with all its width
 (`sweeps.decide.standing`). Recipes that share seeds are compared in pairs: what a seed does to all of them alike drops
 out. Rewards at common compute, which need no asymptote, stand beside it (`sweeps.decide.reward`).
@@ -23,12 +23,11 @@ from sweeps.curve import Curve
 from sweeps.decide.efficiency import Ratio, efficiencies
 from sweeps.decide.resolution import Resolution, resolve
 from sweeps.decide.reward import Rewards, rewards
-from sweeps.decide.standing import Outcome, Standing, at_shared_a, margin_of, named_a, spreads_of, stand
+from sweeps.decide.standing import Outcome, Standing, margin_of, named_a, shared_asymptote, spreads_of, stand
 from sweeps.decide.wording import contrast_reason, outcome_sentence, place_reason
 from sweeps.errors import UserError
 from sweeps.fit.compare import Comparison, compare
 from sweeps.fit.fit import Fit, Interval
-from sweeps.fit.least_squares import Array
 from sweeps.fit.points import FitOptions
 from sweeps.fit.predict import quantiles, reward_at, total_draws
 from sweeps.fit.seeds import Pairing, SeedSpread
@@ -50,7 +49,7 @@ class Ranked(AsJson):
         ratio: `efficiency` over that of the first of the tied recipes, with bounds that hold for all pairs of them
             together; None for the first, and where not tied.
         p_neither: share of the draws in which neither of the two gets there, which `ratio` leaves out.
-        B_at_shared_A, C_mid_at_shared_A: refitted with A fixed at the tied recipes' mean; None where not tied.
+        B_at_shared_A, C_mid_at_shared_A: of the draws whose A lies near the tied recipes' mean; None where not tied.
         R_at_budget: forecast reward; None without a budget, or where the fit may not be read there.
     """
 
@@ -103,7 +102,7 @@ class Ranking(AsJson):
         undecided: whether the data leave the choice open.
         leader: recipe to choose, see `sweeps.decide.standing.Standing`; None where nothing is known.
         sentence: the outcome in words.
-        shared_a: A at which tied recipes were refitted; None without a tie.
+        shared_a: mean A of the tied recipes; None without a tie.
         ranking: all recipes, unidentifiable ones last. leave_one_out: variants against the baseline.
         pairing: seeds by which recipes were compared pairwise; None unless they all have the same ones.
         comparisons: forecasts of every family for each identifiable recipe; empty if brief.
@@ -201,22 +200,22 @@ def rank(
 
 def _ranked(fit: Fit, place: int, best: float, standing: Standing, budget: float | None) -> Ranked:
     """Return the entry of an identifiable recipe; `best` is the highest A of all."""
-    refitted, efficient = standing.at_shared.get(fit.recipe), standing.efficiencies.get(fit.recipe)
+    efficient = standing.efficiencies.get(fit.recipe)
     ratio = standing.ratios.get(fit.recipe)
     return Ranked(
         recipe=fit.recipe,
         rank=place,
         p_best=standing.p_best[fit.recipe],
         expected_loss=standing.losses[fit.recipe],
-        tied_with_best=refitted is not None,
+        tied_with_best=efficient is not None,
         A=fit.A,
         A_total=fit.A_total,
         efficiency=None if efficient is None else quantiles(efficient.to_most),
         efficiency_half=None if efficient is None else quantiles(efficient.to_half),
         ratio=standing.ratio(fit.recipe),
         p_neither=None if ratio is None else ratio.p_neither,
-        B_at_shared_A=None if refitted is None else refitted.B,
-        C_mid_at_shared_A=None if refitted is None else refitted.C_mid,
+        B_at_shared_A=None if efficient is None else quantiles(efficient.B),
+        C_mid_at_shared_A=None if efficient is None else quantiles(efficient.C_mid),
         R_at_budget=None if budget is None else reward_at(fit, budget),
         verdict=fit.verdict,
         reason=place_reason(best - named_a(fit), fit.recipe, standing),
@@ -277,25 +276,17 @@ def _leave_one_out(
     # Of two A that differ by the margin exactly, rounding must not decide.
     close = [fit for fit in named if abs(named_a(fit) - named_a(base)) <= margin + 1e-12]
     # At the mean A of the baseline and of what is close to it, which need not be that of the ranking's tie.
-    shared_a, at_shared = at_shared_a([base, *close])
+    shared_a = shared_asymptote([base, *close])
     efficient = {} if shared_a is None else efficiencies([base, *close], shared_a, between)
     contrasts = []
     for fit in variants:
         delta_a = ratio = delta_b = None
         if fit in named:
             variant_a, base_a = (total_draws(one, spread=between[one.recipe]) for one in (fit, base))
-            delta_a = _difference(named_a(fit) - named_a(base), variant_a, base_a)
+            delta_a = quantiles(variant_a - base_a)
         if fit in close:
             ratio = Ratio.of(efficient[fit.recipe].to_most, efficient[baseline].to_most).interval()
-            variant, against = at_shared[fit.recipe], at_shared[baseline]
-            if variant.draws and against.draws and variant.B.value is not None and against.B.value is not None:
-                delta_b = _difference(variant.B.value - against.B.value, variant.draws.B, against.draws.B)
+            delta_b = quantiles(efficient[fit.recipe].B - efficient[baseline].B)
         reason = contrast_reason(fit, fit in close, margin)
         contrasts.append(Contrast(recipe=fit.recipe, delta_a=delta_a, ratio=ratio, delta_b=delta_b, reason=reason))
     return contrasts
-
-
-def _difference(value: float, ours: Array, theirs: Array) -> Interval:
-    # The value is of the least-squares estimates; only the bounds are the draws'.
-    low, high = np.quantile(ours - theirs, [0.025, 0.975])
-    return Interval(value, float(low), float(high))

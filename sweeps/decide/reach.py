@@ -17,11 +17,10 @@ from typing import ClassVar
 import numpy as np
 
 from sweeps.as_json import AsJson
+from sweeps.curve import Array
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
-from sweeps.fit.least_squares import Array
-from sweeps.fit.predict import chance, paths, quantiles, seed_offsets, support
-from sweeps.fit.wander import apart
+from sweeps.fit.predict import apart, chance, paths, quantiles, seed_offsets, support
 
 # A run is near its asymptote with this share of A - R0 gained: of a gain of 0.3 that leaves 0.015, the spread
 # between seeds.
@@ -182,9 +181,9 @@ def near_asymptote(fit: Fit) -> Asymptote:
             reason=f"{fit.verdict}: {fit.reason}",
         )
     end, draws = fit.window[1], fit.draws
-    ahead = np.log(draws.C_mid) - np.log(draws.at_peak(np.array(end)))
-    shares = 1 / (1 + np.exp(np.clip(draws.B * ahead, -700, 700)))
-    now, later = draws.curve(np.array([end, 2 * end])).T
+    assert fit.outlook is not None
+    shares = draws.share(np.array([end]))[:, 0]
+    now, later = fit.outlook.at(np.array([end, 2 * end])).T
     share, gain = quantiles(shares), quantiles(later - now)
     assert share.low is not None and share.high is not None and share.value is not None and gain.value is not None
     verdict = "unknown"

@@ -13,12 +13,12 @@ from typing import ClassVar
 import numpy as np
 
 from sweeps.as_json import AsJson
+from sweeps.curve import Array
 from sweeps.decide.efficiency import Ratio, tail_of_all_pairs
 from sweeps.decide.reach import first_above
 from sweeps.decide.standing import best_chances
 from sweeps.decide.wording import multiple
 from sweeps.fit.fit import Fit, Interval
-from sweeps.fit.least_squares import Array
 from sweeps.fit.predict import paths_over_seeds, quantiles, readable, within
 
 _LOOKS = 201

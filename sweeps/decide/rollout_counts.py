@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from sweeps.as_json import AsJson
+from sweeps.curve import Array
 from sweeps.decide.standing import CONFIDENCE
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
-from sweeps.fit.least_squares import Array
 from sweeps.fit.predict import chance, paths_over_seeds, quantiles, support
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from sweeps.as_json import AsJson, as_json
+from sweeps.curve import Array
 from sweeps.decide.across_sizes import AcrossSizes, Frontier, fit_across
 from sweeps.decide.power_law import PowerLaw, fit_power_law
 from sweeps.decide.reach import check_target, first_above
 from sweeps.decide.standing import CONFIDENCE
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval, fit_curve
-from sweeps.fit.least_squares import Array
 from sweeps.fit.predict import FAR, chance, quantiles
 
 _HELD_OUT = 0.25
@@ -295,7 +295,7 @@ def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
         early = first[size]
         cut = early.options.max_compute or 0.0
         end = np.inf if fit.options.max_compute is None else fit.options.max_compute
-        if fit.noise is None:
+        if fit.outlook is None:
             continue
         curve = fit.curve
         for label in np.unique(curve.seed):
@@ -305,7 +305,7 @@ def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
             c, seen = curve.compute[late], float(curve.reward[late].mean())
             by_law = 1 - np.exp(level[s] - k_max / (1 + n_0 / size) * np.log(c / law.reference))
             errors.append((float(by_law.mean()) - seen, float(joint.curve(size, c).mean()) - seen))
-            noise.append(fit.noise.of_mean(c) ** 2)
+            noise.append(float(np.mean(fit.outlook.noise**2)) / len(c))
     if not errors:
         return HeldOut(None, None, "unknown", 0)
     law_error, sigmoid_error = (float(v) for v in np.sqrt(np.mean(np.square(errors), axis=0)))

@@ -7,7 +7,6 @@ where it is sure against the recipes that could not be ranked, too.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -15,14 +14,13 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from sweeps.curve import Array
 from sweeps.decide.efficiency import Efficiency, Ratio, efficiencies, tail_of_all_pairs
 from sweeps.decide.margin import MARGIN
 from sweeps.errors import UserError
-from sweeps.fit.fit import Fit, Interval, refit
-from sweeps.fit.forecast import DRAWS
-from sweeps.fit.grid import by_weight
-from sweeps.fit.least_squares import Array
-from sweeps.fit.posterior import LAWS
+from sweeps.fit.fit import Fit, Interval
+from sweeps.fit.forecast import DRAWS, generator
+from sweeps.fit.posterior import by_weight
 from sweeps.fit.predict import asymptote_draws, paths_over_seeds, readable, seed_offsets, within
 from sweeps.fit.seeds import Pairing, SeedSpread, paired_seed_spread
 
@@ -35,7 +33,8 @@ COULD_WIN = 0.05
 _FEW, _APART, _TAIL = 3, 0.03, 4.0
 # Fewer draws of a law than this are not taken to represent it.
 _LEAST = 8
-_SIGMOID = [law.name for law in LAWS].index("sigmoid")
+# How many windows ahead recipes are compared, where no budget is given.
+WINDOWS = 2.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +43,7 @@ class Drawn:
 
     Attributes:
         values: A for the mean of the seeds given, in reward, (K,).
-        rows: index of the draw of the curve that each value belongs to, in `Fit.draws` where A is named, else in
-            `Fit.outlook`, (K,); None where it belongs to neither.
+        rows: index of the draw in `Fit.outlook` that each value belongs to, (K,); None where nothing could be drawn.
         offsets: how far the mean of the seeds given lies off the recipe's own, in reward, (K,).
         spread: standard deviation of A between seeds, from which `offsets` are drawn.
     """
@@ -92,7 +90,7 @@ class Standing:
             leader or without another recipe.
         ranked: identifiable recipes, the best first.
         tied: those whose A, and whose expected loss, lie within the margin of the best, the most efficient first.
-        shared_a, at_shared: mean A of the tied recipes, and their refits with A fixed there; None and empty if no tie.
+        shared_a: mean A of the tied recipes; None if no tie.
         efficiencies: compute of each tied recipe towards the shared A, see `sweeps.decide.efficiency`; empty if no tie.
         ratios: compute to 90% of the way there over that of the first tied recipe, of each other one.
         slower: those of them that surely take more.
@@ -115,7 +113,6 @@ class Standing:
     ranked: tuple[str, ...]
     tied: tuple[str, ...]
     shared_a: float | None
-    at_shared: dict[str, Fit]
     efficiencies: dict[str, Efficiency]
     ratios: dict[str, Ratio]
     slower: tuple[str, ...]
@@ -162,8 +159,8 @@ def joint(fits: Sequence[Fit]) -> list[Drawn]:
     In each draw all recipes follow the same law, drawn by how well the laws predict the study's curves: that one law
     puts every ceiling higher than another does is no difference between recipes. Identifiable recipes are shrunk
     towards each other, since the highest of many estimates is high by luck, too: their prior is a Student t about the
-    others' mean, as wide as the estimates scatter beyond their errors. Their A is that of the sigmoid, shifted by the
-    mean difference between the law of the draw and the sigmoid. Other recipes keep the full width of their posterior.
+    others' mean, as wide as the estimates scatter beyond their errors. Other recipes keep the full width of their
+    posterior.
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them.
@@ -171,29 +168,21 @@ def joint(fits: Sequence[Fit]) -> list[Drawn]:
     pairing = pairing_of([fit for fit in fits if fit.identifiable])
     laws = _laws(fits)
     width = _scatter(fits)
-    # The same for all: how much a law differs from another depends on the window, and recipes' windows are alike.
-    beyond = np.mean([_beyond_sigmoid(fit) for fit in fits if fit.identifiable] or [np.zeros(len(LAWS))], axis=0)
     named = {fit.recipe: named_a(fit) for fit in fits if fit.identifiable}
     found = []
     for fit in fits:
-        rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 7)
+        rng = generator(fit.recipe, "asymptote")
         if not readable(fit):
             found.append(Drawn(np.asarray(rng.uniform(*fit.bounds, DRAWS)), None, np.zeros(DRAWS), 0.0))
             continue
-        values, rows = asymptote_draws(fit), None
-        if fit.identifiable and fit.draws is not None:
-            weight = np.ones(len(values))
-            if width is not None:
-                others = float(np.mean([value for recipe, value in named.items() if recipe != fit.recipe]))
-                # Weights of a Student t density, whose heavy tails hardly move a recipe that is truly apart.
-                weight = (1 + (values - others) ** 2 / (_TAIL * width)) ** (-0.5 * (_TAIL + 1))
-            rows = by_weight(weight, DRAWS, rng)
-            values = np.clip(values[rows] + beyond[laws], *fit.bounds)
-        elif _has_law(fit) and fit.outlook is not None:
-            rows = _under_laws(fit.outlook.futures.law, laws, rng)
-            values = values[rows]
+        values, weight = asymptote_draws(fit), np.ones(DRAWS)
+        if fit.identifiable and width is not None:
+            others = float(np.mean([value for recipe, value in named.items() if recipe != fit.recipe]))
+            # Weights of a Student t density, whose heavy tails hardly move a recipe that is truly apart.
+            weight = (1 + (values - others) ** 2 / (_TAIL * width)) ** (-0.5 * (_TAIL + 1))
+        rows = _under_laws(fit, laws, weight, rng)
         spread = pairing.spread if pairing is not None and fit.identifiable else fit.seed_spread
-        found.append(Drawn(values, rows, seed_offsets(fit, spread=spread), spread.sd))
+        found.append(Drawn(values[rows], rows, seed_offsets(fit, spread=spread), spread.sd))
     return found
 
 
@@ -210,62 +199,49 @@ def joint_rewards(fits: Sequence[Fit], compute: float) -> list[Array]:
     laws = _laws(fits)
     found = []
     for fit in fits:
-        rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 11)
+        rng = generator(fit.recipe, "reward")
         if not within(fit, compute):
             found.append(np.asarray(rng.uniform(*fit.bounds, DRAWS)))
             continue
-        values = paths_over_seeds(fit, [compute])[:, 0]
-        if fit.options.sigmoid and fit.outlook is not None:
-            values = values[_under_laws(fit.outlook.futures.law, laws, rng)]
-        found.append(values)
+        rows = _under_laws(fit, laws, np.ones(DRAWS), rng)
+        found.append(paths_over_seeds(fit, [compute])[rows, 0])
     return found
 
 
-def _has_law(fit: Fit) -> bool:
-    """Return whether the asymptote comes from the outlook: the sigmoid was fitted, and the curve rises."""
-    return fit.options.sigmoid and fit.verdict not in ("flat", "decreasing") and fit.outlook is not None
-
-
-def _laws(fits: Sequence[Fit]) -> NDArray[np.intp]:
-    """The law of each draw, an index of `sweeps.fit.posterior.LAWS`, by its mean weight over the recipes; (K,)."""
-    found = [[fit.outlook.weights[law.name] for law in LAWS] for fit in fits if fit.outlook is not None]
-    weights = np.mean(found or [[law.prior for law in LAWS]], axis=0)
-    return by_weight(weights, DRAWS, np.random.default_rng(0))
+def _laws(fits: Sequence[Fit]) -> list[str]:
+    """The law of each of K draws, by its mean weight over the recipes."""
+    outlooks = [fit.outlook for fit in fits if fit.outlook is not None]
+    names = sorted({name for outlook in outlooks for name in outlook.weights})
+    if not names:
+        return []
+    weights = np.array([[outlook.weights.get(name, 0.0) for name in names] for outlook in outlooks]).mean(0)
+    return [names[i] for i in by_weight(weights, DRAWS, np.random.default_rng(0))]
 
 
 def _scatter(fits: Sequence[Fit]) -> float | None:
     """Return the variance of identifiable asymptotes between recipes, beyond their errors; None with under `_FEW`."""
-    named = [fit for fit in fits if fit.identifiable and fit.draws is not None]
+    named = [fit for fit in fits if fit.identifiable]
     if len(named) < _FEW:
         return None
-    error = float(np.mean([fit.draws.A.var() for fit in named if fit.draws is not None]))
+    error = float(np.mean([asymptote_draws(fit).var() for fit in named]))
     least = (_APART * max(fit.curve.scale for fit in named)) ** 2
     # By method of moments: the variance of estimates is that of the truths plus that of the errors.
     return max(float(np.var([named_a(fit) for fit in named], ddof=1)) - error, least)
 
 
-def _beyond_sigmoid(fit: Fit) -> Array:
-    """Mean ceiling of the recipe under each law less that under the sigmoid; 0 for laws with few draws; (laws,)."""
-    shift = np.zeros(len(LAWS))
-    if not _has_law(fit) or fit.outlook is None:
-        return shift
-    ceiling, law = fit.outlook.ceiling, fit.outlook.futures.law
-    count = np.bincount(law, minlength=len(shift))
-    if count[_SIGMOID] >= _LEAST:
-        mean = np.bincount(law, ceiling, len(shift)) / np.maximum(count, 1)
-        shift = np.where(count >= _LEAST, mean - mean[_SIGMOID], 0.0)
-    return shift
-
-
-def _under_laws(kind: NDArray[np.intp], laws: NDArray[np.intp], rng: np.random.Generator) -> NDArray[np.intp]:
-    """Select indices of a recipe's draws so that their laws are those given; (K,)."""
-    rows = np.empty(len(laws), dtype=np.intp)
-    for law in np.unique(laws):
-        mine = np.flatnonzero(kind == law)
+def _under_laws(fit: Fit, laws: Sequence[str], weight: Array, rng: np.random.Generator) -> NDArray[np.intp]:
+    """Select indices of a recipe's draws by weight (K,), so that their laws are those given; (K,)."""
+    assert fit.outlook is not None
+    futures = fit.outlook.futures
+    wanted = np.array(laws)
+    rows = np.empty(len(wanted), dtype=np.intp)
+    numbers = {law.name: i for i, law in enumerate(futures.laws)}
+    for name in np.unique(wanted):
+        mine = np.flatnonzero(futures.law == numbers.get(name, -1))
         # A law that explains a recipe hardly at all says nothing of it.
-        mine = mine if len(mine) >= _LEAST else np.arange(len(kind))
-        wanted = np.flatnonzero(laws == law)
-        rows[wanted] = mine[by_weight(np.ones(len(mine)), len(wanted), rng)]
+        mine = mine if len(mine) >= _LEAST else np.arange(len(futures.law))
+        places = np.flatnonzero(wanted == name)
+        rows[places] = mine[by_weight(weight[mine], len(places), rng)]
     return rows
 
 
@@ -294,7 +270,7 @@ def stand(fits: Sequence[Fit], margin: float | None = None) -> Standing:
         for fit in ranked
         if best - names[fit.recipe] <= margin + 1e-12 and losses[fit.recipe] - least <= margin + 1e-12
     ]
-    shared_a, at_shared = at_shared_a(tied)
+    shared_a = shared_asymptote(tied)
     pairing = pairing_of(ranked)
     efficient = {} if shared_a is None else efficiencies(tied, shared_a, spreads_of(tied, pairing))
 
@@ -328,7 +304,6 @@ def stand(fits: Sequence[Fit], margin: float | None = None) -> Standing:
         ranked=tuple(fit.recipe for fit in ordered),
         tied=tuple(fit.recipe for fit in ordered if fit in tied),
         shared_a=shared_a,
-        at_shared=at_shared,
         efficiencies=efficient,
         ratios=ratios,
         slower=slower,
@@ -400,9 +375,6 @@ def spreads_of(fits: Sequence[Fit], pairing: Pairing | None) -> dict[str, SeedSp
     return {fit.recipe: fit.seed_spread if pairing is None else pairing.spread for fit in fits}
 
 
-def at_shared_a(tied: Sequence[Fit]) -> tuple[float | None, dict[str, Fit]]:
-    """The mean A of tied recipes and their refits at it; nothing where there is no tie."""
-    if len(tied) < 2:
-        return None, {}
-    shared = float(np.mean([named_a(fit) for fit in tied]))
-    return shared, {fit.recipe: refit(fit, shared) for fit in tied}
+def shared_asymptote(tied: Sequence[Fit]) -> float | None:
+    """The mean A of tied recipes; None where there is no tie."""
+    return None if len(tied) < 2 else float(np.mean([named_a(fit) for fit in tied]))

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sweeps.as_json import AsJson
-from sweeps.curve import Curve
+from sweeps.curve import Array, Curve
 from sweeps.fit.constants import BAD_SEED, MEANS_SD
-from sweeps.fit.least_squares import Array
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sweeps.as_json import AsJson
-from sweeps.fit import least_squares as profile
 from sweeps.fit import verdict
-from sweeps.fit.least_squares import Array, Optimum
-from sweeps.fit.points import FitOptions, Points, weighted
+from sweeps.fit.forecast import Lookout, lookout
+from sweeps.fit.points import Points
 
 # How far R0 is moved, in units of the reward's range, to show what it does to A and B.
 R0_STEP = 0.05
@@ -33,22 +31,21 @@ class R0Effect(AsJson):
 
 @dataclass(frozen=True, eq=False)
 class Checks:
-    """The fitted points and their solution, and the checks made of them, each at first use.
+    """The fitted points, and the checks made of them, each at first use.
 
     Attributes:
         points: the fitted points.
-        options: how they were fitted.
-        bounds: lowest and highest value that R0 and A may take, in reward.
-        scale: width of the reward's range.
-        best: the least-squares solution.
+        ahead: inputs of the fit.
+        R0, A: fitted values, in reward.
+        bounds: lowest and highest possible reward.
         parameters: how many the fit has.
     """
 
     points: Points
-    options: FitOptions
+    ahead: Lookout
+    R0: float
+    A: float
     bounds: tuple[float, float]
-    scale: float
-    best: Optimum
     parameters: int
 
     @cached_property
@@ -64,49 +61,25 @@ class Checks:
             return None
         if verdict.before_fit(half.compute, half.reward, half.seed, self.parameters) is not None:
             return None
-        predicted = point_prediction(half, self.options, self.bounds, points.compute[last])
+        scale = self.bounds if self.ahead.seen.bounded else None
+        early = lookout(self.ahead.recipe, half, scale, options=self.ahead.options)
+        if early is None:
+            return None
+        predicted = np.median(early.outlook.at(points.compute[last]), axis=0)
         return abs(float(predicted.mean() - points.reward[last].mean()))
 
     @cached_property
     def R0_effect(self) -> R0Effect | None:
         """A and B refitted with R0 fixed a step lower and higher; None for other families or a fixed A."""
-        if not self.options.sigmoid:
+        options = self.ahead.options
+        if not options.sigmoid:
             return None
-        problem, best, step = weighted(self.points, self.options, self.bounds), self.best, R0_STEP * self.scale
+        step = R0_STEP * self.ahead.width
         found: list[tuple[float | None, float | None]] = []
-        for r0 in (best.r0 - step, best.r0 + step):
-            if not problem.a_bounds[0] <= r0 < best.a:
+        for r0 in (self.R0 - step, self.R0 + step):
+            if not self.bounds[0] <= r0 < self.A:
                 found.append((None, None))
                 continue
-            moved = profile.polish(replace(problem, r0_bounds=(r0, r0)), best.u, best.v, tolerance=1e-5)
-            found.append((moved.a, float(np.exp(moved.u))))
+            draws = replace(self.ahead, options=replace(options, r0=r0)).outlook.draws
+            found.append((float(np.median(draws.A)), float(np.median(draws.B))))
         return R0Effect(step, (found[0][0], found[1][0]), (found[0][1], found[1][1]))
-
-
-def point_prediction(
-    points: Points,
-    options: FitOptions,
-    bounds: tuple[float, float],
-    compute: Array,
-    seed: NDArray[np.intp] | None = None,
-) -> Array:
-    """Predict rewards at other computes by the least-squares curve of some points, without an interval.
-
-    Args:
-        points: the points to fit.
-        options: how R0 enters, and the family.
-        bounds: lowest and highest reward.
-        compute: where to predict, (m,).
-        seed: number in `points.seed` of the seed to predict for, -1 for one that is not among them, (m,); None for the
-            mean over seeds.
-
-    Returns:
-        Predicted rewards, (m,).
-    """
-    problem = weighted(points, options, bounds)
-    best = profile.solve(problem, tolerance=1e-6)
-    with np.errstate(divide="ignore"):
-        g = problem.family.at(np.log(compute), best.u, best.v)
-    offset = np.zeros(1) if seed is None else np.append(best.seed_offset, 0.0)[seed]
-    result: Array = best.r0 * (1 - g) + (best.a + offset) * g
-    return result

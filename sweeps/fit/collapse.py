@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sweeps.fit.constants import COLLAPSE
-from sweeps.fit.wander import Seen
+from sweeps.fit.seen import Seen
 
 
 def death(seen: Seen) -> tuple[float, float]:

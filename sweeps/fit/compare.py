@@ -14,19 +14,24 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from sweeps.as_json import AsJson
-from sweeps.curve import Curve
-from sweeps.fit import least_squares as profile
+from sweeps.curve import Array, Curve
 from sweeps.fit import verdict
-from sweeps.fit.checks import point_prediction
-from sweeps.fit.family import FAMILIES
-from sweeps.fit.least_squares import Array
-from sweeps.fit.points import FitOptions, Points, fits_r0, pooled, problem_of, select, weighted
+from sweeps.fit.family import FAMILIES, Family
+from sweeps.fit.points import FitOptions, Points, fits_r0, grouped, select
 
 ORIGINS = (0.5, 0.6, 0.7, 0.8, 0.9)
+# Neighbours are averaged beyond this many points.
+_MOST = 1000
 # Fewer held-out points than this say nothing about skill.
 _LEAST_HELD_OUT = 5
+# The search of a shape: so many prior standard deviations on either side, in so many steps, then so many evaluations
+# at most, to this accuracy.
+_REACH, _STEPS, _POLISH, _GOOD = 3.0, 13, 20, 1e-6
+# Ridge on the seeds' offsets, as a weight per seed beside 1 of a point.
+_RIDGE = 1.0
 
 
 @dataclass(frozen=True)
@@ -86,14 +91,13 @@ def compare(curve: Curve, options: FitOptions | None = None) -> Comparison:
     nothing = Comparison(curve.recipe, (), None, None, "too few points, or no change, to compare families on")
     if not len(curve.reward) or not len(select(curve, every["power_law"]).reward):
         return nothing
-    points = {name: pooled(select(curve, how))[0] for name, how in every.items()}
+    points = {name: grouped(select(curve, how), _MOST) for name, how in every.items()}
     shared = points["sigmoid"].take(points["sigmoid"].compute > 0)
     if verdict.before_fit(shared.compute, shared.reward, shared.seed, 4) is not None:
         return nothing
     parts, last = _held_back(points["sigmoid"])
     held = {name: _error(points[name], every[name], parts, curve.bounds) for name in points} if parts else {}
-    variance = 1 / weighted(shared, every["sigmoid"], curve.bounds).weight
-    rows = [_row(name, shared, every[name], curve.bounds, variance, held.get(name)) for name in FAMILIES]
+    rows = [_row(name, shared, every[name], curve.bounds, held.get(name)) for name in FAMILIES]
     least = min(row.aicc for row in rows)
     rows = [replace(row, delta_aicc=row.aicc - least) for row in rows]
     scored = [row for row in rows if row.held_out is not None and row.family != "constant"]
@@ -120,27 +124,103 @@ def _started(curve: Curve) -> Curve:
     return curve.take(np.isin(curve.seed, curve.seed[curve.compute > 0]))
 
 
+@dataclass(frozen=True, eq=False)
+class _Solution:
+    """Least-squares curve of a family, compute in units of `end`; offset (S,) of each seed's gain from the mean's."""
+
+    family: Family
+    end: float
+    first: float
+    shape: Array
+    r0: float
+    a: float
+    offset: Array
+    sse: float
+
+    def share(self, compute: Array) -> Array:
+        """Share of the gain at computes (m,)."""
+        return _share(self.family, compute / self.end, self.first, *self.shape)
+
+
+def _share(family: Family, x: Array, first: float, u: float, v: float) -> Array:
+    """Return g at computes x (n,) in windows; `first` is where a power law begins."""
+    with np.errstate(divide="ignore", over="ignore"):
+        return family.at(np.log(x), u, np.log(first) if family.name == "power_law" else v)
+
+
+def _solve(points: Points, options: FitOptions, bounds: tuple[float, float]) -> _Solution:
+    """Fit a family by least squares: a grid over its shape, the best cell polished by SciPy, R0 and A solved in each.
+
+    Each seed has a gain of its own, drawn towards the common one by a ridge.
+    """
+    family = options.shape
+    end, first = float(points.compute.max()), float(points.compute[points.compute > 0].min())
+    x, first = points.compute / end, first / end
+    weight = np.ones(len(x)) if points.variance is None else points.variance.mean() / points.variance
+    fixed = 0.0 if options.family == "sigmoid_zero" else None if isinstance(options.r0, str) else float(options.r0)
+    root = np.sqrt(weight)
+    member = points.seed[:, None] == np.arange(points.seeds) if points.seeds > 1 else np.zeros((len(x), 0))
+    ridge = np.eye(member.shape[1]) * _RIDGE
+
+    def linear(shape: Array) -> tuple[Array, Array]:
+        g = _share(family, x, first, *shape)
+        columns, target = [g, *(member * g[:, None]).T], points.reward - (0.0 if fixed is None else fixed * (1 - g))
+        if fixed is None:
+            columns = [1 - g, *columns]
+        design = np.stack(columns, axis=1) * root[:, None]
+        pull = np.zeros((len(ridge), design.shape[1]))
+        pull[:, design.shape[1] - len(ridge) :] = ridge
+        stacked, wanted = np.concatenate([design, pull]), np.append(target * root, np.zeros(len(ridge)))
+        theta = np.linalg.lstsq(stacked, wanted)[0]
+        levels = np.arange(1 if fixed is not None else 2)
+        beyond = levels[(theta[levels] < bounds[0]) | (theta[levels] > bounds[1])]
+        if len(beyond):
+            # A level beyond its bounds is put on the bound, and the rest is solved again.
+            theta[beyond] = np.clip(theta[beyond], *bounds)
+            rest = np.setdiff1d(np.arange(len(theta)), beyond)
+            theta[rest] = np.linalg.lstsq(stacked[:, rest], wanted - stacked[:, beyond] @ theta[beyond])[0]
+            theta[levels] = np.clip(theta[levels], *bounds)
+        return theta, stacked @ theta - wanted
+
+    def residuals(shape: Array) -> Array:
+        return linear(shape)[1]
+
+    (mu, su), (mv, sv) = family.prior
+    steps = np.linspace(-_REACH, _REACH, _STEPS)
+    u = mu + su * steps if family.shape > 0 else np.array([mu])
+    v = mv + sv * steps if family.shape > 1 else np.array([mv])
+    cells = np.stack(np.meshgrid(u, v, indexing="ij"), axis=-1).reshape(-1, 2)
+    # Every cell at once, without bounds and seeds: R^2 of the line through (g, reward) tells the best one.
+    g = np.stack([_share(family, x, first, *cell) for cell in cells])
+    g = g - np.average(g, axis=1, weights=weight)[:, None]
+    explained = (g @ (weight * points.reward)) ** 2 / np.maximum(g**2 @ weight, 1e-12)
+    best = cells[int(explained.argmax())]
+    if family.shape:
+        best = least_squares(residuals, best, x_scale=(su, sv), max_nfev=_POLISH, ftol=_GOOD, xtol=_GOOD).x
+    theta, residual = linear(best)
+    r0, (a, *offset) = (fixed, theta) if fixed is not None else (float(theta[0]), theta[1:])
+    own = residual[: len(x)]
+    return _Solution(family, end, first, best, r0, float(a), np.array(offset), float(own @ own))
+
+
 def _row(
-    name: str, points: Points, options: FitOptions, bounds: tuple[float, float], variance: Array, held_out: float | None
+    name: str, points: Points, options: FitOptions, bounds: tuple[float, float], held_out: float | None
 ) -> FamilyRow:
-    """Fit a family to all points and return its row; `variance` (n,), of each point, is the same for every family."""
-    problem = problem_of(points, options, bounds, variance)
-    best = profile.solve(problem, tolerance=1e-9)
+    """Fit a family to all points and return its row."""
+    solution = _solve(points, options, bounds)
     n = len(points.reward)
     parameters = FAMILIES[name].shape + 1 + fits_r0(options)
     # Beside the curve: the seeds' offsets and the noise's variance.
-    k = parameters + problem.seeds
-    _, residual, _ = profile.evaluate(problem, best.u, best.v)
-    # Weights of mean 1: the SSE is in units of the reward, whatever the size of the points' variances.
-    share = problem.weight / problem.weight.mean()
-    sse = float(share @ residual**2)
+    k = parameters + points.seeds
     # AICc = n ln(SSE / n) + 2 k + 2 k (k + 1) / (n - k - 1); it is not defined for n <= k + 1, and the floor keeps
     # noise-free data from ln 0.
     floor = n * (1e-7 * max(1.0, float(np.abs(points.reward).max()))) ** 2
     correction = 2 * k * (k + 1) / (n - k - 1) if n > k + 1 else 1e6
-    aicc = n * float(np.log((sse + floor) / n)) + 2 * k + correction
-    spread = float(share @ (points.reward - share @ points.reward / n) ** 2)
-    return FamilyRow(name, parameters, best.a, sse, aicc, 0.0, held_out, 1 - sse / spread if spread > 0 else None)
+    aicc = n * float(np.log((solution.sse + floor) / n)) + 2 * k + correction
+    weight = np.ones(n) if points.variance is None else points.variance.mean() / points.variance
+    spread = float(weight @ (points.reward - np.average(points.reward, weights=weight)) ** 2)
+    r2 = 1 - solution.sse / spread if spread > 0 else None
+    return FamilyRow(name, parameters, solution.a, solution.sse, aicc, 0.0, held_out, r2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,6 +266,9 @@ def _error(own: Points, options: FitOptions, parts: Sequence[_Later], bounds: tu
         known = np.unique(own.seed[own.compute <= part.origin])
         number = np.where(np.isin(part.seed, known), np.searchsorted(known, part.seed), -1)
         seen = own.take(own.compute <= part.origin)
-        predicted = point_prediction(seen, options, bounds, part.compute, number)
+        solution = _solve(seen, options, bounds)
+        offset = np.append(solution.offset if len(solution.offset) else np.zeros(seen.seeds), 0.0)[number]
+        g = solution.share(part.compute)
+        predicted = solution.r0 * (1 - g) + (solution.a + offset) * g
         errors.append(np.abs(part.reward - predicted))
     return float(np.concatenate(errors).mean())

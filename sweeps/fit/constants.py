@@ -10,28 +10,31 @@ from __future__ import annotations
 
 # --- before the data ------------------------------------------------------------------------------------------------
 
-# The posterior of A (`sweeps.fit.law`): mean and standard deviation of the logarithms of B and of C_mid in windows, and
-# of R0 and A; twice as wide where rewards have no bounds. Wide, a choice; docs/measured/coverage.md has what they do.
-B_PRIOR, C_MID_PRIOR = (0.8, 0.45), (-1.0, 1.2)
-LEVEL_SD = 0.4
-FIT_R0_PRIOR, FIT_A_PRIOR = (0.3, LEVEL_SD), (0.6, LEVEL_SD)
-# No law holds more exactly than this.
-EXACT = 1e-3
 # Forecasts (`sweeps.fit.posterior`): none of these was set on a curve. Probability of each law, and mean and standard
 # deviation of the logarithms of its shape: B of a sigmoid, power of a Weibull curve; C_mid or scale, in windows.
 P_SIGMOID = P_WEIBULL = 0.4
 P_NONE = 0.2
 SIGMOID_PRIOR, WEIBULL_PRIOR, SCALE_PRIOR = (0.6, 0.45), (0.0, 0.35), (-0.7, 1.2)
+# The other families' shapes: logarithm of k and c of a logistic, and logarithm of a power law's B.
+RATE_PRIOR, MIDPOINT_PRIOR, POWER_PRIOR = (1.6, 0.8), (0.3, 0.6), (-0.7, 0.8)
 # R0 and A of a law that rises, and the level of none.
 R0_PRIOR, A_PRIOR, LEVEL_PRIOR = (0.3, 0.35), (0.6, 0.35), (0.45, 0.35)
 # The walk about a law: mean and standard deviation of the logarithm of its standard deviation over one window (about
 # 0.06), and in how many windows beyond the end it levels.
 WALK_PRIOR, LEVELLING = (-2.8, 1.0), 1.0
+# A counts from where the walk stands: its mean over so much of a window beyond the end.
+STANDING = 0.25
+# Prior standard deviation of a fixed R0 or A.
+FIXED = 1e-5
+# No noise is smaller than this.
+EXACT = 1e-3
 # How far seeds walk from their mean, in units of the recipe's walk, as likely one as another: a grid.
 SEED_WALKS = (0.3, 1.0, 3.0)
-# Standard deviation of the logarithm of the noise about the points' roughness, which is no less than this.
+# Standard deviation of the logarithm of the noise about the points' roughness, which is no less than this; and about
+# the errors that the source gives (times `KNOWN`: the same prompts every time make evaluations agree better).
 NOISE_SD, QUIET = 0.5, 0.004
-# Beyond this many windows a forecast is not read where A is not named: no study could tell or use it.
+KNOWN, KNOWN_SD = 0.85, 0.2
+# Beyond this many windows a forecast is not read where A is not named, and no ceiling: no study could use it.
 FARTHEST = 10.0
 
 # A learning rate that has come down to this share of its peak brings as much a compute as at the peak, for cooling down
@@ -40,16 +43,6 @@ COOLED = 0.5
 
 # --- noise ----------------------------------------------------------------------------------------------------------
 
-# The wander's standard deviation that half the policies exceed, at a memory of one window; and how likely there is none
-# to speak of. Set on the zoo.
-WANDER_SD, P_STILL = 0.055, 0.15
-# Strengths tried, in units of the points' roughness, and memories, in windows, as likely one as another: a grid over
-# what the prior on the rate allows.
-STRENGTHS, MEMORIES = (0.5, 1.7, 4.5), (0.04, 0.7)
-# Sampling errors tried, as likely one as another: as multiples of the variance given (the same prompts every time make
-# evaluations agree better than their own errors say), or standard deviations in units of the roughness where none is
-# given.
-WHITE_KNOWN, WHITE_UNKNOWN = (0.7, 1.0), (0.6, 1.2)
 # Seeds of one recipe end about this far apart (three ScaleRL runs lay within it: arXiv 2510.13786, A.7), and do not
 # begin so. With their policies' wander, means over half a window lie apart by twice that, which is also the ridge on
 # offsets between the seeds given, weak on purpose.
@@ -77,9 +70,6 @@ PLATEAU = 0.02
 # The bend is in the window if even the upper end of C_mid's interval lies below this share of it: intervals that
 # miss, one in twenty, mostly miss by little.
 BEND = 0.85
-# Before this many times the upper end of C_mid a window shows the bend and no plateau, and a lull passes for one: A
-# must then be known all the better, by the square of what is missing. Set on the zoo.
-REACH = 3.5
 # A curve is flat if it is likelier than not that there is no law, and a rise by more than `PLATEAU`, from its beginning
 # to two windows, is less likely than this. Set on real curves: of 15 so called none had risen by then.
 P_FLAT = 0.25
@@ -87,9 +77,6 @@ P_FLAT = 0.25
 AHEAD = 3.0
 # A is named if this much of what all laws say of the ceiling lies within its interval.
 AGREED = 0.65
-# A Weibull curve ends above the sigmoid: the upper half of A's interval is this much longer, unless it is behind by
-# this much log evidence. Set on the zoo's Frechet curves (docs/measured/forecast_zoo.md).
-OTHERS, RULED_OUT = 1.4, 6.0
 # A run has gone bad if it ends this share of its gain below its best stretch; and only what was at this reward can be
 # said to have died. A choice, held on the zoo.
 COLLAPSE = 0.2

@@ -1,5 +1,5 @@
 """Families of compute curves, all of one form: R(C) = R0 (1 - g(C)) + A g(C), with g given by one or two shape
-parameters that are searched, while R0 and A follow exactly.
+parameters, while R0 and A enter linearly.
 
     sigmoid        g = 1 / (1 + (C_mid / C)^B)                       arXiv 2510.13786, eq. 1
     sigmoid_zero   the same with R0 = 0
@@ -13,17 +13,14 @@ parameters that are searched, while R0 and A follow exactly.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
-Box = tuple[float, float, float, float]
+from sweeps.curve import Array
+from sweeps.fit.constants import MIDPOINT_PRIOR, POWER_PRIOR, RATE_PRIOR, SCALE_PRIOR, SIGMOID_PRIOR
 
-# The search of the sigmoid: B from almost a constant to a step; C_mid from well below the data to far beyond.
-B_RANGE = (0.1, 20.0)
-C_MID_BELOW, C_MID_ABOVE = 20.0, 100.0
+Prior = tuple[tuple[float, float], tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,8 @@ class Family:
         basis: g(log_compute, u, v), for search coordinates that broadcast against the points' log compute (-inf at
             compute 0). u and v are logarithms of the shape parameters, except the logistic's v, which is c itself.
         inverse: compute at which g is a share of 1, of (share, u, v), for arrays u and v of one shape.
-        box: limits of u and v for the points' log compute (n,); equal limits leave a coordinate out of the search.
+        prior: prior mean and standard deviation of u, and of v, with compute in windows.
+        powers: powers of the unit of compute that the two shape parameters carry.
         from_zero: whether the curve is defined at compute 0; if not, evaluations there are left out.
     """
 
@@ -45,7 +43,8 @@ class Family:
     names: tuple[str, ...]
     basis: Callable[[Array, Array, Array], Array]
     inverse: Callable[[float, Array, Array], Array]
-    box: Callable[[Array], Box]
+    prior: Prior
+    powers: tuple[int, int]
     from_zero: bool = True
 
     @property
@@ -75,33 +74,6 @@ class Family:
     def search(self, first: Array, second: Array) -> tuple[Array, Array]:
         """Convert shape parameters to search coordinates, the inverse of `natural`."""
         return np.log(first), second if self.name == "logistic" else np.log(second)
-
-
-def _positive(log_compute: Array) -> tuple[float, float]:
-    positive = log_compute[np.isfinite(log_compute)]
-    return float(positive.min()), float(positive.max())
-
-
-def _sigmoid_box(log_compute: Array) -> Box:
-    first, last = _positive(log_compute)
-    low, high = np.log(B_RANGE)
-    return float(low), float(high), first - float(np.log(C_MID_BELOW)), last + float(np.log(C_MID_ABOVE))
-
-
-def _logistic_box(log_compute: Array) -> Box:
-    _, last = _positive(log_compute)
-    end = float(np.exp(last))
-    # The slope k in units of 1 / (last compute); the midpoint c may lie before compute 0, so it is no logarithm.
-    return float(np.log(0.3)) - last, float(np.log(300.0)) - last, -0.5 * end, 4.0 * end
-
-
-def _exponential_box(log_compute: Array) -> Box:
-    first, last = _positive(log_compute)
-    return first - float(np.log(C_MID_BELOW)), last + float(np.log(C_MID_ABOVE)), 0.0, 0.0
-
-
-def _power_box(log_compute: Array) -> Box:
-    return float(np.log(0.01)), float(np.log(B_RANGE[1])), *(_positive(log_compute)[0],) * 2
 
 
 def logistic_of(t: Array) -> Array:
@@ -163,22 +135,26 @@ def _constant_inverse(share: float, u: Array, v: Array) -> Array:
     return np.zeros_like(u)
 
 
-def _constant_box(_: Array) -> Box:
-    return 0.0, 0.0, 0.0, 0.0
-
-
+# A coordinate that the family does not have.
+_UNUSED = (0.0, 1.0)
+_OF_SIGMOID = (SIGMOID_PRIOR, SCALE_PRIOR)
 SIGMOID = Family(
-    "sigmoid", "R0 + (A - R0) / (1 + (C_mid / C)^B)", ("B", "C_mid"), _sigmoid, _sigmoid_inverse, _sigmoid_box
+    "sigmoid", "R0 + (A - R0) / (1 + (C_mid / C)^B)", ("B", "C_mid"), _sigmoid, _sigmoid_inverse, _OF_SIGMOID, (0, 1)
 )
-_LOGISTIC, _EXPONENTIAL = "R0 + (A - R0) / (1 + exp(-k (C - c)))", "R0 + (A - R0) (1 - exp(-C / tau))"
 FAMILIES = {
     family.name: family
     for family in (
         SIGMOID,
-        Family("sigmoid_zero", "A / (1 + (C_mid / C)^B)", ("B", "C_mid"), _sigmoid, _sigmoid_inverse, _sigmoid_box),
-        Family("logistic", _LOGISTIC, ("k", "c"), _logistic, _logistic_inverse, _logistic_box),
-        Family("exponential", _EXPONENTIAL, ("tau",), _exponential, _exponential_inverse, _exponential_box),
-        Family("power_law", "A - D C^-B", ("B",), _power, _power_inverse, _power_box, from_zero=False),
-        Family("constant", "A", (), _constant, _constant_inverse, _constant_box),
+        replace(SIGMOID, name="sigmoid_zero", formula="A / (1 + (C_mid / C)^B)"),
+        Family(
+            "logistic", "R0 + (A - R0) / (1 + exp(-k (C - c)))", ("k", "c"), _logistic, _logistic_inverse,
+            (RATE_PRIOR, MIDPOINT_PRIOR), (-1, 1),
+        ),
+        Family(
+            "exponential", "R0 + (A - R0) (1 - exp(-C / tau))", ("tau",), _exponential, _exponential_inverse,
+            (SCALE_PRIOR, _UNUSED), (1, 0),
+        ),
+        Family("power_law", "A - D C^-B", ("B",), _power, _power_inverse, (POWER_PRIOR, _UNUSED), (0, 1), False),
+        Family("constant", "A", (), _constant, _constant_inverse, (_UNUSED, _UNUSED), (0, 0)),
     )
-}
+}  # fmt: skip

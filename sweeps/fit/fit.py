@@ -2,13 +2,12 @@
 
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)            arXiv 2510.13786, eq. 1
 
-or another family of `fit.family`. Estimates are least squares; intervals are 95% of the law's posterior (`fit.law`),
-for the runs given, and allow for a policy that wanders (`fit.wander`). Only arrays come in here: no files, no torch.
+or another family of `fit.family`. Everything is read from the draws of one posterior (`fit.posterior`): estimates are
+medians, intervals hold 95%, for the runs given. Only arrays come in here: no files, no torch.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,23 +16,22 @@ from typing import Any
 import numpy as np
 
 from sweeps.as_json import AsJson, as_json
-from sweeps.curve import Curve
+from sweeps.curve import Array, Curve
 from sweeps.errors import UserError
-from sweeps.fit import least_squares as profile
 from sweeps.fit import verdict
 from sweeps.fit.bad_seeds import BadSeed, without_bad_seeds
 from sweeps.fit.checks import Checks, R0Effect
 from sweeps.fit.collapse import death
-from sweeps.fit.constants import OTHERS, PLATEAU, RULED_OUT
-from sweeps.fit.forecast import DRAWS, Lookout, Outlook, lookout
-from sweeps.fit.law import Draws, Law, law_of
-from sweeps.fit.least_squares import Array, Optimum, Problem
+from sweeps.fit.constants import HUBER, PLATEAU
+from sweeps.fit.forecast import Draws, Lookout, Outlook, lookout
 from sweeps.fit.points import FitOptions as FitOptions
-from sweeps.fit.points import Points, fits_r0, pooled, pulled_in, select, weighted
+from sweeps.fit.points import Points, fits_r0, select
 from sweeps.fit.schedule import Schedule, schedule_of
 from sweeps.fit.seeds import BORROWED_SEED_SD, SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
-from sweeps.fit.wander import Noise
 from sweeps.parallel import mapped
+
+# Rounds in which `robust` pulls outliers in.
+_ROBUST_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -61,16 +59,15 @@ class Fit(AsJson):
         A, B, C_mid: estimates with 95% bounds; all three values of each are None where the verdict lets none be named.
         A_total: A's bounds widened by the spread between seeds, in reward; None for an open bound.
         R0: reward at compute 0; None without a fit, and for a constant. R0_source is `given`, `first` or `free`.
-        rmse, r2: of the rewards about the least-squares curve; None without a fit.
+        rmse, r2: of the rewards about the fitted line, `Outlook.line`; None without a fit.
         window: smallest and largest compute that was fitted, in the curve's unit; None if no point lies in the window.
         bounds: lowest and highest value that R0 and A may take, in reward.
-        draws, noise, law: posterior draws, the noise about the curve, and the grid posterior that the intervals are
-            read from; None where no fit was possible (law also where `fit_curves` was told to drop it).
+        draws: posterior draws that the intervals are read from; None where no fit was possible.
         shape: the family's shape parameters by name: B and C_mid of a sigmoid, B alone of a power law.
         informing: number of seeds with enough points to have an asymptote of their own.
         bad_seeds: outlier seeds, which are left out of the curve.
         checks: further fits of the same points, by which a reader judges this one; None without a fit.
-        lookout: inputs of the forecasts; None with too few points.
+        lookout: inputs of the posterior; None with too few points.
     """
 
     curve: Curve
@@ -92,11 +89,9 @@ class Fit(AsJson):
     warnings: tuple[str, ...]
     bounds: tuple[float, float]
     draws: Draws | None = None
-    noise: Noise | None = None
     seed_excess: SeedExcess = field(default_factory=SeedExcess)
     shape: dict[str, Interval] = field(default_factory=dict)
     informing: int = 1
-    law: Law | None = None
     bad_seeds: tuple[BadSeed, ...] = ()
     checks: Checks | None = None
     lookout: Lookout | None = None
@@ -193,10 +188,6 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
             f"{curve.compute.min():.4g} to {curve.compute.max():.4g}: change --min-compute or --max-compute"
         )
     total = len(points.reward)
-    points, block = pooled(points)
-    raw = points.reward
-    if options.robust:
-        points = pulled_in(points, options, curve.bounds)
     bounds = curve.bounds
     if not isinstance(options.r0, str) and not bounds[0] <= options.r0 <= bounds[1]:
         raise UserError(f"--r0 {options.r0:g}: outside the reward's range {bounds[0]:g}..{bounds[1]:g}; give a reward")
@@ -215,9 +206,9 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     if options.r0 == "first" and options.shape.from_zero and not (curve.compute == 0).any():
         warnings.append("no evaluation at compute 0: R0 is inferred from the curve; give --r0 if it is known")
     warnings += [_left_out(seed, kept) for seed in bad]
-    if block > 1:
-        warnings.append(f"{total} points were averaged in blocks of {block} neighbours")
-    ahead = lookout(curve.recipe, points, curve.range, schedule, total)
+    ahead = lookout(curve.recipe, points, curve.range, schedule, options)
+    if ahead is not None and ahead.each > 1:
+        warnings.append(f"{total} points were averaged to {len(ahead.seen.x)} means of neighbours")
     if ahead is not None and (gone := death(ahead.seen))[0] > 0:
         at = ahead.end * np.array(gone[1])
         since = float(at if schedule is None else schedule.compute_at(at))
@@ -239,7 +230,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     refused = verdict.before_fit(points.compute[shown], points.reward[shown], points.seed[shown], parameters)
     if refused is not None:
         return replace(empty, verdict=refused.name, reason=refused.reason)
-    return _fit_points(empty, points, raw, parameters)
+    return _fit_points(empty, points, parameters)
 
 
 def _decays(schedule: Schedule) -> str:
@@ -260,48 +251,41 @@ def _left_out(bad: BadSeed, kept: Curve) -> str:
     )
 
 
-def _fit_points(empty: Fit, points: Points, raw: Array, parameters: int) -> Fit:
-    """Complete a fit with solution, posterior, draws and verdict. raw (n,): rewards before outliers were pulled in."""
-    options, bounds = empty.options, empty.bounds
-    assert empty.lookout is not None
-    problem = weighted(points, options, bounds)
-    best = profile.solve(problem)
-    _, _, g = profile.evaluate(problem, best.u, best.v)
-    informing = int(problem.loose.sum())
-    # A seed that ended too early has no offset of its own, so it is no parameter.
-    parameters -= problem.seeds - informing
-    ahead = empty.lookout
-    law = law_of(ahead, problem, best)
+def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
+    """Complete a fit with its draws and verdict."""
+    options, bounds, ahead = empty.options, empty.bounds, empty.lookout
+    assert ahead is not None
+    if options.robust:
+        ahead = _pulled_in(points, ahead)
+    outlook = ahead.outlook
+    draws, line = outlook.draws, outlook.line_at(points.compute)
     gone = {bad.seed for bad in empty.bad_seeds}
     labels = [str(label) for label in np.unique(empty.curve.seed) if str(label) not in gone]
-    silent = [label for label, own in zip(labels, problem.loose, strict=False) if not own]
-    if silent and len(labels) == problem.seeds:
+    excess, informing = seed_excess(points, line, outlook, labels)
+    silent = [label for label, own in zip(labels, informing, strict=False) if not own]
+    if silent and len(labels) == points.seeds:
         note = f"seed {', '.join(silent)} ended too early to say anything of its asymptote; its points are used"
         empty = replace(empty, warnings=(*empty.warnings, note))
-    # crc32 of the name: the same draws in every process, where `hash` of a string is salted.
-    draws = law.draw(DRAWS, np.random.default_rng(zlib.crc32(empty.recipe.encode())))
-    low, high = law.asymptote_interval()
-    if options.sigmoid and _weibull_is_possible(ahead.outlook):
-        high = best.a + OTHERS * (high - best.a)
-    A = Interval(best.a, *_a_ends(points, (low, high), bounds))
-    shape = _shape(law)
+    empty = replace(empty, lookout=ahead)
+    A = _interval(draws.A)
+    if options.asymptote is not None:
+        A = Interval(options.asymptote, options.asymptote, options.asymptote)
+    A = Interval(A.value, *_a_ends(points, A, empty.curve.range))
+    shape = {name: _interval(values) for name, values in zip(options.shape.names, (draws.B, draws.C_mid), strict=False)}
     nothing = Interval(None, None, None)
-    B = shape.get("B", nothing)
-    C_mid = shape.get("C_mid", nothing)
-    # RMSE and R^2 are of the rewards as measured, not as pulled in by `robust`.
-    about_curve = raw - best.r0 * (1 - g) - best.a * g
-    variance = float((raw - raw.mean()) @ (raw - raw.mean()))
-    half = _half_gain(options.family, shape, points)
-    doubt = _doubt(empty, A)
+    r0 = options.r0 if isinstance(options.r0, float | int) else float(np.median(draws.R0))
+    residual = points.reward - line
+    variance = float(points.reward.var())
     evidence = verdict.Evidence(
-        compute=points.compute, reward=points.reward,
-        A=(best.a, A.low, A.high),
-        B=(B.value or 0.0, B.low, B.high) if B.value is not None else None,
-        half_gain=half, half_name={"exponential": "tau ln 2", "logistic": "c"}.get(options.family, "C_mid"),
-        R0=best.r0, reward_range=empty.curve.scale,
-        at_edge=_edge(problem, best, points, bounds),
-        point_sd=law.noise.sd, doubt=doubt,
-    )  # fmt: skip
+        compute=points.compute,
+        reward=points.reward,
+        A=(float(np.median(draws.A)) if A.value is None else A.value, A.low, A.high),
+        half_gain=_half_gain(draws),
+        half_name={"exponential": "tau ln 2", "logistic": "c"}.get(options.family, "C_mid"),
+        R0=r0,
+        reward_range=empty.curve.scale,
+        doubt=_doubt(empty, A),
+    )
     judged = verdict.after_fit(evidence)
     unnamed = judged.name in ("flat", "decreasing")
     fit = replace(
@@ -309,59 +293,58 @@ def _fit_points(empty: Fit, points: Points, raw: Array, parameters: int) -> Fit:
         verdict=judged.name,
         reason=judged.reason,
         A=nothing if unnamed else A,
-        B=nothing if unnamed else B,
-        C_mid=nothing if unnamed else C_mid,
+        B=nothing if unnamed else shape.get("B", nothing),
+        C_mid=nothing if unnamed else shape.get("C_mid", nothing),
         shape={} if unnamed else shape,
-        R0=None if options.family == "constant" else best.r0,
-        rmse=float(np.sqrt(np.mean(about_curve**2))),
-        r2=None if variance <= 0 else 1 - float(about_curve @ about_curve) / variance,
-        checks=Checks(points, options, bounds, empty.curve.scale, best, parameters),
+        R0=None if options.family == "constant" else r0,
+        rmse=float(np.sqrt(np.mean(residual**2))),
+        r2=None if variance <= 0 else 1 - float(np.mean(residual**2)) / variance,
+        checks=Checks(points, ahead, r0, float(np.median(draws.A)), bounds, parameters),
         draws=draws,
-        noise=law.noise,
-        informing=informing,
+        informing=int(informing.sum()),
         # Only asymptotes that are known tell how far those of seeds lie apart.
-        seed_excess=seed_excess(problem, best, g, law.noise, labels) if judged.identifiable else SeedExcess(),
-        law=law,
+        seed_excess=excess if judged.identifiable else SeedExcess(),
     )
     return with_seed_spread(fit, empty.seed_spread)
 
 
-def _shape(law: Law) -> dict[str, Interval]:
-    """The family's shape parameters with their intervals."""
-    family = law.family
-    value = family.natural_at(law.best.u, law.best.v)
-    found = {}
-    for axis, name in enumerate(family.names):
-        ends = law.shape_interval(axis)
-        own = [None if e is None else family.natural_at(e, e)[axis] for e in ends]
-        found[name] = Interval(value[axis], own[0], own[1])
-    return found
+def _interval(draws: Array) -> Interval:
+    """Median of draws (K,) with the bounds of their central 95%."""
+    low, value, high = np.quantile(draws, [0.025, 0.5, 0.975]).tolist()
+    return Interval(value, low, high)
 
 
-def _half_gain(
-    family: str, shape: dict[str, Interval], points: Points
-) -> tuple[float, float | None, float | None] | None:
+def _pulled_in(points: Points, ahead: Lookout) -> Lookout:
+    """Pull outliers towards the line, so that the fit of the result is about Huber's fit (1964)."""
+    scale = (ahead.bottom, ahead.bottom + ahead.width)
+    for _ in range(_ROBUST_ROUNDS):
+        line = ahead.outlook.line_at(points.compute)
+        residual = points.reward - line
+        # The spread without the points that are far off: the median of absolute residuals.
+        limit = HUBER * max(1.4826 * float(np.median(np.abs(residual))), 1e-7 * ahead.width)
+        pulled = replace(points, reward=line + np.clip(residual, -limit, limit))
+        bounded = scale if ahead.seen.bounded else None
+        found = lookout(ahead.recipe, pulled, bounded, ahead.schedule, ahead.options)
+        if found is None:
+            break
+        ahead = found
+    return ahead
+
+
+def _half_gain(draws: Draws) -> tuple[float, float, float] | None:
     """Compute at which half of A - R0 is gained, with its interval; None for a family without such a point."""
-    # 1 - exp(-C / tau) is 1/2 at C = tau ln 2; a sigmoid and a logistic are there at their midpoints.
-    name, factor = {"exponential": ("tau", np.log(2)), "logistic": ("c", 1.0)}.get(family, ("C_mid", 1.0))
-    if name not in shape:
+    if not draws.family.names:
         return None
-    value, low, high = shape[name].value, shape[name].low, shape[name].high
-    assert value is not None
-    return value * factor, None if low is None else low * factor, None if high is None else high * factor
-
-
-def _weibull_is_possible(outlook: Outlook) -> bool:
-    """Return whether a Weibull curve, which saturates later than a sigmoid, is not ruled out."""
-    return outlook.log_evidence["sigmoid"] - outlook.log_evidence["weibull"] <= RULED_OUT
+    low, value, high = np.quantile(draws.family.compute_at(0.5, draws.B, draws.C_mid), [0.025, 0.5, 0.975]).tolist()
+    return value, low, high
 
 
 def _doubt(fit: Fit, A: Interval) -> verdict.Doubt:
-    """Return the evidence against the sigmoid; none on A if another family is fitted or A is fixed."""
+    """Return the evidence against the fitted family."""
     assert fit.outlook is not None and fit.window is not None
     outlook, scale = fit.outlook, fit.curve.scale
     evidence = dict(outlook.log_evidence)
-    ours = evidence.pop("sigmoid")
+    ours = evidence.pop(fit.family)
     rival = max(evidence, key=lambda name: evidence[name])
     start, later = outlook.at(np.array([0.0, 2 * fit.window[1]])).T
     # A ceiling within the margin of a tie is the same one.
@@ -378,34 +361,18 @@ def _doubt(fit: Fit, A: Interval) -> verdict.Doubt:
     )
 
 
-def _a_ends(
-    points: Points, ends: tuple[float, float], bounds: tuple[float, float]
-) -> tuple[float | None, float | None]:
+def _a_ends(points: Points, A: Interval, limits: tuple[float, float] | None) -> tuple[float | None, float | None]:
     """Return A's bounds: None where only the reward's bound ends it, unless a plateau was observed there."""
-    low: float | None
-    high: float | None
-    low, high = ends
-    tolerance = 1e-9 * (bounds[1] - bounds[0])
-    if low <= bounds[0] + tolerance:
+    low, high = A.low, A.high
+    if limits is None:
+        return low, high
+    bottom, top = limits
+    tolerance = 1e-9 * (top - bottom)
+    if low is not None and low <= bottom + tolerance:
         low = None
-    if high >= bounds[1] - tolerance:
-        seen = verdict.plateau_observed(points.compute, points.reward, bounds[1], bounds[1] - bounds[0])
-        high = bounds[1] if seen else None
+    if high is not None and high >= top - tolerance:
+        high = top if verdict.plateau_observed(points.compute, points.reward, top, top - bottom) else None
     return low, high
-
-
-def _edge(problem: Problem, best: Optimum, points: Points, bounds: tuple[float, float]) -> str | None:
-    """Name the edge of the search that the solution lies on, such as "B = 20"; None if it lies inside."""
-    at = (best.u, best.v)
-    for axis, name in enumerate(problem.family.names):
-        low, high = problem.box[2 * axis], problem.box[2 * axis + 1]
-        margin = 2e-4 * (high - low)
-        if not low + margin < at[axis] < high - margin:
-            return f"{name} = {problem.family.natural_at(best.u, best.v)[axis]:.4g}"
-    at_top = best.a >= bounds[1] - 1e-9 * (bounds[1] - bounds[0])
-    if at_top and not verdict.plateau_observed(points.compute, points.reward, bounds[1], bounds[1] - bounds[0]):
-        return f"A = {bounds[1]:.4g}"
-    return None
 
 
 def with_seed_spread(fit: Fit, spread: SeedSpread) -> Fit:
@@ -420,9 +387,7 @@ def with_seed_spread(fit: Fit, spread: SeedSpread) -> Fit:
     return replace(fit, seed_spread=spread, A_total=(bottom, top))
 
 
-def fit_curves(
-    curves: Sequence[Curve], options: FitOptions | None = None, workers: int = 1, regions: bool = True
-) -> list[Fit]:
+def fit_curves(curves: Sequence[Curve], options: FitOptions | None = None, workers: int = 1) -> list[Fit]:
     """Fit every recipe; the spread between seeds is measured on a recipe's own seeds (3 or more), else pooled
     over recipes, else borrowed from the paper.
 
@@ -430,9 +395,8 @@ def fit_curves(
         curves: one curve per recipe.
         options: how R0 enters, the window, the family; the defaults if None.
         workers: number of processes that share the work, see `sweeps.parallel`.
-        regions: keep `Fit.law`, about half a megabyte per recipe, which figures are drawn from.
     """
-    return with_shared(mapped(partial(_fit_one, options=options, regions=regions), curves, workers), curves)
+    return with_shared(mapped(partial(fit_curve, options=options), curves, workers), curves)
 
 
 def with_shared(fits: Sequence[Fit], curves: Sequence[Curve]) -> list[Fit]:
@@ -448,13 +412,3 @@ def with_shared(fits: Sequence[Fit], curves: Sequence[Curve]) -> list[Fit]:
         spread = own or pooled or SeedSpread(BORROWED_SEED_SD * fit.curve.scale)
         result.append(with_seed_spread(replace(fit, curve=curve), spread))
     return result
-
-
-def _fit_one(curve: Curve, options: FitOptions | None, regions: bool) -> Fit:
-    fit = fit_curve(curve, options)
-    return fit if regions else replace(fit, law=None)
-
-
-def refit(fit: Fit, asymptote: float) -> Fit:
-    """Refit the same data and window with A fixed, as the paper compares B (arXiv 2510.13786, A.7)."""
-    return fit_curve(fit.curve, replace(fit.options, asymptote=asymptote), fit.seed_spread)

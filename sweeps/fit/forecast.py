@@ -9,17 +9,50 @@ from functools import cached_property
 
 import numpy as np
 
-from sweeps.fit.least_squares import Array
-from sweeps.fit.points import Points, grouped
-from sweeps.fit.posterior import Futures, Posterior
+from sweeps.curve import Array
+from sweeps.fit.family import SIGMOID, Family
+from sweeps.fit.points import FitOptions, Points, grouped
+from sweeps.fit.posterior import Futures, Posterior, laws_of
 from sweeps.fit.schedule import Schedule
-from sweeps.fit.wander import Seen
+from sweeps.fit.seen import Seen
 
 DRAWS = 2000
 # Neighbours, or seeds, are averaged beyond this many points: they add nothing but time.
 _MOST = 160
 # Fewer points than this say nothing of what comes.
 _LEAST = 4
+# Where the line of a fit is computed, in windows; straight lines in between.
+_LINE = np.concatenate([[0.0], np.geomspace(1e-3, 0.04, 8), np.linspace(0.05, 1, 39), np.geomspace(1.05, 300, 32)])
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """Joint draws of a fitted family's parameters.
+
+    Attributes:
+        A, R0: in reward, (K,). A counts from where the runs stand, see `sweeps.fit.posterior.Futures.standing`.
+        B, C_mid: shape parameters, (K,); of a family other than the sigmoid its first and second one.
+        family: family of the curve.
+        schedule: decay of the learning rate, by which compute is counted; None where it is constant or unknown.
+    """
+
+    A: Array
+    B: Array
+    C_mid: Array
+    R0: Array
+    family: Family = SIGMOID
+    schedule: Schedule | None = None
+
+    def at_peak(self, compute: Array) -> Array:
+        """Convert compute spent to its equivalent at the peak of the learning rate; any shape."""
+        return compute if self.schedule is None else self.schedule.count(compute)
+
+    def share(self, compute: Array) -> Array:
+        """Share of A - R0 that each draw has gained at `compute`. Shapes: (m,) -> (K, m)."""
+        with np.errstate(divide="ignore"):
+            log_compute = np.log(self.at_peak(compute))
+        u, v = self.family.search(self.B, self.C_mid)
+        return self.family.basis(log_compute[None], u[:, None], v[:, None])
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +60,9 @@ class Outlook:
     """Posterior draws of a recipe's curve in its own units, with the weights of the laws behind them.
 
     Attributes:
-        futures: K joint draws of the curve, without units.
+        futures: K joint draws of the curve under all laws, without units.
+        draws: K draws of the fitted family's parameters; of a sigmoid some of them are among `futures`.
+        line: computes in windows and the median of law and walk there, without units, of the fitted family.
         end: largest compute that was evaluated, at the peak learning rate, in the curve's unit.
         bottom, width: lower end and width of the reward's scale.
         weights, log_evidence: posterior probability and log evidence of each law, by name.
@@ -36,6 +71,8 @@ class Outlook:
     """
 
     futures: Futures
+    draws: Draws
+    line: Array
     end: float
     bottom: float
     width: float
@@ -46,13 +83,19 @@ class Outlook:
 
     def at(self, compute: Array) -> Array:
         """Rewards at each compute (m,), in the curve's units; (K, m)."""
+        return self.bottom + self.width * self.futures.at(self._windows(compute))
+
+    def line_at(self, compute: Array) -> Array:
+        """Fitted line at computes at the peak learning rate, in reward; it ends at A's median; (m,)."""
+        return np.asarray(self.bottom + self.width * np.interp(compute / self.end, _LINE, self.line))
+
+    def _windows(self, compute: Array) -> Array:
         at = np.asarray(compute, dtype=float)
-        at_peak = at if self.schedule is None else self.schedule.count(at)
-        return self.bottom + self.width * self.futures.at(at_peak / self.end)
+        return np.asarray((at if self.schedule is None else self.schedule.count(at)) / self.end)
 
     @cached_property
     def ceiling(self) -> Array:
-        """Final reward of each draw, in reward units, see `Futures.ceiling`; (K,)."""
+        """Level of each draw in reward, see `Futures.ceiling`; (K,)."""
         return self.bottom + self.width * self.futures.ceiling
 
 
@@ -65,6 +108,7 @@ class Lookout:
         seen: its evaluations, without units.
         end, bottom, width, schedule: see `Outlook`.
         each: number of evaluations whose mean each of `seen` is, on average.
+        options: the family, and R0 and A where they are fixed.
     """
 
     recipe: str
@@ -72,21 +116,63 @@ class Lookout:
     end: float
     bottom: float
     width: float
+    options: FitOptions
     each: float = 1.0
     schedule: Schedule | None = None
 
     @cached_property
     def outlook(self) -> Outlook:
         """The outlook from these inputs, computed once."""
-        # + 5: a stream apart from the draws of the law (`fit`) and from the noise of forecasts (`predict`).
-        posterior = Posterior(self.seen, np.random.default_rng(zlib.crc32(self.recipe.encode()) + 5))
-        futures = posterior.draw(DRAWS)
+        family, x = self.options.shape, self.seen.x
+        r0, a = (None if value is None else (value - self.bottom) / self.width for value in self._fixed)
+        first = float(x[x > 0].min())
+        posterior = Posterior(self.seen, generator(self.recipe, "posterior"), laws_of(family, first, r0, a))
+        futures, alone = posterior.draw(DRAWS)
         noise = self.width * self.each**0.5 * futures.noise
         # What never passes is read without error.
         noise[futures.dead] = 0.0
-        return Outlook(
-            futures, self.end, self.bottom, self.width, posterior.weights, posterior.log_evidence, noise, self.schedule
+        one, other = family.natural(alone.u, np.full(DRAWS, np.log(first)) if family.name == "power_law" else alone.v)
+        draws = Draws(
+            A=self.bottom + self.width * alone.asymptote,
+            B=one * self.end ** family.powers[0],
+            C_mid=other * self.end ** family.powers[1],
+            R0=self.bottom + self.width * alone.r0,
+            family=family,
+            schedule=self.schedule,
         )
+        return Outlook(
+            futures=futures,
+            draws=draws,
+            line=alone.line(_LINE),
+            end=self.end,
+            bottom=self.bottom,
+            width=self.width,
+            weights=posterior.weights,
+            log_evidence=posterior.log_evidence,
+            noise=noise,
+            schedule=self.schedule,
+        )
+
+    @property
+    def _fixed(self) -> tuple[float | None, float | None]:
+        """R0 and A where the options fix them, in reward."""
+        r0 = None if isinstance(self.options.r0, str) else self.options.r0
+        return 0.0 if self.options.family == "sigmoid_zero" else r0, self.options.asymptote
+
+
+# Every stream of random numbers of `sweeps.fit` and `sweeps.decide` that belongs to one recipe.
+_STREAMS = ("posterior", "noise", "seeds", "asymptote", "reward", "efficiency", "pair", "paired", "next", "sizes")
+
+
+def generator(name: str, stream: str) -> np.random.Generator:
+    """Return a recipe's random numbers for one purpose: the same in every process, apart from all other streams.
+
+    Args:
+        name: label of the recipe, or of what else is drawn.
+        stream: one of `_STREAMS`.
+    """
+    # crc32, because `hash` of a string is salted.
+    return np.random.default_rng([zlib.crc32(name.encode()), _STREAMS.index(stream)])
 
 
 def lookout(
@@ -94,7 +180,7 @@ def lookout(
     points: Points,
     scale: tuple[float, float] | None,
     schedule: Schedule | None = None,
-    evaluations: int | None = None,
+    options: FitOptions | None = None,
 ) -> Lookout | None:
     """Rescale points to unit-free evaluations for an outlook; None where they are too few or do not vary.
 
@@ -103,7 +189,7 @@ def lookout(
         points: points of its curve, compute at the peak learning rate.
         scale: lowest and highest possible reward; None if rewards have no bounds (their own range is then used).
         schedule: conversion from compute spent to the points' compute; None if they are the same.
-        evaluations: how many evaluations the points are means of; None if each is one.
+        options: the family, and R0 and A where they are fixed; the defaults if None.
     """
     positive = points.compute > 0
     if len(points.reward) < _LEAST or len(np.unique(points.compute[positive])) < _LEAST - 1:
@@ -112,11 +198,12 @@ def lookout(
     width = top - bottom
     if width <= 0:
         return None
-    fewer, of = grouped(points, _MOST)
+    fewer = grouped(points, _MOST)
     order = np.lexsort((fewer.seed, fewer.compute))
     end = float(points.compute.max())
     variance = None if fewer.variance is None else fewer.variance[order] / width**2
-    x, z = fewer.compute[order] / end, (fewer.reward[order] - bottom) / width
-    seen = Seen(x, z, fewer.seed[order], variance, scale is not None, of)
-    each = (evaluations or len(points.reward)) / len(fewer.reward)
-    return Lookout(recipe, seen, end, bottom, width, each, schedule)
+    # Rounded, so that the unit of compute or reward changes no bit of what follows.
+    x, z = np.round(fewer.compute[order] / end, 12), np.round((fewer.reward[order] - bottom) / width, 12)
+    seen = Seen(x, z, fewer.seed[order], variance, scale is not None)
+    each = len(points.reward) / len(fewer.reward)
+    return Lookout(recipe, seen, end, bottom, width, options or FitOptions(), each, schedule)

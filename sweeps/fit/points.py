@@ -1,4 +1,4 @@
-"""Conversion of a curve to a least-squares problem: the window, R0, bounds and weights.
+"""Selection of the points of a fit: the window, and how R0 enters.
 
 How R0 enters (the paper does not say; an error of 0.05 in it moves A by about 0.014):
 
@@ -11,25 +11,18 @@ How R0 enters (the paper does not say; an error of 0.05 in it moves A by about 0
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import brentq
 
-from sweeps.curve import Curve
+from sweeps.curve import Array, Curve
 from sweeps.errors import UserError
-from sweeps.fit import least_squares as profile
-from sweeps.fit.constants import HUBER, INFORMING, MEANS_SD
 from sweeps.fit.family import FAMILIES, Family
-from sweeps.fit.least_squares import Array, Problem
 
-# More points than this add nothing to a curve of four parameters but time: neighbours are averaged.
-MOST_POINTS = 1000
 # A run keeps so many points, for neighbours that lie further apart hide the bend between them.
 _OF_A_RUN = 40
-_ROBUST_ROUNDS = 8
 R0Mode = float | Literal["first", "free"]
 
 
@@ -114,29 +107,15 @@ def select(curve: Curve, options: FitOptions) -> Points:
     return Points(at_peak[keep][order], curve.reward[keep][order], variance, seed[order].astype(np.intp))
 
 
-def pooled(points: Points, most: int = MOST_POINTS) -> tuple[Points, int]:
-    """Average neighbours of one seed down to about `most` points, or `_OF_A_RUN` a seed where those are more.
-
-    An evaluation at compute 0 stays as it is, because it observes R0. Returns the points, and the number averaged in
-    each.
-    """
-    n = len(points.reward)
-    block = -(-n // max(most, _OF_A_RUN * points.seeds))
-    return _in_blocks(points, block), block
-
-
-def grouped(points: Points, most: int) -> tuple[Points, float]:
+def grouped(points: Points, most: int) -> Points:
     """Average points down to about `most`: neighbours of one seed, and seeds where there are too many of them.
 
-    Neighbours alone, as in `pooled`, while that leaves a run `_OF_A_RUN` points. Of more seeds, groups of them become
-    one run each: what they have in common is the curve, and it stays as finely seen as it was.
-
-    Returns:
-        The points, and how many seeds each run is the mean of.
+    Neighbours alone while that leaves a run `_OF_A_RUN` points. Of more seeds, groups of them become one run each: what
+    they have in common is the curve, and it stays as finely seen as it was. An evaluation at compute 0 stays as it is.
     """
     seeds, block = points.seeds, -(-len(points.reward) // most)
     if block == 1 or most >= _OF_A_RUN * seeds:
-        return _in_blocks(points, block), 1.0
+        return _in_blocks(points, block)
     groups = -(-seeds // block)
     group_of = np.arange(seeds) * groups // seeds
     group = group_of[points.seed]
@@ -144,7 +123,7 @@ def grouped(points: Points, most: int) -> tuple[Points, float]:
     variance = None if points.variance is None else points.variance[order]
     merged = Points(points.compute[order], points.reward[order], variance, group[order])
     # One of each seed to a block; more where even a single run is too long.
-    return _in_blocks(merged, block if groups == 1 else np.bincount(group_of)), seeds / groups
+    return _in_blocks(merged, block if groups == 1 else np.bincount(group_of))
 
 
 def _in_blocks(points: Points, block: int | NDArray[np.intp]) -> Points:
@@ -175,75 +154,3 @@ def fits_r0(options: FitOptions) -> bool:
     if options.family in ("power_law", "constant"):
         return options.family == "power_law"
     return isinstance(options.r0, str) and options.family != "sigmoid_zero"
-
-
-def problem_of(points: Points, options: FitOptions, bounds: tuple[float, float], variance: Array) -> Problem:
-    """Make the least-squares problem with the given variance of each point; shapes: (n,)."""
-    with np.errstate(divide="ignore"):
-        log_compute = np.log(points.compute)
-    r0 = bounds if isinstance(options.r0, str) else (float(options.r0), float(options.r0))
-    if options.family == "sigmoid_zero":
-        r0 = (0.0, 0.0)
-    elif options.family == "power_law":
-        r0 = bounds
-    a = bounds if options.asymptote is None else (options.asymptote, options.asymptote)
-    ridge = 1.0 / (MEANS_SD * (bounds[1] - bounds[0])) ** 2
-    return Problem(log_compute, points.reward, 1.0 / variance, points.seed, ridge, r0, a, options.shape)
-
-
-def weighted(points: Points, options: FitOptions, bounds: tuple[float, float]) -> Problem:
-    """Make the least-squares problem with weights from the points' own errors and the residuals' excess over them."""
-    n = len(points.reward)
-    # Rounding of the grid's sums of squares must stay below what counts as noise, also in noise-free data.
-    floor = (1e-7 * max(1.0, float(np.abs(points.reward).max()))) ** 2
-    known = None if points.variance is None else np.maximum(points.variance, floor)
-    even = np.full(n, float(np.var(points.reward)) / 10)
-    problem = problem_of(points, options, bounds, even if known is None else known)
-    if known is None or float(np.ptp(known)) <= 1e-12 * float(known.max()):
-        # Equal weights: their size matters only against the seeds' ridge, and for rounding.
-        known = np.zeros(n) if known is None else known
-        if problem.seeds == 1:
-            return problem_of(points, options, bounds, np.maximum(even, floor))
-    best = profile.solve(problem, tolerance=1e-6)
-    _, residual, g = profile.evaluate(problem, best.u, best.v)
-    extra = _extra_variance(residual, known + floor, max(n - 4, 1))
-    problem = problem_of(points, options, bounds, known + extra + floor)
-    information = np.bincount(points.seed, problem.weight * g * g)
-    return replace(problem, informing=information >= INFORMING * information.max())
-
-
-def _extra_variance(residual: Array, variance: Array, dof: int) -> float:
-    """Variance to add to every point's own so that weighted residuals come out at their degrees of freedom.
-
-    Zero where the points' own errors already explain the residuals (Mandel and Paule 1970). Shapes: (n,).
-    """
-
-    def excess(extra: float) -> float:
-        return float((residual**2 / (variance + extra)).sum()) - dof
-
-    high = float(residual @ residual) / dof
-    return 0.0 if excess(0.0) <= 0 else float(brentq(excess, 0.0, high)) if excess(high) < 0 else high
-
-
-def pulled_in(points: Points, options: FitOptions, bounds: tuple[float, float]) -> Points:
-    """Pull outliers towards the curve, so that the least-squares fit of the result is Huber's fit (1964).
-
-    Found by re-weighting: a point beyond 1.5 robust standard deviations gets its error enlarged to match.
-    """
-    floor = (1e-7 * max(1.0, float(np.abs(points.reward).max()))) ** 2
-    known = np.zeros(len(points.reward)) if points.variance is None else np.maximum(points.variance, floor)
-    even = np.full(len(points.reward), max(float(np.var(points.reward)) / 10, floor))
-    problem = problem_of(points, options, bounds, even if points.variance is None else known)
-    last = np.full(len(points.reward), np.inf)
-    for _ in range(_ROBUST_ROUNDS):
-        best = profile.solve(problem, tolerance=1e-6)
-        _, residual, _ = profile.evaluate(problem, best.u, best.v)
-        # The spread without the points that are far off: the median of absolute residuals.
-        sd = max(1.4826 * float(np.median(np.abs(residual))), np.sqrt(floor))
-        base = known + max(sd**2 - float(known.mean()), 0.0) + floor
-        limit = HUBER * np.sqrt(base)
-        if float(np.abs(residual - last).max()) <= 1e-6 * sd:
-            break
-        last = residual
-        problem = problem_of(points, options, bounds, base * np.maximum(np.abs(residual) / limit, 1.0))
-    return replace(points, reward=points.reward - residual + np.clip(residual, -limit, limit))

@@ -13,18 +13,23 @@ Zhou 2000). The covariance of the walk is diagonalized once, after which a sampl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import expit, gammaln
+from scipy.special import gammaln
 
+from sweeps.curve import Array
 from sweeps.fit.collapse import death
 from sweeps.fit.constants import (
     A_PRIOR,
     FARTHEST,
+    FIXED,
+    KNOWN,
+    KNOWN_SD,
     LEVEL_PRIOR,
     LEVELLING,
     NOISE_SD,
@@ -35,19 +40,19 @@ from sweeps.fit.constants import (
     R0_PRIOR,
     SCALE_PRIOR,
     SEED_WALKS,
-    SIGMOID_PRIOR,
+    STANDING,
     WALK_PRIOR,
     WEIBULL_PRIOR,
 )
-from sweeps.fit.least_squares import Array
-from sweeps.fit.wander import Seen
+from sweeps.fit.family import SIGMOID, Family, Prior
+from sweeps.fit.seen import Seen
 
-# Samples per round, and the largest number of rounds. Sampling stops when this many samples share the weight; a new
-# proposal is made of at least so many.
-_SAMPLES, _ROUNDS, _FINE, _ENOUGH = 200, 12, 200, 15
+# Samples per round. Sampling stops when `_FINE` samples share the weight, after `_ROUNDS` rounds when `_ENOUGH` do, and
+# after `_MOST_ROUNDS`. A new proposal is made of `_ENOUGH` samples at least.
+_SAMPLES, _FINE, _ENOUGH, _ROUNDS, _MOST_ROUNDS = 200, 200, 15, 12, 40
 # Where walks are drawn, in windows: within the window, and beyond it. At the last one they have levelled.
 _WITHIN = np.linspace(0, 1, 25)[1:]
-_BEYOND = np.array([1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 100.0])
+_BEYOND = np.array([*(1 + STANDING * np.array([0.2, 0.5, 1])), 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 100.0])
 _NODES = np.concatenate([[0.0], _WITHIN, _BEYOND])
 # Added to the variance of every point: rewards are not recorded more exactly, and its precision stays finite.
 _ROUNDING = 1e-8
@@ -62,42 +67,61 @@ class Law:
 
     Attributes:
         prior: probability before the data.
-        basis: g(x, u, v) for computes x (n,) and shapes u, v (k, 1); (k, n), from 0 to 1.
+        basis: g(log x, u, v) for the logarithm of computes x (n,) and shapes u, v (k, 1); (k, n), from 0 to 1.
         shape: prior mean and standard deviation of u, and of v.
+        r0, a: prior mean and standard deviation of R0 and A.
         rises: whether the law has a gain; without one R0 is the level and A has no meaning.
     """
 
     name: str
     prior: float
     basis: Callable[[Array, Array, Array], Array]
-    shape: tuple[tuple[float, float], tuple[float, float]]
+    shape: Prior
+    r0: tuple[float, float] = R0_PRIOR
+    a: tuple[float, float] = A_PRIOR
     rises: bool = True
 
 
-def _log_odds(x: Array, u: Array, v: Array) -> Array:
-    """exp(u) (log x - v), which is minus infinity at compute 0."""
-    with np.errstate(divide="ignore"):
-        return np.asarray(np.exp(u) * (np.log(x) - v))
+def _weibull(log_x: Array, u: Array, v: Array) -> Array:
+    return np.asarray(-np.expm1(-np.exp(np.minimum(np.exp(u) * (log_x - v), 6.0))))
 
 
-def _sigmoid(x: Array, u: Array, v: Array) -> Array:
-    return np.asarray(expit(_log_odds(x, u, v)))
+def _nothing(log_x: Array, u: Array, v: Array) -> Array:
+    return np.zeros(np.broadcast_shapes(log_x.shape, u.shape))
 
 
-def _weibull(x: Array, u: Array, v: Array) -> Array:
-    return np.asarray(-np.expm1(-np.exp(np.minimum(_log_odds(x, u, v), 6.0))))
-
-
-def _nothing(x: Array, u: Array, v: Array) -> Array:
-    return np.zeros(np.broadcast_shapes(x.shape, u.shape))
-
-
-# u and v are the logarithms of B and C_mid (arXiv 2510.13786, eq. 1), and of a Weibull curve's power and scale.
+_NONE = Law("none", P_NONE, _nothing, ((0.0, 1.0), (0.0, 1.0)), LEVEL_PRIOR, rises=False)
 LAWS = (
-    Law("sigmoid", P_SIGMOID, _sigmoid, (SIGMOID_PRIOR, SCALE_PRIOR)),
+    Law("sigmoid", P_SIGMOID, SIGMOID.basis, SIGMOID.prior),
+    # u and v are the logarithms of a Weibull curve's power and scale.
     Law("weibull", P_WEIBULL, _weibull, (WEIBULL_PRIOR, SCALE_PRIOR)),
-    Law("none", P_NONE, _nothing, ((0.0, 1.0), (0.0, 1.0)), rises=False),
+    _NONE,
 )
+
+
+def _beginning(family: Family, log_first: float, log_x: Array, u: Array, v: Array) -> Array:
+    return family.basis(log_x, u, np.full_like(v, log_first))
+
+
+def laws_of(family: Family, first: float, r0: float | None, a: float | None) -> tuple[Law, ...]:
+    """Return the laws that are averaged where a family is fitted.
+
+    Of a sigmoid these are `LAWS`. Of another family, or with A fixed, they are the family and no law.
+
+    Args:
+        family: the fitted family.
+        first: the smallest positive compute, in windows: where a power law begins.
+        r0, a: R0 and A where they are fixed, on a scale of width 1; None where they are estimated.
+    """
+    laws: tuple[Law, ...] = LAWS
+    if family is not SIGMOID or a is not None:
+        basis = family.basis
+        if family.name == "power_law":
+            basis = partial(_beginning, family, float(np.log(first)))
+        laws = (Law(family.name, P_SIGMOID + P_WEIBULL, basis, family.prior), _NONE)
+    if a is not None:
+        laws = tuple(replace(law, a=(a, FIXED)) if law.rises else law for law in laws)
+    return laws if r0 is None else tuple(replace(law, r0=(r0, FIXED)) for law in laws)
 
 
 def walked(x: Array) -> Array:
@@ -110,7 +134,7 @@ class Futures:
     """Joint draws of curves on a reward scale of width 1, compute in windows; (K,) where no shape is given.
 
     Attributes:
-        law: index into `LAWS`.
+        laws: the laws. law: index of each draw's.
         u, v, r0, a: shape and levels of the law.
         walk: the walk at the computes `_NODES`, (K, m); in single precision, because a study keeps 2,000 per recipe.
         noise: standard deviation of one evaluation.
@@ -118,6 +142,7 @@ class Futures:
         dead: draws whose reward is 0 from compute `died` on, see `sweeps.fit.collapse`.
     """
 
+    laws: tuple[Law, ...]
     law: NDArray[np.intp]
     u: Array
     v: Array
@@ -131,21 +156,54 @@ class Futures:
 
     def at(self, x: Array) -> Array:
         """Reward of each draw at computes x (m,), in windows; (K, m)."""
-        paths = np.empty((len(self.law), len(x)))
-        for i, law in enumerate(LAWS):
-            mine = np.flatnonzero(self.law == i)
-            g = law.basis(x[None], self.u[mine, None], self.v[mine, None])
-            paths[mine] = self.r0[mine, None] + (self.a - self.r0)[mine, None] * g
         after = np.clip(np.searchsorted(_NODES, x), 1, len(_NODES) - 1)
         part = np.clip((x - _NODES[after - 1]) / (_NODES[after] - _NODES[after - 1]), 0, 1)
-        paths += self.walk[:, after - 1] * (1 - part) + self.walk[:, after] * part
-        paths[np.ix_(self.dead, x >= self.died)] = 0.0
-        return np.clip(paths, 0.0, 1.0) if self.bounded else paths
+        paths = self._law_at(x) + self.walk[:, after - 1] * (1 - part) + self.walk[:, after] * part
+        return self._inside(paths, x)
+
+    @property
+    def standing(self) -> Array:
+        """Mean of each draw's walk over the quarter of a window that follows, (K,): where it stands."""
+        end = len(_WITHIN)
+        x, walk = _NODES[end : end + 4], self.walk[:, end : end + 4]
+        return np.asarray(((walk[:, 1:] + walk[:, :-1]) / 2 @ np.diff(x)) / STANDING)
 
     @property
     def ceiling(self) -> Array:
-        """Reward of each draw at `FARTHEST` windows, (K,). No study could use a ceiling that is reached later."""
-        return self.at(np.array([FARTHEST]))[:, 0]
+        """Level that each draw's law reaches by `FARTHEST` windows, from where the walk stands; (K,)."""
+        far = np.array([FARTHEST])
+        return self._inside(self._law_at(far) + self.standing[:, None], far)[:, 0]
+
+    @property
+    def asymptote(self) -> Array:
+        """A of each draw, from where the walk stands; (K,)."""
+        end = np.array([np.inf])
+        return self._inside((self.a + self.standing)[:, None], end)[:, 0]
+
+    def line(self, x: Array) -> Array:
+        """Median over the draws of law and walk at computes x (m,), the walk standing beyond the window; (m,)."""
+        after = np.clip(np.searchsorted(_NODES, x), 1, len(_WITHIN))
+        part = np.clip((x - _NODES[after - 1]) / (_NODES[after] - _NODES[after - 1]), 0, 1)
+        walk = self.walk[:, after - 1] * (1 - part) + self.walk[:, after] * part
+        beyond = np.clip((x - 1) / STANDING, 0, 1)
+        walk = walk * (1 - beyond) + self.standing[:, None] * beyond
+        return np.asarray(np.median(self._inside(self._law_at(x) + walk, x), axis=0))
+
+    def _law_at(self, x: Array) -> Array:
+        """Reward by the law alone at computes x (m,); (K, m)."""
+        found = np.empty((len(self.law), len(x)))
+        with np.errstate(divide="ignore"):
+            log_x = np.log(x)[None]
+        for i, law in enumerate(self.laws):
+            mine = np.flatnonzero(self.law == i)
+            g = law.basis(log_x, self.u[mine, None], self.v[mine, None])
+            found[mine] = self.r0[mine, None] + (self.a - self.r0)[mine, None] * g
+        return found
+
+    def _inside(self, paths: Array, x: Array) -> Array:
+        """Set dead runs to 0, and clip rewards to their bounds; (K, m) at computes x (m,)."""
+        paths[np.ix_(self.dead, x >= self.died)] = 0.0
+        return np.clip(paths, 0.0, 1.0) if self.bounded else paths
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +230,8 @@ def _turned(seen: Seen, relative: Array, scale: float) -> _Turned:
     """Diagonalize the walks of scale 1. relative (n,): variance of each point's noise at scale 1."""
     h = walked(seen.x)
     # A seed's walk about the mean of the seeds given: covariances over all seeds sum to 0.
-    kernel = np.minimum(h[:, None], h) * (1 + scale**2 * (seen.same - 1 / seen.seeds))
+    same = seen.seed[:, None] == seen.seed
+    kernel = np.minimum(h[:, None], h) * (1 + scale**2 * (same - 1 / seen.seeds))
     root = np.sqrt(relative)
     value, vectors = np.linalg.eigh(kernel / (root[:, None] * root))
     turn = vectors.T / root
@@ -217,30 +276,32 @@ class Posterior:
         log_evidence: log evidence of each law, by name.
     """
 
-    def __init__(self, seen: Seen, rng: np.random.Generator) -> None:
-        self._seen, self._rng = seen, rng
-        self._levels = [(R0_PRIOR if law.rises else LEVEL_PRIOR, A_PRIOR) for law in LAWS]
+    def __init__(self, seen: Seen, rng: np.random.Generator, laws: tuple[Law, ...] = LAWS) -> None:
+        self._seen, self._rng, self._laws = seen, rng, laws
+        with np.errstate(divide="ignore"):
+            self._log_x = np.log(seen.x)[None]
         sampling = np.ones(len(seen.x)) if seen.variance is None else seen.variance
         mean = float(sampling.mean())
-        # The noise is centred on the points' roughness, or on their given errors where those are larger.
-        rough = max(seen.roughness, QUIET if seen.variance is None else 0.8 * mean**0.5)
-        self._noise = float(np.log(rough)), NOISE_SD
+        self._noise = float(np.log(max(seen.roughness, QUIET))), NOISE_SD
+        if seen.variance is not None and KNOWN * mean**0.5 >= seen.roughness:
+            self._noise = float(np.log(KNOWN * mean**0.5)), KNOWN_SD
         scales = (0.0,) if seen.seeds == 1 else SEED_WALKS
         self._turned = [_turned(seen, sampling / mean, scale) for scale in scales]
-        self._samples = [self._explore(i) for i in range(len(LAWS))]
+        self._samples = [self._explore(i) for i in range(len(laws))]
         self.log_evidence: Mapping[str, float] = {
-            law.name: found.log_evidence for law, found in zip(LAWS, self._samples, strict=True)
+            law.name: found.log_evidence for law, found in zip(laws, self._samples, strict=True)
         }
-        log_weight = np.array([np.log(law.prior) + self.log_evidence[law.name] for law in LAWS])
+        log_weight = np.array([np.log(law.prior) + self.log_evidence[law.name] for law in laws])
         share = np.exp(log_weight - np.logaddexp.reduce(log_weight))
-        self.weights: Mapping[str, float] = dict(zip((law.name for law in LAWS), share.tolist(), strict=True))
+        self.weights: Mapping[str, float] = dict(zip((law.name for law in laws), share.tolist(), strict=True))
 
     def _regress(self, which: int, turned: _Turned, theta: Array) -> _Regressed:
         """Regress the points on R0 (1 - g) + A g under each row of theta (k, 4)."""
-        ((m0, s0), (m1, s1)), n = self._levels[which], len(turned.z)
+        law, n = self._laws[which], len(turned.z)
+        (m0, s0), (m1, s1) = law.r0, law.a
         u, v, log_walk, log_noise = theta.T[..., None]
         p = 1 / (np.exp(2 * log_walk) * turned.value + np.exp(2 * log_noise) + _ROUNDING)
-        g = LAWS[which].basis(self._seen.x[None], u, v) @ turned.turn.T
+        g = law.basis(self._log_x, u, v) @ turned.turn.T
         pg, one, z = p * g, turned.one, turned.z
         oo, oz, zz = p @ one**2, p @ (one * z), p @ z**2
         og, gz, gg = pg @ one, pg @ z, (pg * g).sum(1)
@@ -258,10 +319,10 @@ class Posterior:
 
     def _explore(self, which: int) -> _Samples:
         """Sample the parameters of a law: first from their prior, then around the samples with the most weight."""
-        prior = np.array([*LAWS[which].shape, WALK_PRIOR, self._noise])
+        prior = np.array([*self._laws[which].shape, WALK_PRIOR, self._noise])
         proposals = [_Bell(prior[:, 0], np.diag(prior[:, 1]))]
         theta, likely = np.empty((0, 4)), np.empty((len(self._turned), 0))
-        for round_ in range(_ROUNDS):
+        for round_ in range(_MOST_ROUNDS):
             fresh = proposals[-1].draw(_SAMPLES, self._rng)
             theta = np.concatenate([theta, fresh])
             each = [self._regress(which, turned, fresh).log_evidence for turned in self._turned]
@@ -271,7 +332,8 @@ class Posterior:
             log_weight = likely + _log_normal(theta, prior) - proposed
             total = np.logaddexp.reduce(log_weight, 0)
             weight = np.exp(total - total.max())
-            if round_ and weight.sum() ** 2 >= _FINE * (weight @ weight):
+            shared = float(weight.sum() ** 2 / (weight @ weight))
+            if round_ and shared >= (_FINE if round_ < _ROUNDS else _ENOUGH):
                 break
             weight = _tempered(total)
             centre = weight @ theta
@@ -281,26 +343,34 @@ class Posterior:
         whole = float(np.logaddexp.reduce(log_weight.ravel()))
         return _Samples(theta, np.exp(log_weight - whole), whole - float(np.log(len(theta))))
 
-    def draw(self, count: int) -> Futures:
-        """Draw curves, each law by its posterior probability."""
+    def draw(self, count: int) -> tuple[Futures, Futures]:
+        """Draw curves: of all laws, each by its posterior probability, and as many of the first law alone.
+
+        The first law's draws among all are some of its own.
+        """
         edges = np.rint(np.cumsum([0.0, *self.weights.values()]) * count).astype(int)
-        parts = [self._draw(i, int(edges[i + 1] - edges[i])) for i in range(len(LAWS))]
-        order = self._rng.permutation(count)
-        law = np.repeat(np.arange(len(LAWS)), np.diff(edges))
-        u, v, r0, a, walk, noise = (np.concatenate([part[i] for part in parts])[order] for i in range(6))
+        counts = np.diff(edges)
+        parts = [self._draw(i, count if i == 0 else int(counts[i])) for i in range(len(self._laws))]
         p, died = death(self._seen)
-        dead = np.zeros(count, dtype=np.bool_)
-        dead[: round(p * count)] = True
-        return Futures(law[order], u, v, r0, a, walk.astype(np.float32), noise, self._seen.bounded, dead, died)
+        order = self._rng.permutation(count)
+        named = [values[order] for values in parts[0]]
+        alone = self._futures(np.zeros(count, dtype=np.intp), named, p, died)
+        some = [[values[: counts[0]] for values in named], *parts[1:]]
+        order = self._rng.permutation(count)
+        law = np.repeat(np.arange(len(self._laws)), counts)
+        joined = [np.concatenate([part[i] for part in some])[order] for i in range(6)]
+        return self._futures(law[order], joined, p, died), alone
+
+    def _futures(self, law: NDArray[np.intp], drawn: Sequence[Array], p: float, died: float) -> Futures:
+        """Put draws of u, v, r0, a, walk and noise together; the first share p of them is of dead runs."""
+        u, v, r0, a, walk, noise = drawn
+        dead = np.arange(len(law)) < round(p * len(law))
+        return Futures(self._laws, law, u, v, r0, a, walk.astype(np.float32), noise, self._seen.bounded, dead, died)
 
     def _draw(self, which: int, count: int) -> tuple[Array, Array, Array, Array, Array, Array]:
         """Draw shapes, levels, walks and noise of one law: u, v, r0, a, walk (count, m) and noise."""
         found, rng = self._samples[which], self._rng
-        # Systematic sampling: less noise than independent draws.
-        place = (np.arange(count) + rng.random()) / max(count, 1)
-        flat = found.weight.ravel()
-        chosen = np.minimum(np.searchsorted(np.cumsum(flat), place), len(flat) - 1)
-        scale, row = np.divmod(chosen, len(found.theta))
+        scale, row = np.divmod(by_weight(found.weight.ravel(), count, rng), len(found.theta))
         theta = found.theta[row]
         r0, a, walk = np.empty(count), np.empty(count), np.empty((count, len(_NODES)))
         for s, turned in enumerate(self._turned):
@@ -329,6 +399,13 @@ class Posterior:
         walk[:, 1 : m + 1] = free[:, :m] + moved
         walk[:, m + 1 :] = free[:, m:] + moved[:, -1:]
         return r0, a, walk
+
+
+def by_weight(weight: Array, count: int, rng: np.random.Generator) -> NDArray[np.intp]:
+    """Draw indices (count,) by weight (n,), stratified for less noise than independent draws, in random order."""
+    place = (np.arange(count) + rng.random(count)) / max(count, 1)
+    chosen = np.minimum(np.searchsorted(np.cumsum(weight) / weight.sum(), place), len(weight) - 1)
+    return np.asarray(rng.permutation(chosen), dtype=np.intp)
 
 
 def _tempered(log_weight: Array) -> Array:

@@ -2,23 +2,21 @@
 
 They come from the outlook (`sweeps.fit.forecast`), which averages laws by how well each predicts: a verdict
 decides whether A is identifiable, not whether the curve can be forecast. Where another family than the sigmoid was
-fitted, or A was fixed, they are those of that curve.
+fitted, or A was fixed, the laws are that curve and none.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sweeps.curve import Array
-from sweeps.fit.constants import FARTHEST
+from sweeps.fit.constants import FARTHEST, SETTLED
 from sweeps.fit.fit import Fit, Interval
-from sweeps.fit.forecast import DRAWS
+from sweeps.fit.forecast import DRAWS, generator
 from sweeps.fit.seeds import SeedSpread
-from sweeps.fit.wander import apart
 
 # Beyond this many times the window's end a forecast is no plan; the source extrapolates 2 to 3 times.
 FAR = 100.0
@@ -38,8 +36,8 @@ class Band:
 
 
 def readable(fit: Fit) -> bool:
-    """Return whether the fit has draws or points enough to forecast from."""
-    return fit.draws is not None or fit.lookout is not None
+    """Return whether the fit has points enough to forecast from."""
+    return fit.lookout is not None
 
 
 def paths(fit: Fit, compute: Array | Sequence[float]) -> Array:
@@ -48,12 +46,14 @@ def paths(fit: Fit, compute: Array | Sequence[float]) -> Array:
     Raises:
         ValueError: there are too few points to forecast from.
     """
-    at = np.atleast_1d(np.asarray(compute, dtype=float))
-    if fit.options.sigmoid and fit.outlook is not None:
-        return fit.outlook.at(at)
-    if fit.draws is None:
+    if fit.outlook is None:
         raise ValueError(f"recipe {fit.recipe!r} has no fit to predict from: {fit.verdict}, {fit.reason}")
-    return fit.draws.curve(at)
+    return fit.outlook.at(np.atleast_1d(np.asarray(compute, dtype=float)))
+
+
+def apart(x: Array) -> Array:
+    """Share of the final offset between seeds that is there at a compute in windows, 0 at the start; (n,)."""
+    return np.asarray(-np.expm1(-x / SETTLED))
 
 
 def paths_over_seeds(fit: Fit, compute: Array | Sequence[float]) -> Array:
@@ -97,7 +97,7 @@ def predict_mean(fit: Fit, compute: Array | Sequence[float]) -> tuple[float, flo
 
 def _noise(fit: Fit, observations: int, count: int) -> Array:
     """Draw the noise of the mean of so many evaluations about each of `count` curves; (count, 1)."""
-    rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 1)
+    rng = generator(fit.recipe, "noise")
     assert fit.outlook is not None
     noise: Array = (fit.outlook.noise / observations**0.5 * rng.standard_normal(count))[:, None]
     return noise
@@ -139,8 +139,8 @@ def reward_at(fit: Fit, compute: float) -> Interval | None:
 def total_draws(fit: Fit, new_run: bool = False, spread: SeedSpread | None = None) -> Array:
     """Draws of a recipe's A over seeds, or of a new run's. (K,), in reward units.
 
-    Where A is identifiable it is the sigmoid's, else the final reward of the outlook's curves, with its full width. The
-    mean over the given seeds lies off the recipe's by sd / sqrt(seeds), a new run off the recipe's mean by sd besides.
+    Over all laws, whether or not A is identifiable. The mean over the given seeds lies off the recipe's by
+    sd / sqrt(seeds), a new run off the recipe's mean by sd besides.
 
     Args:
         fit: fit of one recipe.
@@ -156,7 +156,7 @@ def total_draws(fit: Fit, new_run: bool = False, spread: SeedSpread | None = Non
 
 def seed_offsets(fit: Fit, new_run: bool = False, spread: SeedSpread | None = None) -> Array:
     """Draws of how far the mean over the seeds given, or a new run, lies off the recipe's; see `total_draws`. (K,)."""
-    rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 3)
+    rng = generator(fit.recipe, "seeds")
     spread = spread or fit.seed_spread
     noise = rng.standard_normal(DRAWS) if np.isinf(spread.dof) else rng.standard_t(spread.dof, DRAWS)
     offsets: Array = spread.sd * np.sqrt(1 / max(fit.informing, 1) + new_run) * noise
@@ -169,10 +169,8 @@ def asymptote_draws(fit: Fit) -> Array:
     Raises:
         ValueError: there are too few points to say anything.
     """
-    if fit.identifiable or fit.outlook is None:
-        if fit.draws is None:
-            raise ValueError(f"recipe {fit.recipe!r} has no draws: {fit.verdict}")
-        return fit.draws.A
+    if fit.outlook is None:
+        raise ValueError(f"recipe {fit.recipe!r} has no draws: {fit.verdict}")
     if fit.verdict in ("flat", "decreasing") and fit.window is not None:
         # Nothing rises that could go on: what it may do in as much compute again is all there is to say.
         return fit.outlook.at(np.array([2 * fit.window[1]]))[:, 0]
@@ -191,40 +189,29 @@ def chance(p: float) -> str:
     return f"P = {p:.2f}" if 0.01 <= p <= 0.99 else "P > 0.99" if p > 0.5 else "P < 0.01"
 
 
-# How far beyond its interval a confidence curve is drawn, in units of the interval's half.
-_BEYOND = 1.7
-
-
-_LOOKS = 61
+# Values at which a confidence curve is computed.
+_LOOKS = 125
 
 
 def fitted(fit: Fit, compute: Array) -> Array:
-    """The least-squares curve itself, not the mean of its draws. Shapes: (n,) -> (n,).
+    """The fitted line itself at computes at the peak learning rate. Shapes: (n,) -> (n,).
 
     Raises:
         ValueError: there is no fit.
     """
-    if fit.law is None:
+    if fit.draws is None or fit.outlook is None:
         raise ValueError(f"recipe {fit.recipe!r} has no fit: {fit.verdict}, {fit.reason}")
-    best, family = fit.law.best, fit.law.family
-    with np.errstate(divide="ignore"):
-        g = family.at(np.log(compute), best.u, best.v)
-    result: Array = best.r0 * (1 - g) + best.a * g
-    return result
+    return fit.outlook.line_at(compute)
 
 
 def confidence_curve(fit: Fit) -> tuple[Array, Array]:
-    """Values of A from well below its interval to well above, or to the bound where it is open, and their p value.
+    """Values of A from below its interval to above it, and twice the share of draws beyond each, on its lesser side.
 
     Raises:
         ValueError: the fit names no A.
     """
-    if fit.law is None or fit.A.value is None:
+    if fit.draws is None or fit.A.value is None:
         raise ValueError(f"recipe {fit.recipe!r} names no asymptote: {fit.verdict}, {fit.reason}")
-    low, high, best = fit.A.low, fit.A.high, fit.A.value
-    first = fit.bounds[0] if low is None else max(best - _BEYOND * (best - low), fit.bounds[0])
-    last = fit.bounds[1] if high is None else min(best + _BEYOND * (high - best), fit.bounds[1])
-    # Both sides reach the estimate itself: an open interval is long, and its peak is narrow.
-    t = np.linspace(0, 1, _LOOKS) ** 2
-    x = np.unique(np.clip(np.concatenate([best - (best - first) * t, best + (last - best) * t]), first, last))
-    return x, fit.law.confidence(x)
+    share = np.linspace(0.004, 0.996, _LOOKS)
+    x, first = np.unique(np.quantile(fit.draws.A, share), return_index=True)
+    return x, np.asarray(2 * np.minimum(share, 1 - share)[first])

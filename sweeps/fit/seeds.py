@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from sweeps.as_json import AsJson
-from sweeps.curve import UNNAMED
-from sweeps.fit.constants import SEED_SD
-from sweeps.fit.least_squares import Array, Optimum, Problem
-from sweeps.fit.wander import Noise
+from sweeps.curve import UNNAMED, Array
+from sweeps.fit.constants import INFORMING, SEED_SD
+from sweeps.fit.forecast import Outlook
+from sweeps.fit.points import Points
 
 BORROWED_SEED_SD = SEED_SD
 
@@ -48,39 +49,37 @@ class SeedExcess:
     offset: Mapping[str, float] = field(default_factory=dict)
 
 
-def seed_excess(problem: Problem, best: Optimum, g: Array, noise: Noise, labels: Sequence[str]) -> SeedExcess:
-    """Per-seed asymptotes at the common shape, about their mean.
+def seed_excess(
+    points: Points, line: Array, outlook: Outlook, labels: Sequence[str]
+) -> tuple[SeedExcess, NDArray[np.bool_]]:
+    """Per-seed distances from the common asymptote, and which seeds (S,) have evaluations enough to tell theirs.
 
     Args:
-        problem: the least-squares problem; only seeds that are `loose` in it are measured.
-        best: its solution.
-        g: basis function at the points, (n,).
-        noise: noise of one run's evaluations about the curve.
-        labels: names of the seeds, by their number in `problem.seed`.
+        points: the fitted points.
+        line: the fitted line at them, (n,).
+        outlook: the posterior.
+        labels: names of the seeds, by their number in `points.seed`.
     """
-    informing = np.flatnonzero(problem.loose)
-    count = len(informing)
-    if count < 2:
-        return SeedExcess()
-    pull = problem.weight * g
-    residual = problem.reward - best.r0 * (1 - g) - best.a * g
-    information = np.bincount(problem.seed, pull * g, problem.seeds)[informing]
-    if (information <= 0).any():
-        return SeedExcess()
-    # Each seed's own least-squares offset, sum w g r / sum w g^2, without the ridge that would draw it to 0.
-    offset = np.bincount(problem.seed, pull * residual, problem.seeds)[informing] / information
-    errors = []
-    for seed, own in zip(informing, information, strict=True):
-        mine = problem.seed == seed
-        # Variance of that estimate where evaluations of a run are correlated: the weights hold their variances alone.
-        errors.append(float(pull[mine] @ noise.covariance(np.exp(problem.log_compute[mine])) @ pull[mine]) / own**2)
-    sampling = float(np.mean(errors))
+    # A seed's distance grows as the curve does, g from 0 to 1: sum g r / sum g^2 is its least-squares estimate.
+    draws = outlook.draws
+    u, v = draws.family.search(np.median(draws.B, keepdims=True), np.median(draws.C_mid, keepdims=True))
+    with np.errstate(divide="ignore"):
+        g = draws.family.basis(np.log(points.compute), u, v)
+    information = np.bincount(points.seed, g * g, points.seeds)
+    informing = information >= INFORMING * max(float(information.max()), 1e-12)
+    count = int(informing.sum())
+    if count < 2 or (information[informing] <= 0).any():
+        return SeedExcess(), informing
+    offset = (np.bincount(points.seed, g * (points.reward - line), points.seeds) / np.maximum(information, 1e-300))[
+        informing
+    ]
     offset = offset - offset.mean()
-    own = [labels[int(i)] for i in informing] if len(labels) == problem.seeds else []
+    sampling = float(np.mean(outlook.noise**2) * np.mean(1 / information[informing]))
+    own = [labels[int(i)] for i in np.flatnonzero(informing)] if len(labels) == points.seeds else []
     # A number that a reader gave a run is no seed: runs of two recipes have nothing in common by it.
     named = bool(own) and not any(label.startswith(UNNAMED) for label in own)
     by_label = dict(zip(own, offset.tolist(), strict=True)) if named else {}
-    return SeedExcess(float((offset**2).sum()), sampling, count - 1, by_label)
+    return SeedExcess(float((offset**2).sum()), sampling, count - 1, by_label), informing
 
 
 @dataclass(frozen=True)

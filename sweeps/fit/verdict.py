@@ -1,8 +1,8 @@
 """Verdicts on whether a fit's asymptote is identifiable, each with its reason and remedy.
 
-Only `identifiable` lets a recipe be ranked on A. The refusals: `too_few_points`, `degenerate`, `decreasing`,
-`flat`, `misfit`, `pre_inflection`, `at_bound`, `open`, tested in this order. They concern the asymptote alone: readings
-within the window, and forecasts, are available under any of them (`sweeps.fit.forecast`).
+Only `identifiable` lets a recipe be ranked on A. The refusals: `too_few_points`, `degenerate`, `decreasing`, `flat`,
+`misfit`, `pre_inflection`, `open`, tested in this order; `at_bound` is the published procedure's alone. They concern
+the asymptote: readings within the window, and forecasts, are available under any of them (`sweeps.fit.forecast`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
+from sweeps.curve import Array
 from sweeps.fit.constants import (
     AGREED,
     AHEAD,
@@ -23,9 +24,7 @@ from sweeps.fit.constants import (
     MIN_SPAN,
     P_FLAT,
     PLATEAU,
-    REACH,
 )
-from sweeps.fit.least_squares import Array
 
 # Evaluations whose mean is called the best so far.
 _SMOOTH = 5
@@ -69,12 +68,10 @@ class Evidence:
 
     Attributes:
         compute, reward: the fitted points, (n,).
-        A, B, half_gain: (value, low, high), a bound None where it is open. half_gain is the compute at which half of
-            A - R0 is gained, C_mid of a sigmoid; it and B are None for a family without such a parameter.
+        A, half_gain: (value, low, high), a bound None where it is open. half_gain is the compute at which half of
+            A - R0 is gained, C_mid of a sigmoid; None for a family without such a point.
         R0: fitted or given reward at compute 0.
         reward_range: width of the reward's scale.
-        at_edge: the edge of the search that the fit lies on, in words; None inside.
-        point_sd: standard deviation of one point about the curve, in reward.
         doubt: evidence from all laws.
         half_name: name of half_gain in the family's own parameters.
     """
@@ -82,12 +79,9 @@ class Evidence:
     compute: Array
     reward: Array
     A: tuple[float, float | None, float | None]
-    B: tuple[float, float | None, float | None] | None
-    half_gain: tuple[float, float | None, float | None] | None
+    half_gain: tuple[float, float, float] | None
     R0: float
     reward_range: float
-    at_edge: str | None
-    point_sd: float
     doubt: Doubt
     half_name: str = "C_mid"
 
@@ -193,28 +187,20 @@ def after_fit(e: Evidence) -> Verdict:
     misfit = _misfit(e)
     if misfit is not None:
         return misfit
-    reach, short = "", 1.0
+    reach = ""
     if e.half_gain is not None:
         c, _, c_high = e.half_gain
-        if c_high is None or max(c, c_high) >= BEND * end:
+        if max(c, c_high) >= BEND * end:
             return Verdict("pre_inflection", _before_the_bend(end, e.half_name, c, c_high))
-        # Squared: see `REACH`.
-        short = min(end / (REACH * max(c, c_high, 1e-300)), 1.0) ** 2
         if c > 0:
             reach = f" in a window up to {end / c:.2g} x {e.half_name}"
-    if e.at_edge is not None:
-        return Verdict(
-            "at_bound",
-            f"the best fit lies on the edge of the search ({e.at_edge}), so its value is the edge's; "
-            "extend the window, or check R0 and the reward's range",
-        )
     cure = "add seeds or evaluate on more prompts"
     if e.half_gain is not None and end < 4 * e.half_gain[0]:
         cure = f"needs about {4 * e.half_gain[0] / end:.2g}x more compute (to 4 x {e.half_name}), or more seeds"
     if a_low is None or a_high is None:
         side = "above" if a_high is None else "below"
         return Verdict("open", f"the data do not bound A {side} (best {a:.3f}){reach}; {cure}")
-    width, allowed = a_high - a_low, min(MAX_WIDTH * e.reward_range * short, gain)
+    width, allowed = a_high - a_low, min(MAX_WIDTH * e.reward_range, gain)
     if width > allowed:
         return Verdict(
             "open",
@@ -226,8 +212,6 @@ def after_fit(e: Evidence) -> Verdict:
             f"other laws fit as well and put the ceiling elsewhere: {e.doubt.agreed:.0%} of what they say "
             f"lies within A's {a_low:.3f}..{a_high:.3f}{reach}; {cure}",
         )
-    if e.B is not None and e.B[1] is None and e.B[2] is None:
-        return Verdict("open", f"any B fits (best {e.B[0]:.3g}); evaluate more often around the bend")
     return Verdict("identifiable", f"A is known within {width:.3f}{reach}")
 
 
@@ -254,12 +238,9 @@ def _misfit(e: Evidence) -> Verdict | None:
     )
 
 
-def _before_the_bend(end: float, name: str, c: float, c_high: float | None) -> str:
+def _before_the_bend(end: float, name: str, c: float, c_high: float) -> str:
     """Why a window may end before the bend, and how much further it should go."""
-    upper = "open" if c_high is None else f"up to {c_high:.4g}"
-    factor = 2 * max(c, end) / end
-    least = "at least " if c_high is None else "about "
     return (
-        f"the window ends at compute {end:.4g} and may not have reached the bend ({name} {c:.4g}, {upper}); "
-        f"needs {least}{factor:.2g}x more compute"
+        f"the window ends at compute {end:.4g} and may not have reached the bend ({name} {c:.4g}, up to {c_high:.4g}); "
+        f"needs about {2 * max(c, end) / end:.2g}x more compute"
     )

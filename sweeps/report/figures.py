@@ -14,7 +14,7 @@ from sweeps.decide.rank import Ranking
 from sweeps.fit.fit import Fit
 from sweeps.fit.history import Snapshot
 from sweeps.fit.points import select
-from sweeps.fit.predict import confidence_curve, fitted, predict, spacing
+from sweeps.fit.predict import confidence_curve, fitted, predict
 from sweeps.report.drawing import INK, REFUSED, RULE, STYLE, colours, draw_points, label, limits, log_axis, multiples
 from sweeps.report.labels import shortened
 
@@ -32,7 +32,7 @@ def residuals_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
 
     None if no recipe has a curve to depart from. Only what was fitted is drawn.
     """
-    by_recipe = {fit.recipe: fit for fit in fits if fit.law is not None and fit.A.value is not None}
+    by_recipe = {fit.recipe: fit for fit in fits if fit.draws is not None and fit.A.value is not None}
     order = [entry.recipe for entry in ranking.ranking if entry.recipe in by_recipe]
     if not order:
         return None
@@ -54,10 +54,10 @@ def _draw_residuals(panel: Axes, fit: Fit, left: float, right: float, colour: st
     points = select(fit.curve, fit.options)
     log_axis(panel, left, right)
     panel.axhline(0, color=colour, linewidth=1.2)
-    if fit.noise is not None:
-        spread = 2 * fit.noise.sd
-        panel.axhspan(-spread, spread, color=colour, alpha=0.13, linewidth=0)
-        note = f"sd {fit.noise.sd:.4f}, lag 1: {fit.noise.correlation(spacing(fit)):.2f}"
+    if fit.outlook is not None:
+        noise = float(np.median(fit.outlook.noise))
+        panel.axhspan(-2 * noise, 2 * noise, color=colour, alpha=0.13, linewidth=0)
+        note = f"sd {noise:.4f}"
         panel.text(0.97, 0.03, note, transform=panel.transAxes, ha="right", fontsize=8.5)
     residual = points.reward - fitted(fit, points.compute)
     draw_points(panel=panel, compute=points.compute, y=residual, seed=points.seed, left=left, colour=colour)
@@ -70,10 +70,9 @@ def _draw_residuals(panel: Axes, fit: Fit, left: float, right: float, colour: st
 def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
     """Draw the confidence curves of A, identifiable recipes left, open ones right; None if there is no such recipe.
 
-    The curve cuts 0.05 at the ends of the 95% interval (but for what is allowed for other laws); an end that the data
-    leave open is marked at the bound of A.
+    The curve cuts 0.05 at the ends of the 95% interval; an end that the data leave open is marked at the bound of A.
     """
-    by_recipe = {fit.recipe: fit for fit in fits if fit.A.value is not None and fit.law is not None}
+    by_recipe = {fit.recipe: fit for fit in fits if fit.A.value is not None and fit.draws is not None}
     ordered = [by_recipe[entry.recipe] for entry in ranking.ranking if entry.recipe in by_recipe]
     groups = [
         ("A identifiable", [fit for fit in ordered if fit.identifiable]),

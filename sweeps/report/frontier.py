@@ -9,12 +9,12 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from sweeps.curve import Array
 from sweeps.decide.across_sizes import AcrossSizes, Frontier
 from sweeps.decide.plan import Plan
 from sweeps.decide.power_law import sized
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit
-from sweeps.fit.least_squares import Array
 from sweeps.report.drawing import COLOURS, INK, STYLE, draw_points, limits, log_axis, write_figure
 
 

@@ -240,7 +240,7 @@ class Search:
         due = [run for run in at_work if run not in self._stopped() and self._due(run, axis, levels)]
         if not due or len(curves) < 2:
             return
-        fits: list[Fit] = fit_curves(curves, regions=False)
+        fits: list[Fit] = fit_curves(curves)
         look = judged(max(self._looked[run] for run in due), fits, joint_rewards(fits, rules.budget), rules)
         for run in due:
             if states[run].recipe in look.stopped:

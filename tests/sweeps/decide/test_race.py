@@ -24,11 +24,10 @@ from sweeps.cli.main import main
 from sweeps.curve import Array, Curve, make_curve
 from sweeps.decide.race import Look, Race, _affordable, judged, look_at, run_race
 from sweeps.decide.rules import Rules
-from sweeps.decide.standing import best_chances, joint_rewards
+from sweeps.decide.standing import best_chances
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, fit_curves
 from sweeps.source import load
-from tests.examples import every
 from tests.paths import ROOT
 from tests.sweeps.fit.simulate import curve
 
@@ -272,18 +271,6 @@ def test_the_simulation_races_as_the_command_does() -> None:
     assert race.leader == str(winner)
     own = [race.stopped.get(str(i), 1.0) for i in range(8)]
     assert np.abs(np.array(own) - spent).mean() < 0.1 and min(own) < 0.5
-
-
-@pytest.mark.parametrize(("setting", "at"), every(3, [(0, 4), (5, 6), (6, 12)]))
-def test_the_simulation_foretells_as_fits_do(setting: int, at: int) -> None:
-    study = make_study(SETTINGS[setting], 1)
-    seen = np.arange(21) <= at
-    compute = np.arange(21)[seen] / 20
-    curves = [make_curve(str(i), compute, study.rate[i, seen], sd=study.sd[i, seen]) for i in range(8)]
-    theirs = joint_rewards(fit_curves(curves), 1.0)
-    own = joint_rewards(ours.foretold(curves), 1.0)
-    assert all(np.array_equal(a, b) for a, b in zip(theirs, own, strict=True))
-    assert len({float(np.median(each)) for each in own}) == 8
 
 
 def _half(study: Study) -> dict[str, Outcome]:

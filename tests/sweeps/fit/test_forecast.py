@@ -14,7 +14,7 @@ from sweeps.decide.standing import best_chances, joint_rewards
 from sweeps.fit.collapse import death
 from sweeps.fit.fit import fit_curve, fit_curves
 from sweeps.fit.predict import asymptote_draws, paths, predict, predict_mean
-from sweeps.fit.wander import Seen
+from sweeps.fit.seen import Seen
 from tests.sweeps.fit.simulate import curve
 
 X = np.linspace(0.2, 1.0, 5)
@@ -92,5 +92,5 @@ def test_the_living_are_chosen_before_the_dead() -> None:
     living = curve("living", a=0.3, r0=0.1, seeds=1)
     c = living.compute
     dead = make_curve("dead", c, np.where(c >= c[-5], 0.0, 0.2 + 0.6 * c / c.max()), baseline="living")
-    of_the_living, of_the_dead = best_chances(joint_rewards(fit_curves([living, dead], regions=False), 2 * c.max()))
+    of_the_living, of_the_dead = best_chances(joint_rewards(fit_curves([living, dead]), 2 * c.max()))
     assert of_the_living > 0.95 and of_the_dead < 0.05

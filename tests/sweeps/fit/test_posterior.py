@@ -21,8 +21,8 @@ from sweeps.fit.fit import Fit, fit_curve
 from sweeps.fit.points import FitOptions
 from sweeps.fit.posterior import LAWS, Posterior, walked
 from sweeps.fit.predict import paths, predict, predict_mean, readable
+from sweeps.fit.seen import Seen
 from sweeps.fit.verdict import Doubt, Evidence, after_fit
-from sweeps.fit.wander import Seen
 from sweeps.source import load
 from tests.examples import every
 from tests.paths import ROOT
@@ -201,16 +201,13 @@ def test_an_asymptote_that_other_laws_put_elsewhere_is_not_named() -> None:
     x = np.linspace(0.0, 10.0, 30)
     doubt = Doubt(p_rise=1.0, p_none=0.0, rival="weibull", ahead=0.0, agreed=0.9)
     evidence = Evidence(
-        x,
-        0.3 + 0.3 * x**2 / (1 + x**2),
-        (0.6, 0.58, 0.63),
-        (2.0, 1.8, 2.2),
-        (1.0, 0.9, 1.1),
-        0.3,
-        1.0,
-        None,
-        0.01,
-        doubt,
+        compute=x,
+        reward=0.3 + 0.3 * x**2 / (1 + x**2),
+        A=(0.6, 0.58, 0.63),
+        half_gain=(1.0, 0.9, 1.1),
+        R0=0.3,
+        reward_range=1.0,
+        doubt=doubt,
     )
     assert after_fit(evidence).name == "identifiable"
     found = after_fit(replace(evidence, doubt=replace(doubt, agreed=0.4)))
@@ -219,8 +216,8 @@ def test_an_asymptote_that_other_laws_put_elsewhere_is_not_named() -> None:
     found = after_fit(replace(evidence, doubt=replace(doubt, ahead=5.0)))
     assert found.name == "misfit" and "another law: a Weibull curve" in found.reason
     assert after_fit(replace(evidence, doubt=replace(doubt, p_none=0.7, p_rise=P_FLAT / 2))).name == "flat"
-    # A window that ends soon after the bend asks for a narrower interval.
-    assert after_fit(replace(evidence, half_gain=(5.0, 4.0, 7.0))).name == "open"
+    # Nor where the bend may lie beyond the window.
+    assert after_fit(replace(evidence, half_gain=(5.0, 4.0, 9.0))).name == "pre_inflection"
 
 
 def test_a_forecast_reaches_the_end_of_the_scale() -> None:
@@ -249,7 +246,7 @@ def dense(seen: Seen, which: int, theta: np.ndarray, scale: float, at: np.ndarra
     """Mean and covariance of the points, and of the mean curve at computes `at`, by the model's definition."""
     u, v, log_walk, log_noise = theta
     every = np.concatenate([seen.x, at])
-    g = LAWS[which].basis(every[None], np.array([[u]]), np.array([[v]]))[0]
+    g = LAWS[which].basis(np.log(every)[None], np.array([[u]]), np.array([[v]]))[0]
     levels = (R0_PRIOR if LAWS[which].rises else LEVEL_PRIOR), A_PRIOR
     basis = np.stack([1 - g, g], axis=1)
     mean = basis @ [level for level, _ in levels]
@@ -257,7 +254,7 @@ def dense(seen: Seen, which: int, theta: np.ndarray, scale: float, at: np.ndarra
     covariance = basis @ np.diag([sd**2 for _, sd in levels]) @ basis.T
     covariance += np.exp(2 * log_walk) * np.minimum(h[:, None], h)
     n = len(seen.x)
-    own = np.minimum(h[:n, None], h[:n]) * (seen.same - 1 / seen.seeds)
+    own = np.minimum(h[:n, None], h[:n]) * ((seen.seed[:, None] == seen.seed) - 1 / seen.seeds)
     covariance[:n, :n] += np.exp(2 * log_walk) * scale**2 * own
     relative = np.ones(n) if seen.variance is None else seen.variance / seen.variance.mean()
     covariance[:n, :n] += (np.exp(2 * log_noise) + 1e-8) * np.diag(relative)
@@ -291,9 +288,17 @@ def test_draws_have_the_moments_of_the_model(which: int) -> None:
     at = np.array([0.25, 0.5, 1.0, 1.5, 3.0, 100.0])
     r0, a, walk = posterior._draw_levels(which, posterior._turned[1], np.tile(theta, (count, 1)))
     draws = model.Futures(
-        np.full(count, which), np.full(count, theta[0]), np.full(count, theta[1]), r0, a, walk, np.ones(count), False,
-        np.zeros(count, dtype=np.bool_),
-    ).at(at)  # fmt: skip
+        laws=LAWS,
+        law=np.full(count, which),
+        u=np.full(count, theta[0]),
+        v=np.full(count, theta[1]),
+        r0=r0,
+        a=a,
+        walk=walk,
+        noise=np.ones(count),
+        bounded=False,
+        dead=np.zeros(count, dtype=np.bool_),
+    ).at(at)
     mean, covariance = dense(seen, which, theta, SEED_WALKS[1], at)
     n = len(seen.x)
     gain = np.linalg.solve(covariance[:n, :n], covariance[:n, n:]).T

@@ -86,7 +86,7 @@ def test_parameters_are_those_at_the_peak_and_windows_those_spent() -> None:
     ahead = predict(fit, [320.0, 3200.0])
     assert ahead.value[1] == pytest.approx(ahead.value[0], abs=2e-3)
     assert fit.draws is not None
-    np.testing.assert_allclose(fit.draws.curve(np.array([3200.0])), fit.draws.curve(np.array([320.0])), atol=1e-3)
+    np.testing.assert_allclose(fit.draws.share(np.array([3200.0])), fit.draws.share(np.array([320.0])), atol=1e-3)
     assert isinstance(fit.outlook, Outlook)
     np.testing.assert_allclose(*fit.outlook.at(np.array([320.0, 3200.0])).T, atol=1e-3)
 

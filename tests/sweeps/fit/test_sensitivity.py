@@ -60,11 +60,11 @@ def test_a_curve_that_follows_the_law_does_not_move() -> None:
 @pytest.mark.slow
 def test_an_early_part_that_breaks_the_law_shows() -> None:
     rows = sensitivity(fit_curve(with_early_bump(0.08)))
-    most = max((row for row in rows if row.kind == CUT), key=lambda row: abs(row.shift or 0))
-    assert most.short == "cut 20%" and most.shift is not None and most.shift < -0.02
-    assert rows[0].A.value is not None and rows[0].A.value > 0.63 and most.A.value == pytest.approx(0.61, abs=0.005)
-    told = summary(rows)
-    assert f"at most {-most.shift:.3f} (cut 20%), outside its 95% interval" in told
+    assert rows[0].A.value is not None and rows[0].A.value > 0.63 and rows[0].verdict == "open"
+    for row in rows:
+        if row.short in ("cut 10%", "cut 20%", "cut 30%"):
+            assert row.verdict == "identifiable" and row.A.value == pytest.approx(0.61, abs=0.005)
+            assert row.shift is not None and row.shift < -0.05
 
 
 @pytest.mark.full

@@ -161,4 +161,4 @@ def test_rank_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         from sweeps.decide.rank import rank
         from sweeps.fit.fit import fit_curves
 
-        rank(fit_curves(load([str(tmp_path)]).curves, regions=False), baseline="scalerl")
+        rank(fit_curves(load([str(tmp_path)]).curves), baseline="scalerl")
