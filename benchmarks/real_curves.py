@@ -7,7 +7,8 @@ things are asked of every file:
    Yardsticks are the last value and the mean of the last five. An interval holds if it has that mean inside; the mean's
    own error is part of the interval, for it is the mean of that many evaluations.
 2. Its recipes, cut at 30, 50 and 70%, are asked for the chance of being best at the end. What is best is the recipe
-   with the highest mean over its last quarter.
+   with the highest mean over its last quarter. A choice at the end is decided, or not; it is right if the recipe chosen
+   ends within the margin of the best.
 
     python benchmarks/real_curves.py [FOLDER] [--ablate] [--out docs/measured/real_curves.md]
 
@@ -27,7 +28,8 @@ import numpy as np
 from scipy.stats import binomtest
 
 from sweeps.curve import Curve
-from sweeps.decide.standing import best_chances, joint_rewards
+from sweeps.decide.margin import MARGIN
+from sweeps.decide.standing import best_chances, horizon_of, joint_rewards
 from sweeps.fit import posterior
 from sweeps.fit.fit import fit_curves
 from sweeps.fit.predict import predict_mean, readable
@@ -104,16 +106,29 @@ def forecasts(file: Path, curves: Sequence[Curve]) -> list[Forecast]:
     return found
 
 
-def chances(curves: Sequence[Curve]) -> list[tuple[float, bool]]:
-    """Of every recipe at every cut: the chance of being best at the end, and whether it was."""
+@dataclass(frozen=True)
+class Decision:
+    """A choice at the end of a study's runs, made at a share of their compute."""
+
+    file: str
+    share: float
+    decided: bool
+    right: bool
+    regret: float
+    by_last: float
+
+
+def chances(file: Path, curves: Sequence[Curve]) -> tuple[list[tuple[float, bool]], list[Decision]]:
+    """Of every recipe at every cut: the chance of being best at the end, and whether it was; and the choices."""
     ends = [float(curve.compute.max()) for curve in curves]
     end = min(ends)
     reached = [curve.take(curve.compute <= end * (1 + 1e-9)) for curve in curves]
     late = [curve.reward[curve.compute > 0.75 * end] for curve in reached]
     if not all(map(len, late)):
-        return []
+        return [], []
     came = [float(rewards.mean()) for rewards in late]
-    found = []
+    found, decisions = [], []
+    margin = MARGIN * max(curve.scale for curve in curves)
     for share in CHANCES_AT:
         parts = [part(curve, share * end) for curve in curves]
         cut = [each for each in parts if each is not None]
@@ -122,7 +137,17 @@ def chances(curves: Sequence[Curve]) -> list[tuple[float, bool]]:
         fits = fit_curves(cut)
         said = best_chances(joint_rewards(fits, 0.875 * end))
         found += [(p, reward == max(came)) for p, reward in zip(said, came, strict=True)]
-    return found
+        choice = horizon_of(fits, margin, 0.875 * end)
+        if choice is not None and choice.leader is not None:
+            short = max(came) - came[[fit.recipe for fit in fits].index(choice.leader)]
+            last = max(range(len(cut)), key=lambda i: float(cut[i].reward[cut[i].compute.argmax()]))
+            scale = margin / MARGIN
+            decisions.append(
+                Decision(
+                    file.stem, share, choice.decided, short <= margin, short / scale, (max(came) - came[last]) / scale
+                )
+            )
+    return found, decisions
 
 
 def _share(count: int, of: int) -> str:
@@ -141,7 +166,9 @@ def table(title: str, rows: Sequence[Forecast]) -> list[str]:
     return [f"| {title} | {held} | {error:.4f} | {last:.4f} | {five:.4f} | {score:.3f} |"]
 
 
-def report(found: Sequence[Forecast], said: Sequence[tuple[float, bool]], name: str) -> list[str]:
+def report(
+    found: Sequence[Forecast], said: Sequence[tuple[float, bool]], decisions: Sequence[Decision], name: str
+) -> list[str]:
     """The page."""
     evaluations = [row for row in found if row.file.startswith("eval")]
     training = [row for row in found if not row.file.startswith("eval")]
@@ -170,7 +197,18 @@ def report(found: Sequence[Forecast], said: Sequence[tuple[float, bool]], name: 
         "",
         f"- below 0.05 was said of {len(low)}: " + (f"{_share(sum(low), len(low))} were best" if low else "-"),
         f"- above 0.9 was said of {len(high)}: " + (f"{_share(sum(high), len(high))} were best" if high else "-"),
+        "",
+        f"Choices at the end (horizon = the end, margin {MARGIN:g} of the scale):",
+        "",
+        "| cut at | studies | decided | of these within the margin | regret of the choice | of the highest last value |",
+        "|---|---|---|---|---|---|",
     ]
+    for share in CHANCES_AT:
+        some = [each for each in decisions if each.share == share]
+        sure = [each.right for each in some if each.decided]
+        regrets = [float(np.mean([getattr(each, name) for each in some])) for name in ("regret", "by_last")]
+        right = _share(sum(sure), len(sure)) if sure else "-"
+        lines.append(f"| {share:.0%} | {len(some)} | {len(sure)} | {right} | {regrets[0]:.4f} | {regrets[1]:.4f} |")
     return lines
 
 
@@ -195,8 +233,9 @@ def main() -> None:
     options = parser.parse_args()
     files = [(file, load([str(file)]).curves) for file in sorted(options.folder.glob("*.csv"))]
     found = [row for file, curves in files for row in forecasts(file, curves)]
-    said = [each for _, curves in files for each in chances(curves)]
-    lines = report(found, said, options.folder.name)
+    asked = [chances(file, curves) for file, curves in files]
+    said, decisions = ([each for pair in asked for each in pair[i]] for i in (0, 1))
+    lines = report(found, said, decisions, options.folder.name)  # type: ignore[arg-type]
     if options.ablate:
         lines += ablation(files, found)
     print("\n".join(lines))

@@ -23,8 +23,8 @@ from sweeps.curve import Curve
 from sweeps.decide.efficiency import Ratio, efficiencies
 from sweeps.decide.resolution import Resolution, resolve
 from sweeps.decide.reward import Rewards, rewards
-from sweeps.decide.standing import Outcome, Standing, margin_of, named_a, shared_asymptote, spreads_of, stand
-from sweeps.decide.wording import contrast_reason, outcome_sentence, place_reason
+from sweeps.decide.standing import Horizon, Outcome, Standing, margin_of, named_a, shared_asymptote, spreads_of, stand
+from sweeps.decide.wording import contrast_reason, horizon_sentence, outcome_sentence, place_reason
 from sweeps.errors import UserError
 from sweeps.fit.compare import Comparison, compare
 from sweeps.fit.fit import Fit, Interval
@@ -41,6 +41,7 @@ class Ranked(AsJson):
     Attributes:
         rank: its place, from 1; None where A is not identifiable.
         p_best: probability that its asymptote is the highest of all recipes, ranked or not; None if none was compared.
+        p_best_at_horizon: probability that its reward is the highest at `Ranking.horizon`; None without one.
         expected_loss: expected excess of the highest asymptote of all over its own, in reward.
         tied_with_best: whether its A lies within the margin of the best.
         A, A_total: asymptote for the runs given, and its bounds with the spread between seeds.
@@ -56,6 +57,7 @@ class Ranked(AsJson):
     recipe: str
     rank: int | None
     p_best: float | None
+    p_best_at_horizon: float | None
     expected_loss: float
     tied_with_best: bool
     A: Interval
@@ -106,6 +108,7 @@ class Ranking(AsJson):
         ranking: all recipes, unidentifiable ones last. leave_one_out: variants against the baseline.
         pairing: seeds by which recipes were compared pairwise; None unless they all have the same ones.
         comparisons: forecasts of every family for each identifiable recipe; empty if brief.
+        horizon: the choice by the reward at the budget, or at two windows. horizon_sentence: the same in words.
         rewards: comparison that needs no asymptote. resolution: smallest difference that the study can detect.
         standing: the posterior that all of it is read from, for what else is computed of the same fits; not printed.
     """
@@ -121,18 +124,20 @@ class Ranking(AsJson):
     leave_one_out: tuple[Contrast, ...]
     pairing: Pairing | None = None
     comparisons: tuple[Comparison, ...] = ()
+    horizon: Horizon | None = None
+    horizon_sentence: str = ""
     rewards: Rewards | None = None
     resolution: Resolution | None = None
     standing: Standing | None = field(default=None, compare=False, repr=False)
 
     @property
     def outcome(self) -> tuple[str, ...]:
-        """The sentence, and while undecided the resolution, which comes first where no recipe rises."""
-        if not self.undecided or self.resolution is None:
-            return (self.sentence,)
-        said = (self.sentence, self.resolution.sentence)
-        flat = self.standing is not None and self.standing.outcome is Outcome.FLAT
-        return said[::-1] if flat else said
+        """The sentences: on A, at the horizon, and while undecided the resolution, first where no recipe rises."""
+        said = [self.sentence] if not self.horizon_sentence else [self.sentence, self.horizon_sentence]
+        if self.undecided and self.resolution is not None:
+            flat = self.standing is not None and self.standing.outcome is Outcome.FLAT
+            said.insert(0 if flat else len(said), self.resolution.sentence)
+        return tuple(said)
 
     JSON: ClassVar = {"shared_a": "shared_A", "pairing": "paired", "comparisons": "forecasts", "standing": None}
 
@@ -167,7 +172,7 @@ def rank(
     sets = sorted({fit.curve.factors["set"] for fit in fits if "set" in fit.curve.factors})
     if len(sets) > 1:
         raise UserError(f"evaluation sets {', '.join(sets)} have asymptotes of their own; choose one with --metric")
-    standing = stand(fits, margin)
+    standing = stand(fits, margin, budget)
     by_recipe = {fit.recipe: fit for fit in fits}
     ordered = [by_recipe[recipe] for recipe in standing.ranked]
     refused = sorted((fit for fit in fits if not fit.identifiable), key=lambda fit: fit.recipe)
@@ -192,6 +197,8 @@ def rank(
         leave_one_out=() if baseline is None else tuple(_leave_one_out(fits, between, baseline, margin)),
         pairing=pairing,
         comparisons=comparisons,
+        horizon=standing.horizon,
+        horizon_sentence=horizon_sentence(standing),
         rewards=rewards(fits, budget),
         resolution=resolve(fits, standing.leader, margin),
         standing=standing,
@@ -206,6 +213,7 @@ def _ranked(fit: Fit, place: int, best: float, standing: Standing, budget: float
         recipe=fit.recipe,
         rank=place,
         p_best=standing.p_best[fit.recipe],
+        p_best_at_horizon=None if standing.horizon is None else standing.horizon.p_best[fit.recipe],
         expected_loss=standing.losses[fit.recipe],
         tied_with_best=efficient is not None,
         A=fit.A,
@@ -228,6 +236,7 @@ def _refused(fit: Fit, standing: Standing, budget: float | None) -> Ranked:
         recipe=fit.recipe,
         rank=None,
         p_best=standing.p_best[fit.recipe],
+        p_best_at_horizon=None if standing.horizon is None else standing.horizon.p_best[fit.recipe],
         expected_loss=standing.losses[fit.recipe],
         tied_with_best=False,
         A=fit.A,

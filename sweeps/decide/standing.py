@@ -14,6 +14,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from sweeps.as_json import AsJson
 from sweeps.curve import Array
 from sweeps.decide.efficiency import Efficiency, Ratio, efficiencies, tail_of_all_pairs
 from sweeps.decide.margin import MARGIN
@@ -76,6 +77,27 @@ class Outcome(Enum):
         return self in (Outcome.ALONE, Outcome.HIGHEST, Outcome.MOST_EFFICIENT, Outcome.TIED)
 
 
+@dataclass(frozen=True)
+class Horizon(AsJson):
+    """The choice by the reward at one compute, which needs no asymptote.
+
+    Attributes:
+        compute: where rewards are compared: a budget, or `WINDOWS` times the most that any recipe has used.
+        windows: the same as a multiple of the most that any recipe has used.
+        leader: recipe of the least expected loss there; None where nothing is known of any.
+        p_best: probability of the highest reward, by recipe.
+        p_wrong: probability that another's reward exceeds the leader's by more than the margin; None without another.
+        decided: whether the leader is surely within the margin of the highest reward.
+    """
+
+    compute: float
+    windows: float
+    leader: str | None
+    p_best: dict[str, float]
+    p_wrong: float | None
+    decided: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Standing:
     """The choice between recipes as the data leave it; mappings are by recipe.
@@ -103,6 +125,7 @@ class Standing:
         verdicts: verdict of every recipe's fit.
         pairing: seeds by which identifiable recipes are paired; None where they do not share them.
         drawn: the draws that all this is computed from, one entry per fit.
+        horizon: the choice by the reward at a compute; None where no recipe has a window.
     """
 
     margin: float
@@ -123,6 +146,7 @@ class Standing:
     verdicts: dict[str, str]
     pairing: Pairing | None
     drawn: tuple[Drawn, ...]
+    horizon: Horizon | None
 
     @property
     def decided(self) -> bool:
@@ -245,12 +269,41 @@ def _under_laws(fit: Fit, laws: Sequence[str], weight: Array, rng: np.random.Gen
     return rows
 
 
-def stand(fits: Sequence[Fit], margin: float | None = None) -> Standing:
+def horizon_of(fits: Sequence[Fit], margin: float, compute: float | None = None) -> Horizon | None:
+    """Choose a recipe by its reward at a compute; None where no recipe has a window.
+
+    Args:
+        fits: one fit per recipe, as `fit_curves` returns them.
+        margin: recipes whose reward lies within this of the highest are no wrong choice, in reward.
+        compute: where to compare; None for `WINDOWS` times the most that any recipe has used.
+    """
+    end = max((fit.window[1] for fit in fits if fit.window is not None), default=None)
+    if end is None:
+        return None
+    compute = WINDOWS * end if compute is None else compute
+    draws = np.stack(joint_rewards(fits, compute))
+    names = [fit.recipe for fit in fits]
+    short = draws.max(axis=0) - draws
+    known = [i for i, fit in enumerate(fits) if within(fit, compute)]
+    first = min(known, key=lambda i: (float(short[i].mean()), names[i]), default=None)
+    p_wrong = None if first is None or len(fits) < 2 else float((short[first] > margin).mean())
+    return Horizon(
+        compute=compute,
+        windows=compute / end,
+        leader=None if first is None else names[first],
+        p_best=dict(zip(names, best_chances(list(draws)), strict=True)),
+        p_wrong=p_wrong,
+        decided=p_wrong is not None and p_wrong <= _UNSURE,
+    )
+
+
+def stand(fits: Sequence[Fit], margin: float | None = None, budget: float | None = None) -> Standing:
     """Choose a recipe by least expected loss, and judge whether the data decide the choice.
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them.
         margin: recipes whose A lies within this of the best are no wrong choice, in reward; None for the default.
+        budget: compute of the horizon; None for `WINDOWS` times the most that any recipe has used.
 
     Raises:
         UserError: margin is negative or no number.
@@ -314,6 +367,7 @@ def stand(fits: Sequence[Fit], margin: float | None = None) -> Standing:
         verdicts={fit.recipe: fit.verdict for fit in fits},
         pairing=pairing,
         drawn=tuple(drawn),
+        horizon=horizon_of(fits, margin, budget),
     )
 
 

@@ -47,6 +47,18 @@ def outcome_sentence(standing: Standing) -> str:
     return f"same ceiling; {_either(standing.choices)}: {_slower(standing)}; {surely}{unranked}"
 
 
+def horizon_sentence(standing: Standing) -> str:
+    """Return one sentence on the choice at the horizon; empty where there is nothing to compare."""
+    horizon = standing.horizon
+    if horizon is None or horizon.leader is None or horizon.p_wrong is None or standing.outcome is Outcome.FLAT:
+        return ""
+    where = f"at {horizon.windows:.3g} windows (compute {horizon.compute:.4g})"
+    within = f"within {standing.margin:g} of the highest reward with {chance(1 - horizon.p_wrong)}"
+    if horizon.decided:
+        return f"decided {where}: {horizon.leader} is {within}"
+    return f"undecided {where}: {horizon.leader} is first, {within}"
+
+
 def _either(recipes: Sequence[str]) -> str:
     return " or ".join(part for part in (", ".join(recipes[:-1]), recipes[-1]) if part)
 

@@ -280,7 +280,7 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
         compute=points.compute,
         reward=points.reward,
         A=(float(np.median(draws.A)) if A.value is None else A.value, A.low, A.high),
-        half_gain=_half_gain(draws),
+        half_gain=_half_gain(draws, outlook.end),
         half_name={"exponential": "tau ln 2", "logistic": "c"}.get(options.family, "C_mid"),
         R0=r0,
         reward_range=empty.curve.scale,
@@ -331,12 +331,12 @@ def _pulled_in(points: Points, ahead: Lookout) -> Lookout:
     return ahead
 
 
-def _half_gain(draws: Draws) -> tuple[float, float, float] | None:
-    """Compute at which half of A - R0 is gained, with its interval; None for a family without such a point."""
+def _half_gain(draws: Draws, end: float) -> tuple[float, float] | None:
+    """Compute at which half of A - R0 is gained, and the probability that it lies beyond the window's end."""
     if not draws.family.names:
         return None
-    low, value, high = np.quantile(draws.family.compute_at(0.5, draws.B, draws.C_mid), [0.025, 0.5, 0.975]).tolist()
-    return value, low, high
+    half = draws.family.compute_at(0.5, draws.B, draws.C_mid)
+    return float(np.median(half)), float((half > end).mean())
 
 
 def _doubt(fit: Fit, A: Interval) -> verdict.Doubt:

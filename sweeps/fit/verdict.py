@@ -68,8 +68,9 @@ class Evidence:
 
     Attributes:
         compute, reward: the fitted points, (n,).
-        A, half_gain: (value, low, high), a bound None where it is open. half_gain is the compute at which half of
-            A - R0 is gained, C_mid of a sigmoid; None for a family without such a point.
+        A: (value, low, high), a bound None where it is open.
+        half_gain: compute at which half of A - R0 is gained, C_mid of a sigmoid, and the probability that this lies
+            beyond the window; None for a family without such a point.
         R0: fitted or given reward at compute 0.
         reward_range: width of the reward's scale.
         doubt: evidence from all laws.
@@ -79,7 +80,7 @@ class Evidence:
     compute: Array
     reward: Array
     A: tuple[float, float | None, float | None]
-    half_gain: tuple[float, float, float] | None
+    half_gain: tuple[float, float] | None
     R0: float
     reward_range: float
     doubt: Doubt
@@ -189,9 +190,9 @@ def after_fit(e: Evidence) -> Verdict:
         return misfit
     reach = ""
     if e.half_gain is not None:
-        c, _, c_high = e.half_gain
-        if max(c, c_high) >= BEND * end:
-            return Verdict("pre_inflection", _before_the_bend(end, e.half_name, c, c_high))
+        c, beyond = e.half_gain
+        if beyond > BEND:
+            return Verdict("pre_inflection", _before_the_bend(end, e.half_name, c, beyond))
         if c > 0:
             reach = f" in a window up to {end / c:.2g} x {e.half_name}"
     cure = "add seeds or evaluate on more prompts"
@@ -238,9 +239,9 @@ def _misfit(e: Evidence) -> Verdict | None:
     )
 
 
-def _before_the_bend(end: float, name: str, c: float, c_high: float) -> str:
+def _before_the_bend(end: float, name: str, c: float, beyond: float) -> str:
     """Why a window may end before the bend, and how much further it should go."""
     return (
-        f"the window ends at compute {end:.4g} and may not have reached the bend ({name} {c:.4g}, up to {c_high:.4g}); "
-        f"needs about {2 * max(c, end) / end:.2g}x more compute"
+        f"the window ends at compute {end:.4g} and may not have reached the bend ({name} about {c:.4g}, beyond the "
+        f"window with P = {beyond:.2f}); needs about {2 * max(c, end) / end:.2g}x more compute"
     )

@@ -33,7 +33,8 @@ def rank_text(ranking: Ranking, by_axis: ByAxis | None = None) -> str:
 def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the ranking's table."""
     tie = ["compute to 90%", "to 50%"] if ranking.shared_a is not None else []
-    head = ["rank", "recipe", "P(best)", "A", *tie, "B at shared A", "why"]
+    ahead = [] if ranking.horizon is None else [f"at {ranking.horizon.windows:.3g} windows"]
+    head = ["rank", "recipe", "P(best)", *ahead, "A", *tie, "B at shared A", "why"]
     rows = []
     for entry in ranking.ranking:
         named = entry.rank is not None
@@ -41,6 +42,7 @@ def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
             str(entry.rank) if named else "-",
             entry.recipe,
             "-" if entry.p_best is None else f"{entry.p_best:.2f}",
+            *(["-" if entry.p_best_at_horizon is None else f"{entry.p_best_at_horizon:.2f}"] if ahead else []),
             shown(entry.A if named else None, ".3f"),
             *([shown(entry.efficiency, ".3g"), shown(entry.efficiency_half, ".3g")] if tie else []),
             shown(entry.B_at_shared_A, ".3g"),
