@@ -200,7 +200,7 @@ def report(
         "",
         f"Choices at the end (horizon = the end, margin {MARGIN:g} of the scale):",
         "",
-        "| cut at | studies | decided | of these within the margin | regret of the choice | of the highest last value |",
+        "| cut at | studies | decided | of these within the margin | regret | of the highest last value |",
         "|---|---|---|---|---|---|",
     ]
     for share in CHANCES_AT:

@@ -226,7 +226,8 @@ _SEEN = {
 def _misfit(e: Evidence) -> Verdict | None:
     """Return `misfit` for points that another law explains far better than a sigmoid; else None."""
     doubt = e.doubt
-    if doubt.ahead <= AHEAD:
+    # Where the better law ends at the same ceiling, A holds.
+    if doubt.ahead <= AHEAD or (doubt.rival != "none" and doubt.agreed >= AGREED):
         return None
     order = np.argsort(e.compute, kind="stable")
     smooth = np.convolve(e.reward[order], np.ones(_SMOOTH) / _SMOOTH, mode="valid")

@@ -441,10 +441,9 @@ def test_advice_is_a_command_to_paste_where_the_study_was_ours(tmp_path: Path) -
     study = load([tmp_path], x="compute/flops")
     fits = fit_curves(study.curves)
     text = write_report(tmp_path / "x.html", study.curves, fits, rank(fits), study.runs)[0].read_text()
-    assert (
-        '<code class="command">scalerl train --multirun &#39;experiment=&lt;mine&gt;&#39; seed=1 budget.steps=24</code>'
-        in text
-    )
+    commands = re.findall(r'<code class="command">(.*?)</code>', text)
+    ours = r"scalerl train --multirun &#39;experiment=&lt;mine&gt;&#39; .*budget.steps=\d+"
+    assert any(re.match(ours, command) for command in commands)
     Page(text)
 
 
