@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from sweeps.as_json import AsJson
 from sweeps.curve import Array, Curve
@@ -27,9 +26,9 @@ ORIGINS = (0.5, 0.6, 0.7, 0.8, 0.9)
 _MOST = 1000
 # Fewer held-out points than this say nothing about skill.
 _LEAST_HELD_OUT = 5
-# The search of a shape: so many prior standard deviations on either side, in so many steps, then so many evaluations
-# at most, to this accuracy.
-_REACH, _STEPS, _POLISH, _GOOD = 3.0, 13, 20, 1e-6
+# The search of a shape: a grid of so many steps a side over so many prior standard deviations on either side of the
+# best cell, that many times, each so much closer.
+_STEPS, _REACH, _ROUNDS, _CLOSER = 17, 3.0, 6, 2.5
 # Ridge on the seeds' offsets, as a weight per seed beside 1 of a point.
 _RIDGE = 1.0
 
@@ -142,14 +141,15 @@ class _Solution:
         return _share(self.family, compute / self.end, self.first, *self.shape)
 
 
-def _share(family: Family, x: Array, first: float, u: float, v: float) -> Array:
-    """Return g at computes x (n,) in windows; `first` is where a power law begins."""
+def _share(family: Family, x: Array, first: float, u: Array | float, v: Array | float) -> Array:
+    """Return g at computes x (n,) in windows, for shapes that broadcast; `first` is where a power law begins."""
+    u, v = np.asarray(u), np.asarray(v)
     with np.errstate(divide="ignore", over="ignore"):
-        return family.at(np.log(x), u, np.log(first) if family.name == "power_law" else v)
+        return family.basis(np.log(x), u, np.full_like(v, np.log(first)) if family.name == "power_law" else v)
 
 
 def _solve(points: Points, options: FitOptions, bounds: tuple[float, float]) -> _Solution:
-    """Fit a family by least squares: a grid over its shape, the best cell polished by SciPy, R0 and A solved in each.
+    """Fit a family by least squares: a grid over its shape, zoomed to the best cell, R0 and A solved there.
 
     Each seed has a gain of its own, drawn towards the common one by a ridge.
     """
@@ -182,21 +182,18 @@ def _solve(points: Points, options: FitOptions, bounds: tuple[float, float]) -> 
             theta[levels] = np.clip(theta[levels], *bounds)
         return theta, stacked @ theta - wanted
 
-    def residuals(shape: Array) -> Array:
-        return linear(shape)[1]
-
-    (mu, su), (mv, sv) = family.prior
-    steps = np.linspace(-_REACH, _REACH, _STEPS)
-    u = mu + su * steps if family.shape > 0 else np.array([mu])
-    v = mv + sv * steps if family.shape > 1 else np.array([mv])
-    cells = np.stack(np.meshgrid(u, v, indexing="ij"), axis=-1).reshape(-1, 2)
-    # Every cell at once, without bounds and seeds: R^2 of the line through (g, reward) tells the best one.
-    g = np.stack([_share(family, x, first, *cell) for cell in cells])
-    g = g - np.average(g, axis=1, weights=weight)[:, None]
-    explained = (g @ (weight * points.reward)) ** 2 / np.maximum(g**2 @ weight, 1e-12)
-    best = cells[int(explained.argmax())]
-    if family.shape:
-        best = least_squares(residuals, best, x_scale=(su, sv), max_nfev=_POLISH, ftol=_GOOD, xtol=_GOOD).x
+    (best_u, su), (best_v, sv) = family.prior
+    steps = np.linspace(-1, 1, _STEPS)
+    for round_ in range(_ROUNDS):
+        # Every cell at once, as if there were but one seed.
+        span = _REACH * _CLOSER**-round_
+        u = best_u + span * su * (steps if family.shape > 0 else np.zeros(1))
+        v = best_v + span * sv * (steps if family.shape > 1 else np.zeros(1))
+        u, v = np.repeat(u, len(v)), np.tile(v, len(u))
+        g = _share(family, x, first, u[:, None], v[:, None])
+        at = int(_squares(g, points.reward, weight, fixed, bounds).argmin())
+        best_u, best_v = float(u[at]), float(v[at])
+    best = np.array([best_u, best_v])
     theta, residual = linear(best)
     r0, (a, *offset) = (fixed, theta) if fixed is not None else (float(theta[0]), theta[1:])
     own = residual[: len(x)]
@@ -221,6 +218,24 @@ def _row(
     spread = float(weight @ (points.reward - np.average(points.reward, weights=weight)) ** 2)
     r2 = 1 - solution.sse / spread if spread > 0 else None
     return FamilyRow(name, parameters, solution.a, solution.sse, aicc, 0.0, held_out, r2)
+
+
+def _squares(g: Array, y: Array, weight: Array, fixed: float | None, bounds: tuple[float, float]) -> Array:
+    """Weighted sum of squares of y (n,) about the best line from R0 to A within bounds, for each row of g (k, n)."""
+    h = 1 - g
+    gg, gh, hh, gy, hy = (g * g) @ weight, (g * h) @ weight, (h * h) @ weight, g @ (weight * y), h @ (weight * y)
+
+    def level(product: Array, square: Array, other: Array | float) -> Array:
+        return np.asarray(np.clip((product - gh * other) / np.maximum(square, 1e-12), *bounds))
+
+    if fixed is not None:
+        r0: Array | float = fixed
+        a = level(gy, gg, fixed)
+    else:
+        a = np.clip((gy * hh - hy * gh) / np.maximum(gg * hh - gh**2, 1e-12), *bounds)
+        r0 = level(hy, hh, a)
+        a = level(gy, gg, r0)
+    return np.asarray(weight @ y**2 - 2 * (a * gy + r0 * hy) + a * a * gg + 2 * a * r0 * gh + r0 * r0 * hh)
 
 
 @dataclass(frozen=True, eq=False)
