@@ -116,7 +116,7 @@ def shown_study(options: argparse.Namespace) -> LoadedStudy:
 
 
 def fit_all(curves: Sequence[Curve], options: argparse.Namespace, workers: int | None = None) -> list[Fit]:
-    """Fit every recipe."""
+    """Fit every recipe of the sources, with the method that the options name."""
     if getattr(options, "method", "posterior") == METHOD:
         from sweeps.fit.published import fit_literal
 
