@@ -1,0 +1,183 @@
+"""Forecasts of the last quarter's mean on real curves, paired with those of other forecasters.
+
+Each CSV of the folders (columns recipe, seed, compute, reward) is a source; its name begins with its class (`eval`,
+`train`, `digits`), and names with `enduro` are a class of their own. Each curve, a recipe and seed, is cut at 30, 40,
+50, 60 and 70% of its compute. Rivals: the last value, exponential smoothing (0.3), and with `--reference FILE` a module
+that has `forecast(x, z, ahead, bounds) -> (median, low, high, ...)`. Differences are means over the cuts of a curve,
+then over curves, with their standard error; below zero, ours is better.
+
+    python -m benchmarks.forecasters FOLDER... [--reference FILE] [--most 40] [--out PAGE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.real_curves import MISS
+from sweeps.curve import Array, Curve, make_curve
+from sweeps.fit.fit import fit_curve
+from sweeps.fit.predict import predict_mean
+from sweeps.source import load
+
+CUTS = (0.3, 0.4, 0.5, 0.6, 0.7)
+LEAST_POINTS, LEAST_COMPUTES = 6, 5
+SMOOTHING = 0.3
+OURS, LAST, SMOOTH, REFERENCE = "ours", "last value", "smoothing", "reference"
+Rival = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One cut of one curve: what came, and each forecaster's value, low and high on a scale of width 1."""
+
+    group: str
+    curve: str
+    came: float
+    said: dict[str, tuple[float, float, float]]
+
+    def error(self, name: str) -> float:
+        """Return a forecaster's absolute error."""
+        return abs(self.said[name][0] - self.came)
+
+    def score(self, name: str) -> float:
+        """Return a forecaster's interval score (Gneiting and Raftery 2007)."""
+        _, low, high = self.said[name]
+        return high - low + MISS * max(low - self.came, self.came - high, 0.0)
+
+    def holds(self, name: str) -> bool:
+        """Return whether a forecaster's interval has what came."""
+        return self.said[name][1] <= self.came <= self.said[name][2]
+
+
+def group_of(file: Path) -> str:
+    """Return the class of a source by its file's name."""
+    name = file.stem
+    if "enduro" in name:
+        return "enduro"
+    return next((each for each in ("digits", "eval") if name.startswith(each)), "train")
+
+
+def cuts(file: Path, curves: Sequence[Curve], most: int, reference: Rival | None) -> Iterator[Cut]:
+    """Forecast every cut of the curves of a file, at most so many curves."""
+    every = [(curve, seed) for curve in curves for seed in sorted(set(curve.seed))]
+    if len(every) > most:
+        every = [every[int(i)] for i in np.linspace(0, len(every) - 1, most)]
+    bounded = all(curve.range is not None for curve in curves)
+    for curve, seed in every:
+        mine = curve.take(curve.seed == seed)
+        x, z = mine.compute, mine.reward
+        for share in CUTS:
+            seen, later = x <= share * x.max() * (1 + 1e-9), x > 0.75 * x.max()
+            if seen.sum() < LEAST_POINTS or len(np.unique(x[seen])) < LEAST_COMPUTES or not later.any():
+                continue
+            low, width = (0.0, 1.0) if bounded else (float(z[seen].min()), float(np.ptp(z[seen])))
+            if width <= 0:
+                continue
+            name = f"{file.stem} {curve.recipe} {seed}"
+            yield forecast(
+                group_of(file),
+                name,
+                x[seen],
+                (z - low)[seen] / width,
+                x[later],
+                (z - low)[later] / width,
+                bounded,
+                reference,
+            )
+
+
+def forecast(
+    group: str, name: str, x: Array, z: Array, ahead: Array, came: Array, bounded: bool, reference: Rival | None
+) -> Cut:
+    """Forecast one cut with every forecaster."""
+    # A reward beyond [0, 1] says that there are no bounds.
+    wide = z if bounded else 3 * z - 1
+    fit = fit_curve(make_curve(name, x, wide))
+    ours = predict_mean(fit, ahead)
+    if not bounded:
+        ours = tuple((value + 1) / 3 for value in ours)  # type: ignore[assignment]
+    smooth = float(z[0])
+    for value in z[1:]:
+        smooth += SMOOTHING * (float(value) - smooth)
+    said = {OURS: ours, LAST: (float(z[-1]),) * 3, SMOOTH: (smooth,) * 3}
+    if reference is not None:
+        said[REFERENCE] = tuple(reference(x, z, ahead, (0.0, 1.0) if bounded else (-9e9, 9e9))[:3])
+    return Cut(group, name, float(came.mean()), said)
+
+
+def paired(some: Sequence[Cut], measure: str, rival: str) -> tuple[float, float]:
+    """Mean difference to a rival over curves, and its standard error."""
+    by_curve = defaultdict(list)
+    for cut in some:
+        by_curve[cut.curve].append(getattr(cut, measure)(OURS) - getattr(cut, measure)(rival))
+    means = np.array([np.mean(each) for each in by_curve.values()])
+    return float(means.mean()), float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else np.nan
+
+
+def rows(found: Sequence[Cut], reference: bool) -> list[str]:
+    """Table by class and over all."""
+    lines = [
+        "| curves | cuts | error | interval score | holds | to the last value | to smoothing"
+        + (" | reference: error | holds | error to it | score to it |" if reference else " |"),
+        "|---|---|---|---|---|---|---" + ("|---|---|---|---|" if reference else "|"),
+    ]
+    for group in (*sorted({cut.group for cut in found}), "all"):
+        some = [cut for cut in found if group in (cut.group, "all")]
+        cells = [
+            f"{np.mean([cut.error(OURS) for cut in some]):.4f}",
+            f"{np.mean([cut.score(OURS) for cut in some]):.3f}",
+        ]
+        cells.append(f"{np.mean([cut.holds(OURS) for cut in some]):.2f}")
+        cells += ["{:+.4f} +- {:.4f}".format(*paired(some, "error", rival)) for rival in (LAST, SMOOTH)]
+        if reference:
+            cells.append(f"{np.mean([cut.error(REFERENCE) for cut in some]):.4f}")
+            cells.append(f"{np.mean([cut.holds(REFERENCE) for cut in some]):.2f}")
+            cells += ["{:+.4f} +- {:.4f}".format(*paired(some, measure, REFERENCE)) for measure in ("error", "score")]
+        lines.append(f"| {group} | {len(some)} | {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    """Print the table, and write the page if asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folders", type=Path, nargs="+", help="folders of CSV files, or files")
+    parser.add_argument("--reference", type=Path, help="module with `forecast`")
+    parser.add_argument("--most", type=int, default=40, help="curves of a file, at most")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rival: Rival | None = None
+    if options.reference is not None:
+        spec = importlib.util.spec_from_file_location("reference", options.reference)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        rival = module.forecast
+    files = [file for each in options.folders for file in (sorted(each.glob("*.csv")) if each.is_dir() else [each])]
+    found = [cut for file in files for cut in cuts(file, load([str(file)]).curves, options.most, rival)]
+    lines = rows(found, rival is not None)
+    print("\n".join(lines))
+    if options.out:
+        head = [
+            "# Forecasts beside other forecasters",
+            "",
+            "How forecasts of real curves compare with those of simpler methods, paired by curve.",
+            "",
+            f"Written by `python -m benchmarks.forecasters` on {len(files)} files: every curve is cut at "
+            f"{', '.join(f'{share:.0%}' for share in CUTS)} of its compute and the mean of its last quarter is "
+            "forecast. Errors are shares of the reward's scale. Differences are ours less the other's, by curve, with "
+            "their standard error; below zero ours is better.",
+            "",
+        ]
+        options.out.write_text("\n".join([*head, *lines]) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
