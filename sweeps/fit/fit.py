@@ -26,6 +26,7 @@ from sweeps.fit.constants import HUBER, PLATEAU
 from sweeps.fit.forecast import Draws, Lookout, Outlook, lookout
 from sweeps.fit.points import FitOptions as FitOptions
 from sweeps.fit.points import Points, fits_r0, select
+from sweeps.fit.pooling import POOLED_FROM, pooled_weights
 from sweeps.fit.schedule import Schedule, schedule_of
 from sweeps.fit.seeds import BORROWED_SEED_SD, SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
 from sweeps.parallel import mapped
@@ -68,6 +69,7 @@ class Fit(AsJson):
         bad_seeds: outlier seeds, which are left out of the curve.
         checks: further fits of the same points, by which a reader judges this one; None without a fit.
         lookout: inputs of the posterior; None with too few points.
+        pooled: number of recipes with which walks are pooled, itself included; 1 alone.
     """
 
     curve: Curve
@@ -95,6 +97,7 @@ class Fit(AsJson):
     bad_seeds: tuple[BadSeed, ...] = ()
     checks: Checks | None = None
     lookout: Lookout | None = None
+    pooled: int = 1
 
     @property
     def outlook(self) -> Outlook | None:
@@ -253,11 +256,16 @@ def _left_out(bad: BadSeed, kept: Curve) -> str:
 
 def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
     """Complete a fit with its draws and verdict."""
-    options, bounds, ahead = empty.options, empty.bounds, empty.lookout
+    ahead = empty.lookout
     assert ahead is not None
-    if options.robust:
+    if empty.options.robust:
         ahead = _pulled_in(points, ahead)
-    outlook = ahead.outlook
+    return _read(empty, points, ahead, parameters)
+
+
+def _read(empty: Fit, points: Points, ahead: Lookout, parameters: int) -> Fit:
+    """Complete a fit with what its draws say."""
+    options, bounds, outlook = empty.options, empty.bounds, ahead.outlook
     draws, line = outlook.draws, outlook.line_at(points.compute)
     gone = {bad.seed for bad in empty.bad_seeds}
     labels = [str(label) for label in np.unique(empty.curve.seed) if str(label) not in gone]
@@ -265,7 +273,7 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
     silent = [label for label, own in zip(labels, informing, strict=False) if not own]
     if silent and len(labels) == points.seeds:
         note = f"seed {', '.join(silent)} ended too early to say anything of its asymptote; its points are used"
-        empty = replace(empty, warnings=(*empty.warnings, note))
+        empty = replace(empty, warnings=tuple(dict.fromkeys([*empty.warnings, note])))
     empty = replace(empty, lookout=ahead)
     A = _interval(draws.A)
     if options.asymptote is not None:
@@ -400,15 +408,32 @@ def fit_curves(curves: Sequence[Curve], options: FitOptions | None = None, worke
 
 
 def with_shared(fits: Sequence[Fit], curves: Sequence[Curve]) -> list[Fit]:
-    """Return fits of single curves, as `fit_curve` makes them, with the spread between seeds that a study shares.
+    """Return fits of single curves, as `fit_curve` makes them, with what the recipes of a study share.
 
-    `fit_curves` does this too.
+    That is how far their runs walk (`sweeps.fit.pooling`), and the spread between seeds. `fit_curves` does this too.
     """
     scale = max((curve.scale for curve in curves), default=1.0)
+    fits = _pooled(fits)
     pooled = pooled_seed_spread([fit.seed_excess for fit in fits], scale)
     result = []
     for fit, curve in zip(fits, curves, strict=True):
         own = pooled_seed_spread([fit.seed_excess], scale)
         spread = own or pooled or SeedSpread(BORROWED_SEED_SD * fit.curve.scale)
         result.append(with_seed_spread(replace(fit, curve=curve), spread))
+    return result
+
+
+def _pooled(fits: Sequence[Fit]) -> list[Fit]:
+    """Read every fit again from draws that are pooled with the other recipes'."""
+    known = sorted((i for i, fit in enumerate(fits) if fit.draws is not None), key=lambda i: fits[i].recipe)
+    if len(known) < POOLED_FROM:
+        return list(fits)
+    outlooks = [fits[i].outlook for i in known]
+    walks = [(o.futures.log_walk, o.alone.log_walk) for o in outlooks if o is not None and o.alone is not None]
+    result = list(fits)
+    for i, weights in zip(known, pooled_weights(walks), strict=True):
+        fit = fits[i]
+        assert fit.checks is not None and fit.lookout is not None
+        ahead = fit.lookout.pooled(weights)
+        result[i] = replace(_read(fit, fit.checks.points, ahead, fit.checks.parameters), pooled=len(known))
     return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from sweeps.curve import Array
 from sweeps.fit.family import SIGMOID, Family
 from sweeps.fit.points import FitOptions, Points, grouped
-from sweeps.fit.posterior import Futures, Posterior, laws_of
+from sweeps.fit.posterior import Futures, Posterior, by_weight, laws_of
 from sweeps.fit.schedule import Schedule
 from sweeps.fit.seen import Seen
 
@@ -61,6 +61,7 @@ class Outlook:
 
     Attributes:
         futures: K joint draws of the curve under all laws, without units.
+        alone: as many under the fitted family alone; None once they have been pooled with other recipes'.
         draws: K draws of the fitted family's parameters; of a sigmoid some of them are among `futures`.
         line: computes in windows and the median of law and walk there, without units, of the fitted family.
         end: largest compute that was evaluated, at the peak learning rate, in the curve's unit.
@@ -71,6 +72,7 @@ class Outlook:
     """
 
     futures: Futures
+    alone: Futures | None
     draws: Draws
     line: Array
     end: float
@@ -123,15 +125,29 @@ class Lookout:
     @cached_property
     def outlook(self) -> Outlook:
         """The outlook from these inputs, computed once."""
-        family, x = self.options.shape, self.seen.x
         r0, a = (None if value is None else (value - self.bottom) / self.width for value in self._fixed)
-        first = float(x[x > 0].min())
-        posterior = Posterior(self.seen, generator(self.recipe, "posterior"), laws_of(family, first, r0, a))
-        futures, alone = posterior.draw(DRAWS)
+        laws = laws_of(self.options.shape, self._first, r0, a)
+        posterior = Posterior(self.seen, generator(self.recipe, "posterior"), laws)
+        return self._read(*posterior.draw(DRAWS), posterior.log_evidence)
+
+    def pooled(self, weights: tuple[Array, Array]) -> Lookout:
+        """Return the same with its outlook's draws, of all laws and of the family alone, drawn again by weight."""
+        assert self.outlook.alone is not None
+        rng = generator(self.recipe, "pooled")
+        pairs = zip((self.outlook.futures, self.outlook.alone), weights, strict=True)
+        futures, alone = (futures.take(by_weight(weight, DRAWS, rng)) for futures, weight in pairs)
+        found = replace(self)
+        found.__dict__["outlook"] = replace(self._read(futures, alone, self.outlook.log_evidence), alone=None)
+        return found
+
+    def _read(self, futures: Futures, alone: Futures, log_evidence: Mapping[str, float]) -> Outlook:
+        """Convert draws of all laws, and of the family alone, to the curve's units."""
+        family = self.options.shape
         noise = self.width * self.each**0.5 * futures.noise
         # What never passes is read without error.
         noise[futures.dead] = 0.0
-        one, other = family.natural(alone.u, np.full(DRAWS, np.log(first)) if family.name == "power_law" else alone.v)
+        v = np.full(DRAWS, np.log(self._first)) if family.name == "power_law" else alone.v
+        one, other = family.natural(alone.u, v)
         draws = Draws(
             A=self.bottom + self.width * alone.asymptote,
             B=one * self.end ** family.powers[0],
@@ -140,18 +156,25 @@ class Lookout:
             family=family,
             schedule=self.schedule,
         )
+        share = np.bincount(futures.law, minlength=len(futures.laws)) / len(futures.law)
         return Outlook(
             futures=futures,
+            alone=alone,
             draws=draws,
             line=alone.line(_LINE),
             end=self.end,
             bottom=self.bottom,
             width=self.width,
-            weights=posterior.weights,
-            log_evidence=posterior.log_evidence,
+            weights={law.name: float(share[i]) for i, law in enumerate(futures.laws)},
+            log_evidence=log_evidence,
             noise=noise,
             schedule=self.schedule,
         )
+
+    @property
+    def _first(self) -> float:
+        """Smallest positive compute, in windows."""
+        return float(self.seen.x[self.seen.x > 0].min())
 
     @property
     def _fixed(self) -> tuple[float | None, float | None]:
@@ -161,7 +184,19 @@ class Lookout:
 
 
 # Every stream of random numbers of `sweeps.fit` and `sweeps.decide` that belongs to one recipe.
-_STREAMS = ("posterior", "noise", "seeds", "asymptote", "reward", "efficiency", "pair", "paired", "next", "sizes")
+_STREAMS = (
+    "posterior",
+    "pooled",
+    "noise",
+    "seeds",
+    "asymptote",
+    "reward",
+    "efficiency",
+    "pair",
+    "paired",
+    "next",
+    "sizes",
+)
 
 
 def generator(name: str, stream: str) -> np.random.Generator:

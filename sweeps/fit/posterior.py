@@ -137,7 +137,7 @@ class Futures:
         laws: the laws. law: index of each draw's.
         u, v, r0, a: shape and levels of the law.
         walk: the walk at the computes `_NODES`, (K, m); in single precision, because a study keeps 2,000 per recipe.
-        noise: standard deviation of one evaluation.
+        noise: standard deviation of one evaluation. log_walk: logarithm of the walk's standard deviation over a window.
         bounded: whether rewards lie in [0, 1]. Draws are then clipped to it.
         dead: draws whose reward is 0 from compute `died` on, see `sweeps.fit.collapse`.
     """
@@ -150,9 +150,15 @@ class Futures:
     a: Array
     walk: NDArray[np.floating[Any]]
     noise: Array
+    log_walk: Array
     bounded: bool
     dead: NDArray[np.bool_]
     died: float = np.inf
+
+    def take(self, rows: NDArray[np.intp]) -> Futures:
+        """Return the draws at these indices."""
+        names = ("law", "u", "v", "r0", "a", "walk", "noise", "log_walk", "dead")
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
     def at(self, x: Array) -> Array:
         """Reward of each draw at computes x (m,), in windows; (K, m)."""
@@ -358,17 +364,30 @@ class Posterior:
         some = [[values[: counts[0]] for values in named], *parts[1:]]
         order = self._rng.permutation(count)
         law = np.repeat(np.arange(len(self._laws)), counts)
-        joined = [np.concatenate([part[i] for part in some])[order] for i in range(6)]
+        joined = [np.concatenate([part[i] for part in some])[order] for i in range(7)]
         return self._futures(law[order], joined, p, died), alone
 
     def _futures(self, law: NDArray[np.intp], drawn: Sequence[Array], p: float, died: float) -> Futures:
-        """Put draws of u, v, r0, a, walk and noise together; the first share p of them is of dead runs."""
-        u, v, r0, a, walk, noise = drawn
+        """Put draws of u, v, r0, a, walk, noise and log_walk together; the first share p of them is of dead runs."""
+        u, v, r0, a, walk, noise, log_walk = drawn
         dead = np.arange(len(law)) < round(p * len(law))
-        return Futures(self._laws, law, u, v, r0, a, walk.astype(np.float32), noise, self._seen.bounded, dead, died)
+        return Futures(
+            laws=self._laws,
+            law=law,
+            u=u,
+            v=v,
+            r0=r0,
+            a=a,
+            walk=walk.astype(np.float32),
+            noise=noise,
+            log_walk=log_walk,
+            bounded=self._seen.bounded,
+            dead=dead,
+            died=died,
+        )
 
-    def _draw(self, which: int, count: int) -> tuple[Array, Array, Array, Array, Array, Array]:
-        """Draw shapes, levels, walks and noise of one law: u, v, r0, a, walk (count, m) and noise."""
+    def _draw(self, which: int, count: int) -> tuple[Array, ...]:
+        """Draw shapes, levels, walks and noise of one law: u, v, r0, a, walk (count, m), noise and log_walk."""
         found, rng = self._samples[which], self._rng
         scale, row = np.divmod(by_weight(found.weight.ravel(), count, rng), len(found.theta))
         theta = found.theta[row]
@@ -377,7 +396,7 @@ class Posterior:
             mine = np.flatnonzero(scale == s)
             if len(mine):
                 r0[mine], a[mine], walk[mine] = self._draw_levels(which, turned, theta[mine])
-        return theta[:, 0], theta[:, 1], r0, a, walk, np.exp(theta[:, 3])
+        return theta[:, 0], theta[:, 1], r0, a, walk, np.exp(theta[:, 3]), theta[:, 2]
 
     def _draw_levels(self, which: int, turned: _Turned, theta: Array) -> tuple[Array, Array, Array]:
         """Draw R0, A (k,) and the walk (k, m) given the parameters (k, 4)."""

@@ -37,7 +37,8 @@ def fits_table(fits: Sequence[Fit]) -> str:
 
 def units_line(fit: Fit, bounds: str) -> str:
     """Format the names of compute and reward, and what the bounds are."""
-    return "; ".join([*units(fit.curve.unit, fit.curve.metric), bounds])
+    pooled = [f"walks are pooled over {fit.pooled} recipes"] if fit.pooled > 1 else []
+    return "; ".join([*units(fit.curve.unit, fit.curve.metric), bounds, *pooled])
 
 
 def verdict_line(fit: Fit) -> str:

@@ -11,11 +11,13 @@ import pytest
 from benchmarks.ranking import KINDS, Recipe, run, study
 from sweeps.curve import Curve, make_curve
 from sweeps.decide.next_run import choice_of, settle, split_budget
+from sweeps.decide.pairwise import compare
 from sweeps.decide.rank import rank
 from sweeps.decide.reward import RewardRow, Rewards, rewards
 from sweeps.decide.standing import joint, stand
 from sweeps.decide.wording import outcome_sentence
 from sweeps.fit.fit import Interval, fit_curve, fit_curves
+from sweeps.fit.posterior import Posterior
 from sweeps.report.ranking_text import ranking_text, reward_rows
 from tests.examples import every
 from tests.sweeps.fit.simulate import curve, law
@@ -201,3 +203,43 @@ def test_of_recipes_that_do_not_rise_none_is_chosen() -> None:
     assert ranking.undecided and ranking.sentence == "undecided: nothing to choose yet: both flat"
     assert ranking.resolution is not None and ranking.outcome == (ranking.resolution.sentence, ranking.sentence)
     assert ranking_text(ranking).startswith("with 1 seed a recipe this study tells differences of ")
+
+
+def test_each_curve_is_fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranking, plan, comparison and effects read the draws of the fits and fit nothing again."""
+    explored = 0
+    init = Posterior.__init__
+
+    def counted(self: Posterior, *args: object, **settings: object) -> None:
+        nonlocal explored
+        explored += 1
+        init(self, *args, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Posterior, "__init__", counted)
+    fits = fit_curves([curve(f"base+axis={i}", a=0.5 + 0.03 * i, rng=i) for i in range(4)])
+    assert explored == 4
+    choice = choice_of(fits)
+    rank(fits, budget=40000.0)
+    settle(choice)
+    split_budget(choice, 1e5)
+    rewards(fits)
+    compare(fits, [("base+axis=0", "base+axis=1")])
+    assert explored == 4
+
+
+def test_a_choice_may_be_decided_at_a_horizon_only() -> None:
+    """Two recipes whose ceilings may yet change places, one far ahead at twice the window."""
+    fits = fit_curves(simulated(Recipe(0.62, 1.8, 1.0, 3.0), Recipe(0.55, 1.3, 4.0, 3.0)))
+    ranking = rank(fits)
+    assert ranking.horizon is not None and ranking.horizon.compute == pytest.approx(6.0)
+    assert ranking.undecided and ranking.horizon.decided and ranking.horizon.leader == "r0"
+    assert ranking.outcome[1].startswith(
+        "decided at 2 windows (compute 6): r0 is within 0.02 of the highest reward with P"
+    )
+    assert sum(ranking.horizon.p_best.values()) == pytest.approx(1)
+    # At a budget it is the budget's.
+    budgeted = rank(fits, budget=9.0)
+    assert budgeted.horizon is not None and budgeted.horizon.windows == pytest.approx(3.0)
+    assert [entry.p_best_at_horizon for entry in budgeted.ranking] == pytest.approx(
+        [budgeted.horizon.p_best[entry.recipe] for entry in budgeted.ranking]
+    )

@@ -17,8 +17,9 @@ from benchmarks.forecast_zoo import ZOO, Truth, seen
 from sweeps.curve import Curve, make_curve
 from sweeps.fit import posterior as model
 from sweeps.fit.constants import A_PRIOR, FARTHEST, LEVEL_PRIOR, LEVELLING, P_FLAT, R0_PRIOR, SEED_WALKS, WALK_PRIOR
-from sweeps.fit.fit import Fit, fit_curve
+from sweeps.fit.fit import Fit, fit_curve, fit_curves
 from sweeps.fit.points import FitOptions
+from sweeps.fit.pooling import pooled_weights
 from sweeps.fit.posterior import LAWS, Posterior, walked
 from sweeps.fit.predict import paths, predict, predict_mean, readable
 from sweeps.fit.seen import Seen
@@ -213,7 +214,7 @@ def test_an_asymptote_that_other_laws_put_elsewhere_is_not_named() -> None:
     found = after_fit(replace(evidence, doubt=replace(doubt, agreed=0.4)))
     assert found.name == "open" and "put the ceiling elsewhere: 40%" in found.reason
     # Nor where a law explains the points far better, or where nothing rises.
-    found = after_fit(replace(evidence, doubt=replace(doubt, ahead=5.0)))
+    found = after_fit(replace(evidence, doubt=replace(doubt, ahead=5.0, agreed=0.4)))
     assert found.name == "misfit" and "another law: a Weibull curve" in found.reason
     assert after_fit(replace(evidence, doubt=replace(doubt, p_none=0.7, p_rise=P_FLAT / 2))).name == "flat"
     # Nor where the bend may lie beyond the window.
@@ -296,6 +297,7 @@ def test_draws_have_the_moments_of_the_model(which: int) -> None:
         a=a,
         walk=walk,
         noise=np.ones(count),
+        log_walk=np.zeros(count),
         bounded=False,
         dead=np.zeros(count, dtype=np.bool_),
     ).at(at)
@@ -366,3 +368,33 @@ def test_real_curves_are_foretold(names: tuple[str, ...]) -> None:
     assert len(found) > 10 and np.mean([row.holds for row in found]) >= 0.85
     error, last = (np.mean([abs(getattr(row, name) - row.came) for row in found]) for name in ("value", "last"))
     assert error < last
+
+
+def test_recipes_of_a_study_tell_each_other_how_far_runs_walk() -> None:
+    """Twelve recipes keep to the law, so the asymptote of each is known better than alone."""
+    still = [curve(f"r{i}", a=0.5 + 0.01 * i, seeds=1, points=25, white=0.01, rng=i) for i in range(12)]
+
+    def width(fit: Fit) -> float:
+        assert fit.A.low is not None and fit.A.high is not None
+        return fit.A.high - fit.A.low
+
+    alone, together = fit_curve(still[0]), fit_curves(still)[0]
+    assert (alone.pooled, together.pooled) == (1, 12)
+    assert width(together) < 0.85 * width(alone)
+    assert [fit.A for fit in fit_curves(still[::-1])][::-1] == [fit.A for fit in fit_curves(still)]
+    # Two recipes say too little of each other.
+    assert fit_curves(still[:2])[0].A == alone.A
+
+
+def test_pooled_weights_are_those_of_the_hierarchy() -> None:
+    """Of recipes that all walk about 0.01, draws near that weigh more than those near the prior's 0.06."""
+    source = np.random.default_rng(0)
+    walks = [(np.log(0.01) + 0.3 * source.standard_normal(2000),) * 2 for _ in range(8)]
+    vague = WALK_PRIOR[0] + WALK_PRIOR[1] * source.standard_normal(2000)
+    weight = pooled_weights([*walks, (vague, vague)])[-1][0]
+    mean = float(weight @ vague / weight.sum())
+    assert abs(mean - np.log(0.01)) < 0.25 and abs(float(vague.mean()) - WALK_PRIOR[0]) < 0.1
+    # Alone it is as it was: the centre's prior and the scatter about it make up a recipe's own.
+    (own, _), *_ = pooled_weights([(vague, vague)] * 1)
+    spread = float(np.sqrt(own @ (vague - own @ vague / own.sum()) ** 2 / own.sum()))
+    assert 0.8 < spread / WALK_PRIOR[1] < 1.2
