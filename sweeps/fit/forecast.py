@@ -236,7 +236,7 @@ def lookout(
     fewer = grouped(points, _MOST)
     order = np.lexsort((fewer.seed, fewer.compute))
     end = float(points.compute.max())
-    variance = None if fewer.variance is None else fewer.variance[order] / width**2
+    variance = None if fewer.variance is None else np.round(fewer.variance[order] / width**2, 14)
     # Rounded, so that the unit of compute or reward changes no bit of what follows.
     x, z = np.round(fewer.compute[order] / end, 12), np.round((fewer.reward[order] - bottom) / width, 12)
     seen = Seen(x, z, fewer.seed[order], variance, scale is not None)
