@@ -25,12 +25,12 @@ Prior = tuple[tuple[float, float], tuple[float, float]]
 
 @dataclass(frozen=True)
 class Family:
-    """A family of curves, by the basis function g and the box in which its shape is searched.
+    """A family of curves, by its basis function g and the prior of its shape.
 
     Attributes:
         name, formula: name of the family and its equation, as printed.
         names: names of its shape parameters, none to two.
-        basis: g(log_compute, u, v), for search coordinates that broadcast against the points' log compute (-inf at
+        basis: g(log_compute, u, v), for coordinates u and v that broadcast against the points' log compute (-inf at
             compute 0). u and v are logarithms of the shape parameters, except the logistic's v, which is c itself.
         inverse: compute at which g is a share of 1, of (share, u, v), for arrays u and v of one shape.
         prior: prior mean and standard deviation of u, and of v, with compute in windows.
@@ -49,22 +49,13 @@ class Family:
 
     @property
     def shape(self) -> int:
-        """Number of shape parameters that are searched: 0, 1 or 2."""
+        """Number of shape parameters: 0, 1 or 2."""
         return len(self.names)
 
     def natural(self, u: Array, v: Array) -> tuple[Array, Array]:
-        """Convert search coordinates to the shape parameters in their own units."""
+        """Convert coordinates u and v to the shape parameters in their own units."""
         with np.errstate(over="ignore"):
             return np.exp(u), v if self.name == "logistic" else np.exp(v)
-
-    def natural_at(self, u: float, v: float) -> tuple[float, float]:
-        """Convert one pair of search coordinates, as `natural` does for arrays."""
-        first, second = self.natural(np.array([u]), np.array([v]))
-        return float(first[0]), float(second[0])
-
-    def at(self, log_compute: Array, u: float, v: float) -> Array:
-        """Return g at the points for one pair of search coordinates; (n,) -> (n,)."""
-        return self.basis(log_compute, np.array([u]), np.array([v]))
 
     def compute_at(self, share: float, first: Array, second: Array) -> Array:
         """Return the compute at which a share of A - R0 is gained, for shape parameters (K,); infinite at overflow."""
@@ -72,7 +63,7 @@ class Family:
             return np.maximum(self.inverse(share, *self.search(first, second)), 0.0)
 
     def search(self, first: Array, second: Array) -> tuple[Array, Array]:
-        """Convert shape parameters to search coordinates, the inverse of `natural`."""
+        """Convert shape parameters to coordinates u and v, the inverse of `natural`."""
         return np.log(first), second if self.name == "logistic" else np.log(second)
 
 

@@ -8,7 +8,7 @@ medians, intervals hold 95%, for the runs given. Only arrays come in here: no fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -44,6 +44,9 @@ class Interval(AsJson):
     high: float | None
 
 
+NOTHING = Interval(None, None, None)
+
+
 def shown(interval: Interval | None, form: str) -> str:
     """Format an estimate with its bounds; `-` for none, `open` for an open bound."""
     if interval is None or interval.value is None:
@@ -74,22 +77,22 @@ class Fit(AsJson):
 
     curve: Curve
     options: FitOptions
-    verdict: str
-    reason: str
-    A: Interval
-    A_total: tuple[float | None, float | None]
-    B: Interval
-    C_mid: Interval
-    R0: float | None
-    R0_source: str
-    seed_spread: SeedSpread
-    rmse: float | None
-    r2: float | None
-    n: int
-    seeds: int
-    window: tuple[float, float] | None
-    warnings: tuple[str, ...]
     bounds: tuple[float, float]
+    warnings: tuple[str, ...]
+    verdict: str = ""
+    reason: str = ""
+    A: Interval = NOTHING
+    A_total: tuple[float | None, float | None] = (None, None)
+    B: Interval = NOTHING
+    C_mid: Interval = NOTHING
+    R0: float | None = None
+    R0_source: str = "given"
+    seed_spread: SeedSpread = field(default_factory=SeedSpread)
+    rmse: float | None = None
+    r2: float | None = None
+    n: int = 0
+    seeds: int = 0
+    window: tuple[float, float] | None = None
     draws: Draws | None = None
     seed_excess: SeedExcess = field(default_factory=SeedExcess)
     shape: dict[str, Interval] = field(default_factory=dict)
@@ -177,63 +180,76 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     kept, bad = without_bad_seeds(curve, options.max_compute)
     points = select(kept, options)
     schedule = schedule_of(kept, options.max_compute)
-    # No mistake of the user's, as an empty window is: the run has but its evaluation at compute 0 so far.
-    if not len(points.reward) and options.min_compute is None and options.max_compute is None:
-        reason = f"no evaluation above compute 0, which --r0 or the family leaves out of {len(curve.reward)}; run on"
-        nothing = Interval(None, None, None)
-        return Fit(
-            curve, options, "too_few_points", reason, nothing, (None, None), nothing, nothing, None, "given",
-            spread, None, None, 0, 0, None, tuple(curve.warnings), curve.bounds,
-        )  # fmt: skip
+    empty = Fit(curve=curve, options=options, bounds=curve.bounds, warnings=tuple(curve.warnings), seed_spread=spread)
     if not len(points.reward):
+        if options.min_compute is None and options.max_compute is None:
+            # No mistake of the user's, as an empty window is: the run has only its evaluation at compute 0 so far.
+            reason = f"no evaluation above compute 0, which --r0 or the family leaves out of {len(curve.reward)}"
+            return replace(empty, verdict="too_few_points", reason=f"{reason}; run on")
         raise UserError(
             f"recipe {curve.recipe!r}: no points in the window; compute ({curve.axis}) runs from "
             f"{curve.compute.min():.4g} to {curve.compute.max():.4g}: change --min-compute or --max-compute"
         )
-    total = len(points.reward)
-    bounds = curve.bounds
-    if not isinstance(options.r0, str) and not bounds[0] <= options.r0 <= bounds[1]:
-        raise UserError(f"--r0 {options.r0:g}: outside the reward's range {bounds[0]:g}..{bounds[1]:g}; give a reward")
-    seeds = points.seeds
-    parameters = options.shape.shape + (options.asymptote is None) + fits_r0(options) + (seeds - 1)
-    low = 0.0 if options.min_compute is None else options.min_compute
-    warnings = list(curve.warnings)
+    low, high = curve.bounds
+    if not isinstance(options.r0, str) and not low <= options.r0 <= high:
+        raise UserError(f"--r0 {options.r0:g}: outside the reward's range {low:g}..{high:g}; give a reward")
+    start = 0.0 if options.min_compute is None else options.min_compute
     if schedule is not None:
         # Points are in compute at the peak learning rate, so the start of the window is converted as well.
-        low = float(schedule.count(np.array(low)))
-        warnings.append(_decays(schedule))
-    inside = points.compute[points.compute >= low]
-    window = (float(inside.min()), float(inside.max())) if len(inside) else None
+        start = float(schedule.count(np.array(start)))
+    # A first evaluation from before the window observes R0; it shows nothing of the curve's shape.
+    inside = points.compute >= start
+    window = (float(points.compute[inside].min()), float(points.compute[inside].max())) if inside.any() else None
     if schedule is not None and window is not None:
         window = (float(schedule.compute_at(np.array(window[0]))), float(schedule.compute[-1]))
-    if options.r0 == "first" and options.shape.from_zero and not (curve.compute == 0).any():
-        warnings.append("no evaluation at compute 0: R0 is inferred from the curve; give --r0 if it is known")
-    warnings += [_left_out(seed, kept) for seed in bad]
     ahead = lookout(curve.recipe, points, curve.range, schedule, options)
-    if ahead is not None and ahead.each > 1:
-        warnings.append(f"{total} points were averaged to {len(ahead.seen.x)} means of neighbours")
-    if ahead is not None and (gone := death(ahead.seen))[0] > 0:
-        at = ahead.end * np.array(gone[1])
-        since = float(at if schedule is None else schedule.compute_at(at))
-        warnings.append(
-            f"the reward is exactly {ahead.bottom:g} from compute {since:.4g} on, where nothing is learned any more: "
-            f"it stays there with P = {gone[0]:.3f}"
-        )
-    nothing = Interval(None, None, None)
     zero = options.family == "sigmoid_zero"
-    empty = Fit(
-        curve, options, "", "", nothing, (None, None), nothing, nothing,
-        0.0 if zero else None if isinstance(options.r0, str) else float(options.r0),
-        options.r0 if isinstance(options.r0, str) and not zero else "given",
-        spread, None, None, total, seeds, window, tuple(warnings), bounds, bad_seeds=bad,
+    empty = replace(
+        empty,
+        R0=0.0 if zero else None if isinstance(options.r0, str) else float(options.r0),
+        R0_source=options.r0 if isinstance(options.r0, str) and not zero else "given",
+        n=len(points.reward),
+        seeds=points.seeds,
+        window=window,
+        warnings=(*curve.warnings, *_notes(curve, kept, options, schedule, ahead, bad)),
+        bad_seeds=bad,
         lookout=ahead,
-    )  # fmt: skip
-    # A first evaluation from before the window observes R0; it shows nothing of the curve's shape.
-    shown = points.compute >= low
-    refused = verdict.before_fit(points.compute[shown], points.reward[shown], points.seed[shown], parameters)
-    if refused is not None:
+    )
+    parameters = options.shape.shape + (options.asymptote is None) + fits_r0(options) + (points.seeds - 1)
+    refused = verdict.before_fit(points.compute[inside], points.reward[inside], points.seed[inside], parameters)
+    if refused is not None or ahead is None:
+        assert refused is not None, "points that vary, and are enough, have an outlook"
         return replace(empty, verdict=refused.name, reason=refused.reason)
-    return _fit_points(empty, points, parameters)
+    return _read(empty, points, _pulled_in(points, ahead) if options.robust else ahead, parameters)
+
+
+def _notes(
+    curve: Curve,
+    kept: Curve,
+    options: FitOptions,
+    schedule: Schedule | None,
+    ahead: Lookout | None,
+    bad: Sequence[BadSeed],
+) -> Iterator[str]:
+    """Yield the warnings about how a curve was read. `kept`: the curve without its bad seeds."""
+    if schedule is not None:
+        yield _decays(schedule)
+    if options.r0 == "first" and options.shape.from_zero and not (curve.compute == 0).any():
+        yield "no evaluation at compute 0: R0 is inferred from the curve; give --r0 if it is known"
+    yield from (_left_out(seed, kept) for seed in bad)
+    if ahead is None:
+        return
+    if ahead.each > 1:
+        total = round(ahead.each * len(ahead.seen.x))
+        yield f"{total} points were averaged to {len(ahead.seen.x)} means of neighbours"
+    p, died = death(ahead.seen)
+    if p > 0:
+        at = ahead.end * np.array(died)
+        since = float(at if schedule is None else schedule.compute_at(at))
+        yield (
+            f"the reward is exactly {ahead.bottom:g} from compute {since:.4g} on, where nothing is learned any more: "
+            f"it stays there with P = {p:.3f}"
+        )
 
 
 def _decays(schedule: Schedule) -> str:
@@ -254,15 +270,6 @@ def _left_out(bad: BadSeed, kept: Curve) -> str:
     )
 
 
-def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
-    """Complete a fit with its draws and verdict."""
-    ahead = empty.lookout
-    assert ahead is not None
-    if empty.options.robust:
-        ahead = _pulled_in(points, ahead)
-    return _read(empty, points, ahead, parameters)
-
-
 def _read(empty: Fit, points: Points, ahead: Lookout, parameters: int) -> Fit:
     """Complete a fit with what its draws say."""
     options, bounds, outlook = empty.options, empty.bounds, ahead.outlook
@@ -280,7 +287,6 @@ def _read(empty: Fit, points: Points, ahead: Lookout, parameters: int) -> Fit:
         A = Interval(options.asymptote, options.asymptote, options.asymptote)
     A = Interval(A.value, *_a_ends(points, A, empty.curve.range))
     shape = {name: _interval(values) for name, values in zip(options.shape.names, (draws.B, draws.C_mid), strict=False)}
-    nothing = Interval(None, None, None)
     r0 = options.r0 if isinstance(options.r0, float | int) else float(np.median(draws.R0))
     residual = points.reward - line
     variance = float(points.reward.var())
@@ -300,9 +306,9 @@ def _read(empty: Fit, points: Points, ahead: Lookout, parameters: int) -> Fit:
         empty,
         verdict=judged.name,
         reason=judged.reason,
-        A=nothing if unnamed else A,
-        B=nothing if unnamed else shape.get("B", nothing),
-        C_mid=nothing if unnamed else shape.get("C_mid", nothing),
+        A=NOTHING if unnamed else A,
+        B=NOTHING if unnamed else shape.get("B", NOTHING),
+        C_mid=NOTHING if unnamed else shape.get("C_mid", NOTHING),
         shape={} if unnamed else shape,
         R0=None if options.family == "constant" else r0,
         rmse=float(np.sqrt(np.mean(residual**2))),

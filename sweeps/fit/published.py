@@ -17,7 +17,6 @@ from sweeps.curve import Array, Curve
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval
 from sweeps.fit.names import METHOD
-from sweeps.fit.seeds import SeedSpread
 
 # Rounded, so that 0.61 is printed as that.
 A_GRID = np.round(np.linspace(0.450, 0.800, 71), 3)
@@ -26,8 +25,6 @@ C_MID_GRID = np.linspace(100.0, 40000.0, 100)  # GPU-hours
 MIN_COMPUTE = 1500.0
 # A, B and C_mid, and one point to contradict them.
 _MIN_COMPUTES = 4
-
-_NOTHING = Interval(None, None, None)
 
 
 def fit_literal(
@@ -87,11 +84,16 @@ def fit_literal(
     if seeds > 1:
         notes.append(f"the points of {seeds} seeds are fitted as one run; the paper fits each run alone")
     fit = Fit(
-        curve=curve, options=options, verdict="", reason="", A=_NOTHING, A_total=(None, None), B=_NOTHING,
-        C_mid=_NOTHING, R0=r0, R0_source=source, seed_spread=SeedSpread(), rmse=None, r2=None, n=len(reward),
-        seeds=seeds, window=(float(compute.min()), float(compute.max())),
-        warnings=tuple(notes), bounds=bounds,
-    )  # fmt: skip
+        curve=curve,
+        options=options,
+        bounds=bounds,
+        warnings=tuple(notes),
+        R0=r0,
+        R0_source=source,
+        n=len(reward),
+        seeds=seeds,
+        window=(float(compute.min()), float(compute.max())),
+    )
     distinct = len(np.unique(compute))
     if distinct < _MIN_COMPUTES:
         reason = f"{distinct} distinct compute values cannot carry A, B and C_mid; evaluate more often or run longer"
