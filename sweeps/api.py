@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sweeps.fit.fit import Fit
 
 # Options of how sources are read and fitted, which are settled once there is a `Study` or there are `Fits`.
-READING = ("metric", "x", "y", "by", "seed_from", "size", "group")
+READING = ("metric", "x", "y", "by", "seed_from", "size", "group", "bounds", "lower_is_better")
 FITTING = ("r0", "robust", "min_compute", "max_compute", "family", "method")
 # Rows that a notebook shows of a table.
 _SHOWN = 12
@@ -207,7 +207,7 @@ def load(*sources: Any, **options: Any) -> Study:
 
     Args:
         sources: paths, `mlflow:URI#experiment`, or DataFrames with the columns of a table.
-        options: of the command's: metric, x, y, by, seed_from, size, group.
+        options: of the command's: metric, x, y, by, seed_from, size, group, bounds, lower_is_better.
 
     Raises:
         UserError: what the command would say.

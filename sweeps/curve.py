@@ -51,6 +51,9 @@ class Curve:
     departs from, or is; None where the source does not say. at_peak: what compute amounts to at the peak of the
     learning rate (`sweeps.fit.schedule`), None where the rate does not decay or is not known. ended: whether a run of
     it is finished before its budget and cannot be continued, such as one whose pool of prompts is exhausted.
+    limits: lowest and highest possible reward where the user or the source gives them; None where they are inferred.
+    lower_is_better: whether the source's metric is a loss. Each reward is then minus the metric, and `metric` is
+    `-loss`.
     """
 
     recipe: str
@@ -65,24 +68,36 @@ class Curve:
     baseline: str | None = None
     at_peak: Array | None = None
     ended: bool = False
+    limits: tuple[float, float] | None = None
+    lower_is_better: bool = False
 
     @cached_property
     def range(self) -> tuple[float, float] | None:
-        """The ends of the reward's scale: 0 and 1, -1 and 1, or 0 and 100 (percent); None if it is none of these.
+        """The ends of the reward's scale: `limits`, else 0 and 1, -1 and 1, or 0 and 100 (percent); None if unknown.
 
-        It is inferred from the rewards. A maximum below `_LEAST_PERCENT` is not taken for percent.
+        Without `limits` it is inferred from the rewards. A maximum below `_LEAST_PERCENT` is not taken for percent.
+        Nothing is inferred of a loss: whether it is an error rate cannot be seen from its values.
         """
-        low, high = float(self.reward.min()), float(self.reward.max())
-        for bottom, top in ((0.0, 1.0), (-1.0, 1.0)):
-            if low >= bottom and high <= top:
-                return bottom, top
-        return (0.0, 100.0) if low >= 0 and _LEAST_PERCENT <= high <= 100 else None
+        if self.limits is not None or self.lower_is_better:
+            return self.limits
+        return _inferred(self.reward)
+
+    @property
+    def values(self) -> Array:
+        """The metric as it is in the source, (n,): the rewards, or minus the rewards of a loss."""
+        return -self.reward if self.lower_is_better else self.reward
+
+    @property
+    def column(self) -> str:
+        """Name of the metric in the source."""
+        return self.metric.removeprefix("-") if self.lower_is_better else self.metric
 
     @property
     def scale(self) -> float:
         """The width of the reward's scale; constants known for pass rates are multiplied by it.
 
-        1 for rewards in [0, 1], 2 in [-1, 1], 100 in [0, 100] (percent), else the range of the rewards seen.
+        1 for rewards in [0, 1], 2 in [-1, 1], 100 in [0, 100] (percent), that of given limits, else the range of the
+        rewards seen.
         """
         low, high = self.range or (float(self.reward.min()), float(self.reward.max()))
         return high - low
@@ -119,13 +134,20 @@ def make_curve(
     factors: Mapping[str, str] | None = None,
     baseline: str | None = None,
     at_peak: Sequence[float] | Array | None = None,
+    bounds: tuple[float, float] | None = None,
+    lower_is_better: bool = False,
 ) -> Curve:
     """Make a curve from arrays: validated, sorted by seed and compute, repeated rows dropped with a warning.
 
     Two different rewards of one seed at one compute are both kept and warned of.
 
+    Args:
+        bounds: lowest and highest possible value of `reward` as it is given; None to infer them.
+        lower_is_better: whether `reward` is a loss or an error rate: the curve's rewards are then minus its values.
+
     Raises:
-        UserError: no points, unequal lengths, or a compute, reward or error that is negative, not finite or too large.
+        UserError: no points, unequal lengths, a compute, reward or error that is negative, not finite or too large, or
+            a reward outside the bounds.
     """
     c, y = np.asarray(compute, dtype=float), np.asarray(reward, dtype=float)
     s = np.full(len(c), "0") if seed is None else np.asarray(seed, dtype=str)
@@ -143,6 +165,8 @@ def make_curve(
         raise UserError(f"recipe {recipe!r}: {axis} is negative at {(c < 0).sum()} points; compute starts at 0")
     if e is not None and (e < 0).any():
         raise UserError(f"recipe {recipe!r}: the standard error is negative at {(e < 0).sum()} points")
+    if bounds is not None:
+        _check_bounds(recipe, metric, c, y, bounds)
     order = np.lexsort((y, c, s))
     repeated = np.zeros(len(c), dtype=bool)
     cs, ys, ss = c[order], y[order], s[order]
@@ -152,16 +176,53 @@ def make_curve(
         notes.append(f"{repeated.sum()} repeated rows (same recipe, seed, compute and reward) were dropped")
     if ((cs[1:] == cs[:-1]) & (ss[1:] == ss[:-1]) & ~repeated[1:]).any():
         notes += _conflicts(cs[~repeated], ys[~repeated], ss[~repeated])
-    if y.min() < 0 or y.max() > 1:
-        scale = Curve(recipe, c, y, s).range
+    if bounds is None and not lower_is_better and (y.min() < 0 or y.max() > 1):
+        scale = _inferred(y)
         told = "A has no bounds" if scale is None else f"taken for a scale from {scale[0]:g} to {scale[1]:g}"
-        notes.append(f"rewards run from {y.min():.4g} to {y.max():.4g}, outside [0, 1]: {told}")
+        notes.append(f"rewards run from {y.min():.4g} to {y.max():.4g}, outside [0, 1]: {told}; --bounds gives others")
     if np.abs(y).max() > _LARGEST or c.max() > _LARGEST or (e is not None and e.max() > _LARGEST):
         raise UserError(f"recipe {recipe!r}: {axis} or {metric} exceeds {_LARGEST:g}; give it in a larger unit")
     kept = order[~repeated]
     sd = None if e is None else e[kept]
     peak = None if at_peak is None else np.asarray(at_peak, dtype=float)[kept]
-    return Curve(recipe, c[kept], y[kept], s[kept], sd, axis, metric, tuple(notes), dict(factors or {}), baseline, peak)
+    return Curve(
+        recipe=recipe,
+        compute=c[kept],
+        reward=0.0 - y[kept] if lower_is_better else y[kept],  # 0 - 0 is 0, not -0
+        seed=s[kept],
+        sd=sd,
+        axis=axis,
+        metric=f"-{metric}" if lower_is_better else metric,
+        warnings=tuple(notes),
+        factors=dict(factors or {}),
+        baseline=baseline,
+        at_peak=peak,
+        limits=_negated(bounds) if lower_is_better else bounds,
+        lower_is_better=lower_is_better,
+    )
+
+
+def _inferred(reward: Array) -> tuple[float, float] | None:
+    low, high = float(reward.min()), float(reward.max())
+    for bottom, top in ((0.0, 1.0), (-1.0, 1.0)):
+        if low >= bottom and high <= top:
+            return bottom, top
+    return (0.0, 100.0) if low >= 0 and _LEAST_PERCENT <= high <= 100 else None
+
+
+def _negated(ends: tuple[float, float] | None) -> tuple[float, float] | None:
+    return None if ends is None else (0.0 - ends[1], 0.0 - ends[0])
+
+
+def _check_bounds(recipe: str, metric: str, compute: Array, reward: Array, bounds: tuple[float, float]) -> None:
+    """Refuse rewards outside the bounds."""
+    outside = np.flatnonzero((reward < bounds[0]) | (reward > bounds[1]))
+    if len(outside):
+        first = outside[0]
+        raise UserError(
+            f"--bounds {bounds[0]:g} {bounds[1]:g}: recipe {recipe!r} has {metric} {reward[first]:g} at compute "
+            f"{compute[first]:g}, outside them (so {len(outside)} of {len(reward)} points); give bounds that hold all"
+        )
 
 
 # At most this many conflicting seeds are named in a warning.

@@ -103,6 +103,8 @@ def load_sources(
         factors=factors,
         seed_from=options.seed_from,
         read=read,
+        bounds=options.bounds,
+        lower_is_better=options.lower_is_better,
     )
 
 

@@ -577,6 +577,19 @@ def _add_source(parser: argparse.ArgumentParser, many: str = "+") -> None:
         "the running sum of what each step took",
     )
     parser.add_argument("--y", metavar="COL", help="reward column (default: reward); all: every column is a run")
+    parser.add_argument(
+        "--bounds",
+        nargs=2,
+        type=_finite,
+        metavar=("LOW", "HIGH"),
+        help="lowest and highest possible reward, as it is in the source; default: 0 1, -1 1 or 0 100 where all "
+        "rewards lie within, else none",
+    )
+    parser.add_argument(
+        "--lower-is-better",
+        action="store_true",
+        help="the reward is a loss or an error rate: it is shown as minus the metric, and so are --r0 and --target",
+    )
     parser.add_argument("--by", metavar="COL", help="recipe column (default: recipe), or tag or parameter in MLflow")
     parser.add_argument(
         "--seed-from",

@@ -304,10 +304,11 @@ def _of_curves(curves: Sequence[Curve]) -> list[Member]:
 
 def _rewards(study: LoadedStudy) -> Mapping[str, tuple[float, ...]]:
     """Return the evaluations of each run of ours, in order, by its identity."""
-    metric = study.curves[0].metric if study.curves else ""
+    metric = study.curves[0].column if study.curves else ""
+    sign = -1 if study.curves and study.curves[0].lower_is_better else 1
     return {
         str(view.header.get("run", view.path.parent.name)): tuple(
-            record.metrics[metric] for record in view.of_kind("eval") if metric in record.metrics
+            sign * record.metrics[metric] for record in view.of_kind("eval") if metric in record.metrics
         )
         for view in study.runs
     }

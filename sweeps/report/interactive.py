@@ -87,7 +87,7 @@ def study_data(
     by_recipe = {curve.recipe: curve for curve in curves}
     fit_of = {fit.recipe: fit for fit in fits}
     order = [entry.recipe for entry in ranking.ranking]
-    journals = _Journals(runs, curves[0].axis, curves[0].metric, rate)
+    journals = _Journals(runs, curves[0].axis, curves[0].column, rate)
     total = sum(len(curve.compute) for curve in curves)
     share = min(1.0, MOST_HOVERED / max(total, 1))
     recipes: list[dict[str, Any]] = []
@@ -154,7 +154,7 @@ class _Journals:
 
 
 def _rows(curve: Curve) -> list[tuple[str, float, float]]:
-    return list(zip(curve.seed, curve.compute.tolist(), curve.reward.tolist(), strict=True))
+    return list(zip(curve.seed, curve.compute.tolist(), curve.values.tolist(), strict=True))
 
 
 def _on(axis: str, at: tuple[int, Record] | None, journals: _Journals) -> float:

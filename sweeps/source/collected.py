@@ -85,6 +85,8 @@ class Asked:
     """Names given by the user: the reward (`y` of a table or log, `metric` of a journal), compute, labels.
 
     seed_from: a pattern with one group, for seeds that are hidden in the recipes' names of foreign sources.
+    bounds: lowest and highest possible value of the metric; None to infer them.
+    lower_is_better: whether the metric is a loss or an error rate.
     """
 
     metric: str | None = None
@@ -93,6 +95,8 @@ class Asked:
     by: str | None = None
     factors: tuple[str, ...] = ()
     seed_from: re.Pattern[str] | None = None
+    bounds: tuple[float, float] | None = None
+    lower_is_better: bool = False
 
     def parted(self, name: str) -> tuple[str, str | None]:
         """Split a name by `seed_from` into the recipe's label and the seed in its group; None for no seed."""
@@ -108,6 +112,7 @@ class CurvePoints:
     """Points of one curve while they are read, one list per column.
 
     recipe: the label; name: what of it the source gave. own_seeds: its seeds, or some of them, stand in the source.
+    bounds: lowest and highest possible value of the metric, where the source knows them.
     """
 
     recipe: str
@@ -124,6 +129,7 @@ class CurvePoints:
     baseline: str | None = None
     own_seeds: bool = False
     ended: bool = False
+    bounds: tuple[float, float] | None = None
 
     def extend(
         self,
@@ -203,6 +209,7 @@ class Collected:
         axes = sorted({points.axis for points in self._points.values()})
         if len(axes) > 1:
             raise UserError(f"sources differ in their compute axis ({short(', '.join(axes))}); choose one with --x")
+        self._say_bounds()
         curves = []
         for label in sorted(self._points):
             points = self._points[label]
@@ -219,9 +226,38 @@ class Collected:
                 factors=points.factors,
                 baseline=points.baseline,
                 at_peak=_at_peak(points),
+                bounds=points.bounds or self.asked.bounds,
+                lower_is_better=self.asked.lower_is_better,
             )
             curves.append(replace(curve, ended=points.ended))
         return curves
+
+    def _say_bounds(self) -> None:
+        """Note what `--lower-is-better` does to the metrics, and warn of metrics that keep bounds of their own.
+
+        Raises:
+            UserError: a metric with known bounds is one of which higher is better.
+        """
+        metrics = dict.fromkeys(points.metric for points in self._points.values())
+        own = {points.metric: points.bounds for points in self._points.values() if points.bounds is not None}
+        if self.asked.lower_is_better:
+            if own:
+                raise UserError(
+                    f"--lower-is-better: {next(iter(own))} is a pass rate, higher is better; leave the option out, or "
+                    "name a loss with --metric"
+                )
+            without = "; A has no bounds: give --bounds 0 1 for an error rate" if self.asked.bounds is None else ""
+            self.study.note(
+                "lower is better: every reward is shown as minus the metric "
+                f"({short(', '.join(f'-{metric}' for metric in metrics))}), so the highest is the best{without}",
+                shown=True,
+            )
+        self.study.warnings += [
+            f"--bounds {self.asked.bounds[0]:g} {self.asked.bounds[1]:g}: {metric} is a pass rate and keeps its own, "
+            f"{low:g} to {high:g}"
+            for metric, (low, high) in own.items()
+            if self.asked.bounds not in (None, (low, high))
+        ]
 
     def _take_seeds_from_names(self) -> None:
         """Merge runs that are seeds of one recipe by their names, where no field gives a seed, and note it.

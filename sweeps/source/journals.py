@@ -77,6 +77,8 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
             base = view.header.get("baseline")
             points = into.points(recipe, parted, axis, name, str(view.path), None if base is None else str(base))
             points.own_seeds = True
+            if _PASS_RATE.fullmatch(name) and not view.header.get("axis"):  # that of another trainer is any reward
+                points.bounds = (0.0, 1.0)
             identities.setdefault(points.recipe, (points, set()))[1].add(str(view.header.get("curve", "")))
             if view.status == "failed":
                 reason = f": {short(str(view.reason))}" if view.reason else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -46,6 +47,8 @@ def load(
     factors: Sequence[str] = (),
     seed_from: str | None = None,
     read: Callable[[Path], JournalView] = read_journal,
+    bounds: tuple[float, float] | None = None,
+    lower_is_better: bool = False,
 ) -> LoadedStudy:
     """Read runs, sweeps, tables, logs of other frameworks and MLflow experiments into one curve per recipe, by label.
 
@@ -65,10 +68,16 @@ def load(
         seed_from: a regular expression with one group for seeds hidden in the names of other people's runs: what it
             matches leaves the recipe's name, and what its group matches is the seed.
         read: what reads a journal: one that remembers, for whoever loads the same sources again and again.
+        bounds: lowest and highest possible value of the metric, as it is in the sources; None to infer them. Pass rates
+            of journals keep their own.
+        lower_is_better: the metric is a loss or an error rate: rewards are minus the metric.
 
     Raises:
-        UserError: a source is missing or unusable, the pattern is no pattern, or two sources do not share an axis.
+        UserError: a source is missing or unusable, the pattern is no pattern, two sources do not share an axis, or a
+            metric leaves its bounds.
     """
+    if bounds is not None:
+        bounds = checked_bounds(bounds)
     run_dirs: list[Path] = []
     readings: list[_Reading] = []
     for source in sources:
@@ -84,6 +93,8 @@ def load(
         by=by,
         factors=tuple(dict.fromkeys(factors)),
         seed_from=_pattern(seed_from),
+        bounds=bounds,
+        lower_is_better=lower_is_better,
     )
     into = Collected(asked, study)
     known: set[str | Path] = set()
@@ -101,6 +112,19 @@ def load(
         reasons = f" ({study.warnings[0]})" if study.warnings else ""
         raise UserError(f"{listed}: no evaluations to fit{reasons}; wait for the first, or give another source")
     return study
+
+
+def checked_bounds(bounds: Sequence[float]) -> tuple[float, float]:
+    """Return the bounds of a reward as a pair.
+
+    Raises:
+        UserError: they are not two finite numbers, the lower one first.
+    """
+    values = tuple(bounds)
+    if len(values) != 2 or not all(math.isfinite(value) for value in values) or not values[0] < values[1]:
+        listed = " ".join(f"{value:g}" for value in values)
+        raise UserError(f"--bounds {listed}: must be two numbers, the lowest possible reward before the highest: 0 1")
+    return float(values[0]), float(values[1])
 
 
 def readings_of(place: Place, read: Callable[[File, Any], None]) -> list[_Reading]:

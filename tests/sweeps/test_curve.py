@@ -666,3 +666,45 @@ def test_arrays_are_checked() -> None:
             make_curve("x", *arrays)
     with pytest.raises(UserError, match="standard error"):
         make_curve("x", [1.0], [0.5], sd=[-1.0])
+
+
+def losses(tmp_path: Path) -> Path:
+    return csv_file(tmp_path, "recipe,compute,loss\na,0,3.2\na,1,2.5\nb,0,3.0\nb,1,0\n")
+
+
+def test_bounds_are_those_given_and_hold_all_rewards(tmp_path: Path) -> None:
+    """Without them the range is inferred by recipe: here one of percent and one that is not known."""
+    path = losses(tmp_path)
+    assert [curve.range for curve in load([path], y="loss").curves] == [(0, 100), (0, 100)]
+    for curve in load([path], y="loss", bounds=(0, 8)).curves:
+        assert curve.range == curve.bounds == (0, 8) and curve.scale == 8 and not curve.warnings
+        assert curve.take(curve.compute > 0).range == (0, 8)
+    with pytest.raises(
+        UserError, match=r"--bounds 0 3: recipe 'a' has loss 3.2 at compute 0, .* 1 of 2 points\)"
+    ):
+        load([path], y="loss", bounds=(0, 3))
+    for wrong in ((1, 0), (0, 0), (0, float("nan")), (0,)):
+        with pytest.raises(UserError, match=r"--bounds .*: must be two numbers, the lowest possible reward before"):
+            load([path], y="loss", bounds=wrong)  # type: ignore[arg-type]
+
+
+def test_a_loss_is_a_reward_with_the_other_sign(tmp_path: Path) -> None:
+    study = load([losses(tmp_path)], y="loss", lower_is_better=True)
+    a, b = study.curves
+    assert a.metric == "-loss" and a.column == "loss" and a.reward.tolist() == [-3.2, -2.5]
+    assert a.values.tolist() == [3.2, 2.5] and str(b.reward[-1]) == "0.0"
+    assert a.range is None and "(-loss)" in study.shown[-1] and "give --bounds 0 1" in study.shown[-1]
+    study = load([losses(tmp_path)], y="loss", lower_is_better=True, bounds=(0, 4))
+    assert [curve.range for curve in study.curves] == [(-4, 0), (-4, 0)] and "--bounds" not in study.shown[-1]
+
+
+def test_pass_rates_of_our_own_runs_keep_their_bounds(tmp_path: Path) -> None:
+    """Those of another trainer's runs, which a journal calls so too, may be any reward."""
+    ours, theirs = run(tmp_path / "a", "ours"), run(tmp_path / "b", "theirs", axis="compute/flops")
+    study = load([ours], bounds=(-1, 1))
+    assert study.curves[0].range == (0, 1)
+    assert study.warnings == ["--bounds -1 1: eval/heldout/pass_rate is a pass rate and keeps its own, 0 to 1"]
+    assert load([theirs], bounds=(-1, 1)).curves[0].range == (-1, 1)
+    with pytest.raises(UserError, match=r"--lower-is-better: eval/heldout/pass_rate is a pass rate, higher is better"):
+        load([ours], lower_is_better=True)
+    assert load([theirs], lower_is_better=True).curves[0].reward.max() == 0

@@ -163,6 +163,7 @@ def test_a_refused_source_leaves_no_folder_for_its_report(tmp_path: Path, capsys
         (["fit", EXAMPLE, "--min-compute", "5", "--max-compute", "4"], "is not below"),
         (["fit", EXAMPLE, "--r0", "0.3", "--min-compute", "1e9"], "no points in the window"),
         (["fit", EXAMPLE, "--r0", "3"], "--r0 3"),
+        (["plan", EXAMPLE, "--bounds", "-1", "0.5"], "--bounds -1 0.5: recipe 'scalerl' has reward 0."),
         (["rank", EXAMPLE, "--budget", "0"], "--budget"),
         (["fit", "a\nb"], "no such file"),
     ],
@@ -184,6 +185,7 @@ def test_failures_exit_1_with_one_line(
         ["fit", "x.csv", "--r0", "maybe"],
         ["fit", "x.csv", "--r0", "nan"],
         ["fit", "x.csv", "--max-compute", "-1"],
+        ["fit", "x.csv", "--bounds", "1"],
         ["rank", "x.csv", "--margin", "x"],
         ["publish", "x"],
     ],
@@ -362,3 +364,16 @@ def test_one_group_of_rollouts_is_one_group(tmp_path: Path, capsys: pytest.Captu
     for words, said in (((), "2 groups"), (("--step", "2"), "1 group")):
         code, out, err = run(capsys, "rollouts", tmp_path, *words)
         assert code == 0 and out.endswith(f"\n{said}\n"), (out, err)
+
+
+def test_of_losses_the_least_is_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The options reach the curves through the readers, as those of `load` and of every command do."""
+    lines = ["recipe,compute,loss"]
+    for recipe, least in (("bad", 0.6), ("good", 0.2)):
+        lines += [f"{recipe},{c},{1 - (1 - least) * c / (c + 3) + 0.003 * (c % 3):.4f}" for c in range(16)]
+    path = tmp_path / "losses.csv"
+    path.write_text("\n".join(lines) + "\n")
+    code, out, err = run(capsys, "rank", path, "--y", "loss", "--lower-is-better", "--bounds", "0", "2", "--json")
+    assert code == 0 and "shown as minus the metric (-loss)" in err
+    ranking = json.loads(out)
+    assert ranking["leader"] == "good" and ranking["margin"] == pytest.approx(0.02 * 2)
