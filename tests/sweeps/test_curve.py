@@ -679,9 +679,7 @@ def test_bounds_are_those_given_and_hold_all_rewards(tmp_path: Path) -> None:
     for curve in load([path], y="loss", bounds=(0, 8)).curves:
         assert curve.range == curve.bounds == (0, 8) and curve.scale == 8 and not curve.warnings
         assert curve.take(curve.compute > 0).range == (0, 8)
-    with pytest.raises(
-        UserError, match=r"--bounds 0 3: recipe 'a' has loss 3.2 at compute 0, .* 1 of 2 points\)"
-    ):
+    with pytest.raises(UserError, match=r"--bounds 0 3: recipe 'a' has loss 3.2 at compute 0, .* 1 of 2 points\)"):
         load([path], y="loss", bounds=(0, 3))
     for wrong in ((1, 0), (0, 0), (0, float("nan")), (0,)):
         with pytest.raises(UserError, match=r"--bounds .*: must be two numbers, the lowest possible reward before"):
