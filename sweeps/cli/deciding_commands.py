@@ -233,6 +233,8 @@ def effects_command(options: argparse.Namespace) -> int:
     grid = effects(fits, options.interaction)
     warn(study.warnings)
     if figure is not None:
+        if not grid.effects:
+            raise UserError(f"-o {figure}: nothing to draw; {grid.notes[0]}")
         from sweeps.report.drawing import write_figure
         from sweeps.report.forest import forest_figure
 
@@ -243,7 +245,8 @@ def effects_command(options: argparse.Namespace) -> int:
     from sweeps.report.comparison_text import effects_text
 
     print(effects_text(grid))
-    warn([*grid.notes, *(f"{recipe}: nothing can be read off it; left out" for recipe in grid.left)])
+    notes = grid.notes if grid.effects else ()  # else they are the answer, and printed
+    warn([*notes, *(f"{recipe}: nothing can be read off it; left out" for recipe in grid.left)])
     return 0
 
 

@@ -247,7 +247,7 @@ def _deciding(command: Command) -> None:
         "effects",
         _later("deciding_commands", "effects_command"),
         "say what each axis of a grid does to asymptote and compute, over the whole grid, and which cells to run next",
-        "scalerl effects examples/curves.csv",
+        "scalerl effects examples/grid.csv",
     )
     _add_source(effects)
     effects.add_argument(

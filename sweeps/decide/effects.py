@@ -9,6 +9,9 @@ is that of the joint draws that `scalerl rank` uses:
 
 Given s0, s1, s2 everything is normal; these three are integrated over a grid, under half-normal priors. So an effect is
 shrunk towards zero as far as the study's other effects are small, and sixteen cells are enough for eight effects.
+
+Where every recipe differs from one of them in one axis only, each effect is a difference of two recipes and nothing can
+be averaged. `sweeps.decide.pairwise` answers that, paired by seed; here no effect is given, so that the two agree.
 """
 
 from __future__ import annotations
@@ -88,11 +91,11 @@ class Effects(AsJson):
     """Effects of all axes of a grid, and the cells to run next.
 
     Attributes:
-        effects: main effects and interactions.
+        effects: main effects and interactions; none where the study changes one axis at a time.
         next: cells to run next, the most informative first.
         own: standard deviation of the cells' own residuals, in reward.
         cells: number of recipes that were used; left: those without a forecast, which were not.
-        notes: axes that the grid cannot tell apart, in words.
+        notes: axes that the grid cannot tell apart, or that it changes one at a time, in words.
     """
 
     effects: tuple[Effect, ...]
@@ -106,7 +109,12 @@ class Effects(AsJson):
 
 
 def table_of(recipes: Sequence[str], factors: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Levels by axis of each recipe: what its label departs on (`base+axis=choice+...`), its base, and its factors."""
+    """Levels by axis of each recipe: what its label departs on (`base+axis=choice+...`), its base, and its factors.
+
+    A setting of an axis that is chosen somewhere belongs to that axis: `kl=fixed+kl.coefficient=0.2` has the level
+    `fixed coefficient=0.2` of `kl`.
+    """
+    chosen = {part.partition("=")[0] for recipe in recipes for part in recipe.split("+")[1:]}
     found = []
     for recipe, more in zip(recipes, factors, strict=True):
         # With factors a label goes on behind the recipe's, which may have spaces of its own.
@@ -115,6 +123,10 @@ def table_of(recipes: Sequence[str], factors: Sequence[Mapping[str, str]]) -> li
         cell = {BASE: base, **more}
         for part in parts:
             axis, _, level = part.partition("=")
+            owner, _, setting = axis.partition(".")
+            if setting and owner in chosen:
+                level = " ".join(text for text in (cell.get(owner, ""), f"{setting}={level}") if text)
+                axis = owner
             cell[axis] = level or "yes"
         found.append(cell)
     axes = list(dict.fromkeys(axis for cell in found for axis in cell))
@@ -147,6 +159,15 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
     design = _Design.of(cells, axes, interactions)
     drawn = np.stack([one.asymptote() for one in joint(known)])
     on_a = _solve(design, drawn.mean(1), np.atleast_2d(np.cov(drawn)), scale)
+    error = float(np.median(np.diag(np.atleast_2d(np.cov(drawn)))))
+    further = tuple(_next(cells=cells, axes=axes, interactions=interactions, solved=on_a, error=error))
+    centre = _centre(cells)
+    if centre is not None:
+        note = (
+            f"one change at a time: each recipe differs from {known[centre].recipe} in one axis, so no effect can be "
+            "averaged over the others: use scalerl compare"
+        )
+        return Effects(effects=(), next=further, own=on_a.own, cells=len(known), left=left, notes=(note,))
     spent = [_half_way(fit) for fit in known]
     timed = [n for n, each in enumerate(spent) if each is not None]
     on_compute = None
@@ -167,15 +188,27 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
         )
         for n, (axis, level, against) in enumerate(design.contrasts)
     ]
-    error = float(np.median(np.diag(np.atleast_2d(np.cov(drawn)))))
     return Effects(
         effects=tuple(rows),
-        next=tuple(_next(cells=cells, axes=axes, interactions=interactions, solved=on_a, error=error)),
+        next=further,
         own=on_a.own,
         cells=len(known),
         left=left,
         notes=tuple(_notes(design, axes)),
     )
+
+
+def _centre(cells: Sequence[Mapping[str, str]]) -> int | None:
+    """Return the index of the cell from which every other one differs in one axis only; None if there is none.
+
+    Of several, which have one axis between them, that with the fewest departures is the centre.
+    """
+    found = [
+        n
+        for n, cell in enumerate(cells)
+        if all(sum(cell[axis] != other[axis] for axis in cell) <= 1 for other in cells)
+    ]
+    return max(found, key=lambda n: sum(level == OWN for level in cells[n].values()), default=None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,6 +61,8 @@ def effects_text(effects: Effects) -> str:
         f"on average over {effects.cells} recipes, drawn to zero as far as the others are small; 95% intervals; "
         f"recipes differ by {effects.own:.3f} beyond that",
     ]
+    if not effects.effects:
+        blocks = [one_line(note) for note in effects.notes]
     if effects.next:
         axes = list(effects.next[0].levels)
         cells = table([*axes, "gain"], [[*cell.levels.values(), f"{cell.gain:.0%}"] for cell in effects.next])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from sweeps.cli.main import main
 from sweeps.curve import Curve, make_curve
-from sweeps.decide.effects import OWN, _Design, _next, _solve, effects, table_of
+from sweeps.decide.effects import OWN, _centre, _Design, _next, _solve, effects, table_of
 from sweeps.errors import UserError
 from sweeps.fit.fit import fit_curves
 from tests.paths import ROOT
@@ -158,11 +159,47 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "'loss' is no pair of axes" in capsys.readouterr().err
 
 
+def test_settings_belong_to_their_axis_where_it_is_chosen() -> None:
+    recipes = ["s", "s+kl=fixed+kl.coefficient=0.2", "s+kl.coefficient=0.3+batch.prompts=8", "s+kl=none"]
+    cells = table_of(recipes, [{}] * 4)
+    assert [cell["kl"] for cell in cells] == [OWN, "fixed coefficient=0.2", "coefficient=0.3", "none"]
+    assert [cell["batch.prompts"] for cell in cells] == [OWN, OWN, "8", OWN]
+    assert all(cell.keys() == {"recipe", "kl", "batch.prompts"} for cell in cells)
+
+
+def test_of_one_change_at_a_time_compare_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A setting with its axis is one change; a cell with two changes makes a grid of it again."""
+    labels = ["s", "s+loss=dapo", "s+kl=fixed+kl.coefficient=0.2"]
+    assert _centre(table_of(labels, [{}] * 3)) == 0 and _centre(table_of(labels[::-1], [{}] * 3)) == 2
+    assert _centre(table_of([*labels, "s+loss=dapo+kl=none"], [{}] * 4)) is None
+    path, rows = tmp_path / "one.csv", ["recipe,seed,compute,reward"]
+    for label, curve in zip(labels, grid(), strict=False):
+        values = zip(curve.seed, curve.compute, curve.reward, strict=True)
+        rows += [f"{label},{seed},{c},{r}" for seed, c, r in values]
+    path.write_text("\n".join(rows))
+    assert main(["effects", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    said = "one change at a time: each recipe differs from s in one axis"
+    assert found["effects"] == [] and found["notes"][0].startswith(said) and found["next"]
+    assert main(["effects", str(path)]) == 0
+    shown, warned = capsys.readouterr()
+    assert shown.startswith(said) and "use scalerl compare" in shown and "to run next" in shown and said not in warned
+    assert main(["effects", str(path), "-o", str(tmp_path / "no.svg")]) == 1
+    assert "nothing to draw; one change" in capsys.readouterr().err and not (tmp_path / "no.svg").exists()
+
+
+def test_the_grid_of_the_page_is_what_its_script_makes(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "make_grid.py"), run_name="__main__")
+    assert capsys.readouterr().out == (ROOT / "examples" / "grid.csv").read_text()
+
+
 @pytest.mark.slow
 def test_the_page_shows_what_the_command_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    (printed,) = re.findall(r"```\n\$ scalerl effects examples/curves.csv\n([^`]*)\n```", PAGE.read_text())
-    assert main(["effects", "examples/curves.csv"]) == 0
-    assert capsys.readouterr().out.rstrip() == printed
+    pages = re.findall(r"```\n\$ scalerl effects (\S+)\n([^`]*)\n```", PAGE.read_text())
+    assert len(pages) == 2
+    for source, printed in pages:
+        assert main(["effects", source]) == 0
+        assert capsys.readouterr().out.rstrip() == printed
