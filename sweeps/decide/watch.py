@@ -132,7 +132,7 @@ class Watch:
             "metric": curve.metric,
             "options": asdict(self._options),
             # 0 and 1 are what is inferred of such rewards, and lines of older versions have no bounds.
-            "bounds": None if curve.limits in (None, (0.0, 1.0)) else list(curve.limits or ()),
+            "bounds": None if curve.limits in (None, (0.0, 1.0)) else list(curve.limits),
         }
 
 

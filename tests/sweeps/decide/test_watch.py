@@ -26,7 +26,7 @@ from sweeps.fit.fit import FitOptions, Interval, fit_curve
 from sweeps.fit.history import Check, Snapshot, departure, history
 from sweeps.fit.predict import predict, predict_mean
 from sweeps.run.journal import Journal
-from sweeps.source import load
+from sweeps.source import LoadedStudy, load
 from tests.examples import every
 from tests.paths import ROOT
 from tests.sweeps.fit.simulate import curve
@@ -230,6 +230,19 @@ def watching(source: Path, **settings: object) -> Watch:
 def lines(path: Path) -> list[dict[str, object]]:
     """Every line of a file, without its time; each must be whole."""
     return [{k: v for k, v in json.loads(line).items() if k != "time"} for line in path.read_text().splitlines()]
+
+
+def test_lines_of_other_bounds_are_not_adopted(tmp_path: Path) -> None:
+    """But 0 and 1, which is also what is inferred, need no line of their own."""
+    data, path = curve(points=8, seeds=1), tmp_path / "fits.jsonl"
+
+    def follow(limits: tuple[float, float] | None) -> int:
+        given = list(Watch(LoadedStudy, [], path=path).follow(replace(data, limits=limits)))
+        assert given
+        return len(lines(path))
+
+    first = follow(None)
+    assert follow((0.0, 1.0)) == first < follow((-1.0, 2.0)) == follow((-1.0, 2.0))
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -122,6 +123,9 @@ def test_points_are_joined_to_their_journals(tmp_path: Path) -> None:
     assert points["run"] == [0, 0, 0, 0, 1, 1, 1, None] and points["step"] == [0, 1, 2, 3, 0, 1, 2, None]
     assert points["tokens"] == [0, 10, 20, 30, 0, 10, 20, None] and points["cost"][:3] == [0, 1.5, 3]
     assert "compute/flops" not in points and found["thinned"] is None
+    loss = replace(data, reward=-data.reward, metric=f"-{data.metric}", lower_is_better=True)
+    negated = study_data([loss], fits, rank(fits), views, {"a": "a"}, [], rate=3.0)["points"]
+    assert negated["run"] == points["run"] and negated["y"] == [-value for value in points["y"]]
     assert [kept for _, kept in found["runs"]] == [[], [1, 2]] == [kept_steps(view.path.parent) for view in views]
     json.dumps(found, allow_nan=False)
 
