@@ -122,6 +122,8 @@ def fit_all(curves: Sequence[Curve], options: argparse.Namespace, workers: int |
     if getattr(options, "method", "posterior") == METHOD:
         from sweeps.fit.published import fit_literal
 
+        if any(curve.lower_is_better for curve in curves):
+            raise UserError(f"--method {METHOD}: its grid of A is of pass rates; leave out it or --lower-is-better")
         return [fit_literal(curve, fit_options(options)) for curve in curves]
     from sweeps.fit.fit import fit_curves
     from sweeps.parallel import cores

@@ -127,6 +127,11 @@ def planned(options: argparse.Namespace, study: LoadedStudy, fits: Sequence[Fit]
     from sweeps.decide.plan import Factors, make_plan
     from sweeps.launch.resume_command import command
 
+    losses = any(fit.curve.lower_is_better for fit in fits)
+    if losses and options.target is not None and options.target > 0 >= max(fit.curve.reward.max() for fit in fits):
+        raise UserError(f"--target {options.target:g}: rewards are minus the metric; give {-options.target:g}")
+    if losses and options.size is not None:
+        raise UserError("--size: laws across sizes are of pass rates; give 1 - error rate, without --lower-is-better")
     factors = Factors(
         size=options.size,
         rollouts=options.rollouts,

@@ -377,3 +377,11 @@ def test_of_losses_the_least_is_best(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert code == 0 and "shown as minus the metric (-loss)" in err
     ranking = json.loads(out)
     assert ranking["leader"] == "good" and ranking["margin"] == pytest.approx(0.02 * 2)
+    for command, said in (
+        (("fit", "--method", "scalerl-a5"), "leave out it or --lower-is-better"),
+        (("plan", "--target", "0.3"), "--target 0.3: rewards are minus the metric; give -0.3"),
+        (("plan", "--size", "recipe", "--budget", "9"), "--size: laws across sizes are of pass rates; give 1 - error"),
+    ):
+        name, *more = command
+        code, _, err = run(capsys, name, path, "--y", "loss", "--lower-is-better", *more)
+        assert code == 1 and said in err
