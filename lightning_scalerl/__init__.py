@@ -75,6 +75,7 @@ _HOME_OF = {
     "DatasetTask": "task.dataset",
     "JsonlTask": "task.jsonl",
     "MixtureTask": "task.mixture",
+    "ReasoningGymTask": "task.reasoning_gym",
     "Health": "update.health",
     "Grade": "verify.grade",
     "Sample": "verify.grade",

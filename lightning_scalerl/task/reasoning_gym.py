@@ -1,0 +1,418 @@
+"""Task `reasoning_gym`: problems of the package reasoning-gym, graded by the generator that made them.
+
+A generator makes row i from `seed + i`, so two seeds share most of their rows. The rows here are therefore one list of
+distinct questions, and a question's digest decides whether it is trained on or held out: whatever the seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, ClassVar
+
+from lightning_scalerl.checks import ConfigurationError, did_you_mean, positive, said, whole_number
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.task.base import PoolTask
+from lightning_scalerl.verify.grade import Grade, Grader, Known, Sample
+
+PACKAGE = "reasoning-gym"
+ANSWERS = ("whole", "tag")
+# Packages that reasoning-gym imports at its start and that only some generators use. pycosat needs a C compiler.
+_OF_SOME_GENERATORS = ("pycosat", "cellpylib", "zss", "bfi", "pytz", "pyfiglet")
+# Draws for each row that is asked for, and at least, before the generator is said to have no more.
+_DRAWS_A_ROW, _LEAST_DRAWS = 20, 1000
+# Metrics are recorded for every level of difficulty.
+_MOST_LEVELS = 30
+_TRIED = 4
+_OF_THE_TASK = ("seed", "size")
+
+
+class _Missing(ModuleType):
+    """Stand-in for a package that is not installed: importing it succeeds, using it raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {self.__name__!r}", name=self.__name__)
+
+
+@contextmanager
+def _stand_ins() -> Iterator[None]:
+    """Put a stand-in for each missing package that only some generators use; they are taken away afterwards."""
+    missing = [name for name in _OF_SOME_GENERATORS if name not in sys.modules and find_spec(name) is None]
+    sys.modules.update({name: _Missing(name) for name in missing})
+    try:
+        yield
+    finally:
+        for name in missing:
+            del sys.modules[name]
+
+
+def _factory() -> Any:
+    """Import reasoning-gym's table of generators.
+
+    Raises:
+        ConfigurationError: it, or a package that all of it needs, is not installed.
+    """
+    try:
+        with _stand_ins():
+            from reasoning_gym import factory
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"task: reasoning_gym needs the package {error.name}, which is not installed; pip install "
+            f"{PACKAGE if error.name == 'reasoning_gym' else error.name} (docs/guide/real_model.md)"
+        ) from error
+    return factory
+
+
+@dataclass(frozen=True)
+class Generator:
+    """One generator of reasoning-gym with its settings.
+
+    Attributes:
+        field: of the configuration, for errors.
+        name: of the generator, such as `chain_sum`.
+        settings: of the generator, without `seed` and `size`.
+        seed: of its rows.
+    """
+
+    field: str
+    name: str
+    settings: Mapping[str, Any]
+    seed: int = 0
+
+    def check(self) -> None:
+        """Check the name and the settings.
+
+        Raises:
+            ConfigurationError: reasoning-gym has no such generator, or the generator has no such setting or value.
+        """
+        datasets = _factory().DATASETS
+        names = sorted(name for name in datasets if name != "composite")
+        if self.name not in names:
+            raise ConfigurationError(
+                f"{self.field}: {self.name!r} is no generator of {PACKAGE}{did_you_mean(self.name, names)}; valid: "
+                f"{', '.join(names)}"
+            )
+        known = [each.name for each in fields(datasets[self.name][1]) if each.name not in _OF_THE_TASK]
+        for setting in self.settings:
+            if setting not in known:
+                hint = " (the task sets it: task.seed, task.train)" if setting in _OF_THE_TASK else ""
+                raise ConfigurationError(
+                    f"task.settings.{setting}: {self.name} has no such setting{hint}"
+                    f"{did_you_mean(setting, known, 'task.settings.')}; valid: {', '.join(known)}"
+                )
+        self.make(1)
+
+    def make(self, size: int) -> Any:
+        """Return reasoning-gym's own data set of `size` rows.
+
+        Raises:
+            ConfigurationError: a value that the generator refuses, or a package that it needs is not installed.
+        """
+        with self._clear_errors():
+            return _factory().create_dataset(self.name, seed=self.seed, size=size, **self.settings)
+
+    def rows(self, most: int) -> Iterator[Mapping[str, Any]]:
+        """Yield rows with distinct questions, of at most `most` draws.
+
+        Raises:
+            ConfigurationError: see `make`.
+        """
+        dataset = self.make(most)
+        seen: set[str] = set()
+        for number in range(most):
+            with self._clear_errors():
+                row: Mapping[str, Any] = dataset[number]
+            if (key := _key(row)) not in seen:
+                seen.add(key)
+                yield row
+
+    @cached_property
+    def scorer(self) -> Any:
+        """The data set whose `score_answer` grades."""
+        return self.make(1)
+
+    @contextmanager
+    def _clear_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except ConfigurationError:
+            raise
+        except ModuleNotFoundError as error:
+            compiler = ", which needs a C compiler" if error.name == "pycosat" else ""
+            raise ConfigurationError(
+                f"{self.field}: {self.name} needs the package {error.name}, which is not installed; pip install "
+                f"{error.name}{compiler}, or choose another generator"
+            ) from error
+        except Exception as error:  # of the generator: asserts mostly
+            values = dict(self.settings)
+            raise ConfigurationError(f"task.settings: {self.name} cannot use {values!r} ({said(error)})") from error
+
+
+@dataclass(frozen=True)
+class ReasoningGymGrader:
+    """Grader that asks the generator of a prompt for the score of an answer.
+
+    Attributes:
+        generators: by the name that a prompt's columns bear as `generator`.
+        answer: how the answer is read from a completion: see `ReasoningGymTask`.
+    """
+
+    generators: Mapping[str, Generator]
+    answer: str
+
+    def prepare(self) -> None:
+        """Import the generators before the first completion is timed."""
+        for generator in self.generators.values():
+            generator.make(1)
+
+    def grade(self, sample: Sample) -> Grade:
+        """Return the generator's own score, partial ones included; an answer that it cannot read scores 0."""
+        row = sample.prompt.columns
+        scorer = self.generators[row["generator"]].scorer
+        answer = sample.answer.strip()
+        if self.answer == "tag":
+            from reasoning_gym.utils import extract_answer
+
+            answer = extract_answer(sample.answer)
+        try:
+            return Grade(float(scorer.score_answer(answer, row)))
+        except (ImportError, MemoryError):
+            raise
+        except Exception as error:  # several scorers raise where an answer has the wrong form
+            return Grade(0.0, extra={"scorer": said(error)})
+
+
+class ReasoningGymTask(PoolTask):
+    """Prompts of one generator of reasoning-gym, or of several, with its own score as the reward.
+
+    Args:
+        dataset: a generator such as `chain_sum`; or several with weights, such as {chain_sum: 2, products: 1}.
+        settings: of the generator, such as {max_terms: 3}; of several, by generator.
+        train: number of training prompts, all different.
+        heldout: number of held-out prompts, all different and none of them among those of training.
+        seed: of the rows. Under every seed a question is on the same side, for the same shares of the two.
+        instruction: put behind every question, after a line break; empty for nothing.
+        answer: "whole", the completion after its thinking is the answer; "tag", what is between <answer> and </answer>.
+        difficulty: a number that the generator states of each row, such as num_terms; prompts bear it as their
+            difficulty, which curricula and metrics read. None for none.
+        carry_over: further held-out sets by name, of other generators or settings: {longer: {dataset: chain_sum,
+            settings: {min_terms: 5}, rows: 200}}.
+
+    Raises:
+        ConfigurationError: a generator or setting that does not exist, a package that is missing, or fewer different
+            rows than asked for.
+    """
+
+    added: ClassVar[Mapping[str, Any]] = {"instruction": "", "answer": "whole", "difficulty": None, "carry_over": None}
+
+    def __init__(
+        self,
+        dataset: str | Mapping[str, float],
+        settings: Mapping[str, Any] | None = None,
+        train: int = 2000,
+        heldout: int = 400,
+        seed: int = 0,
+        instruction: str = "",
+        answer: str = "whole",
+        difficulty: str | None = None,
+        carry_over: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        whole_number("task.train", train)
+        whole_number("task.heldout", heldout)
+        whole_number("task.seed", seed, least=0)
+        if answer not in ANSWERS:
+            raise ConfigurationError(f"task.answer: {answer!r} must be one of {', '.join(ANSWERS)}")
+        self._instruction, self._answer, self._difficulty = instruction, answer, difficulty
+        self._generators: dict[str, Generator] = {}
+        self._train: list[Prompt] = []
+        heldout_prompts: list[Prompt] = []
+        weights = _weights(dataset)
+        for name, train_rows, heldout_rows in zip(
+            weights, _shares(train, weights), _shares(heldout, weights), strict=True
+        ):
+            own = settings if isinstance(dataset, str) else (settings or {}).get(name)
+            generator = self._add(name, Generator("task.dataset", name, own or {}, seed))
+            sides = self._split(generator, train_rows, heldout_rows, train, heldout)
+            self._train += self._prompts(name, sides[0])
+            heldout_prompts += self._prompts(name, sides[1])
+        unknown = [] if isinstance(dataset, str) else [name for name in settings or {} if name not in weights]
+        if unknown:
+            raise ConfigurationError(
+                f"task.settings.{unknown[0]}: no generator of task.dataset; valid: {', '.join(weights)}"
+            )
+        self._heldout = {"heldout": heldout_prompts}
+        for name, wanted in (carry_over or {}).items():
+            self._heldout[str(name)] = self._carry_over(str(name), wanted, seed)
+        if difficulty is not None:
+            self._check_levels(difficulty)
+
+    @staticmethod
+    def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the version of reasoning-gym: another one may draw other rows from the same settings.
+
+        Raises:
+            ConfigurationError: it is not installed.
+        """
+        try:
+            return {"version": version(PACKAGE)}
+        except PackageNotFoundError as error:
+            raise ConfigurationError(
+                f"task: reasoning_gym needs the package {PACKAGE}, which is not installed; pip install {PACKAGE} "
+                "(docs/guide/real_model.md)"
+            ) from error
+
+    def identity(self) -> Any:
+        """Return the version of reasoning-gym, with which its scores may change."""
+        return self.content({})
+
+    def reward(self, prompt: Prompt, completion: str) -> float | None:
+        """Return the generator's score, graded in this process."""
+        return self.grader().grade(Sample(prompt, completion, completion)).reward
+
+    def grader(self) -> Grader:
+        """Return the generators alone: verifier processes need no prompts."""
+        return ReasoningGymGrader(self._generators, self._answer)
+
+    def known(self) -> Sequence[Known]:
+        """Return right answers to a few rows, where the generator states one that it accepts."""
+        tried = [prompt for prompt in self._train if isinstance(prompt.columns["answer"], str)][:_TRIED]
+        texts = [f"<answer>{prompt.answer}</answer>" if self._answer == "tag" else prompt.answer for prompt in tried]
+        return [Known(Sample(prompt, text, text), True) for prompt, text in zip(tried, texts, strict=True)]
+
+    def notes(self) -> Sequence[str]:
+        """Return the package's version, the number of prompts of each generator, and the range of their answers."""
+        counts: dict[str, int] = {}
+        for prompt in self._train:
+            counts[prompt.columns["generator"]] = counts.get(prompt.columns["generator"], 0) + 1
+        shares = ", ".join(f"{count} of {name}" for name, count in counts.items())
+        return [f"{PACKAGE} {version(PACKAGE)}: {shares}"]
+
+    def _add(self, name: str, generator: Generator) -> Generator:
+        generator.check()
+        self._generators[name] = generator
+        return generator
+
+    def _split(
+        self, generator: Generator, train: int, heldout: int, all_train: int, all_heldout: int
+    ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+        """Draw rows until both sides are full: a question's digest decides its side."""
+        share = all_heldout / (all_train + all_heldout)
+        sides: tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]] = ([], [])
+        most = max(_LEAST_DRAWS, _DRAWS_A_ROW * (train + heldout))
+        for row in generator.rows(most):
+            apart = _place(_key(row)) < share
+            if len(sides[apart]) < (heldout if apart else train):
+                sides[apart].append(row)
+            if len(sides[0]) == train and len(sides[1]) == heldout:
+                return sides
+        raise ConfigurationError(
+            f"task.train, task.heldout: {generator.name} with settings {dict(generator.settings)!r} gave "
+            f"{len(sides[0])} and {len(sides[1])} different rows in {most} draws, and {train} and {heldout} are asked "
+            "for; ask for fewer, or widen task.settings"
+        )
+
+    def _carry_over(self, name: str, wanted: Mapping[str, Any], seed: int) -> list[Prompt]:
+        field = f"task.carry_over.{name}"
+        if not isinstance(wanted, Mapping) or "dataset" not in wanted or set(wanted) - {"dataset", "settings", "rows"}:
+            raise ConfigurationError(f"{field}: {wanted!r} must be a mapping of dataset, settings and rows")
+        if not name.replace("_", "").isalnum() or name in self._heldout or name in self._generators:
+            raise ConfigurationError(
+                f"{field}: the name must be of letters, digits and _, and neither heldout nor a generator of "
+                "task.dataset: metrics bear it"
+            )
+        rows = whole_number(f"{field}.rows", wanted.get("rows", 200))
+        generator = self._add(name, Generator(field, str(wanted["dataset"]), wanted.get("settings") or {}, seed))
+        trained_on = {_key(prompt.columns) for prompt in self._train}
+        most = max(_LEAST_DRAWS, _DRAWS_A_ROW * rows)
+        found: list[Mapping[str, Any]] = []
+        for row in generator.rows(most):
+            if _key(row) not in trained_on:
+                found.append(row)
+            if len(found) == rows:
+                return self._prompts(name, found)
+        raise ConfigurationError(
+            f"{field}.rows: {generator.name} gave {len(found)} different rows in {most} draws that are not trained on, "
+            f"and {rows} are asked for; ask for fewer, or widen its settings"
+        )
+
+    def _prompts(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
+        behind = f"\n{self._instruction}" if self._instruction else ""
+        return [
+            Prompt(
+                prompt_id=f"{name}/{hashlib.sha256(_key(row).encode()).hexdigest()[:16]}",
+                text=f"{row['question']}{behind}",
+                answer=str(row["answer"] if row["answer"] is not None else ""),
+                difficulty=self._level(name, row),
+                columns={**row, "generator": name},
+                question=row["question"],
+            )
+            for row in rows
+        ]
+
+    def _level(self, name: str, row: Mapping[str, Any]) -> str:
+        """Return the label of a row's difficulty, such as `3_num_terms`."""
+        if self._difficulty is None:
+            return ""
+        numbers = {
+            key: value
+            for key, value in row["metadata"].items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        if self._difficulty not in numbers:
+            stated = ", ".join(key for key in numbers if key != "source_index") or "none"
+            raise ConfigurationError(
+                f"task.difficulty: {self._difficulty!r} is no number that {self._generators[name].name} states of a "
+                f"row{did_you_mean(self._difficulty, numbers)}; valid: {stated}"
+            )
+        return f"{numbers[self._difficulty]:g}_{self._difficulty}"
+
+    def _check_levels(self, difficulty: str) -> None:
+        levels = {prompt.difficulty for prompt in self._train}
+        if len(levels) > _MOST_LEVELS:
+            raise ConfigurationError(
+                f"task.difficulty: {difficulty} takes {len(levels)} values, and a pass rate is recorded for each; name "
+                f"a number of the rows that takes at most {_MOST_LEVELS}"
+            )
+
+
+def _key(row: Mapping[str, Any]) -> str:
+    """Return what a row asks: rows that differ in case and white space alone are the same."""
+    return " ".join(str(row["question"]).casefold().split())
+
+
+def _place(key: str) -> float:
+    """Return a number from 0 to 1 that follows from a question alone."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
+
+
+def _weights(dataset: Any) -> dict[str, float]:
+    """Return the generators with their weights.
+
+    Raises:
+        ConfigurationError: neither a generator nor a mapping of generators to weights above 0.
+    """
+    if isinstance(dataset, str):
+        return {dataset: 1.0}
+    if not isinstance(dataset, Mapping) or not dataset:
+        raise ConfigurationError(
+            f"task.dataset: {dataset!r} must be a generator such as chain_sum, or several with weights: "
+            "{chain_sum: 2, products: 1}"
+        )
+    return {str(name): positive(f"task.dataset.{name}", weight) for name, weight in dataset.items()}
+
+
+def _shares(count: int, weights: Mapping[str, float]) -> list[int]:
+    """Divide a number of rows by weights: their sum is `count`."""
+    total, taken, shares = sum(weights.values()), 0.0, []
+    for weight in weights.values():
+        before = round(count * taken / total)
+        taken += weight
+        shares.append(round(count * taken / total) - before)
+    return shares

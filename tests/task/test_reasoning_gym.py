@@ -1,0 +1,180 @@
+"""Task reasoning_gym: distinct rows on a side that no seed changes, graded by their own generator."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from lightning_scalerl.axes.curriculum import LinearCurriculum
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.composition import build, compose
+from lightning_scalerl.member.identity import part_of
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.task.reasoning_gym import PACKAGE, ReasoningGymTask
+from lightning_scalerl.verify.grade import Sample
+from lightning_scalerl.verify.pool import VerifierPool
+
+SMALL = {"min_terms": 2, "max_terms": 3, "max_digits": 1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def package() -> None:
+    """reasoning-gym itself: without it the tests are left out, or fail where every component is asked for."""
+    if find_spec("reasoning_gym") is None:
+        (pytest.fail if os.environ.get("CI_ALL") == "1" else pytest.skip)(f"{PACKAGE} is not installed")
+
+
+def asked(prompts: Any) -> set[str]:
+    return {prompt.text for prompt in prompts}
+
+
+def test_a_question_is_on_one_side_whatever_the_seed() -> None:
+    sides = []
+    for seed in (0, 1):
+        task = ReasoningGymTask("chain_sum", SMALL, train=200, heldout=50, seed=seed)
+        train, heldout = asked(task.train_prompts()), asked(task.eval_sets()["heldout"])
+        assert (len(train), len(heldout)) == (200, 50)
+        sides.append((train, heldout))
+    (train, heldout), (other_train, other_heldout) = sides
+    assert train & other_train, "row i of a seed is row i - 1 of the next: the two seeds share rows"
+    assert not train & (heldout | other_heldout) and not other_train & heldout
+
+
+def test_the_generators_own_score_is_the_reward() -> None:
+    task = ReasoningGymTask("chain_sum", SMALL, 20, 5, instruction="Answer with the number only.")
+    prompt = task.train_prompts()[0]
+    assert prompt.text == f"{prompt.question}\nAnswer with the number only."
+    answer = prompt.answer
+    assert [task.reward(prompt, text) for text in (answer, f" {answer}\n", "", "no number")] == [1, 1, 0, 0]
+    partial = task.reward(prompt, f"The answer is {answer}")
+    assert partial is not None and 0 < partial < 1 and not task.is_correct(partial) and task.is_correct(1.0)
+    tagged = ReasoningGymTask("chain_sum", SMALL, 20, 5, answer="tag")
+    assert [tagged.reward(prompt, text) for text in (answer, f"So <answer>{answer}</answer>")] == [0, 1]
+    assert all(tagged.reward(each.sample.prompt, each.sample.completion) == 1 for each in tagged.known())
+
+
+def test_a_scorer_that_raises_on_a_malformed_answer_gives_no_reward() -> None:
+    task = ReasoningGymTask("prime_factorization", {"max_value": 200}, 20, 5)
+    prompt = task.train_prompts()[0]
+    grade = task.grader().grade(Sample(prompt, "two primes", "two primes"))
+    assert grade.reward == 0 and "ValueError" in grade.extra["scorer"]
+
+
+def test_verifier_processes_grade_as_this_one() -> None:
+    task = ReasoningGymTask({"chain_sum": 1, "gcd": 1}, None, 10, 4)
+    samples = [Sample(prompt, prompt.answer, prompt.answer) for prompt in task.train_prompts()]
+    pool = VerifierPool(task.grader(), workers=1, timeout_s=60.0)
+    try:
+        assert [pool.wait(pool.submit(sample)).reward for sample in samples[::5]] == [1.0, 1.0]
+    finally:
+        pool.close()
+
+
+def test_several_generators_by_weight_with_a_level_and_further_sets() -> None:
+    task = ReasoningGymTask(
+        {"chain_sum": 3, "products": 1},
+        {"chain_sum": SMALL, "products": {"max_digits": 2}},
+        train=80,
+        heldout=20,
+        difficulty="num_terms",
+        carry_over={"longer": {"dataset": "chain_sum", "settings": {"min_terms": 5}, "rows": 7}},
+    )
+    train, sets = task.train_prompts(), task.eval_sets()
+    assert {name: len(prompts) for name, prompts in sets.items()} == {"heldout": 20, "longer": 7}
+    assert [sum(each.columns["generator"] == name for each in train) for name in ("chain_sum", "products")] == [60, 20]
+    assert {each.difficulty for each in train} == {"2_num_terms", "3_num_terms"}
+    assert all(task.reward(each, each.answer) == 1 for each in [train[0], train[-1], sets["longer"][0]])
+    places = LinearCurriculum(start=0.5, over_steps=4).places(list(train))
+    easy = [place for prompt, place in zip(train, places, strict=True) if prompt.difficulty == "2_num_terms"]
+    assert max(easy) == len(easy) - 1, "a curriculum opens the rows of two terms first"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"dataset": "chain_sums"},
+            r"task.dataset: 'chain_sums' .*did you mean chain_sum\?; valid: ab, acre, .*sorting",
+        ),
+        ({"settings": {"max_term": 3}}, r"task.settings.max_term: .*max_terms\?; valid: min_terms, max_terms, min_dig"),
+        ({"settings": {"seed": 3}}, "task.settings.seed: chain_sum has no such setting .*task.seed"),
+        ({"settings": {"max_terms": 0}}, "task.settings: chain_sum cannot use .*max_terms must be >= min_terms"),
+        (
+            {"settings": {**SMALL, "max_terms": 2}},
+            "gave 175 and 25 different rows in 48000 draws, and 2000 and 400 are",
+        ),
+        ({"dataset": {"chain_sum": 0}}, "task.dataset.chain_sum: 0 must be a number above 0"),
+        ({"dataset": {"chain_sum": 1}, "settings": SMALL}, "task.settings.min_terms: .*valid: chain_sum"),
+        (
+            {"difficulty": "terms"},
+            "task.difficulty: 'terms' is no number that chain_sum .*valid: num_terms, num_digits",
+        ),
+        ({"dataset": "count_bits", "difficulty": "n"}, "task.difficulty: n takes 19.. values"),
+        ({"answer": "last"}, "task.answer: 'last' must be one of whole, tag"),
+        ({"carry_over": {"a": {"rows": 3}}}, "task.carry_over.a: .*dataset, settings and rows"),
+        ({"train": 0}, "task.train: 0 must be a whole number"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_in_one_line(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as refused:
+        ReasoningGymTask(**{"dataset": "chain_sum", **given})
+    assert "\n" not in str(refused.value)
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Take a package away, and with it all of reasoning-gym that was imported with it."""
+    kept = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "reasoning_gym"}
+    ours = "lightning_scalerl.task.reasoning_gym.find_spec"
+
+    def take(name: str) -> None:
+        for each in kept:
+            monkeypatch.delitem(sys.modules, each)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setattr(ours, lambda wanted: None if wanted == name else find_spec(wanted))
+
+    yield take
+    for each in [each for each in sys.modules if each.partition(".")[0] == "reasoning_gym"]:
+        del sys.modules[each]
+    sys.modules.update(kept)
+
+
+def test_a_package_of_one_generator_is_missing(without: Any) -> None:
+    without("pycosat")
+    assert len(ReasoningGymTask("chain_sum", SMALL, 10, 4).train_prompts()) == 10, "the other generators work"
+    assert "pycosat" not in sys.modules, "the stand-in is taken away"
+    with pytest.raises(ConfigurationError, match=r"zebra_puzzles needs the package pycosat, .*needs a C compiler"):
+        ReasoningGymTask("zebra_puzzles", None, 4, 2)
+
+
+def test_reasoning_gym_itself_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigurationError, match=r"needs the package reasoning_gym, .*pip install reasoning-gym"):
+        ReasoningGymTask("chain_sum")
+
+
+def test_identity_is_generator_version_and_settings() -> None:
+    def part(*overrides: str) -> Any:
+        return part_of(
+            "task", dict(compose(["task=reasoning_gym", "task.dataset=chain_sum", "scale=trial", *overrides]).task)
+        )
+
+    plain = part()
+    assert plain["version"] == version(PACKAGE) and plain["dataset"] == "chain_sum"
+    assert "carry_over" not in plain and "difficulty" not in plain
+    others = [part("task.settings={max_terms: 3}"), part("task.seed=1"), part("task.dataset=products")]
+    assert all(other != plain for other in others)
+
+
+def test_it_is_composed_from_conf() -> None:
+    rows = ["task.settings={max_terms: 3}", "task.train=12", "task.heldout=3"]
+    config = compose(["task=reasoning_gym", "task.dataset=chain_sum", "scale=trial", *rows])
+    task = build(config, "task")
+    assert isinstance(task, ReasoningGymTask) and len(task.train_prompts()) == 12
+    assert all(isinstance(prompt, Prompt) for prompt in task.eval_sets()["heldout"])
