@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError, looks_local, said
+from lightning_scalerl.model.gguf import converted, digest, gguf_file
 
 # Seconds for one answer of the hub, and how often it is asked: transformers asks for each file six times, in vain for
 # minutes where there is no network.
@@ -17,11 +18,15 @@ HUB_TRIES = 2
 
 
 def model_path(path: str) -> str:
-    """Return the path itself: what `model=path` builds, as other files in `conf/model/` build one that they make.
+    """Return the path that a model is loaded from: what `model=path` builds, as other files in `conf/model/` do.
+
+    It is the path itself, but for a model in GGUF: then it is the folder of the cache that it was converted into.
 
     Raises:
-        ConfigurationError: it looks like a local path and nothing is there.
+        ConfigurationError: it looks like a local path and nothing is there, or it cannot be converted.
     """
+    if (file := gguf_file(path)) is not None:
+        return str(converted(file))
     local = looks_local(path)
     if local and (Path(path).expanduser() / "adapter_config.json").is_file():
         raise ConfigurationError(
@@ -33,7 +38,7 @@ def model_path(path: str) -> str:
     if local and not (Path(path).expanduser() / "config.json").is_file():
         raise ConfigurationError(
             f"model.path: {path!r} is a place on this machine and holds no config.json; give a folder saved by "
-            "save_pretrained, or a hub id: OWNER/NAME"
+            "save_pretrained, a GGUF file, or a hub id: OWNER/NAME"
         )
     return str(Path(path).expanduser()) if local else path
 
@@ -86,6 +91,8 @@ def _ask(address: str) -> tuple[int | None, str]:
 
 def _content(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return fingerprints of a local model's files, which stand for it in an identity, wherever they lie."""
+    if (file := gguf_file(str(parameters["path"]))) is not None:
+        return {"path": {"gguf": digest(file)}}
     folder = Path(model_path(str(parameters["path"])))
     if not folder.is_dir():
         return {}

@@ -1,0 +1,161 @@
+"""Models in GGUF, the format of llama.cpp: their weights are dequantised once, into a folder of the cache.
+
+What comes out is a folder as `save_pretrained` writes it, with weights in FP32, and everything else reads that. The
+weights stay what the quantisation left of them. The folder's name follows from the digest of the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lightning_scalerl.cache import cache_dir
+from lightning_scalerl.checks import ConfigurationError, said
+from sweeps.terminal import Bar
+
+SUFFIX = ".gguf"
+# Counts changes of how a file becomes a folder: what was converted by earlier rules is not read.
+RULES = 1
+# In the folder: what it was made of.
+MADE_OF = "made_of.json"
+
+
+def gguf_file(path: str) -> Path | None:
+    """Return the GGUF file that a model's path names, or that its folder holds; None if it is no model in GGUF.
+
+    Raises:
+        ConfigurationError: there is no such file, or its folder holds several.
+    """
+    place = Path(path).expanduser()
+    if path.endswith(SUFFIX) and not place.is_dir():
+        if not place.is_file():
+            raise ConfigurationError(f"model.path: there is no file {path!r}; give a GGUF file, or a folder with one")
+        return place
+    if not place.is_dir() or (place / "config.json").is_file():
+        return None
+    files = sorted(place.glob(f"*{SUFFIX}"))
+    if len(files) > 1:
+        named = ", ".join(file.name for file in files[:4])
+        raise ConfigurationError(
+            f"model.path: {path!r} holds {len(files)} GGUF files ({named}); give the one that is meant. A model in "
+            "several files has to be merged into one first (llama-gguf-split --merge)"
+        )
+    return files[0] if files else None
+
+
+def digest(file: Path) -> str:
+    """Return the SHA-256 of a file, which stands for the model in an identity and in the cache."""
+    about = file.stat()
+    return _digest(file.resolve(), about.st_size, about.st_mtime_ns)
+
+
+# Size and time of change are part of the cache's key: a file that was written anew is read anew.
+@lru_cache(maxsize=64)
+def _digest(file: Path, size: int, changed_ns: int) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def converted(file: Path) -> Path:
+    """Return the folder that a GGUF file was converted into: at the first call it is made, in about a minute.
+
+    Raises:
+        ConfigurationError: the package gguf is missing, or transformers cannot convert the file.
+    """
+    from filelock import FileLock
+
+    folder = cache_dir() / "gguf" / f"{digest(file)[:24]}-{RULES}"
+    if (folder / MADE_OF).is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not (folder / MADE_OF).is_file():
+            unfinished = folder.with_name(f"{folder.name}.part")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            _convert(file, unfinished)
+            unfinished.rename(folder)
+    return folder
+
+
+def _convert(file: Path, folder: Path) -> None:
+    """Write a GGUF file's model and tokenizer into a folder.
+
+    Raises:
+        ConfigurationError: the package gguf is missing, or transformers cannot convert the file.
+    """
+    if find_spec("gguf") is None:
+        raise ConfigurationError(
+            f"model.path: {str(file)!r} is read by the package gguf, which is not installed; pip install gguf"
+        )
+    shown = Bar(f"converting {file.name} (once)", 3)
+    about: dict[str, Any] = {}
+    try:
+        about = _about(file)
+        shown.update(1)
+        _write_model(file, folder)
+        shown.update(2)
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name).save_pretrained(folder)
+        shown.update(3)
+    except MemoryError:
+        raise
+    except Exception as error:  # of gguf and transformers: of every kind
+        import transformers
+
+        shutil.rmtree(folder, ignore_errors=True)
+        kind = f"architecture {about['architecture']}, tensors {about['tensors']}; " if about else ""
+        raise ConfigurationError(
+            f"model.path: transformers {transformers.__version__} cannot convert {str(file)!r} ({kind}{said(error)}); "
+            "give a file of another architecture or quantisation, or the model's own folder of safetensors"
+        ) from error
+    finally:
+        shown.close()
+    (folder / MADE_OF).write_text(json.dumps({"file": file.name, "sha256": digest(file), **about}, indent=1))
+
+
+def _about(file: Path) -> dict[str, Any]:
+    """Return a file's architecture, and the number of its tensors by their type."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+    types = [tensor.tensor_type.name for tensor in reader.tensors]
+    field = reader.fields["general.architecture"]
+    architecture = bytes(field.parts[field.data[0]]).decode()
+    return {"architecture": architecture, "tensors": {name: types.count(name) for name in sorted(set(types))}}
+
+
+def _write_model(file: Path, folder: Path) -> None:
+    """Dequantise a file's weights, and write them as a model of their architecture that knows nothing of GGUF."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging, quantization_config
+
+    # Recent versions may keep weights packed, where they find a kernel for it.
+    chosen = getattr(quantization_config, "GgufConfig", None)
+    options = {} if chosen is None else {"quantization_config": chosen(dequantize=True)}
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        read: Any = AutoModelForCausalLM.from_pretrained(
+            str(file.parent), gguf_file=file.name, dtype=torch.float32, **options
+        )
+        config = read.config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config  # with it, saving and loading would refuse the model as a quantised one
+        with torch.device("meta"):
+            plain = type(read)(config)
+        plain.load_state_dict(read.state_dict(), assign=True)
+        plain.tie_weights()
+        plain.generation_config = read.generation_config
+        plain.save_pretrained(folder)
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
