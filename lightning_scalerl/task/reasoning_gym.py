@@ -7,6 +7,7 @@ distinct questions, and a question's digest decides whether it is trained on or 
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,8 @@ from lightning_scalerl.task.base import PoolTask
 from lightning_scalerl.verify.grade import Grade, Grader, Known, Sample
 
 PACKAGE = "reasoning-gym"
-ANSWERS = ("whole", "tag")
+ANSWERS = ("whole", "number", "tag")
+_NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
 # Packages that reasoning-gym imports at its start and that only some generators use. pycosat needs a C compiler.
 _OF_SOME_GENERATORS = ("pycosat", "cellpylib", "zss", "bfi", "pytz", "pyfiglet")
 # Draws for each row that is asked for, and at least, before the generator is said to have no more.
@@ -176,17 +178,26 @@ class ReasoningGymGrader:
         """Return the generator's own score, partial ones included; an answer that it cannot read scores 0."""
         row = sample.prompt.columns
         scorer = self.generators[row["generator"]].scorer
-        answer = sample.answer.strip()
-        if self.answer == "tag":
-            from reasoning_gym.utils import extract_answer
-
-            answer = extract_answer(sample.answer)
+        answer = read_answer(sample.answer, self.answer)
         try:
             return Grade(float(scorer.score_answer(answer, row)))
         except (ImportError, MemoryError):
             raise
         except Exception as error:  # several scorers raise where an answer has the wrong form
             return Grade(0.0, extra={"scorer": said(error)})
+
+
+def read_answer(text: str, how: str) -> str | None:
+    """Return the answer in a completion's text, by one of `ANSWERS`; None if it has none."""
+    if how == "tag":
+        from reasoning_gym.utils import extract_answer
+
+        found: str | None = extract_answer(text)
+        return found
+    if how == "number":
+        numbers = _NUMBER.findall(text)
+        return numbers[-1].rstrip(",") if numbers else None
+    return text.strip()
 
 
 class ReasoningGymTask(PoolTask):
@@ -199,7 +210,8 @@ class ReasoningGymTask(PoolTask):
         heldout: number of held-out prompts, all different and none of them among those of training.
         seed: of the rows. Under every seed a question is on the same side, for the same shares of the two.
         instruction: put behind every question, after a line break; empty for nothing.
-        answer: "whole", the completion after its thinking is the answer; "tag", what is between <answer> and </answer>.
+        answer: of the completion after its thinking "whole", all of it; "number", the last number in it; "tag", what is
+            between <answer> and </answer>.
         difficulty: a number that the generator states of each row, such as num_terms; prompts bear it as their
             difficulty, which curricula and metrics read. None for none.
         carry_over: further held-out sets by name, of other generators or settings: {longer: {dataset: chain_sum,

@@ -16,7 +16,7 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, compose
 from lightning_scalerl.member.identity import part_of
 from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.task.reasoning_gym import PACKAGE, ReasoningGymTask
+from lightning_scalerl.task.reasoning_gym import PACKAGE, ReasoningGymTask, read_answer
 from lightning_scalerl.verify.grade import Sample
 from lightning_scalerl.verify.pool import VerifierPool
 
@@ -57,6 +57,21 @@ def test_the_generators_own_score_is_the_reward() -> None:
     tagged = ReasoningGymTask("chain_sum", SMALL, 20, 5, answer="tag")
     assert [tagged.reward(prompt, text) for text in (answer, f"So <answer>{answer}</answer>")] == [0, 1]
     assert all(tagged.reward(each.sample.prompt, each.sample.completion) == 1 for each in tagged.known())
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("4 - 1 = 3.", "3"),
+        ("5-7", "7"),
+        ("-12 - 3 = -15", "-15"),
+        ("1,234.50", "1,234.50"),
+        ("in total 7, then", "7"),
+        ("none", None),
+    ],
+)
+def test_the_last_number_is_the_answer(text: str, number: str | None) -> None:
+    assert read_answer(text, "number") == number
 
 
 def test_a_scorer_that_raises_on_a_malformed_answer_gives_no_reward() -> None:
@@ -116,7 +131,7 @@ def test_several_generators_by_weight_with_a_level_and_further_sets() -> None:
             "task.difficulty: 'terms' is no number that chain_sum .*valid: num_terms, num_digits",
         ),
         ({"dataset": "count_bits", "difficulty": "n"}, "task.difficulty: n takes 19.. values"),
-        ({"answer": "last"}, "task.answer: 'last' must be one of whole, tag"),
+        ({"answer": "last"}, "task.answer: 'last' must be one of whole, number, tag"),
         ({"carry_over": {"a": {"rows": 3}}}, "task.carry_over.a: .*dataset, settings and rows"),
         ({"train": 0}, "task.train: 0 must be a whole number"),
     ],
