@@ -1,0 +1,231 @@
+"""Does a real pretrained model learn, and which recipe is best there? The study `experiment=real_model`, and its page.
+
+The page is docs/measured/real_model.md. Its tables and its figure are made from the finished journals in
+docs/measured/real_model/, and written between the page's marks; the other words are ours. Finished runs of
+outputs/real_model are added to them. With --run the members that are missing are trained there first.
+
+    python benchmarks/real_model.py [--run] [OVERRIDE ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from sweeps.run.journal import JournalView, read_journal
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTPUT = ROOT / "outputs" / "real_model"
+FOLDER = ROOT / "docs" / "measured" / "real_model"
+PAGE = ROOT / "docs" / "measured" / "real_model.md"
+FIGURE = "curves.svg"
+# Of a finished run: what fits, adoption and the page need; no checkpoints.
+KEPT = ("metrics.jsonl", "spec.json", "rollouts.jsonl")
+MEMBERS = 12
+PASS = "eval/heldout/pass_rate"
+CARRIED = "eval/chain_sum/pass_rate"
+SCALERL = [sys.executable, "-m", "sweeps.cli.main"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A finished run: its folder, its journal, and the label of its recipe."""
+
+    folder: Path
+    journal: JournalView
+
+    @property
+    def recipe(self) -> str:
+        """Label of the recipe, without what all recipes of the study have."""
+        common = "+length_control=none+truncated=keep+precision=fp32"
+        return str(self.journal.header["recipe"]).replace(common, "")
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """Return the values of an evaluation's metric by step."""
+        return [(each.step, each.metrics[name]) for each in self.journal.of_kind("eval") if name in each.metrics]
+
+    def rise(self, name: str) -> float:
+        """Return the last value less the first."""
+        values = [value for _, value in self.series(name)]
+        return values[-1] - values[0]
+
+    def seconds(self) -> dict[str, float]:
+        """Return the mean wall-clock seconds of a step by part, and of an evaluation."""
+        train, evaluations = self.journal.of_kind("train"), self.journal.of_kind("eval")
+        last, steps = train[-1].metrics, len(train)
+        hours = {part: 3600 * last[f"compute/device_hours_{part}"] / steps for part in ("generate", "train")}
+        return {**hours, "evaluation": fmean(each.metrics["time/evaluate_s"] for each in evaluations)}
+
+
+def finished(folder: Path) -> list[Member]:
+    """Return the finished runs of a study's folder, by recipe and seed."""
+    members = []
+    for path in sorted(folder.glob("runs/*/metrics.jsonl")):
+        journal = read_journal(path.parent)
+        if journal.status == "finished":
+            members.append(Member(path.parent, journal))
+    return sorted(members, key=lambda each: (len(each.recipe), each.recipe, each.journal.header["seed"]))
+
+
+def copy_finished(source: Path, target: Path) -> int:
+    """Copy what is kept of the finished runs of one folder into another; return how many were new."""
+    new = 0
+    for member in finished(source):
+        place = target / "runs" / member.folder.name
+        new += not place.exists()
+        place.mkdir(parents=True, exist_ok=True)
+        for name in KEPT:
+            if (member.folder / name).is_file() and member.folder != place:
+                shutil.copyfile(member.folder / name, place / name)
+    return new
+
+
+def train_missing(overrides: Sequence[str]) -> None:
+    """Launch the study with the committed journals in place, so that it starts what is missing."""
+    copy_finished(FOLDER, OUTPUT)
+    subprocess.run(
+        [sys.executable, "-m", "lightning_scalerl.train", "--multirun", "experiment=real_model", *overrides],
+        cwd=ROOT,
+        check=True,
+    )
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the standard error of a mean over seeds; empty for one seed."""
+    return f" ± {stdev(values) / math.sqrt(len(values)):.3f}" if len(values) > 1 else ""
+
+
+def results(members: Sequence[Member]) -> Iterable[str]:
+    """Yield the table of pass rates by recipe: first, last, what they rose by, and what carried over."""
+    by_recipe: dict[str, list[Member]] = {}
+    for member in members:
+        by_recipe.setdefault(member.recipe, []).append(member)
+    yield "| recipe | seeds | steps | first | last | rise, mean of the seeds | other wording: first | its last |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for recipe, runs in by_recipe.items():
+        own, other = [[run.series(name) for run in runs] for name in (PASS, CARRIED)]
+        ends = [f"{fmean(each[place][1] for each in rows):.3f}" for rows in (own, other) for place in (0, -1)]
+        rises = [run.rise(PASS) for run in runs]
+        steps = max(each[-1][0] for each in own)
+        yield (
+            f"| {recipe} | {len(runs)} | {steps} | {ends[0]} | {ends[1]} | {fmean(rises):+.3f}{spread(rises)} "
+            f"| {ends[2]} | {ends[3]} |"
+        )
+
+
+def times(members: Sequence[Member]) -> Iterable[str]:
+    """Yield the table of seconds by part."""
+    yield "| recipe, seed | a step: sampling | a step: training | an evaluation | the whole run, minutes |"
+    yield "|---|---|---|---|---|"
+    for member in members:
+        spent, records = member.seconds(), member.journal.records
+        minutes = (max(each.time for each in records) - member.journal.header["time"]) / 60
+        yield (
+            f"| {member.recipe}, {member.journal.header['seed']} | {spent['generate']:.1f} | {spent['train']:.1f} | "
+            f"{spent['evaluation']:.0f} | {minutes:.0f} |"
+        )
+
+
+def completions(member: Member) -> Iterable[str]:
+    """Yield what a run answered to a prompt of its first group that was kept, and of its last one."""
+    text = (member.folder / "rollouts.jsonl").read_text(encoding="utf-8")
+    groups: list[Mapping[str, Any]] = [json.loads(line) for line in text.splitlines()]
+    yield "| step | asked | answer | completions, the first four of the group |"
+    yield "|---|---|---|---|"
+    for group in (groups[0], groups[-1]):
+        given = [" ".join(each["completion"].split()).replace("|", "/") for each in group["rollouts"][:4]]
+        quoted = ", ".join(f"`{each.replace('`', '') or ' '}`" for each in given)
+        yield f"| {group['step']} | {' '.join(group['prompt'].split())} | {group['answer']} | {quoted} |"
+
+
+def ranking(folder: Path) -> str:
+    """Return what `scalerl rank` says of the committed journals."""
+    done = subprocess.run([*SCALERL, "rank", str(folder.relative_to(ROOT))], cwd=ROOT, capture_output=True, text=True)
+    said = (done.stdout if done.returncode == 0 else done.stderr).strip()
+    return "\n".join(line.rstrip() for line in said.splitlines())
+
+
+def draw(members: Sequence[Member], path: Path) -> None:
+    """Draw the held-out pass rate of every run over FLOPs, a colour a recipe."""
+    figure, axes = plt.subplots(figsize=(7, 4))
+    colours: dict[str, str] = {}
+    for member in members:
+        label = None if member.recipe in colours else member.recipe
+        colour = colours.setdefault(member.recipe, f"C{len(colours)}")
+        records = [each for each in member.journal.of_kind("eval") if PASS in each.metrics]
+        xs, ys = [each.metrics["compute/flops"] for each in records], [each.metrics[PASS] for each in records]
+        axes.plot(xs, ys, marker="o", markersize=3, color=colour, label=label)
+    axes.set(xlabel="FLOPs of training and sampling", ylabel="held-out pass rate")
+    axes.legend(frameon=False, fontsize="small")
+    figure.tight_layout()
+    matplotlib.rcParams["svg.hashsalt"] = "real_model"
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def between(page: str, mark: str, lines: Iterable[str]) -> str:
+    """Return the page with these lines between the marks of a part."""
+    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    if not pattern.search(page):
+        raise SystemExit(f"{PAGE}: lacks the marks of {mark}")
+    return pattern.sub(lambda _: "\n".join([begin, *lines, end]), page)
+
+
+def increasing(member: Member) -> bool:
+    """Return whether the steps of a run's evaluations increase, as those of a whole journal do."""
+    return all(before < after for (before, _), (after, _) in pairwise(member.series(PASS)))
+
+
+def write_page() -> None:
+    """Write tables, ranking and figure into the page."""
+    members = finished(FOLDER)
+    assert all(map(increasing, members))
+    page = PAGE.read_text(encoding="utf-8")
+    state = f"{len(members)} of {MEMBERS} runs of the study have finished."
+    if not members:
+        parts = {name: [state] for name in ("results", "ranking", "completions", "times")}
+    else:
+        draw(members, FOLDER / FIGURE)
+        parts = {
+            "results": [state, "", *results(members), "", f"![Held-out pass rates](real_model/{FIGURE})"],
+            "ranking": ["```", "$ scalerl rank docs/measured/real_model", ranking(FOLDER), "```"],
+            "completions": list(completions(members[0])),
+            "times": list(times(members)),
+        }
+    for name, lines in parts.items():
+        page = between(page, name, lines)
+    PAGE.write_text(page, encoding="utf-8")
+
+
+def main() -> None:
+    """Train what is missing if that is asked for, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", action="store_true", help="train the members that are missing")
+    parser.add_argument("overrides", nargs="*", help="of the launch, such as launch.max_parallel=2")
+    options = parser.parse_args()
+    if options.run:
+        train_missing(options.overrides)
+    if OUTPUT.is_dir():
+        copy_finished(OUTPUT, FOLDER)
+    write_page()
+
+
+if __name__ == "__main__":
+    main()
