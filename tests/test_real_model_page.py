@@ -1,0 +1,64 @@
+"""The page of the real model's study: its tables from journals, and finished runs alone are taken over."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from sweeps.run.journal import Journal
+from tests.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import real_model
+
+
+def run(folder: Path, name: str, seed: int, rates: tuple[float, ...], ended: bool = True) -> None:
+    """Write a run's journal and completions: an evaluation every tenth step, half as good in the other wording."""
+    place = folder / "runs" / name
+    journal = Journal(place, clock=lambda: 60.0 * seed)
+    journal.header(recipe="scalerl+length_control=none+truncated=keep+precision=fp32+loss=dapo", seed=seed, run=name)
+    for number, rate in enumerate(rates):
+        step, spent = 10 * number, 3600.0
+        compute = {"compute/flops": 1e12 * number, "compute/device_hours_generate": 20 * number / spent}
+        more = {**compute, "compute/device_hours_train": 50 * number / spent, "time/evaluate_s": 30.0}
+        if number:
+            journal.record("train", step, more)
+        journal.record("eval", step, {real_model.PASS: rate, real_model.CARRIED: rate / 2, **more})
+    if ended:
+        journal.end(step, "finished")
+    journal.close()
+    groups = [
+        {"step": step, "prompt": "Calculate 4 - 1.", "answer": "3", "rollouts": [{"completion": text}] * 8}
+        for step, text in ((1, "4 - 1 | is\n"), (step, "3"))
+    ]
+    (place / "rollouts.jsonl").write_text("".join(json.dumps(group) + "\n" for group in groups))
+
+
+def test_tables_come_from_finished_journals(tmp_path: Path) -> None:
+    run(tmp_path / "study", "a", 0, (0.1, 0.2, 0.4))
+    run(tmp_path / "study", "b", 1, (0.1, 0.3, 0.6))
+    run(tmp_path / "study", "c", 2, (0.1, 0.3), ended=False)
+    assert real_model.copy_finished(tmp_path / "study", tmp_path / "kept") == 2
+    assert real_model.copy_finished(tmp_path / "study", tmp_path / "kept") == 0, "none of them is new"
+    members = real_model.finished(tmp_path / "kept")
+    assert [member.folder.name for member in members] == ["a", "b"]
+    *_, row = real_model.results(members)
+    assert row == "| scalerl+loss=dapo | 2 | 20 | 0.100 | 0.500 | +0.400 ± 0.100 | 0.050 | 0.250 |"
+    *_, row = real_model.times(members)
+    assert row == "| scalerl+loss=dapo, 1 | 20.0 | 50.0 | 30 | 0 |"
+    first, last = list(real_model.completions(members[0]))[2:]
+    assert first.startswith("| 1 | Calculate 4 - 1. | 3 | `4 - 1 / is`, ") and last.endswith("| `3`, `3`, `3`, `3` |")
+    real_model.draw(members, tmp_path / "curves.svg")
+    assert "held-out pass rate" in (tmp_path / "curves.svg").read_text()
+
+
+def test_the_page_has_the_marks_of_every_part() -> None:
+    page = real_model.PAGE.read_text()
+    for mark in ("results", "ranking", "completions", "times"):
+        page = real_model.between(page, mark, [f"{mark} are here"])
+        assert f"<!-- {mark} -->\n{mark} are here\n<!-- /{mark} -->" in page
+    with pytest.raises(SystemExit, match="lacks the marks of findings"):
+        real_model.between(page, "findings", [])
