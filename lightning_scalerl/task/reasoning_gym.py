@@ -88,6 +88,10 @@ class Generator:
     settings: Mapping[str, Any]
     seed: int = 0
 
+    def __reduce__(self) -> Any:
+        """Travel without the scorer: a process that unpickled it would import reasoning-gym without the stand-ins."""
+        return Generator, (self.field, self.name, dict(self.settings), self.seed)
+
     def check(self) -> None:
         """Check the name and the settings.
 

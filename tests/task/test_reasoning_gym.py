@@ -84,6 +84,7 @@ def test_a_scorer_that_raises_on_a_malformed_answer_gives_no_reward() -> None:
 def test_verifier_processes_grade_as_this_one() -> None:
     task = ReasoningGymTask({"chain_sum": 1, "gcd": 1}, None, 10, 4)
     samples = [Sample(prompt, prompt.answer, prompt.answer) for prompt in task.train_prompts()]
+    assert task.reward(samples[0].prompt, "0") is not None, "a scorer is there, and stays behind"
     pool = VerifierPool(task.grader(), workers=1, timeout_s=60.0)
     try:
         assert [pool.wait(pool.submit(sample)).reward for sample in samples[::5]] == [1.0, 1.0]
@@ -188,8 +189,9 @@ def test_identity_is_generator_version_and_settings() -> None:
 
 
 def test_it_is_composed_from_conf() -> None:
-    rows = ["task.settings={max_terms: 3}", "task.train=12", "task.heldout=3"]
-    config = compose(["task=reasoning_gym", "task.dataset=chain_sum", "scale=trial", *rows])
+    rows = ['task.settings={max_digits: 1, operators: ["+"]}', "task.train=12", "task.heldout=3"]
+    config = compose(["task=reasoning_gym", "task.dataset=basic_arithmetic", "scale=trial", *rows])
     task = build(config, "task")
     assert isinstance(task, ReasoningGymTask) and len(task.train_prompts()) == 12
+    assert [type(value) for value in task.grader().generators["basic_arithmetic"].settings.values()] == [int, list]
     assert all(isinstance(prompt, Prompt) for prompt in task.eval_sets()["heldout"])
