@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import real_model
 from lightning_scalerl.member.identify import plan_members
 from sweeps.run.journal import read_journal
 from tests import forked
@@ -107,3 +108,25 @@ def test_two_layers_of_it_train_two_steps(whole: Path, tmp_path: Path) -> None:
 def test_the_whole_of_it_trains_three_steps(whole: Path, tmp_path: Path) -> None:
     run_dir, said = trained(whole, tmp_path, 3, "optimizer.lr=2e-5")
     check(run_dir, said, 3)
+
+
+@pytest.mark.full
+def test_the_gpus_script_runs_on_two_layers(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = cut_down(whole, tmp_path / "two.gguf", 2)
+    content = model.read_bytes()
+    for name, half in (("a", content[: len(content) // 2]), ("b", content[len(content) // 2 :])):
+        (tmp_path / name).write_bytes(half)
+    monkeypatch.setenv("SCALERL_CACHE", str(tmp_path / "cache"))
+    small = [
+        "precision=fp32",
+        "batch.prompts=2",
+        "evaluation.prompts=4",
+        "evaluation.every_n_steps=1",
+        "launch.threads=1",
+    ]
+    given = [f"--override={each}" for each in small]
+    out = tmp_path / "out"
+    real_model.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out), "--steps=1", "--runs=torch", *given])
+    results = json.loads((out / "results.json").read_text())
+    assert results["torch"]["status"] == "finished", (out / "torch.log").read_text()
+    assert results["torch"]["tokens_a_second"] > 0 and (out / "torch.jsonl").stat().st_size > 0

@@ -14,6 +14,8 @@ from tests.paths import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import real_model
 
+from benchmarks.gpu import real_model as on_gpu
+
 
 def run(folder: Path, name: str, seed: int, rates: tuple[float, ...], ended: bool = True) -> None:
     """Write a run's journal and completions: an evaluation every tenth step, half as good in the other wording."""
@@ -62,3 +64,23 @@ def test_the_page_has_the_marks_of_every_part() -> None:
         assert f"<!-- {mark} -->\n{mark} are here\n<!-- /{mark} -->" in page
     with pytest.raises(SystemExit, match="lacks the marks of findings"):
         real_model.between(page, "findings", [])
+
+
+def test_the_gpus_script_joins_halves_and_sums_a_run_up(tmp_path: Path) -> None:
+    for name, content in (("a", b"GGUF first"), ("b", b" second")):
+        (tmp_path / name).write_bytes(content)
+    folder = on_gpu.joined([tmp_path / "a", tmp_path / "b"], tmp_path / "model")
+    assert (folder / "model.gguf").read_bytes() == b"GGUF first second"
+    journal = Journal(tmp_path / "run")
+    journal.header(recipe="scalerl", seed=0)
+    for step, tokens in ((1, 8.0), (2, 4.0)):
+        spent = {"compute/device_hours_generate": step / 3600, "compute/device_hours_train": 2 * step / 3600}
+        journal.record("train", step, {"train/completion_tokens": tokens, "verify/scored": 50.0 * step, **spent,
+                                       "compute/flops_train": 989e12 * step})  # fmt: skip
+        journal.record("eval", step, {real_model.PASS: 0.25 * step})
+    journal.end(2, "finished")
+    journal.close()
+    found = on_gpu.summary(real_model.read_journal(tmp_path / "run"))
+    assert found["tokens_a_second"] == pytest.approx(100 * 6 / 2)
+    assert found["share_of_the_peak_in_training"] == pytest.approx(0.5)
+    assert (found["status"], found["pass_rate"]) == ("finished", [[1, 0.25], [2, 0.5]])
