@@ -35,7 +35,7 @@ OUTPUT = ROOT / "outputs" / "real_model"
 FOLDER = ROOT / "docs" / "measured" / "real_model"
 PAGE = ROOT / "docs" / "measured" / "real_model.md"
 FIGURE = "curves.svg"
-# Of a finished run: what fits, adoption and the page need; no checkpoints.
+# Files of a finished run that are committed: enough for fits, for adoption and for the page. No checkpoints.
 KEPT = ("metrics.jsonl", "spec.json", "rollouts.jsonl")
 MEMBERS = 12
 PASS = "eval/heldout/pass_rate"
@@ -84,7 +84,7 @@ def finished(folder: Path) -> list[Member]:
 
 
 def copy_finished(source: Path, target: Path) -> int:
-    """Copy what is kept of the finished runs of one folder into another; return how many were new."""
+    """Copy the finished runs of one folder into another, without checkpoints; return how many were new."""
     new = 0
     for member in finished(source):
         place = target / "runs" / member.folder.name
@@ -97,7 +97,7 @@ def copy_finished(source: Path, target: Path) -> int:
 
 
 def train_missing(overrides: Sequence[str]) -> None:
-    """Launch the study with the committed journals in place, so that it starts what is missing."""
+    """Launch the study with the committed journals in place, so that only the missing members start."""
     copy_finished(FOLDER, OUTPUT)
     subprocess.run(
         [sys.executable, "-m", "lightning_scalerl.train", "--multirun", "experiment=real_model", *overrides],
@@ -112,7 +112,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def results(members: Sequence[Member]) -> Iterable[str]:
-    """Yield the table of pass rates by recipe: first, last, what they rose by, and what carried over."""
+    """Yield the table of pass rates by recipe: first, last and rise, and those of the second held-out set."""
     by_recipe: dict[str, list[Member]] = {}
     for member in members:
         by_recipe.setdefault(member.recipe, []).append(member)
@@ -143,7 +143,7 @@ def times(members: Sequence[Member]) -> Iterable[str]:
 
 
 def completions(member: Member) -> Iterable[str]:
-    """Yield what a run answered to a prompt of its first group that was kept, and of its last one."""
+    """Yield a table of a run's completions: of its first recorded group, and of its last."""
     text = (member.folder / "rollouts.jsonl").read_text(encoding="utf-8")
     groups: list[Mapping[str, Any]] = [json.loads(line) for line in text.splitlines()]
     yield "| step | asked | answer | completions, the first four of the group |"
@@ -215,7 +215,7 @@ def write_page() -> None:
 
 
 def main() -> None:
-    """Train what is missing if that is asked for, and write the page."""
+    """Train the missing members if --run is given, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="train the members that are missing")
     parser.add_argument("overrides", nargs="*", help="of the launch, such as launch.max_parallel=2")

@@ -1,10 +1,10 @@
-"""The study of docs/measured/real_model.md with longer runs on one GPU of 80 GB, vLLM's server beside our own sampler.
+"""The study of docs/measured/real_model.md with longer runs on one GPU of 80 GB, with our own sampler and with vLLM.
 
     python -m benchmarks.gpu.real_model MODEL.gguf [SECOND_HALF] [--out FOLDER] [--minutes 8] [--steps 400]
 
-Takes at most so many minutes: the run under way then stops at its next step, and what has not begun is left out.
-The file may come in two halves (`split -n 2 MODEL.gguf`). Into the folder go a journal of each run and results.json:
-tokens a second, the share of the GPU's peak, and the held-out pass rates.
+After --minutes the current run stops at its next step, and the remaining runs are skipped.
+The file may come in two halves (`split -n 2 MODEL.gguf`). The folder gets a journal of each run and
+results.json: tokens per second, the share of the GPU's peak, and the held-out pass rates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sweeps.run.journal import JournalView, read_journal
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DENSE_BF16 = 989e12  # FLOPs a second of an H100 or H200 by its data sheet, without sparsity
-# Of the GPU: BF16, 64 prompts x 16 a step, and passes as large as its memory allows.
+# For the GPU: BF16, 64 prompts x 16 per step, and passes as large as its memory allows.
 SETTINGS = (
     *("experiment=real_model", "precision=bf16", "batch.prompts=64", "batch.completions=16"),
     *("batch.micro_batch=1024", "batch.micro_tokens=65536", "generator.slots=1024", "evaluation.every_n_steps=20"),
@@ -38,7 +38,7 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "lora": ("adapter=lora", "optimizer.lr=2e-4"),
     **({"vllm": ("generator=vllm", "driver=live")} if find_spec("vllm") else {}),
 }
-# A run that is asked to stop finishes its step and saves.
+# Time for a run to finish its step and save after SIGTERM.
 STOPS_IN_S = 60.0
 
 
@@ -53,7 +53,7 @@ def joined(parts: Sequence[Path], folder: Path) -> Path:
 
 
 def train(name: str, model: Path, folder: Path, steps: int, end: float, overrides: Sequence[str]) -> None:
-    """Train one of the runs until its steps are done or the time is over; a failed one is left as it is."""
+    """Train one of the runs until its steps are done or the time is over; a failed run is not retried."""
     own = [f"model.path={model}", f"budget.steps={steps}", f"output_dir={folder / name}"]
     command = [sys.executable, "-m", "lightning_scalerl.train", *SETTINGS, *RUNS[name], *own, *overrides]
     with (folder / f"{name}.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
@@ -67,7 +67,7 @@ def train(name: str, model: Path, folder: Path, steps: int, end: float, override
 
 
 def summary(journal: JournalView) -> dict[str, Any]:
-    """Return what a run came to: steps, tokens a second, the share of the peak, and its pass rates."""
+    """Return a run's steps, tokens per second, share of the peak, and pass rates."""
     steps, evaluations = journal.of_kind("train"), journal.of_kind("eval")
     found: dict[str, Any] = {
         "status": journal.status,
@@ -87,7 +87,7 @@ def summary(journal: JournalView) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one after the other, and write what they came to after each."""
+    """Train the runs one after the other, and write results.json after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="+", type=Path, help="the GGUF file, or its two halves")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "real_model_gpu")
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: dict[str, Any] = {}
     chosen = options.runs.split(",")
     for number, name in enumerate(chosen):
-        # Each has an equal share of the time that is left; what a quick one spares the others get.
+        # Equal shares of the remaining time: a run that ends early leaves more to the others.
         left = begin + 60 * options.minutes - STOPS_IN_S - time.monotonic()
         if left <= 0:
             break

@@ -1,7 +1,7 @@
 """Models in GGUF, the format of llama.cpp: their weights are dequantised once, into a folder of the cache.
 
-What comes out is a folder as `save_pretrained` writes it, with weights in FP32, and everything else reads that. The
-weights stay what the quantisation left of them. The folder's name follows from the digest of the file.
+The folder has the form that `save_pretrained` writes, with weights in FP32. Its name is the digest of the GGUF file.
+Dequantised weights are as coarse as the quantised ones were.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from lightning_scalerl.checks import ConfigurationError, said
 from sweeps.terminal import Bar
 
 SUFFIX = ".gguf"
-# Counts changes of how a file becomes a folder: what was converted by earlier rules is not read.
+# Version of the conversion: folders of other versions are not read.
 RULES = 1
-# In the folder: what it was made of.
+# File in the folder that describes its source. Written last, so a folder without it is incomplete.
 MADE_OF = "made_of.json"
 
 
 def gguf_file(path: str) -> Path | None:
-    """Return the GGUF file that a model's path names, or that its folder holds; None if it is no model in GGUF.
+    """Return the GGUF file that a model's path names, or that its folder holds; None if there is none.
 
     Raises:
         ConfigurationError: there is no such file, or its folder holds several.
@@ -42,8 +42,8 @@ def gguf_file(path: str) -> Path | None:
     if len(files) > 1:
         named = ", ".join(file.name for file in files[:4])
         raise ConfigurationError(
-            f"model.path: {path!r} holds {len(files)} GGUF files ({named}); give the one that is meant. A model in "
-            "several files has to be merged into one first (llama-gguf-split --merge)"
+            f"model.path: {path!r} holds {len(files)} GGUF files ({named}); give one of them. A model in several "
+            "files has to be merged first (llama-gguf-split --merge)"
         )
     return files[0] if files else None
 

@@ -1,7 +1,7 @@
 """Task `reasoning_gym`: problems of the package reasoning-gym, graded by the generator that made them.
 
 A generator makes row i from `seed + i`, so two seeds share most of their rows. The rows here are therefore one list of
-distinct questions, and a question's digest decides whether it is trained on or held out: whatever the seed.
+distinct questions, and a question's digest decides whether it is trained on or held out, whatever the seed.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class ReasoningGymGrader:
 
     Attributes:
         generators: by the name that a prompt's columns bear as `generator`.
-        answer: how the answer is read from a completion: see `ReasoningGymTask`.
+        answer: part of a completion that is scored; see `ReasoningGymTask`.
     """
 
     generators: Mapping[str, Generator]
@@ -214,8 +214,8 @@ class ReasoningGymTask(PoolTask):
         heldout: number of held-out prompts, all different and none of them among those of training.
         seed: of the rows. Under every seed a question is on the same side, for the same shares of the two.
         instruction: put behind every question, after a line break; empty for nothing.
-        answer: of the completion after its thinking "whole", all of it; "number", the last number in it; "tag", what is
-            between <answer> and </answer>.
+        answer: part of the completion (after its thinking) that is scored: "whole", all of it; "number", its last
+            number; "tag", the text between <answer> and </answer>.
         difficulty: a number that the generator states of each row, such as num_terms; prompts bear it as their
             difficulty, which curricula and metrics read. None for none.
         carry_over: further held-out sets by name, of other generators or settings: {longer: {dataset: chain_sum,
@@ -399,7 +399,7 @@ class ReasoningGymTask(PoolTask):
 
 
 def _key(row: Mapping[str, Any]) -> str:
-    """Return what a row asks: rows that differ in case and white space alone are the same."""
+    """Return a row's question as a key. Rows that differ only in case and white space have the same key."""
     return " ".join(str(row["question"]).casefold().split())
 
 

@@ -163,5 +163,5 @@ def test_other_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ConfigurationError, match="package gguf, which is not installed; pip install gguf"):
         model_path(str(tmp_path / "a.gguf"))
     (tmp_path / "b.gguf").write_bytes(b"")
-    with pytest.raises(ConfigurationError, match=r"holds 2 GGUF files \(a.gguf, b.gguf\); give the one that is meant"):
+    with pytest.raises(ConfigurationError, match=r"holds 2 GGUF files \(a.gguf, b.gguf\); give one of them"):
         model_path(str(tmp_path))
