@@ -28,6 +28,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from sweeps.curve import FLOPS
 from sweeps.run.journal import JournalView, read_journal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -156,7 +157,8 @@ def completions(member: Member) -> Iterable[str]:
 
 def ranking(folder: Path) -> str:
     """Return what `scalerl rank` says of the committed journals."""
-    done = subprocess.run([*SCALERL, "rank", str(folder.relative_to(ROOT))], cwd=ROOT, capture_output=True, text=True)
+    command = [*SCALERL, "rank", str(folder.relative_to(ROOT)), "--x", FLOPS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     said = (done.stdout if done.returncode == 0 else done.stderr).strip()
     return "\n".join(line.rstrip() for line in said.splitlines())
 
@@ -205,7 +207,7 @@ def write_page() -> None:
         draw(members, FOLDER / FIGURE)
         parts = {
             "results": [state, "", *results(members), "", f"![Held-out pass rates](real_model/{FIGURE})"],
-            "ranking": ["```", "$ scalerl rank docs/measured/real_model", ranking(FOLDER), "```"],
+            "ranking": ["```", f"$ scalerl rank docs/measured/real_model --x {FLOPS}", ranking(FOLDER), "```"],
             "completions": list(completions(members[0])),
             "times": list(times(members)),
         }
