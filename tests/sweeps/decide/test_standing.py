@@ -132,9 +132,9 @@ def test_the_highest_of_many_is_drawn_to_the_others() -> None:
     rows, outlook = joint(fits)[top].rows, fits[top].outlook
     assert outlook is not None and rows is not None
     # Law by law, for in a choice all recipes follow one law, which has weights of its own.
-    for law in np.unique(outlook.futures.law[rows]):
-        shrunk = outlook.ceiling[rows][outlook.futures.law[rows] == law]
-        assert float(shrunk.mean()) < float(outlook.ceiling[outlook.futures.law == law].mean())
+    for number in np.unique(outlook.futures.law[rows]):
+        shrunk = outlook.ceiling[rows][outlook.futures.law[rows] == number]
+        assert float(shrunk.mean()) < float(outlook.ceiling[outlook.futures.law == number].mean())
 
 
 def test_one_law_for_all_recipes_in_a_draw() -> None:
