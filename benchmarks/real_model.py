@@ -71,7 +71,7 @@ class Member:
         train, evaluations = self.journal.of_kind("train"), self.journal.of_kind("eval")
         last, steps = train[-1].metrics, len(train)
         hours = {part: 3600 * last[f"compute/device_hours_{part}"] / steps for part in ("generate", "train")}
-        return {**hours, "evaluation": fmean(each.metrics["time/evaluate_s"] for each in evaluations)}
+        return {**hours, "evaluation": evaluations[-1].metrics["time/evaluate_s"] / len(evaluations)}
 
 
 def finished(folder: Path) -> list[Member]:

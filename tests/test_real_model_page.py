@@ -25,7 +25,7 @@ def run(folder: Path, name: str, seed: int, rates: tuple[float, ...], ended: boo
     for number, rate in enumerate(rates):
         step, spent = 10 * number, 3600.0
         compute = {"compute/flops": 1e12 * number, "compute/device_hours_generate": 20 * number / spent}
-        more = {**compute, "compute/device_hours_train": 50 * number / spent, "time/evaluate_s": 30.0}
+        more = {**compute, "compute/device_hours_train": 50 * number / spent, "time/evaluate_s": 30.0 * (number + 1)}
         if number:
             journal.record("train", step, more)
         journal.record("eval", step, {real_model.PASS: rate, real_model.CARRIED: rate / 2, **more})
