@@ -37,6 +37,8 @@ from sweeps.source import load
 
 FORECAST_AT, CHANCES_AT = (0.4, 0.55, 0.7), (0.3, 0.5, 0.7)
 LEAST = 8
+# A run was level at a cut if its last quarter there lies this near to what came, and it had risen by so much before.
+LEVEL, RISE = 0.03, 0.05
 # An interval of 95% pays this many times what it misses by (Gneiting and Raftery 2007, section 6.2).
 MISS = 40
 HEAD = (
@@ -59,6 +61,9 @@ class Forecast:
     last: float
     five: float
     verdict: str
+    a: tuple[float, float] | None
+    level: bool
+    rose: float
 
     @property
     def holds(self) -> bool:
@@ -102,7 +107,12 @@ def forecasts(file: Path, curves: Sequence[Curve]) -> list[Forecast]:
             came, scale = float(mine.reward[rest].mean()), mine.scale
             last, five = float(seen.reward[-1]), float(seen.reward[-5:].mean())
             numbers = [each / scale for each in (value, low, high, came, last, five)]
-            found.append(Forecast(file.stem, seen.recipe, share, *numbers, fit.verdict))
+            named = fit.A if fit.identifiable else None
+            a = None if named is None else ((named.low or 0.0) / scale, (named.high or 1.0) / scale)
+            late = float(seen.reward[seen.compute > 0.75 * seen.compute.max()].mean())
+            level = abs(came - late) < LEVEL * scale and late - float(seen.reward[0]) > RISE * scale
+            rose = (came - float(seen.reward[0])) / scale
+            found.append(Forecast(file.stem, seen.recipe, share, *numbers, fit.verdict, a, level, rose))
     return found
 
 
@@ -193,6 +203,8 @@ def report(
         *HEAD,
         *rows,
         "",
+        *_verdicts(found),
+        "",
         f"Chances of being best at the end, each file a study cut at {', '.join(f'{s:.0%}' for s in CHANCES_AT)}:",
         "",
         f"- below 0.05 was said of {len(low)}: " + (f"{_share(sum(low), len(low))} were best" if low else "-"),
@@ -209,6 +221,31 @@ def report(
         regrets = [float(np.mean([getattr(each, name) for each in some])) for name in ("regret", "by_last")]
         right = _share(sum(sure), len(sure)) if sure else "-"
         lines.append(f"| {share:.0%} | {len(some)} | {len(sure)} | {right} | {regrets[0]:.4f} | {regrets[1]:.4f} |")
+    return lines
+
+
+def _verdicts(found: Sequence[Forecast]) -> list[str]:
+    """What became of named asymptotes and of curves that were called flat."""
+    named = [row for row in found if row.a is not None]
+    level = [row for row in found if row.level]
+    flat = [row for row in found if row.verdict == "flat"]
+    lines = ["What became of verdicts:", ""]
+    if named:
+        ends = [row.a for row in named if row.a is not None]
+        above = sum(row.came > a[1] for row, a in zip(named, ends, strict=True))
+        below = sum(row.came < a[0] for row, a in zip(named, ends, strict=True))
+        width = float(np.median([high - low for low, high in ends]))
+        lines.append(
+            f"- A was named at {len(named)} of {len(found)} cuts, with a median width of {width:.3f}; what came lies "
+            f"above its interval in {above}, below it in {below}"
+        )
+    if level:
+        lines.append(
+            f"- of {len(level)} cuts at which a run was level (within {LEVEL:g} of what came, after a rise of "
+            f"{RISE:g}), A was named at {sum(row.a is not None for row in level)}"
+        )
+    rose = sum(row.rose > 0.02 for row in flat)
+    lines.append(f"- `flat` was said of {len(flat)}; of these {rose} had risen by 0.02 at the end")
     return lines
 
 
