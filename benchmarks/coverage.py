@@ -175,8 +175,8 @@ def main() -> None:
         f"R0 {R0} observed once, noise sd {SD}. A cell reads: coverage of the nominal 95% / fraction with an open "
         "end / median width of the closed ones / that width relative to the interval told the noise.",
         "",
-        "The interval told the noise is that of the same sigmoid without a walk. What is wider is the price of the walk: "
-        "without it intervals hold on real curves in 0.60 ([real_curves.md](real_curves.md)).",
+        "The interval told the noise is that of the same sigmoid without a walk. What is wider is the price of the "
+        "walk: without it intervals hold on real curves in 0.60 ([real_curves.md](real_curves.md)).",
     ]
     with ProcessPoolExecutor(options.processes) as pool:
         for spacing in options.spacing:
