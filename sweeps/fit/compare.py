@@ -28,7 +28,7 @@ _MOST = 1000
 _LEAST_HELD_OUT = 5
 # The search of a shape: a grid of so many steps a side over so many prior standard deviations on either side of the
 # best cell, that many times, each so much closer.
-_STEPS, _REACH, _ROUNDS, _CLOSER = 17, 3.0, 6, 2.5
+_STEPS, _REACH, _ROUNDS, _CLOSER = 15, 3.0, 5, 2.8
 # Ridge on the seeds' offsets, as a weight per seed beside 1 of a point.
 _RIDGE = 1.0
 
