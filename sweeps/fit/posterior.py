@@ -189,7 +189,7 @@ class Futures:
         return self._inside((self.a + self.standing)[:, None], end)[:, 0]
 
     def line(self, x: Array) -> Array:
-        """Median over every fourth draw of law and walk at computes x (m,), the walk standing beyond the window; (m,)."""
+        """Median over every fourth draw of law and walk at computes x (m,); beyond the window the walk stands; (m,)."""
         if len(self.law) >= _FOR_LINE:
             return self.take(np.arange(0, len(self.law), 4)).line(x)
         after = np.clip(np.searchsorted(_NODES, x), 1, len(_WITHIN))
