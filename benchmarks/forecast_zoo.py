@@ -261,8 +261,8 @@ def main() -> None:
         "the window its interval holds in 0.82 to 0.85 only; a step, a late rise or a delayed start is not called by "
         "name, for a walk explains it as well, and after two steps the forecast is behind the last value; a level "
         "curve of one seed is called `flat` in about half of the cases, else its bend may be to come; a Frechet curve, "
-        "which saturates more slowly than a sigmoid, has an asymptote named in four of ten cases, too low in one of four of "
-        "these; and what no data foreshadow (*) nobody predicts. "
+        "which saturates more slowly than a sigmoid, has an asymptote named in four of ten cases, too low in one of "
+        "four of these; and what no data foreshadow (*) nobody predicts. "
         f"In a row of {options.repeats} a coverage of 0.95 is seen as {0.95 - error:.2f} to {0.95 + error:.2f}.",
         "",
         "| truth | intervals hold | error | of the last value | verdict | A named | A held | `flat` on a trend |",
