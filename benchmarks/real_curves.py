@@ -225,7 +225,7 @@ def report(
 
 
 def _verdicts(found: Sequence[Forecast]) -> list[str]:
-    """What became of named asymptotes and of curves that were called flat."""
+    """Count the named asymptotes that were exceeded, and the curves called flat that rose."""
     named = [row for row in found if row.a is not None]
     level = [row for row in found if row.level]
     flat = [row for row in found if row.verdict == "flat"]

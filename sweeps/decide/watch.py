@@ -131,7 +131,7 @@ class Watch:
             "compute_axis": curve.axis,
             "metric": curve.metric,
             "options": asdict(self._options),
-            # 0 and 1 are what is inferred of such rewards, and lines of older versions have no bounds.
+            # Rewards in [0, 1] have these bounds inferred; lines of older versions have no `bounds`.
             "bounds": None if curve.limits in (None, (0.0, 1.0)) else list(curve.limits),
         }
 

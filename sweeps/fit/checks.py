@@ -61,8 +61,7 @@ class Checks:
             return None
         if verdict.before_fit(half.compute, half.reward, half.seed, self.parameters) is not None:
             return None
-        scale = self.bounds if self.ahead.seen.bounded else None
-        early = lookout(self.ahead.recipe, half, scale, options=self.ahead.options)
+        early = lookout(self.ahead.recipe, half, self.ahead.limits, options=self.ahead.options)
         if early is None:
             return None
         predicted = np.median(early.outlook.at(points.compute[last]), axis=0)

@@ -141,6 +141,11 @@ class _Solution:
         return _share(self.family, compute / self.end, self.first, *self.shape)
 
 
+def _weights(points: Points) -> Array:
+    """Inverse variances of the points (n,), relative to the mean variance; 1 where variances are unknown."""
+    return np.ones(len(points.reward)) if points.variance is None else points.variance.mean() / points.variance
+
+
 def _share(family: Family, x: Array, first: float, u: Array | float, v: Array | float) -> Array:
     """Return g at computes x (n,) in windows, for shapes that broadcast; `first` is where a power law begins."""
     u, v = np.asarray(u), np.asarray(v)
@@ -156,7 +161,7 @@ def _solve(points: Points, options: FitOptions, bounds: tuple[float, float]) -> 
     family = options.shape
     end, first = float(points.compute.max()), float(points.compute[points.compute > 0].min())
     x, first = points.compute / end, first / end
-    weight = np.ones(len(x)) if points.variance is None else points.variance.mean() / points.variance
+    weight = _weights(points)
     fixed = 0.0 if options.family == "sigmoid_zero" else None if isinstance(options.r0, str) else float(options.r0)
     root = np.sqrt(weight)
     member = points.seed[:, None] == np.arange(points.seeds) if points.seeds > 1 else np.zeros((len(x), 0))
@@ -214,7 +219,7 @@ def _row(
     floor = n * (1e-7 * max(1.0, float(np.abs(points.reward).max()))) ** 2
     correction = 2 * k * (k + 1) / (n - k - 1) if n > k + 1 else 1e6
     aicc = n * float(np.log((solution.sse + floor) / n)) + 2 * k + correction
-    weight = np.ones(n) if points.variance is None else points.variance.mean() / points.variance
+    weight = _weights(points)
     spread = float(weight @ (points.reward - np.average(points.reward, weights=weight)) ** 2)
     r2 = 1 - solution.sse / spread if spread > 0 else None
     return FamilyRow(name, parameters, solution.a, solution.sse, aicc, 0.0, held_out, r2)

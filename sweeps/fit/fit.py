@@ -183,7 +183,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     empty = Fit(curve=curve, options=options, bounds=curve.bounds, warnings=tuple(curve.warnings), seed_spread=spread)
     if not len(points.reward):
         if options.min_compute is None and options.max_compute is None:
-            # No mistake of the user's, as an empty window is: the run has only its evaluation at compute 0 so far.
+            # Not an error: the run has only its evaluation at compute 0 so far.
             reason = f"no evaluation above compute 0, which --r0 or the family leaves out of {len(curve.reward)}"
             return replace(empty, verdict="too_few_points", reason=f"{reason}; run on")
         raise UserError(
@@ -271,7 +271,7 @@ def _left_out(bad: BadSeed, kept: Curve) -> str:
 
 
 def _read(empty: Fit, points: Points, ahead: Lookout, parameters: int) -> Fit:
-    """Complete a fit with what its draws say."""
+    """Fill in estimates, intervals and verdict from the draws of `ahead`."""
     options, bounds, outlook = empty.options, empty.bounds, ahead.outlook
     draws, line = outlook.draws, outlook.line_at(points.compute)
     gone = {bad.seed for bad in empty.bad_seeds}
@@ -330,15 +330,13 @@ def _interval(draws: Array) -> Interval:
 
 def _pulled_in(points: Points, ahead: Lookout) -> Lookout:
     """Pull outliers towards the line, so that the fit of the result is about Huber's fit (1964)."""
-    scale = (ahead.bottom, ahead.bottom + ahead.width)
     for _ in range(_ROBUST_ROUNDS):
         line = ahead.outlook.line_at(points.compute)
         residual = points.reward - line
         # The spread without the points that are far off: the median of absolute residuals.
         limit = HUBER * max(1.4826 * float(np.median(np.abs(residual))), 1e-7 * ahead.width)
         pulled = replace(points, reward=line + np.clip(residual, -limit, limit))
-        bounded = scale if ahead.seen.bounded else None
-        found = lookout(ahead.recipe, pulled, bounded, ahead.schedule, ahead.options)
+        found = lookout(ahead.recipe, pulled, ahead.limits, ahead.schedule, ahead.options)
         if found is None:
             break
         ahead = found
@@ -416,7 +414,7 @@ def fit_curves(curves: Sequence[Curve], options: FitOptions | None = None, worke
 def with_shared(fits: Sequence[Fit], curves: Sequence[Curve]) -> list[Fit]:
     """Return fits of single curves, as `fit_curve` makes them, with what the recipes of a study share.
 
-    That is how far their runs walk (`sweeps.fit.pooling`), and the spread between seeds. `fit_curves` does this too.
+    They share the scale of their walks (`sweeps.fit.pooling`) and the spread between seeds. `fit_curves` does this too.
     """
     scale = max((curve.scale for curve in curves), default=1.0)
     fits = _pooled(fits)
@@ -430,7 +428,7 @@ def with_shared(fits: Sequence[Fit], curves: Sequence[Curve]) -> list[Fit]:
 
 
 def _pooled(fits: Sequence[Fit]) -> list[Fit]:
-    """Read every fit again from draws that are pooled with the other recipes'."""
+    """Reweight every fit's draws by the walks of the other recipes, and fill the fits in again."""
     known = sorted((i for i, fit in enumerate(fits) if fit.draws is not None), key=lambda i: fits[i].recipe)
     if len(known) < POOLED_FROM:
         return list(fits)

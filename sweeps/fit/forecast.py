@@ -131,7 +131,7 @@ class Lookout:
         return self._read(*posterior.draw(DRAWS), posterior.log_evidence)
 
     def pooled(self, weights: tuple[Array, Array]) -> Lookout:
-        """Return the same with its outlook's draws, of all laws and of the family alone, drawn again by weight."""
+        """Return a copy whose draws, those of all laws and those of the family alone, are resampled by weight."""
         assert self.outlook.alone is not None
         rng = generator(self.recipe, "pooled")
         pairs = zip((self.outlook.futures, self.outlook.alone), weights, strict=True)
@@ -172,6 +172,11 @@ class Lookout:
         )
 
     @property
+    def limits(self) -> tuple[float, float] | None:
+        """Lowest and highest possible reward; None if rewards have no bounds."""
+        return (self.bottom, self.bottom + self.width) if self.seen.bounded else None
+
+    @property
     def _first(self) -> float:
         """Smallest positive compute, in windows."""
         return float(self.seen.x[self.seen.x > 0].min())
@@ -183,7 +188,7 @@ class Lookout:
         return 0.0 if self.options.family == "sigmoid_zero" else r0, self.options.asymptote
 
 
-# Every stream of random numbers of `sweeps.fit` and `sweeps.decide` that belongs to one recipe.
+# Purposes that a recipe's random numbers are used for. A stream's place in this list seeds it: add new ones at the end.
 _STREAMS = (
     "posterior",
     "pooled",
@@ -194,8 +199,6 @@ _STREAMS = (
     "efficiency",
     "pair",
     "paired",
-    "next",
-    "sizes",
 )
 
 

@@ -1,8 +1,8 @@
 """Partial pooling of the walks of a study's recipes.
 
-A recipe alone says little of how far its runs walk. Recipes of one study walk about alike: log tau of each is drawn
-from a Student t distribution about a common centre, whose prior is that of a single recipe. Each recipe's draws are
-weighted by what the others say, so nothing is fitted twice.
+One recipe gives little information about tau, the scale of its walk. Recipes of one study have similar scales: log tau
+of each follows a Student t distribution about a common centre, whose prior is about that of a single recipe. Each
+recipe's draws are weighted by the posterior of the centre given the other recipes, so nothing is fitted twice.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def pooled_weights(log_walks: Sequence[tuple[Array, Array]]) -> list[tuple[Array
     """Return the weights of each recipe's draws given all others.
 
     Args:
-        log_walks: log tau of each recipe's draws, (K,): of all laws, which say how far it walks, and of its family
-            alone.
+        log_walks: log tau of each recipe's draws, (K,) each: those of all laws, from which the centre is inferred, and
+            those of its family alone.
     """
     # Densities are computed again below: kept, those of a study of 300 recipes would take half a gigabyte.
     own = [logsumexp(_relative(every), axis=0) - np.log(len(every)) for every, _ in log_walks]

@@ -164,14 +164,11 @@ class Futures:
 
     def at(self, x: Array) -> Array:
         """Reward of each draw at computes x (m,), in windows; (K, m)."""
-        after = np.clip(np.searchsorted(_NODES, x), 1, len(_NODES) - 1)
-        part = np.clip((x - _NODES[after - 1]) / (_NODES[after] - _NODES[after - 1]), 0, 1)
-        paths = self._law_at(x) + self.walk[:, after - 1] * (1 - part) + self.walk[:, after] * part
-        return self._inside(paths, x)
+        return self._inside(self._law_at(x) + self._walk_at(x, len(_NODES) - 1), x)
 
     @property
     def standing(self) -> Array:
-        """Mean of each draw's walk over the quarter of a window that follows, (K,): where it stands."""
+        """Mean of each draw's walk over the first `STANDING` windows beyond the end, (K,)."""
         end = len(_WITHIN)
         x, walk = _NODES[end : end + 4], self.walk[:, end : end + 4]
         return np.asarray(((walk[:, 1:] + walk[:, :-1]) / 2 @ np.diff(x)) / STANDING)
@@ -192,12 +189,16 @@ class Futures:
         """Median over every fourth draw of law and walk at computes x (m,); beyond the window the walk stands; (m,)."""
         if len(self.law) >= _FOR_LINE:
             return self.take(np.arange(0, len(self.law), 4)).line(x)
-        after = np.clip(np.searchsorted(_NODES, x), 1, len(_WITHIN))
-        part = np.clip((x - _NODES[after - 1]) / (_NODES[after] - _NODES[after - 1]), 0, 1)
-        walk = self.walk[:, after - 1] * (1 - part) + self.walk[:, after] * part
+        walk = self._walk_at(x, len(_WITHIN))
         beyond = np.clip((x - 1) / STANDING, 0, 1)
         walk = walk * (1 - beyond) + self.standing[:, None] * beyond
         return np.asarray(np.median(self._inside(self._law_at(x) + walk, x), axis=0))
+
+    def _walk_at(self, x: Array, last: int) -> Array:
+        """Walk at computes x (m,), by straight lines between its nodes and level after the last one used; (K, m)."""
+        after = np.clip(np.searchsorted(_NODES, x), 1, last)
+        part = np.clip((x - _NODES[after - 1]) / (_NODES[after] - _NODES[after - 1]), 0, 1)
+        return np.asarray(self.walk[:, after - 1] * (1 - part) + self.walk[:, after] * part)
 
     def _law_at(self, x: Array) -> Array:
         """Reward by the law alone at computes x (m,); (K, m)."""
