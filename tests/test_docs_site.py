@@ -217,7 +217,9 @@ def commands_shown() -> Iterator[tuple[str, list[str]]]:
     for place, language, code in blocks():
         if language not in ("", "sh", "bash", "console"):
             continue
-        for line in re.sub(r"\\\n\s*", " ", code).splitlines():
+        lines = re.sub(r"\\\n\s*", " ", code).splitlines()
+        # Where some lines begin with a prompt, the others are output: `scalerl is the only recipe` names a recipe.
+        for line in [line for line in lines if line.startswith("$ ")] or lines:
             line = re.sub(r"^(?:python|sbatch \S+) -m lightning_scalerl\.train", "scalerl train", line)
             # What follows one blank and a word is a command; tables of output have recipes called `scalerl`.
             if found := re.match(r"(?:\$ )?(?:[A-Z_]+=\S+ )*scalerl ([a-z]+(?:\s.*)?)$", line):
