@@ -412,23 +412,6 @@ def _studying(command: Command) -> None:
     )
     translate.add_argument("--json", action="store_true", help="print a JSON object: settings, missing, notes, axes")
 
-    layouts = command(
-        "layouts",
-        _later("layouts_command", "layouts_command"),
-        "say which split of devices between generators and trainer wastes least",
-        "scalerl layouts recipe=scalerl --devices 4",
-    )
-    layouts.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for scalerl train; rates: cost_model.*")
-    layouts.add_argument("--devices", type=_count, metavar="N", required=True, help="to split")
-    layouts.add_argument("--run", metavar="RUN", help="a live run's folder: its busy times set the rates")
-    layouts.add_argument(
-        "--tensor-parallel", type=_count, nargs="+", metavar="T", help="devices of an engine, one or more sizes"
-    )
-    layouts.add_argument("--tokens", type=_number, metavar="N", help="mean length of a completion")
-    layouts.add_argument("--trust", action="store_true", help="read a run that names code of somebody else's")
-    layouts.add_argument("--all", action="store_true", help="every split that was looked at")
-    layouts.add_argument("--json", action="store_true", help="print a JSON object, in seconds")
-
     status = command(
         "status",
         _later("study_commands", "status_command"),

@@ -199,7 +199,7 @@ def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list
 OF_MODELS = ("export", "rollouts", "rescore", "noise")
 COMMANDS = (
     *("train", "fit", "rank", "plan", "compare", "effects", "race", "report", "watch", "publish", "init", "adopt"),
-    *("memory", "translate", "layouts", "status", "collect", "clean", *OF_MODELS, "completion"),
+    *("memory", "translate", "status", "collect", "clean", *OF_MODELS, "completion"),
 )
 
 
