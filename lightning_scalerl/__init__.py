@@ -11,7 +11,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_scalerl.torchmetrics_on_demand import torchmetrics_on_demand
 from sweeps import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from lightning_scalerl.prompt import Prompt
     from lightning_scalerl.rollout import Group, Rollout, TrainBatch
     from lightning_scalerl.task.base import Task
-
-torchmetrics_on_demand()
 
 # Public names, each with the module that it is imported from when it is first used.
 _HOME_OF = {

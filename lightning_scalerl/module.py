@@ -28,7 +28,7 @@ from torch import nn
 
 from lightning_scalerl.callbacks.base import without_tips
 from lightning_scalerl.callbacks.predict import Prediction, predicted
-from lightning_scalerl.callbacks.trainer import refuse_pytorch_lightning
+from lightning_scalerl.callbacks.trainer import warn_of_pytorch_lightning
 from lightning_scalerl.distributed.checkpoint_folder import is_folder
 from lightning_scalerl.distributed.ranks import Follower, Ranks
 from lightning_scalerl.distributed.sharded import whole_tensor
@@ -126,7 +126,7 @@ class ScaleRL(LightningModule):
     ) -> None:
         super().__init__()
         without_tips()
-        refuse_pytorch_lightning(ScaleRL)
+        warn_of_pytorch_lightning()
         self.automatic_optimization = False
         made = make(model, recipe, overrides, tokenizer, config_dir, streamed)
         self.recipe, self.tokenizer, self.stop_tokens = made.recipe, made.tokenizer, made.stop_tokens

@@ -1,7 +1,9 @@
-"""Import hook that skips the parts of torchmetrics Lightning never uses: half of a process's start-up time.
+"""Import hook that skips the parts of torchmetrics Lightning never uses: two of the seven seconds that Lightning takes.
 
 Lightning needs two classes of torchmetrics. That package's `__init__` imports every metric there is, and with them
-scikit-learn, SciPy's signals and all of transformers. Here it runs when somebody asks the package for anything else.
+scikit-learn, SciPy's signals and all of transformers. With the hook it runs when another name of the package is asked
+for. Processes of our own commands install it (`member/__init__.py`, `translate/__init__.py`); importing the library
+does not.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ _NEEDED = {"Metric": "torchmetrics.metric", "MetricCollection": "torchmetrics.co
 
 
 def torchmetrics_on_demand() -> None:
-    """Let `import torchmetrics` do no more than is asked of it; nothing happens where it is imported already."""
+    """Install the hook, unless torchmetrics is imported already."""
     if _PACKAGE not in sys.modules:
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):
-    """Finds the package where it lies, once, and puts the loader below in its loader's place."""
+    """Finds the package once, and replaces its loader by the one below."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -54,11 +56,11 @@ class _OnDemand(Loader):
         from importlib.metadata import version  # a verifier's process, which never comes here, starts without
 
         def missing(name: str) -> Any:
-            # Asked for by whatever looks at modules in general, doctest or inspect: no reason to import the world.
+            # doctest and inspect ask every module for such names.
             if name.startswith("__"):
                 raise AttributeError(f"module {_PACKAGE!r} has no attribute {name!r}")
             if name in _NEEDED:
-                # Its modules import each other in a circle that can be entered here only.
+                # Its modules import each other in a cycle, which works from this module only.
                 import_module(f"{_PACKAGE}.utilities")
                 vars(module)[name] = vars(import_module(_NEEDED[name]))[name]
             else:

@@ -185,11 +185,42 @@ def test_vllm_is_imported_where_it_runs_and_nowhere_else() -> None:
 
 
 @pytest.mark.slow
-def test_the_plugin_needs_no_vllm_and_no_metrics_until_somebody_asks_for_one() -> None:
+def test_importing_the_library_changes_no_other_library() -> None:
+    """Rooms that only our own commands import are left out."""
+    commands = {"member", "translate", "train"}
+    names = [name_of(path) for path in files("lightning_scalerl") if path.name != "vllm_worker.py"]
+    names = [name for name in names if "sandbox" not in name and not commands & {*name.split(".")[1:2]}]
+    code = f"""
+import sys
+from importlib import import_module
+import lightning.pytorch, pytorch_lightning, torch, torchmetrics, transformers
+
+def functions_and_methods():
+    found = {{}}
+    for place, module in [*sys.modules.items()]:
+        if place.startswith(("lightning.", "pytorch_lightning", "torchmetrics")):
+            for name, value in [*vars(module).items()]:
+                methods = vars(value) if isinstance(value, type) else {{}}
+                found |= {{(module, name): value, **{{(value, each): methods[each] for each in methods}}}}
+    return {{place: value for place, value in found.items() if callable(value)}}
+
+before = functions_and_methods()
+import lightning_scalerl.torchmetrics_on_demand
+lightning_scalerl.torchmetrics_on_demand.torchmetrics_on_demand = None  # nothing calls it
+for name in {names}:
+    import_module(name)
+after = functions_and_methods()
+print(len(before) > 1000, [place for place, value in before.items() if after.get(place) is not value])
+"""
+    assert run_python(code).splitlines()[-1] == "True []"
+
+
+@pytest.mark.slow
+def test_commands_need_no_vllm_and_no_metrics_until_somebody_asks_for_one() -> None:
     code = """
 import sys
 sys.modules["vllm"] = None
-import lightning_scalerl.module, lightning_scalerl.train
+import lightning_scalerl.train, lightning_scalerl.module
 from lightning.pytorch import LightningModule
 assert "torchmetrics" in sys.modules and not {"sklearn", "scipy.signal", "torchmetrics.text"} & sys.modules.keys()
 assert "torch.distributed.checkpoint" not in sys.modules  # 40 ms, for sharded checkpoints alone

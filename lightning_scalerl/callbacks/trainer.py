@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -283,29 +282,14 @@ class StepHooks(Callback):
                 callback.on_train_epoch_end(trainer, pl_module)
 
 
-def refuse_pytorch_lightning(ours: type[Any]) -> None:
-    """Make a Trainer of the package `pytorch_lightning` name itself as the reason why it cannot fit our module.
+def warn_of_pytorch_lightning() -> None:
+    """Log that Trainers and callbacks of the package `pytorch_lightning` cannot be used, where it is imported.
 
-    The two packages are copies of one another whose classes know nothing of each other; what such a Trainer says of
-    itself is that a LightningModule is no LightningModule.
+    The two packages are copies of one another whose classes know nothing of each other. Such a Trainer raises a
+    TypeError (ScaleRL is not a LightningModule of its own) before it calls any hook of our module.
     """
-    other = sys.modules.get("pytorch_lightning")
-    trainer = getattr(other, "Trainer", None)
-    if trainer is None or hasattr(trainer, "_refuses_scalerl"):
-        return
-
-    def refusing(method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def refuse(self: Any, model: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(model, ours):
-                raise ConfigurationError(
-                    "Trainer: this one is of pytorch_lightning, and ScaleRL is a module of lightning.pytorch; use "
-                    "from lightning.pytorch import Trainer (and callbacks and loggers of that package)"
-                )
-            return method(self, model, *args, **kwargs)
-
-        return refuse
-
-    for name in ("fit", "validate", "test", "predict"):
-        setattr(trainer, name, refusing(getattr(trainer, name)))
-    trainer._refuses_scalerl = True
+    if "pytorch_lightning" in sys.modules:
+        logging.getLogger(__name__).warning(
+            "pytorch_lightning is imported: ScaleRL is a module of lightning.pytorch, and a Trainer or callback of "
+            "pytorch_lightning refuses it; use from lightning.pytorch import Trainer"
+        )

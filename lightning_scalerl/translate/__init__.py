@@ -6,3 +6,9 @@ record, `to_trl.py`, `to_verl.py`, `to_prime_rl.py` and `to_skyrl.py` one traine
 line asks. `trl_member.py` hands a whole run to TRL: under its interpreter `trl_run.py` trains, which imports nothing of
 ours.
 """
+
+from lightning_scalerl.torchmetrics_on_demand import torchmetrics_on_demand
+
+# Before anything here imports Lightning. Only processes of our own commands import this room (`scalerl`, members of a
+# study): a script that imports the library keeps torchmetrics as it is.
+torchmetrics_on_demand()

@@ -558,11 +558,12 @@ def test_without_logs_it_trains(tiny_model_path: str, options: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_other_packages_trainer_is_refused_by_name(tiny_model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_packages_trainer_is_warned_of(tiny_model_path: str, caplog: pytest.LogCaptureFixture) -> None:
     other = pytest.importorskip("pytorch_lightning")
     module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
+    assert "use from lightning.pytorch import Trainer" in caplog.text
     data = RolloutDataModule(CountingTask())
-    with pytest.raises(ConfigurationError, match=r"this one is of pytorch_lightning.*from lightning\.pytorch import"):
+    with pytest.raises(TypeError, match="ScaleRL"):
         other.Trainer(max_steps=1, **quiet()).fit(module, datamodule=data)
     callback = sys.modules["pytorch_lightning"].callbacks.EarlyStopping(RATE)
     with pytest.raises(ConfigurationError, match=r"EarlyStopping is of pytorch_lightning.*import it from lightning"):
