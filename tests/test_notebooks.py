@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run from their first cell to their last, and show little."""
+"""The notebooks of examples/ run from their first cell to their last."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def named(name: str) -> Path:
     return path
 
 
-def test_three_notebooks_with_small_outputs() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["fit_your_logs", "read_rollouts", "study_to_decision"]
+def test_notebooks_have_outputs_and_nothing_of_this_machine() -> None:
+    assert NOTEBOOKS
     for path in NOTEBOOKS:
         notebook = json.loads(path.read_text())
-        assert path.stat().st_size < 50_000 and notebook["nbformat"] == 4
+        assert notebook["nbformat"] == 4
         assert any(cell.get("outputs") for cell in notebook["cells"]), "as somebody sees it who only looks"
         assert "Traceback" not in path.read_text() and "/tmp" not in path.read_text()
 

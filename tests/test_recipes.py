@@ -111,7 +111,7 @@ def test_the_flagship_resolves_to_what_it_is() -> None:
     parts = list(OmegaConf.create(frozen))
     for later in set(AXES).difference(parts):
         assert config[later] == OmegaConf.load(ROOT / "conf" / later / f"{NEUTRAL[later]}.yaml")
-    assert len(parts) >= 23 and OmegaConf.to_yaml({key: config[key] for key in config if key in parts}) == frozen
+    assert OmegaConf.to_yaml({key: config[key] for key in config if key in parts}) == frozen
 
 
 # What each recipe's file says of its source, at the scale that goes with it; `variant` and the like left out.
@@ -248,23 +248,6 @@ def test_a_recipe_resolves_to_what_its_source_says(recipe: str) -> None:
         if group in ("normalization", "precision"):
             assert config[group] == file, group
     assert {key: OmegaConf.select(config, key) for key in values} == pytest.approx(values)
-
-
-def test_what_a_source_leaves_open_is_said_in_the_file() -> None:
-    """In a comment on the line that had to be chosen."""
-    said = {
-        ("baseline", "async_mode"): "k is not given",
-        ("grpo_deepseek", "kl"): "DeepSeek's own has one",
-        ("magistral", "normalization"): "2506.10910",
-        ("dr_grpo", "async_mode"): "8 updates a buffer",
-        ("ppo", "epochs"): "one update of the whole batch",
-        ("ppo_large", "epochs"): "one update of the whole batch",
-        ("dapo", "aggregation"): "token",
-    }
-    for (recipe, axis), words in said.items():
-        text = recipe_text(recipe)
-        (line,) = (each for each in text.splitlines() if f"/{axis}:" in each)
-        assert words in line, (recipe, axis)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def test_an_axis_is_a_field_a_module_a_folder_and_a_class(axis: str) -> None:
     assert kind.axis == axis and issubclass(kind, DesignChoice)
     assert kind.__module__.startswith(f"lightning_scalerl.axes.{axis}")
     assert any((conf_dir() / axis).glob("*.yaml"))
-    assert kind.__doc__ and len(kind.__doc__) > 15
+    assert kind.__doc__
     neutral = kind.neutral_choice()
     assert (neutral is None) == (kind.neutral is None)
     assert (neutral is None) == (NEUTRAL[axis] is None)

@@ -168,7 +168,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.full)], ids=["an eighth", "all"])
 def test_no_identity_has_changed(place: Path, every: int) -> None:
     frozen = json.loads(TABLE.read_text())
-    assert len(frozen) >= 30 and set(CASES) <= set(frozen), "new cases: python -m tests.member.test_identity"
+    assert set(CASES) <= set(frozen), "new cases: python -m tests.member.test_identity"
     some = list(frozen)[::every]
     assert identities(some) == {case: frozen[case] for case in some}
 
@@ -287,7 +287,7 @@ def test_frozen_files_name_what_never_moves() -> None:
     for path in CONF.rglob("*.yaml"):
         if "hydra" not in path.relative_to(CONF).parts:
             targets |= set(re.findall(r"^_target_: (\S+)", path.read_text(), flags=re.MULTILINE))
-    assert len(targets) > 30
+    assert targets
     for target in targets:
         package, name = target.split(".")
         assert package == "lightning_scalerl" and callable(getattr(lightning_scalerl, name))

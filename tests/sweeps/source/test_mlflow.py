@@ -115,7 +115,7 @@ def test_every_documented_command_runs(
 ) -> None:
     page = (ROOT / "docs" / "reference" / "sources.md").read_text()
     commands = re.findall(r"^scalerl (.+)$", page, flags=re.MULTILINE)
-    assert len(commands) >= 14
+    assert commands
     for folder in ("examples", "tests/data/logs"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     for run in ("a", "b"):
