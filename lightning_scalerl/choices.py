@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_scalerl.checks import ConfigurationError
@@ -148,10 +149,8 @@ AXES = tuple(NEUTRAL)
 
 def axis_class(axis: str) -> type[DesignChoice]:
     """Return the abstract class of one of the project's axes, by its field's annotation."""
-    import lightning_scalerl
-
     (name,) = (str(each.type) for each in fields(Choices) if each.name == axis)
-    found: type[DesignChoice] = getattr(lightning_scalerl, name)
+    found: type[DesignChoice] = getattr(import_module(f"lightning_scalerl.axes.{axis}"), name)
     return found
 
 

@@ -59,9 +59,11 @@ from lightning_scalerl.session.fit import (
     fail,
     lines_at_start,
     stop_between_steps,
+    validate,
 )
-from lightning_scalerl.session.models import Reference, make, shard_models
-from lightning_scalerl.session.records import Records, validate
+from lightning_scalerl.session.models import Reference, make
+from lightning_scalerl.session.placement import shard_models
+from lightning_scalerl.session.records import Records
 from lightning_scalerl.session.sampling import Sampling
 from lightning_scalerl.session.setup import build_optimizer, set_learning_rates, set_up, supplied_choices
 from lightning_scalerl.session.step import count_mechanisms, generator_gaps, metrics_of

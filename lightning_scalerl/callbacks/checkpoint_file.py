@@ -17,7 +17,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Trainer
 
-from lightning_scalerl.distributed.checkpoint_folder import META, checksums, damaged, is_folder, read_whole
+from lightning_scalerl.distributed.checkpoint_folder import META, checksums, damaged, is_folder
 from lightning_scalerl.distributed.sharded import ShardedStrategy
 from sweeps.run.activity import activity
 
@@ -116,6 +116,8 @@ class EitherCheckpointIO(CheckpointIO):
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of either form; a folder's tensors are whole, and on the host."""
         if is_folder(path):
+            from lightning_scalerl.distributed.shard_files import read_whole
+
             return read_whole(Path(path), weights_only is not False)
         named = {} if map_location is None else {"map_location": map_location}
         return self._usual.load_checkpoint(path, weights_only=weights_only, **named)

@@ -101,7 +101,7 @@ def outline(folder: Path, weights_only: bool = True) -> dict[str, Any]:
         raise ConfigurationError(f"ckpt_path: {str(folder)!r} {why}; {WHOLE_ONE}")
     for name, about in rest[INDEX].items():
         blank = torch.empty(about["size"], dtype=about["dtype"], device="meta")
-        _put(rest, name, blank)
+        put(rest, name, blank)
     return rest
 
 
@@ -124,7 +124,7 @@ def _chunks(rest: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
     return (chunk for about in rest[INDEX].values() for chunk in about["chunks"])
 
 
-def _put(rest: dict[str, Any], name: str, value: Any) -> None:
+def put(rest: dict[str, Any], name: str, value: Any) -> None:
     """Set a tensor in a checkpoint by its name in the shards: names of weights have dots of their own."""
     top, _, inner = name.partition(".")
     if top == "state_dict":
@@ -132,18 +132,6 @@ def _put(rest: dict[str, Any], name: str, value: Any) -> None:
         return
     number, _, parameter, key = inner.split(".", 3)
     rest[top][int(number)]["state"][int(parameter)][key] = value
-
-
-def read_whole(folder: Path, weights_only: bool = True) -> dict[str, Any]:
-    """Return the checkpoint of a folder with all of its tensors whole on the host, as one file would hold it."""
-    from lightning_scalerl.distributed.shard_files import fill
-
-    checkpoint = outline(folder, weights_only)
-    tensors = {name: torch.empty(about["size"], dtype=about["dtype"]) for name, about in checkpoint[INDEX].items()}
-    fill(folder, checkpoint, tensors)
-    for name, tensor in tensors.items():
-        _put(checkpoint, name, tensor)
-    return checkpoint
 
 
 def damaged(folder: Path, sound: Callable[[BinaryIO], str | None]) -> str | None:

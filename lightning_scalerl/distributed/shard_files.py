@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from lightning_scalerl.distributed.checkpoint_folder import INDEX, checksums
+from lightning_scalerl.distributed.checkpoint_folder import INDEX, checksums, outline, put
 from sweeps.run.activity import activity
 
 
@@ -150,3 +150,13 @@ def fill(folder: Path, checkpoint: Mapping[str, Any], tensors: Mapping[str, Tens
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         index = {name: checkpoint[INDEX][name] for name in tensors}
         load(dict(tensors), storage_reader=_Reader(folder, index), planner=_LoadPlanner(), no_dist=True)
+
+
+def read_whole(folder: Path, weights_only: bool = True) -> dict[str, Any]:
+    """Return the checkpoint of a folder with all of its tensors whole on the host, as one file would hold it."""
+    checkpoint = outline(folder, weights_only)
+    tensors = {name: torch.empty(about["size"], dtype=about["dtype"]) for name, about in checkpoint[INDEX].items()}
+    fill(folder, checkpoint, tensors)
+    for name, tensor in tensors.items():
+        put(checkpoint, name, tensor)
+    return checkpoint

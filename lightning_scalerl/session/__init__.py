@@ -11,10 +11,10 @@ loggers. `ScaleRL` holds all parts; each of its hooks is a line that calls one o
                                      sampling          task, chat -> prompts, a generator, verifiers
                                      data_path         task -> prompts -> stream -> verifiers -> generator -> driver
                                      continuation      the same run as the last fit's, or another?
-    configure_model                models            shard them; streamed: each rank reads its own part of the weights
+    configure_model                placement         shard them; streamed: each rank reads its own part of the weights
     on_fit_start ... on_fit_end    fit               probe, first weights, compute meter, stop, failure
     training_step                  step              rank 0's measurements of it: generator's gaps, mechanisms, metrics
-    training_step, validation_step records           metrics -> callbacks and loggers
+    training_step, validation_step records           metrics -> callbacks and loggers (`fit.validate`)
     on_save/on_load_checkpoint     checkpoint_state  state of the run <-> checkpoint
     save_pretrained                export            policy -> folder for `from_pretrained`
 

@@ -21,13 +21,16 @@ from lightning.pytorch import LightningModule
 from lightning_scalerl.axes.adapter import LoRA
 from lightning_scalerl.callbacks.checkpoint_file import IDENTITY
 from lightning_scalerl.callbacks.checkpointing import check_whole
+from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.callbacks.trainer import count_from
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choices import AXES, axis_class
 from lightning_scalerl.distributed.checkpoint_folder import INDEX, check_weights, outline
 from lightning_scalerl.distributed.ranks import Follower
-from lightning_scalerl.session.continuation import check_identity, identity
-from lightning_scalerl.session.models import adapt_policy, made_on, shard_models
+from lightning_scalerl.measure.semantics import own_label
+from lightning_scalerl.session.models import adapt_policy
 from lightning_scalerl.session.parts import Parts
+from lightning_scalerl.session.placement import made_on, shard_models
 from lightning_scalerl.state import TorchRandomState
 from lightning_scalerl.stream.live_driver import LiveDriver
 
@@ -114,6 +117,54 @@ def load_state(module: Parts, checkpoint: dict[str, Any]) -> None:
     states = checkpoint.get("scalerl_followers", [])
     if module.ranks.number <= len(states):
         TorchRandomState().load_state_dict(states[module.ranks.number - 1])
+
+
+def identity(module: Parts) -> dict[str, Any]:
+    """Return the identity kept in checkpoints: the study's name of the run, if any, recipe, seed and choices."""
+    logs = [each for each in module.trainer.callbacks if isinstance(each, RunLog)]  # type: ignore[attr-defined]
+    given = logs[0].identity if logs else {}
+    choices = {axis: str(choice.semantics()["choice"]) for axis, choice in module.choices.items()}
+    named = {"run": given.get("run"), "title": str(given.get("recipe", own_label(module)))}
+    return {**named, "recipe": own_label(module), "seed": module.seed, "choices": choices}
+
+
+def check_identity(own: dict[str, Any], theirs: Any, ckpt_path: Any) -> None:
+    """Refuse a checkpoint of another run; one of an earlier version carries no identity and is taken.
+
+    Args:
+        own: identity of this run.
+        theirs: that of the checkpoint.
+        ckpt_path: of the checkpoint, for the error.
+
+    Raises:
+        ConfigurationError: it is another run's; both are named.
+    """
+    if not isinstance(theirs, dict):
+        return
+    # For two members of studies the run names decide: a version may have renamed choices.
+    named = None not in (own["run"], theirs.get("run"))
+    keys = ("run",) if named else ("recipe", "seed", "choices")
+    # An axis that the version of the checkpoint did not have yet has its neutral choice there.
+    theirs = {**theirs, "choices": {**_neutral(), **(theirs.get("choices") or {})}}
+    if all(own[key] == theirs.get(key) for key in keys):
+        return
+    both = [f"{each.get('title')} seed {each.get('seed')}" for each in (theirs, own)]
+    if named:
+        both = [f"{text} ({each['run']})" for text, each in zip(both, (theirs, own), strict=True)]
+    now, saved = own["choices"], theirs.get("choices") or {}
+    other = [axis for axis in now if saved.get(axis) not in (None, now[axis])]
+    differ = ", ".join(f"{axis} {saved[axis]}, not {now[axis]}" for axis in other)
+    raise ConfigurationError(
+        f"ckpt_path: {ckpt_path} is of another run, {both[0]}, and this one is {both[1]}"
+        f"{differ and f' ({differ})'}; give a checkpoint of this run, or begin another with the weights: "
+        "ScaleRL.load_from_checkpoint(path)"
+    )
+
+
+def _neutral() -> dict[str, str]:
+    """Return the name of the neutral choice of every axis that has one."""
+    neutral = {axis: axis_class(axis).neutral for axis in AXES}
+    return {axis: str(semantics["choice"]) for axis, semantics in neutral.items() if semantics is not None}
 
 
 T = TypeVar("T", bound=LightningModule)

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint
-from lightning_scalerl.callbacks.evaluate import owed, validate_now
+from lightning_scalerl.callbacks.evaluate import Evaluate, evaluation_of, owed, validate_now
+from lightning_scalerl.callbacks.trainer import count_from
 from lightning_scalerl.measure.probe import start_probe
 from lightning_scalerl.model.recompute import set_mode
 from lightning_scalerl.rollout import TrainBatch
@@ -118,6 +119,23 @@ def end_exhausted(module: Any, reason: str) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, ResumableCheckpoint):
             callback.save(trainer, module)
+
+
+def validate(module: Parts) -> None:
+    """Evaluate all held-out sets: a record of the run in a fit, Lightning's own metrics for `Trainer.validate`."""
+    trainer = module.trainer
+    evaluation = evaluation_of(trainer)
+    if evaluation is None:
+        evaluation = Evaluate()
+        evaluation.follow(module.recipe.evaluation)
+    if trainer.state.fn == "fit":
+        metrics = evaluation.measure(module)
+        module.records.record(module, "eval", lambda: metrics)
+        return
+    metrics = evaluation.measure(module, in_fit=False)
+    count_from(trainer, module.completed_steps)
+    several = module.ranks.count > 1
+    module.log_dict(metrics, batch_size=1, sync_dist=several, rank_zero_only=several)
 
 
 def end_fit(module: Parts) -> None:

@@ -7,18 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_scalerl.callbacks.base import Recorder
-from lightning_scalerl.callbacks.evaluate import Evaluate, evaluation_of
-from lightning_scalerl.callbacks.trainer import count_from
+from lightning_scalerl.run import Run
+from lightning_scalerl.stream.drivers import Driver
 
-if TYPE_CHECKING:
-    from lightning_scalerl.session.parts import Parts
+Measure = Callable[[], dict[str, Any]]
+
+
+class Recorded(Run, Protocol):
+    """Run whose measurements are recorded."""
+
+    driver: Driver
+
+    @property
+    def trainer(self) -> Trainer:
+        """Trainer whose loggers and callbacks receive them."""
+        ...
 
 
 class Records:
@@ -33,7 +43,7 @@ class Records:
         self._logged = (-1, set())
         trainer.callback_metrics.update(_tensors(self.latest))
 
-    def record(self, module: Parts, kind: str, measure: Callable[[], dict[str, Any]]) -> dict[str, float]:
+    def record(self, module: Recorded, kind: str, measure: Measure) -> dict[str, float]:
         """Measure on rank 0, send that with all compute axes to every logger and `Recorder`, and return it.
 
         All ranks call it: every rank's callbacks may monitor what was measured. Lightning's own `log` would write at
@@ -51,7 +61,9 @@ class Records:
         module.trainer.logged_metrics.update(tensors)
         return values
 
-    def _measure_and_write(self, module: Parts, kind: str, measure: Callable[[], dict[str, Any]]) -> dict[str, float]:
+    def _measure_and_write(
+        self, module: Recorded, kind: str, measure: Callable[[], dict[str, Any]]
+    ) -> dict[str, float]:
         trainer, step = module.trainer, module.completed_steps
         compute = {**measure(), **module.meter.metrics(), **module.driver.metrics()}
         values = {name: float(value) for name, value in compute.items()}
@@ -68,23 +80,6 @@ class Records:
                 logger.log_metrics(fresh, step)
                 logger.save()
         return values
-
-
-def validate(module: Parts) -> None:
-    """Evaluate all held-out sets: a record of the run in a fit, Lightning's own metrics for `Trainer.validate`."""
-    trainer = module.trainer
-    evaluation = evaluation_of(trainer)
-    if evaluation is None:
-        evaluation = Evaluate()
-        evaluation.follow(module.recipe.evaluation)
-    if trainer.state.fn == "fit":
-        metrics = evaluation.measure(module)
-        module.records.record(module, "eval", lambda: metrics)
-        return
-    metrics = evaluation.measure(module, in_fit=False)
-    count_from(trainer, module.completed_steps)
-    several = module.ranks.count > 1
-    module.log_dict(metrics, batch_size=1, sync_dist=several, rank_zero_only=several)
 
 
 def _tensors(values: dict[str, float]) -> dict[str, Tensor]:

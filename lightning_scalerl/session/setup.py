@@ -29,17 +29,17 @@ from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.measure.semantics import resolved_choices
 from lightning_scalerl.session.data_path import DataPath, build_data_path
 from lightning_scalerl.session.memory import check_memory
-from lightning_scalerl.session.models import (
+from lightning_scalerl.session.models import make_critic
+from lightning_scalerl.session.parts import Parts
+from lightning_scalerl.session.placement import (
     check_partners,
     made_on,
-    make_critic,
     place,
     prepare_adapter,
+    read_whole_model,
     recompute_activations,
 )
-from lightning_scalerl.session.parts import Parts
 from lightning_scalerl.session.sampling import Inputs, Sampling
-from lightning_scalerl.session.streamed import read_whole_model
 from lightning_scalerl.task.base import check_curriculum
 from lightning_scalerl.update.health import HealthWatch
 from lightning_scalerl.update.loss_scale import LossScale, SkippedUpdates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,8 @@ from torch import Tensor
 from lightning_scalerl.measure.probe import logprob_gaps
 from lightning_scalerl.measure.step_metrics import Pass, step_metrics
 from lightning_scalerl.rollout import TrainBatch, whole
+from lightning_scalerl.session.parts import Parts
 from lightning_scalerl.update.health import at_the_limit
-
-if TYPE_CHECKING:
-    from lightning_scalerl.session.parts import Parts
 
 
 def generator_gaps(module: Parts, batch: TrainBatch, done: Pass) -> Tensor:

@@ -7,42 +7,23 @@ parts are on this rank's device. No rank has any of them whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_scalerl.axes.adapter import Adapter
-from lightning_scalerl.distributed.sharded import ShardedStrategy, own_part
-from lightning_scalerl.model.files import WeightFiles, is_blank, load_blank
+from lightning_scalerl.distributed.sharded import own_part
+from lightning_scalerl.model.files import WeightFiles, load_blank
 from lightning_scalerl.model.head import backbone
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.model.value import ValueModel
-from lightning_scalerl.session.trials import try_out
-
-if TYPE_CHECKING:
-    from lightning_scalerl.session.parts import Parts
 
 
 def blank_or_whole(path: str, adapter: Adapter) -> tuple[nn.Module, WeightFiles | str]:
     """Return a model without data and where its weights are read from; or the whole one, and why it had to be."""
     found = "an adapter is put into it" if adapter.adapts else load_blank(path)
     return found if isinstance(found, tuple) else (load_model(path), found)
-
-
-def read_whole_model(module: Parts) -> None:
-    """Load weights that were left in their folder, where this rank is to have all of them after all."""
-    if not is_blank(module.policy):
-        return
-    if not isinstance(module.trainer.strategy, ShardedStrategy):
-        module.read_whole = 'Trainer(strategy="fsdp2") alone shards it'
-    elif module.choices.adapter.adapts:
-        module.read_whole = "an adapter is put into it"
-    else:
-        return
-    module.policy.model = load_model(module.arguments["model"])
-    try_out(module.policy, module.recipe)
-    module.policy.model.train(module.policy.training)
 
 
 def names_in_files(root: nn.Module, model: nn.Module, files: WeightFiles) -> dict[str, str | None]:

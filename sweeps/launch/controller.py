@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sweeps.errors import UserError
 from sweeps.executor.base import Executor, Launch, Outcome
@@ -23,6 +23,7 @@ from sweeps.launch.decider import Decider, Wish
 from sweeps.launch.decisions import Action, Adopt, Ended, Finish, GiveUp, Hold, Policy, Retry, Stop, Submit
 from sweeps.launch.labels import check_labels
 from sweeps.launch.ledger import RUNS_DIR, MemberState, after, read_frozen
+from sweeps.launch.members import Members
 from sweeps.launch.node_blacklist import NodeBlacklist
 from sweeps.launch.observer import Observer
 from sweeps.launch.rollback import Rollback
@@ -32,9 +33,6 @@ from sweeps.run.interruption import STOP_FILE, let_go_on, stop_asked
 from sweeps.run.lease import LeaseLostError
 from sweeps.run.progress import check_own, is_done, why_failed, why_final, written
 from sweeps.run.spec import SPEC_FILE, RunSpec, Texts, check_distinct
-
-if TYPE_CHECKING:
-    from sweeps.launch.study import Study
 
 WRITERS = 8  # of specifications, at a time
 
@@ -384,7 +382,7 @@ class Records:
     """
 
     def __init__(
-        self, study: Study, states: dict[str, MemberState], check_lease: Callable[[], None], rollback: Rollback
+        self, study: Members, states: dict[str, MemberState], check_lease: Callable[[], None], rollback: Rollback
     ) -> None:
         self.study, self.check_lease, self.rollback = study, check_lease, rollback
         self.specs = {spec.run: spec for spec in study.specs}

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from sweeps.errors import UserError, naming
 from sweeps.executor.base import Executor
@@ -15,7 +14,8 @@ from sweeps.launch.controller import Audience, Controller, Records
 from sweeps.launch.decider import Decider
 from sweeps.launch.decisions import Policy
 from sweeps.launch.labels import check_labels
-from sweeps.launch.ledger import RUNS_DIR, Ledger, MemberState, read_frozen
+from sweeps.launch.ledger import RUNS_DIR, MemberState
+from sweeps.launch.members import Members
 from sweeps.launch.observer import Observer
 from sweeps.launch.rollback import Rollback, missing_folders, remove_folders
 from sweeps.run.files import make_private
@@ -28,43 +28,13 @@ _log = logging.getLogger(__name__)
 LEASE_NAME = "controller"
 
 
-class Study:
-    """Members under `directory/runs/<identity>`, and a ledger of what happened to them.
+class Study(Members):
+    """Members under `directory/runs/<identity>` that can be launched.
 
     Args:
         directory: the study's folder, created when it is run.
         specs: specifications of the members; repetitions count once.
     """
-
-    def __init__(self, directory: Path, specs: Sequence[RunSpec]) -> None:
-        self.directory = directory
-        self.specs = check_distinct(specs)
-        self.ledger = Ledger(directory)
-        self.gathered = False  # from the folder: several launches may have shared it
-
-    @classmethod
-    def read(cls, directory: Path) -> Study:
-        """Read the study in a directory from its ledger and its frozen specifications.
-
-        Raises:
-            UserError: there is none, or a specification was changed since it was frozen.
-        """
-        study = cls(directory, [])
-        study.gathered = True
-        states = study.ledger.fold()
-        if not states:
-            raise UserError(f"{directory}: no ledger of a study here; give the folder that a --multirun wrote to")
-        study._warn_of_damage()
-        # Several sweeps may have shared the folder, under labels that only together are ambiguous.
-        known: dict[str, Any] = {}
-        # Of what others run only what is over takes part; nothing of it is ever started here.
-        mine = {run: state for run, state in states.items() if not state.adopted or state.state == "finished"}
-        study.specs = [read_frozen(directory / RUNS_DIR / run, state, known) for run, state in mine.items()]
-        return study
-
-    def run_dir(self, spec: RunSpec) -> Path:
-        """Return the folder that a member writes to, `runs/<identity>`."""
-        return self.directory / RUNS_DIR / spec.run
 
     def run(
         self,
@@ -115,7 +85,7 @@ class Study:
                 rollback.call(remove_folders, new)  # else somebody has made it a study meanwhile
             known = self.ledger.fold()
             if not self.gathered:  # else it was said when it was read
-                self._warn_of_damage()
+                self.warn_of_damage()
             joined = self._join(decider.decided()) if decider is not None else []
             check_form(self.directory / RUNS_DIR / run for run in known)
             check_labels(self.directory / RUNS_DIR, self.specs, known)
@@ -137,14 +107,6 @@ class Study:
                 failed, left = controller.unfinished(error)
                 raise
             failed, left = controller.unfinished()
-
-    def _warn_of_damage(self) -> None:
-        if damaged := self.ledger.damaged():
-            _log.warning(
-                "%s: line %s torn or damaged; what only stood there is lost, but for members that have a folder",
-                self.ledger.path,
-                ", ".join(map(str, damaged)),
-            )
 
     def _take(self, lease: Lease) -> list[Path]:
         """Take the study's lease, and return the folders that were made for it, the innermost first."""

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 from lightning_scalerl import ConfigurationError, RolloutDataModule, ScaleRL
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint, unusable
 from lightning_scalerl.distributed import shard_files
-from lightning_scalerl.distributed.checkpoint_folder import INDEX, META, outline, read_whole
+from lightning_scalerl.distributed.checkpoint_folder import INDEX, META, outline
+from lightning_scalerl.distributed.shard_files import read_whole
 from lightning_scalerl.distributed.sharded import ShardedStrategy
 from lightning_scalerl.generator.torch_generator import TorchGenerator
 from lightning_scalerl.member import export

@@ -16,7 +16,7 @@ from lightning_scalerl import RolloutDataModule, ScaleRL
 from lightning_scalerl.axes.aggregation import TokenAggregation
 from lightning_scalerl.axes.loss import DAPO
 from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
-from lightning_scalerl.distributed.checkpoint_folder import read_whole
+from lightning_scalerl.distributed.shard_files import read_whole
 from lightning_scalerl.distributed.sharded import gathered
 from lightning_scalerl.model import policy
 from lightning_scalerl.model.load import load_model

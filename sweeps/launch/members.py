@@ -1,0 +1,63 @@
+"""Members of a study: their specifications, and the ledger of what happened to them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from sweeps.errors import UserError
+from sweeps.launch.ledger import RUNS_DIR, Ledger, read_frozen
+from sweeps.run.spec import RunSpec, check_distinct
+
+_log = logging.getLogger(__name__)
+
+
+class Members:
+    """Members under `directory/runs/<identity>`, and a ledger of what happened to them.
+
+    Args:
+        directory: the study's folder, created when it is run.
+        specs: specifications of the members; repetitions count once.
+    """
+
+    def __init__(self, directory: Path, specs: Sequence[RunSpec]) -> None:
+        self.directory = directory
+        self.specs = check_distinct(specs)
+        self.ledger = Ledger(directory)
+        # Read from the folder, which several launches may have shared.
+        self.gathered = False
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """Read the study in a directory from its ledger and its frozen specifications.
+
+        Raises:
+            UserError: there is none, or a specification was changed since it was frozen.
+        """
+        study = cls(directory, [])
+        study.gathered = True
+        states = study.ledger.fold()
+        if not states:
+            raise UserError(f"{directory}: no ledger of a study here; give the folder that a --multirun wrote to")
+        study.warn_of_damage()
+        # Several sweeps may have shared the folder, under labels that only together are ambiguous.
+        known: dict[str, Any] = {}
+        # Of what others run only what is over takes part; nothing of it is ever started here.
+        mine = {run: state for run, state in states.items() if not state.adopted or state.state == "finished"}
+        study.specs = [read_frozen(directory / RUNS_DIR / run, state, known) for run, state in mine.items()]
+        return study
+
+    def run_dir(self, spec: RunSpec) -> Path:
+        """Return the folder that a member writes to, `runs/<identity>`."""
+        return self.directory / RUNS_DIR / spec.run
+
+    def warn_of_damage(self) -> None:
+        """Log which lines of the ledger cannot be read."""
+        if damaged := self.ledger.damaged():
+            _log.warning(
+                "%s: line %s torn or damaged; what only stood there is lost, but for members that have a folder",
+                self.ledger.path,
+                ", ".join(map(str, damaged)),
+            )
