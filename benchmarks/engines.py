@@ -32,7 +32,7 @@ def train(study: str, seed: int, steps: int, token: str, *settings: str) -> None
     """Train one run, or what is left of it."""
     command = [sys.executable, "-m", "lightning_scalerl.train", *SETTINGS, *settings]
     command += [f"budget.steps={steps}", f"seed={seed}", f"study={study}"]
-    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "SCALERL_ENGINE_TOKEN": token})
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "VLLM_API_KEY": token})
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os.path
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,37 +11,32 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator.wire import TOKEN, token_here
+from lightning_scalerl.generator.vllm_plugin import TOKEN
 from lightning_scalerl.model.head import text_config
 from sweeps.run import slurm_job
 
 if TYPE_CHECKING:
     from lightning_scalerl.generator.server import Blueprint
 
-VALID = "local, srun, tcp://HOST:PORT, http://HOST:PORT, file:/PATH"
+VALID = "local, http://HOST:PORT, file:/PATH, srun"
 HTTP_ENGINE = "lightning_scalerl.generator.vllm_server"
 SERVED_ENGINE = "lightning_scalerl.generator.vllm_served"
 
 
 @dataclass(frozen=True)
 class Address:
-    """Address of an engine, and who has started it there.
+    """Address of an engine.
 
-    `local` is a child on this node; `tcp` an engine of ours that somebody has started, and `file` one that has
-    announced in the file `path` where it listens; `http` a server of vLLM's own, asked by a child on this node; `srun`
-    a step of this job on the node `host`, with these numbers among the GPUs that it sees there (empty for all of them).
+    `local` is a child on this node. The others are servers of vLLM, each asked by a child on this node: `http` names
+    one; `file` names the file `path` in which one announces its address; `srun` is started by the run, as a step of
+    its job on the node `host`, with these numbers among the GPUs that the step sees (empty for all of them).
     """
 
-    kind: Literal["local", "tcp", "http", "srun", "file"]
+    kind: Literal["local", "http", "srun", "file"]
     host: str = ""
     port: int = 0
     devices: str = ""
     path: str = ""
-
-    @property
-    def given(self) -> bool:
-        """Return whether somebody else has started the engine, and this run cannot start it again."""
-        return self.kind in ("tcp", "file")
 
     def __str__(self) -> str:
         if self.path:
@@ -76,14 +71,12 @@ def addresses_of(engines: Sequence[str], generators: int, partners: int = 1) -> 
         partners: devices of an engine.
 
     Raises:
-        ConfigurationError: one cannot be read, or cannot be reached by what this process knows.
+        ConfigurationError: one cannot be read, or srun is asked for outside of a job with nodes to spare.
     """
     check_engines(engines)
     found: list[Address] = []
     for text in engines or ["local"] * generators:
         address = _parsed(text)
-        if address.kind == "tcp" and not token_here():
-            raise ConfigurationError(f"driver.engines: {text} needs the engine's token in {TOKEN}")
         found += _steps(partners) if address.kind == "srun" else [address]
     return found
 
@@ -138,15 +131,20 @@ def _parsed(text: str) -> Address:
         return Address("srun")
     if text.startswith("file:"):
         return Address("file", path=_path(text))
+    if text.startswith("tcp:"):
+        raise ConfigurationError(
+            f"driver.engines: {text} is not supported any more; start vLLM's server there (python -m "
+            "lightning_scalerl.generator.vllm_serve) and name it as http://HOST:PORT, with generator=vllm"
+        )
     try:
         parts = urlsplit(text)
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise ConfigurationError(f"driver.engines: {text!r} cannot be read ({error}); valid: {VALID}") from error
     rest = parts.path.strip("/") or parts.query or parts.fragment or parts.username
-    if parts.scheme not in ("tcp", "http") or not host or not port or rest:
+    if parts.scheme != "http" or not host or not port or rest:
         raise ConfigurationError(f"driver.engines: {text!r} cannot be read; valid: {VALID}")
-    return Address("tcp" if parts.scheme == "tcp" else "http", host, port)
+    return Address("http", host, port)
 
 
 def _path(text: str) -> str:
@@ -154,38 +152,47 @@ def _path(text: str) -> str:
     path = "/" + rest.lstrip("/") if rest.startswith("///") else rest  # file:/PATH or file:///PATH
     if not path.startswith("/") or path.startswith("//") or path.endswith("/"):
         raise ConfigurationError(
-            f"driver.engines: {text!r} names no file by its whole path (as file:/shared/engines/0 does) in which an "
-            "engine announces itself (python -m lightning_scalerl.generator.server --announce PATH)"
+            f"driver.engines: {text!r} is not the whole path of a file (such as file:/shared/engines/0) in which a "
+            "server announces itself (python -m lightning_scalerl.generator.vllm_serve --announce PATH)"
         )
     return os.path.normpath(path)
 
 
-def blueprint_for(address: Address, blueprint: Blueprint, partners: int = 1) -> Blueprint:
-    """Return the blueprint of an engine at an address: that of all, but for servers of vLLM's own.
+def blueprint_for(address: Address, blueprint: Blueprint, partners: int, start_s: float) -> Blueprint:
+    """Return the blueprint of an engine: the run's own for a local one, else that of a client of vLLM's server.
 
-    One is at an `http` address, or the engine starts it where it is, for several devices.
+    Args:
+        address: of the engine; a local one of several devices also has a server, which it starts.
+        blueprint: the run's.
+        partners: devices of an engine.
+        start_s: seconds that an engine may take to start.
 
     Raises:
-        ConfigurationError: the run samples with another generator than vLLM, or its model cannot be divided so.
+        ConfigurationError: the run samples with another generator than vLLM, or its model cannot be divided.
     """
-    if address.kind != "http" and partners == 1:
+    if address.kind == "local" and partners == 1:
         return blueprint
     factory = blueprint.factory
-    name = getattr(getattr(factory, "func", factory), "__name__", "")
     settings = getattr(factory, "keywords", {})
-    if address.kind != "http":
-        if name != "VLLMGenerator":
-            raise ConfigurationError(f"driver.tensor_parallel: {partners} devices an engine are for generator=vllm")
-        shape: Any = blueprint  # it has a configuration, as its model will
-        heads = int(text_config(shape).num_attention_heads)
-        if heads % partners:
-            raise ConfigurationError(
-                f"driver.tensor_parallel: {heads} attention heads cannot be divided between {partners} devices"
-            )
-        served = importlib.import_module(SERVED_ENGINE).VLLMServedGenerator
-        return replace(blueprint, factory=partial(served, tensor_parallel=partners, **settings))
-    if name != "VLLMGenerator":
+    if getattr(getattr(factory, "func", factory), "__name__", "") != "VLLMGenerator":
+        if address.kind == "local":
+            raise ConfigurationError(f"driver.tensor_parallel: {partners} devices per engine need generator=vllm")
         raise ConfigurationError(f"driver.engines: {address} is a server of vLLM; use it with generator=vllm")
-    connector = importlib.import_module(HTTP_ENGINE).VLLMServerGenerator
-    token = token_here().decode() or None
-    return replace(blueprint, factory=partial(connector, address=str(address), token=token, **settings))
+    # A little less than the fleet's own limit, so that the child reports what it waited for.
+    patience_s = 0.9 * start_s
+    if address.kind == "http":
+        connector = importlib.import_module(HTTP_ENGINE).VLLMServerGenerator
+        more = {"address": str(address), "token": os.environ.get(TOKEN) or None, "away_s": patience_s}
+        return replace(blueprint, factory=partial(connector, **more, **settings))
+    served = importlib.import_module(SERVED_ENGINE)
+    if address.kind == "file":
+        more = {"path": address.path, "start_s": patience_s}
+        return replace(blueprint, factory=partial(served.VLLMAnnouncedGenerator, **more, **settings))
+    shape: Any = blueprint  # it has a configuration, as its model will
+    heads = int(text_config(shape).num_attention_heads)
+    if heads % partners:
+        raise ConfigurationError(
+            f"driver.tensor_parallel: {heads} attention heads cannot be divided between {partners} devices"
+        )
+    more = {"tensor_parallel": partners, "node": address.host, "gpus": address.devices, "start_s": patience_s}
+    return replace(blueprint, factory=partial(served.VLLMServedGenerator, **more, **settings))

@@ -1,101 +1,128 @@
-"""Announcements of engines: where one listens, in the line that it prints and in a file for runs that attach to it.
+"""Announcements of servers: a file that says where a server of vLLM answers, and with which token.
 
-A run reads the line of a step of its own job in that step's log. `--announce PATH` writes it into a file on a file
-system that both sides see, with a token that is made for it, and `driver.engines=[file:PATH]` reads it at each attempt
-to connect: an engine whose job was requeued elsewhere is found again.
+`vllm_serve --announce PATH` writes the file on a file system that both sides see, and `driver.engines=[file:PATH]`
+reads it at each attempt to connect. So a server whose job was requeued on another node is found again.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import ProxyHandler, Request, build_opener
 
-from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator.wire import TOKEN, RefusedError
+from lightning_scalerl.checks import CannotGoOnError, ConfigurationError, said
 from sweeps.run.files import write_atomically
 
-_LINE = re.compile(r"engine: listening on (\S+):(\d+) ")
+_LINE = re.compile(r"^engine: (http://\S+:\d+)$", re.MULTILINE)
 _TOKEN = re.compile(r"^token (\S+)$", re.MULTILINE)
 # Longest announcement, in characters.
 LONGEST = 4096
+# Interval at which the file is read again, and limit of a server's answer, in seconds.
+AGAIN_S, ANSWER_S = 1.0, 5.0
 
 
-def line_of(host: str, port: int, device: str) -> str:
-    """Return the line in which an engine says where it listens."""
-    return f"engine: listening on {host}:{port} (device {device})"
+def line_of(address: str) -> str:
+    """Return the line in which a server says where it answers."""
+    return f"engine: {address}"
 
 
-def listens_at(text: str) -> tuple[str, int] | None:
-    """Return host and port of such a line somewhere in a text, None if there is none."""
+def address_in(text: str) -> str | None:
+    """Return the address in such a line somewhere in a text, None if there is none."""
     found = _LINE.search(text)
-    return None if found is None else (found[1], int(found[2]))
+    return None if found is None else found[1]
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """File in which an engine says where it listens, and with which token. Only its user can read it.
+    """File that says where a server answers, and with which token. Only its user can read it.
 
     Attributes:
-        path: of the file, whose folder is there.
+        path: of the file; its folder exists.
     """
 
     path: Path
 
-    def write(self, line: str, token: str) -> None:
+    def write(self, address: str, token: str) -> None:
         """Replace the file in one step.
 
         Raises:
             ConfigurationError: it cannot be written, or others could read it on this file system.
         """
         try:
-            write_atomically(self.path, self._text(line, token), mode=0o600)
+            write_atomically(self.path, self._text(address, token), mode=0o600)
             mode = self.path.stat().st_mode & 0o777
         except OSError as error:
-            raise ConfigurationError(f"engine: --announce {self.path}: cannot be written ({error})") from error
+            raise ConfigurationError(f"--announce {self.path}: cannot be written ({error})") from error
         if mode & 0o077:
             self.path.unlink(missing_ok=True)
             raise ConfigurationError(
-                f"engine: --announce {self.path}: others could read it (this file system makes it mode {mode:04o}); "
-                f"name one elsewhere, or set {TOKEN} on both sides and use tcp:// addresses"
+                f"--announce {self.path}: others could read it (this file system makes it mode {mode:04o}); name a "
+                "file elsewhere, or start the server with a --port and name it as http://HOST:PORT"
             )
 
-    def remove(self, line: str, token: str) -> None:
-        """Remove the file, unless another engine has replaced it meanwhile."""
+    def remove(self, address: str, token: str) -> None:
+        """Remove the file, unless another server has replaced it meanwhile."""
         try:
-            if self.path.read_text() == self._text(line, token):
+            if self.path.read_text() == self._text(address, token):
                 self.path.unlink()
         except OSError:  # it is gone already
             pass
 
-    def read(self) -> tuple[str, int, bytes]:
-        """Return host, port and token of the engine that has announced itself last.
+    def read(self) -> tuple[str, str]:
+        """Return address and token of the server that has announced itself last.
 
         Raises:
-            OSError: none has done so yet.
-            RefusedError: the file is no announcement, or somebody else could have written it.
+            FileNotFoundError: none has done so yet.
+            ConfigurationError: the file is not an announcement, or another user could have written it.
         """
+        name = f"driver.engines: file:{self.path}"
         try:
             with self.path.open(errors="replace") as file:
                 facts, text = os.fstat(file.fileno()), file.read(LONGEST)
-        except FileNotFoundError as error:
-            raise OSError("no engine has announced itself there") from error
         except IsADirectoryError as error:
-            raise RefusedError("it is a folder; name the file of each engine") from error
+            raise ConfigurationError(f"{name} is a folder; name the file of each engine") from error
         except PermissionError as error:
-            raise RefusedError("it cannot be read here; engine and run must belong to the same user") from error
-        # Who writes it chooses whom we talk to, and an engine that knows the token can run code here.
+            raise ConfigurationError(
+                f"{name} cannot be read here; engine and run must belong to the same user"
+            ) from error
+        # The server that it names gets our weights, and its answers are trained on.
         if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
-            raise RefusedError(
-                f"it must belong to this user alone (it belongs to user {facts.st_uid}, and has mode "
+            raise ConfigurationError(
+                f"{name} must belong to this user alone (it belongs to user {facts.st_uid}, and has mode "
                 f"{facts.st_mode & 0o777:04o})"
             )
-        place, token = listens_at(text), _TOKEN.search(text)
-        if place is None or token is None:
-            raise RefusedError("it is no announcement of an engine (--announce)")
-        return *place, token[1].encode()
+        address, token = address_in(text), _TOKEN.search(text)
+        if address is None or token is None:
+            raise ConfigurationError(f"{name} is not an announcement of vllm_serve (--announce)")
+        return address, token[1]
+
+    def find(self, limit_s: float) -> tuple[str, str]:
+        """Return address and token of the server once it answers; the file is read again before each attempt.
+
+        Raises:
+            CannotGoOnError: no server has answered within `limit_s` seconds.
+            ConfigurationError: as for `read`.
+        """
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                address, token = self.read()
+                # With the token: another server may have the port of one that is gone.
+                request = Request(f"{address}/version", headers={"Authorization": f"Bearer {token}"})
+                with build_opener(ProxyHandler({})).open(request, timeout=ANSWER_S):
+                    return address, token
+            except FileNotFoundError:
+                why = "no server has announced itself there"
+            except (URLError, OSError) as error:
+                why = f"{address} does not answer ({said(error)})"
+            if time.monotonic() > deadline:
+                raise CannotGoOnError(f"driver.engines: file:{self.path} leads to no server for {limit_s:g} s: {why}")
+            time.sleep(AGAIN_S)
 
     @staticmethod
-    def _text(line: str, token: str) -> str:
-        return f"{line}\ntoken {token}\n"
+    def _text(address: str, token: str) -> str:
+        return f"{line_of(address)}\ntoken {token}\n"

@@ -132,14 +132,6 @@ class Generator(Protocol):
         ...
 
 
-class Reusable(Generator, Protocol):
-    """Generator that an engine keeps from one trainer to the next."""
-
-    def clear(self) -> None:
-        """Drop everything that is in flight."""
-        ...
-
-
 @contextmanager
 def set_aside(generator: Generator, clear: Callable[[], None]) -> Iterator[None]:
     """Implement `Generator.aside` where the state holds all that is in flight; `clear` empties the generator."""

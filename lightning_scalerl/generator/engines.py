@@ -1,7 +1,7 @@
-"""Engines of a fleet: started or reached, heard, asked, and replaced or connected again when they are lost.
+"""Engines of a fleet: started, heard, asked, and replaced when they are lost.
 
-This says that an engine is there and what it has said; what that means for rollouts and weights is the fleet's, which
-gives a `Listener`.
+This module tracks which engines are up and what they have sent. What that means for rollouts and weights is up to the
+fleet, which implements `Listener`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.generator.addresses import Address
 from lightning_scalerl.generator.server import Blueprint
-from lightning_scalerl.generator.transport import Surroundings, Transport, reach
+from lightning_scalerl.generator.transport import Child, Surroundings
 
 _log = logging.getLogger(__name__)
 
@@ -32,16 +32,12 @@ class GeneratorLostError(CannotGoOnError):
 
 @dataclass(eq=False)
 class Engine:
-    """State of one engine, as the trainer sees it; what comes in its place when it is lost has a state of its own.
-
-    `since` is when its address was last known to work, or was first tried.
-    """
+    """State of one engine, as the trainer sees it. The engine that replaces a lost one has a state of its own."""
 
     number: int
     address: Address
-    transport: Transport
+    transport: Child
     started: float
-    since: float
     slots: int = 0
     ready: bool = False
     acknowledged: int = 0  # number of the weights that it uses
@@ -81,7 +77,7 @@ class Listener(Protocol):
 
 
 class Engines:
-    """All engines of a fleet that are there, or are being started or reached.
+    """All engines of a fleet that are up or being started.
 
     Args:
         blueprints: by address, in the order of the engines' numbers.
@@ -114,14 +110,7 @@ class Engines:
 
     def places(self) -> list[dict[str, Any]]:
         """Return where each engine is and its state, by number; read by other threads without a lock."""
-        there = {engine.number: engine for engine in self}
-        found = []
-        for number, (address, _) in enumerate(self._blueprints):
-            state = "left out"
-            if number in there:
-                state = "up" if there[number].ready else "connecting" if address.given else "starting"
-            found.append({"where": str(address), "state": state})
-        return found
+        return [{"where": str(engine.address), "state": "up" if engine.ready else "starting"} for engine in self]
 
     @property
     def up(self) -> list[Engine]:
@@ -129,26 +118,23 @@ class Engines:
         return [engine for engine in self._all if engine.ready]
 
     def start(self) -> None:
-        """Start or reach all of them, and wait until each is up.
+        """Start all of them, and wait until each is up.
 
         Raises:
-            ConfigurationError: one is unusable, or refuses this run.
-            GeneratorLostError: one cannot be started or reached.
+            ConfigurationError: one is unusable.
+            GeneratorLostError: one cannot be started.
         """
-        now = time.monotonic()
         for number in range(len(self._blueprints)):
-            self._all.append(self._started(number, now))
+            self._all.append(self._started(number))
         self.await_(lambda: all(engine.ready for engine in self._all), at_start=True)
 
-    def _started(self, number: int, since: float) -> Engine:
-        """Start engine `number`, or connect to it, and send it its blueprint; return it before it is ready."""
+    def _started(self, number: int) -> Engine:
+        """Start engine `number` and send it its blueprint; return it before it is ready."""
         address, blueprint = self._blueprints[number]
-        device = address.devices
-        if self._devices and address.kind == "local":
-            device = self._devices[number % len(self._devices)]
-        transport = reach(address, number, self._around, device)
-        transport.tell(blueprint)
-        return Engine(number, address, transport, time.monotonic(), since)
+        own = bool(self._devices) and address.kind == "local"
+        child = Child(number, self._around, self._devices[number % len(self._devices)] if own else "")
+        child.tell(blueprint)
+        return Engine(number, address, child, time.monotonic())
 
     def wait(self, seconds: float) -> None:
         """Wait until an engine has sent something, at most `seconds` seconds."""
@@ -181,7 +167,7 @@ class Engines:
                 self._replace(engine, gone, at_start)
             elif engine.transport.deaf:
                 engine.ready = False  # no message can reach it
-            elif silent_s > (self._around.caller.silence_s if engine.ready else self._around.start_s):
+            elif silent_s > (self._around.silence_s if engine.ready else self._around.start_s):
                 self._replace(engine, f"said nothing for {silent_s:.0f} s", at_start)
 
     def _take(self, engine: Engine, at_start: bool, what: str, *rest: Any) -> None:
@@ -205,7 +191,7 @@ class Engines:
         self._losses = 0
 
     def _replace(self, engine: Engine, why: str, at_start: bool) -> None:
-        """End an engine and start another in its place, or connect again; give up after too many losses in a row."""
+        """End an engine and start another in its place; give up after too many losses in a row."""
         # Replaced already in this round, because of its own `failed` message.
         if engine not in self._all:
             return
@@ -213,22 +199,10 @@ class Engines:
         words = engine.transport.last_words()
         self.lost += 1
         self._losses += 1
-        if at_start and engine.transport.refused:
-            raise ConfigurationError(f"driver.engines: {engine} {why}")
         if at_start or self._losses > MOST_LOSSES * len(self._all):
             raise GeneratorLostError(f"generator: {engine} {why}{words}")
-        now, place = time.monotonic(), self._all.index(engine)
-        was_up = engine.slots > 0
-        tried_s = 0.0 if was_up else now - engine.since
-        if engine.address.given and (engine.transport.refused or tried_s >= self._around.start_s):
-            _log.warning("generator %s %s%s: it is left out from now on", engine.name, why, words)
-            del self._all[place]
-            if not self._all:
-                raise GeneratorLostError(f"generator: {engine} {why}{words}, and no other engine is left")
-        else:
-            done = "connected" if engine.address.given else "started"
-            _log.warning("generator %s %s%s: it is %s again", engine.name, why, words, done)
-            self._all[place] = self._started(engine.number, now if was_up else engine.since)
+        _log.warning("generator %s %s%s: it is started again", engine.name, why, words)
+        self._all[self._all.index(engine)] = self._started(engine.number)
         self._listener.has_lost(engine)
 
     def end(self) -> None:

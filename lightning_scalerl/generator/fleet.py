@@ -1,16 +1,14 @@
-"""Several engines behind the protocol of one generator: started or reached, watched, replaced when lost.
+"""Several engines behind the protocol of one generator: started, watched, replaced when lost.
 
-Three parts make it: the ledger says who has which rollout (`ledger`, no I/O), `engines` keeps them alive, wherever they
-are (`transport` carries what is said), and the store has what was published (`weights`). Every rollout is handed out
-once, whatever becomes of the engine that samples it: what a lost one had not finished is sampled again, under the same
-random numbers, by whichever has room first. An engine that comes up, or comes back, gets the last weights that were
-published before any prompt.
+The fleet has three parts. The ledger tracks which engine has which rollout (`ledger`, no I/O), `engines` keeps the
+engines alive, and the store holds the published weights (`weights`). Every rollout is handed out once, even if its
+engine is lost: unfinished rollouts are sampled again, with the same random numbers, by the engine that has room first.
+An engine that starts gets the last published weights before any prompt.
 """
 
 from __future__ import annotations
 
 import pickle
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +28,6 @@ from lightning_scalerl.generator.ledger import Ledger
 from lightning_scalerl.generator.server import Blueprint
 from lightning_scalerl.generator.transport import Surroundings
 from lightning_scalerl.generator.weights import WeightStore
-from lightning_scalerl.generator.wire import Caller, token_here
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,7 +62,7 @@ class Fleet:
             which types weights are published.
         generators: number of child processes, where no engines are named.
         silence_s: seconds without any message, not even a heartbeat, after which an engine is given up or replaced.
-        start_s: seconds that an engine may take to start, or to be reached again.
+        start_s: seconds that an engine may take to start.
         devices: CUDA_VISIBLE_DEVICES of the processes in turn; empty to share the device of this process.
         engines: addresses of engines (`addresses`).
         bucket_mib: size in MiB in which weights are copied and sent.
@@ -73,8 +70,8 @@ class Fleet:
 
     Raises:
         ConfigurationError: a part of the generator cannot be pickled, an address cannot be read, or an engine reports
-            at its start that it is unusable, or refuses this run.
-        GeneratorLostError: an engine cannot be started or reached.
+            at its start that it is unusable.
+        GeneratorLostError: an engine cannot be started.
     """
 
     def __init__(
@@ -95,7 +92,7 @@ class Fleet:
         # With CUDA_VISIBLE_DEVICES set, a process's own device is number 0.
         place = device.type if devices else str(device)
         blueprint = _checked(Blueprint(factory, arguments, type(model), model.config, place), model)
-        blueprints, devices = _shared_out(blueprint, engines, generators, devices, tensor_parallel)
+        blueprints, devices = _shared_out(blueprint, engines, generators, devices, tensor_parallel, start_s)
         # While set, nothing is dispatched: the queues are being swapped, or saved.
         self._held = False
         self._asides = 0
@@ -109,10 +106,7 @@ class Fleet:
         self.publish_s = 0.0
         self.work = [Work() for _ in blueprints]
         self._store = WeightStore(model, arguments.get("precision"), bucket_mib)
-        caller = Caller(secrets.token_hex(8), silence_s)
-        # A run makes the token of engines that it starts itself; it stays out of its environment, which others inherit.
-        token = token_here() or secrets.token_hex(32).encode()
-        around = Surroundings(self._store.folder, token, caller, start_s, threading.Event())
+        around = Surroundings(self._store.folder, silence_s, start_s, threading.Event())
         self._engines = Engines(blueprints, around, devices, self)
         self.places = self._engines.places
         try:
@@ -135,8 +129,8 @@ class Fleet:
 
     @property
     def pids(self) -> list[int]:
-        """Ids of the processes that run for the engines on this node at the moment."""
-        return [pid for engine in self._engines if (pid := engine.transport.pid) is not None]
+        """Ids of the engines' processes at the moment."""
+        return [engine.transport.pid for engine in self._engines]
 
     @property
     def version(self) -> int:
@@ -247,7 +241,7 @@ class Fleet:
 
     @_one_at_a_time
     def close(self) -> None:
-        """Leave the engines, and end those that were started; what was in flight is kept for `state_dict`."""
+        """End the engines; what was in flight is kept for `state_dict`."""
         if self._closed is None:
             # An error of closing must not hide the one that ended the run.
             try:
@@ -358,12 +352,17 @@ class Fleet:
 
 
 def _shared_out(
-    blueprint: Blueprint, engines: Sequence[str], generators: int, devices: Sequence[str], partners: int
+    blueprint: Blueprint,
+    engines: Sequence[str],
+    generators: int,
+    devices: Sequence[str],
+    partners: int,
+    start_s: float,
 ) -> tuple[list[tuple[Address, Blueprint]], list[str]]:
     """Return each engine's address with its blueprint, and the devices of those on this node in turn."""
     addresses = addresses_of(engines, generators, partners)
     own = shares(devices, partners, sum(address.kind == "local" for address in addresses))
-    return [(address, blueprint_for(address, blueprint, partners)) for address in addresses], own
+    return [(address, blueprint_for(address, blueprint, partners, start_s)) for address in addresses], own
 
 
 def _checked(blueprint: Blueprint, model: nn.Module) -> Blueprint:

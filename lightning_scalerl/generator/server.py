@@ -1,25 +1,17 @@
-"""Generator in a process of its own: it steps while it has rollouts, and handles messages in between.
+"""Generator in a child process: it steps while it has rollouts, and handles messages in between.
 
-`Fleet` starts it as a child and holds the other end of a pair of sockets that nobody else can reach; when that end
-goes, whatever the reason, so does this process. Or somebody starts it on another node, where it listens:
+`Fleet` starts it (`transport.Child`) and holds the other end of a pair of sockets. When that end goes, for whatever
+reason, so does this process.
 
-    SCALERL_ENGINE_TOKEN=... python -m lightning_scalerl.generator.server --listen HOST:PORT
-    python -m lightning_scalerl.generator.server --listen 0.0.0.0:0 --announce PATH
-
-The second way it makes a token, and says in a file of its user's alone where it listens: a run attaches to it by
-`driver.engines=[file:PATH]`, wherever it was started, and finds it again when it was started elsewhere.
-One run works with it at a time. When that run's connection ends, what is in flight is dropped and the next may come;
-the generator stays, and is used again if that one asks for the same.
-
-Messages to it, each a tuple with its name first: `submit` a request, `publish` (weights, recompute_kv), `score`
-(prompt, tokens), `aside` and `back`, `state`, `load` a state, `stop`. It says: `ready` (slots, whether it can score),
-`work` (finished rollouts, what was computed, seconds, tokens that unfinished rollouts have), `alive` (when there is
-nothing else to say), `published` (number and digest of the weights that it uses now), `reply`, `failed`.
+Each message is a tuple that starts with its name. Messages to the child: `submit` a request, `publish` (weights,
+recompute_kv), `score` (prompt, tokens), `aside` and `back`, `state`, `load` a state, `stop`. Messages from it: `ready`
+(slots, whether it can score), `work` (finished rollouts, what was computed, seconds, tokens of unfinished rollouts),
+`alive` (when there is nothing else to report), `published` (number and digest of the weights in use), `reply`,
+`failed`.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import signal
@@ -33,9 +25,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from lightning_scalerl.checks import ConfigurationError, said
 from lightning_scalerl.generator.base import FinishedRollout, Generator, nothing_computed
-from lightning_scalerl.generator.weights import Published, Received, Weights
+from lightning_scalerl.generator.weights import Published
 from lightning_scalerl.generator.wire import receive, send
 
 # Interval of heartbeats while there is nothing else to report.
@@ -91,11 +82,10 @@ class Server:
     Args:
         connection: to the trainer.
         generator: with nothing in flight.
-        received: memory for weights that come over the connection; None to read them from their file on this node.
     """
 
-    def __init__(self, connection: Connection, generator: Generator, received: Received | None = None) -> None:
-        self._connection, self._generator, self._received = connection, generator, received
+    def __init__(self, connection: Connection, generator: Generator) -> None:
+        self._connection, self._generator = connection, generator
         self._aside: AbstractContextManager[None] | None = None
         self._finished: list[FinishedRollout] = []
         self._computed = nothing_computed()
@@ -140,12 +130,7 @@ class Server:
             in_flight = getattr(self._generator, "sampled_in_flight", 0)
             self._say("work", self._finished, tuple(self._computed), self._busy_s, in_flight)
             self._finished, self._computed, self._busy_s = [], nothing_computed(), 0.0
-        else:
-            self._live()
-
-    def _live(self) -> None:
-        """Say that nothing is wrong, if nothing else was said for a while."""
-        if time.monotonic() - self._said >= HEARTBEAT_S:
+        elif waited_s >= HEARTBEAT_S:
             self._say("alive")
 
     def _say(self, *message: Any) -> None:
@@ -155,26 +140,17 @@ class Server:
             raise ParentGoneError from error
         self._said = time.monotonic()
 
-    def _weights(self, published: Published) -> Weights:
-        """Return weights that the trainer has published: from their file, or from behind the message."""
-        if self._received is None:
-            return Weights(published.read(), published.digest_of_file())
-        try:
-            return self._received.read(self._connection, published, between=self._live)
-        except (EOFError, OSError) as error:
-            raise ParentGoneError from error
-
     def _handle(self, what: str, *rest: Any) -> None:
         """Act on one message of the parent, and reply where it waits for one."""
         if what == "submit":
             self._generator.submit(*rest)
         elif what == "publish":
-            published, recompute_kv = rest
-            fresh = self._weights(published)
-            # Weights that are damaged sample nothing; the trainer hears which they are.
-            if fresh.digest == published.digest:
-                self._generator.publish(fresh.tensors, published.version, recompute_kv)
-            self._say("published", published.number, fresh.digest)
+            published: Published = rest[0]
+            digest = published.digest_of_file()
+            # Damaged weights are never used; the trainer compares the digests and ends the run.
+            if digest == published.digest:
+                self._generator.publish(published.read(), published.version, recompute_kv=rest[1])
+            self._say("published", published.number, digest)
         elif what == "score":
             self._say("reply", self._generator.score(*rest).tolist())  # type: ignore[attr-defined]
         elif what == "aside":
@@ -207,7 +183,7 @@ def failure(error: Exception) -> tuple[str, str]:
     return "failed", f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-# --- a child of the trainer ------------------------------------------------------------------------------------
+# --- the process -----------------------------------------------------------------------------------------------
 
 
 def _end_with(parent: int, folder: Path) -> None:
@@ -243,54 +219,9 @@ def serve_parent(connection: Connection, folder: Path) -> int:
     return 0
 
 
-# --- the command -----------------------------------------------------------------------------------------------
-
-
-def take_gpus(numbers: str) -> None:
-    """Leave this process some of the GPUs that it sees, before it has used any.
-
-    Raises:
-        ConfigurationError: it does not see as many.
-    """
-    seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-    try:
-        chosen = [seen[int(number)] if seen else str(int(number)) for number in numbers.split(",")]
-    except (IndexError, ValueError) as error:
-        raise ConfigurationError(f"engine: --gpus {numbers} of {len(seen)} that it sees ({','.join(seen)})") from error
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
-
-
-def _default_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def main() -> int:
-    """Run the process: `--listen HOST:PORT`, or as `Fleet` starts it: `... FD FOLDER`."""
-    if len(sys.argv) == 3 and sys.argv[1].isdigit():
-        return serve_parent(Connection(int(sys.argv[1])), Path(sys.argv[2]))
-    parser = argparse.ArgumentParser(prog="python -m lightning_scalerl.generator.server", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="address to listen at; port 0: any free")
-    parser.add_argument("--device", default=None, help="of the generator; default: cuda where there is one, else cpu")
-    parser.add_argument("--gpus", metavar="0,1", help="numbers among the GPUs that it sees; default: all of them")
-    parser.add_argument("--once", type=float, metavar="SECONDS", help="end when no run is connected for so long")
-    parser.add_argument("--announce", type=Path, metavar="PATH", help="file, seen by runs, that says where it listens")
-    arguments = parser.parse_args()
-    from lightning_scalerl.generator.listening import listen
-
-    host, colon, port = arguments.listen.rpartition(":")
-    if not (colon and port.isdigit()):
-        parser.error(f"--listen: {arguments.listen!r} is no HOST:PORT")
-    try:
-        if arguments.gpus:
-            take_gpus(arguments.gpus)
-        device = arguments.device or _default_device()
-        return listen(host, int(port), device, arguments.once, arguments.announce)
-    except (ConfigurationError, KeyboardInterrupt) as error:
-        print(f"engine: ended ({said(error)})" if isinstance(error, KeyboardInterrupt) else error, file=sys.stderr)
-        return 1
+    """Run the child as `Fleet` starts it: `... FD FOLDER`."""
+    return serve_parent(Connection(int(sys.argv[1])), Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -172,6 +173,13 @@ def save_shape(model: nn.Module, folder: str | Path) -> None:
     named = type(config).from_dict(config.to_dict())
     named.architectures = [type(model).__name__]
     named.save_pretrained(folder)
+
+
+def shape_of(model: nn.Module) -> str:
+    """Return what `save_shape` writes as one line of JSON, for a server on another node."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_shape(model, folder)
+        return json.dumps(json.loads((Path(folder) / "config.json").read_text()))
 
 
 def engine_settings(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -22,6 +23,8 @@ TOKEN = "VLLM_API_KEY"
 # Environment variable that holds who has started the server, if a program has: process id @ host. A server that is
 # started on another node (by srun, with this environment) does not see that program's processes.
 PARENT = "SCALERL_SERVER_PARENT"
+# Environment variable with the seconds after which a server that nobody asks anything ends; none: it stays.
+IDLE = "SCALERL_SERVER_IDLE_S"
 
 
 def register() -> None:
@@ -51,7 +54,7 @@ def _end_with(parent: int) -> None:
 
 
 class Guard:
-    """ASGI middleware that asks for the server's token on every route but `/health`.
+    """ASGI middleware that asks for the server's token on every route but `/health`, and ends an idle server.
 
     vLLM's `--api-key` covers its inference routes only: whoever reaches the port could pause the server, change its
     weights or call into its workers by the routes of its development mode.
@@ -60,9 +63,19 @@ class Guard:
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
         self._wanted = f"Bearer {os.environ[TOKEN]}".encode() if os.environ.get(TOKEN) else None
+        self._asked = time.monotonic()
+        if os.environ.get(IDLE):
+            threading.Thread(target=self._end_idle, args=(float(os.environ[IDLE]),), daemon=True).start()
+
+    def _end_idle(self, seconds: float) -> None:
+        """End the server when nothing was asked for so long; a connected run asks for `/health` each second."""
+        while (left := self._asked + seconds - time.monotonic()) > 0:
+            time.sleep(left)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Callable[..., Awaitable[None]]) -> None:
         """Pass a request on if it has the token, or if no token is asked for."""
+        self._asked = time.monotonic()
         guarded = self._wanted is not None and scope["type"] in ("http", "websocket") and scope["path"] != "/health"
         if guarded and not hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._wanted or b""):
             if scope["type"] == "websocket":

@@ -1,4 +1,4 @@
-"""Start of a server of vLLM on this node, with the settings that `VLLMServerGenerator` asks of one.
+"""Start of a server of vLLM, on this node or by srun on another, with the settings that `VLLMServerGenerator` asks of.
 
 `python -m lightning_scalerl.generator.vllm_serve MODEL` starts one by hand, on any node that has vLLM and this package.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,10 +31,17 @@ from torch import nn
 
 from lightning_scalerl.axes.precision import DTYPES, Precision
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
-from lightning_scalerl.generator.vllm_engine import check_vllm, engine_settings, exact_products, save_shape
-from lightning_scalerl.generator.vllm_plugin import BACKEND, PARENT, TOKEN
+from lightning_scalerl.generator.announced import Announcement, address_in, line_of
+from lightning_scalerl.generator.vllm_engine import check_vllm, engine_settings, exact_products, save_shape, shape_of
+from lightning_scalerl.generator.vllm_plugin import BACKEND, IDLE, PARENT, TOKEN
+from sweeps.run import slurm_job
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+EVERYWHERE = ("0.0.0.0", "::")
+# MODEL that stands for a configuration on standard input; the server then ends with that input.
+STDIN = "-"
+# Exit status of a server that SIGTERM has ended, as a shell reports it.
+TERMINATED = 128 + signal.SIGTERM
 # vLLM ends its engine's processes when it is told to end; after this long it is killed with them.
 END_S = 10.0
 
@@ -44,9 +53,11 @@ class Server:
     Attributes:
         command: its command line; `environment` goes with it.
         environment: variables that it needs beside those of its shell, without its token.
-        address: where it answers.
+        address: where it answers; empty until its log names it, for a server that `srun` starts.
         folder: what it reads the model's shape from, and writes its log to.
+        token: what callers must give.
         process: the process, once it is started.
+        shape: text for its standard input, which then stays open for as long as this process lives.
     """
 
     command: list[str]
@@ -55,6 +66,7 @@ class Server:
     folder: Path
     token: str = field(default="", repr=False)
     process: subprocess.Popen[bytes] | None = None
+    shape: str = field(default="", repr=False)
 
     @property
     def line(self) -> str:
@@ -72,26 +84,45 @@ class Server:
         Args:
             aloud: whether it says here what it has to say, not in its log.
         """
-        nothing = subprocess.DEVNULL
+        given = subprocess.PIPE if self.shape else subprocess.DEVNULL
         with self.log.open("ab") as log:
             said = None if aloud else log
             self.process = subprocess.Popen(
-                self.command, env=self.started_by_us(), stdin=nothing, stdout=said, stderr=said, start_new_session=True
+                self.command, env=self.started_by_us(), stdin=given, stdout=said, stderr=said, start_new_session=True
             )
+        if self.process.stdin is not None:
+            self.process.stdin.write(self.shape.encode() + b"\n")
+            self.process.stdin.flush()
 
-    def run(self) -> int:
-        """Start the process and return its exit status; told to end (SIGTERM, Ctrl-C) end it and all that it started.
+    def run(self, start_s: float, announcement: Announcement | None = None) -> int:
+        """Start the process, print its address once it answers, and return its exit status.
 
-        For the main thread of a command.
+        For the main thread of a command. SIGTERM and Ctrl-C end the server and all that it has started.
+
+        Args:
+            start_s: seconds that it may take to answer.
+            announcement: file for runs, which exists for as long as the server answers.
+
+        Raises:
+            CannotGoOnError: it ends, or does not answer in time.
         """
         before = signal.signal(signal.SIGTERM, _interrupted)
         try:
             self.start(aloud=True)
             assert self.process is not None
-            return self.process.wait()
+            self.wait(start_s)
+            if announcement is not None:
+                announcement.write(self.address, self.token)
+            print(line_of(self.address), flush=True)
+            status = self.process.wait()
+            return status if status >= 0 else 128 - status
         except KeyboardInterrupt:
             return 0
+        except _TerminatedError:
+            return TERMINATED
         finally:
+            if announcement is not None:
+                announcement.remove(self.address, self.token)
             self.close()
             signal.signal(signal.SIGTERM, before)
 
@@ -115,19 +146,23 @@ class Server:
         until = time.monotonic() + start_s
         opener = build_opener(ProxyHandler({}))
         while True:
-            with suppress(URLError, OSError), opener.open(f"{self.address}/health", timeout=5):
+            self.address = self.address or address_in(self.log.read_text(errors="replace")) or ""
+            with suppress(URLError, OSError, ValueError), opener.open(f"{self.address}/health", timeout=5):
                 return
             if self.process.poll() is not None or time.monotonic() > until:
                 status = self.process.poll()
                 what = f"has not answered for {start_s:g} s" if status is None else f"ended with status {status}"
                 lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
                 self.close()
-                raise CannotGoOnError(f"generator: vllm's server {what} ({lines[-1].strip()[:300] if lines else ''})")
+                raise CannotGoOnError(f"generator: vLLM's server {what} ({lines[-1].strip()[:300] if lines else ''})")
             time.sleep(0.2)
 
     def close(self) -> None:
         """End the process and those that it has started, and remove the folder."""
         if self.process is not None:
+            if self.process.stdin is not None:
+                with suppress(OSError):
+                    self.process.stdin.close()
             for number in (signal.SIGTERM, signal.SIGKILL):
                 with suppress(ProcessLookupError):
                     os.killpg(self.process.pid, number)
@@ -137,7 +172,7 @@ class Server:
 
 
 def prepare(
-    model: nn.Module,
+    model: nn.Module | str,
     precision: Precision,
     *,
     slots: int,
@@ -154,12 +189,13 @@ def prepare(
     """Return a server that is not started yet, with the command that starts it.
 
     Args:
-        model: a model of the shape that is served; its weights are not read, it may be on the meta device.
+        model: a model of the shape that is served, or what `shape_of` returns for one. Its weights are not read, it may
+            be on the meta device.
         precision: types of the weights and of the head.
         slots: number of rollouts that decode together.
         capacity: tokens of the longest sequence, prompt and completion.
         cache_gib: memory for keys and values, in GiB.
-        host: address to listen at; other nodes need one of this node's own.
+        host: address to listen at; other nodes need one of this node's own, or 0.0.0.0 for all of them.
         port: port to listen at; 0 for one that is free.
         token: what callers must give; needed where others can reach the server.
         on_cpu: whether it samples on the CPU; None for where no GPU is there.
@@ -183,7 +219,10 @@ def prepare(
             free.bind((host, 0))
             port = free.getsockname()[1]
     folder = Path(tempfile.mkdtemp(prefix="scalerl-vllm-"))
-    save_shape(model, folder)
+    if isinstance(model, str):
+        (folder / "config.json").write_text(model)
+    else:
+        save_shape(model, folder)
     settings = {
         **engine_settings(precision, slots=slots, capacity=capacity, cache_gib=cache_gib, on_cpu=on_cpu),
         "weight_transfer_config": {"backend": backend},
@@ -210,7 +249,8 @@ def prepare(
     environment = {"VLLM_SERVER_DEV_MODE": "1", **exact_products(precision)}
     if backend == "ipc":
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of a GPU's memory come pickled
-    return Server(command, environment, f"http://{f'[{host}]' if ':' in host else host}:{port}", folder, token)
+    name = slurm_job.node_name() if host in EVERYWHERE else f"[{host}]" if ":" in host else host
+    return Server(command, environment, f"http://{name}:{port}", folder, token)
 
 
 def serve(model: nn.Module, precision: Precision, *, start_s: float = 600.0, **settings: Any) -> Server:
@@ -226,9 +266,114 @@ def serve(model: nn.Module, precision: Precision, *, start_s: float = 600.0, **s
     return server
 
 
+def serve_on(
+    node: str,
+    model: nn.Module,
+    precision: Precision,
+    *,
+    slots: int,
+    capacity: int,
+    cache_gib: float,
+    token: str,
+    tensor_parallel: int = 1,
+    gpus: str = "",
+    start_s: float = 600.0,
+) -> Server:
+    """Start a server as a step of this SLURM job on another node, and return it when it answers.
+
+    `srun` passes the model's shape to the step, and the end of its standard input: the server ends with this process,
+    kill -9 included.
+
+    Args:
+        node: name of the node, as SLURM calls it.
+        gpus: numbers among the GPUs that the step sees; empty for all of them.
+        model, precision, slots, capacity, cache_gib, token, tensor_parallel, start_s: as for `serve`.
+
+    Raises:
+        CannotGoOnError: it does not come up.
+    """
+    step = [
+        "srun",
+        f"--nodelist={node}",
+        "--overlap",
+        "--nodes=1",
+        "--ntasks=1",
+        "--mem=0",
+        "--cpu-bind=none",
+        "--quiet",
+    ]
+    policy = next(name for name, dtype in DTYPES.items() if dtype == precision.policy_dtype)
+    serving = [
+        *(
+            sys.executable,
+            "-u",
+            "-m",
+            "lightning_scalerl.generator.vllm_serve",
+            STDIN,
+            "--host",
+            "0.0.0.0",
+            "--port",
+            "0",
+        ),
+        *("--max-tokens", str(capacity - 1), "--policy", policy, "--slots", str(slots), "--cache-gib", str(cache_gib)),
+        *("--tensor-parallel", str(tensor_parallel), "--start-s", str(start_s)),
+        *(() if precision.fp32_head_generator else ("--bf16-head",)),
+        # By the server itself: SLURM sets CUDA_VISIBLE_DEVICES of a step, whatever the environment says.
+        *(("--gpus", gpus) if gpus else ()),
+    ]
+    folder = Path(tempfile.mkdtemp(prefix="scalerl-vllm-"))
+    server = Server([*step, *serving], {}, "", folder, token, shape=shape_of(model))
+    server.start()
+    server.wait(start_s)
+    return server
+
+
+class _TerminatedError(Exception):
+    """Raised in the main thread by SIGTERM."""
+
+
 def _interrupted(number: int, frame: Any) -> None:
     signal.signal(number, signal.SIG_IGN)  # once: what follows takes its time
-    raise KeyboardInterrupt
+    raise _TerminatedError
+
+
+def take_gpus(numbers: str) -> None:
+    """Leave this process some of the GPUs that it sees, before it has used any.
+
+    Raises:
+        ConfigurationError: it does not see as many.
+    """
+    seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    try:
+        chosen = [seen[int(number)] if seen else str(int(number)) for number in numbers.split(",")]
+    except (IndexError, ValueError) as error:
+        raise ConfigurationError(f"--gpus {numbers}: this process sees {len(seen)} ({','.join(seen)})") from error
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
+
+
+def _end_with_stdin() -> None:
+    """End this process as SIGTERM does when standard input ends: the run that has started it is gone."""
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _shape_from(name: str) -> nn.Module | str:
+    """Return a model of the shape that MODEL names, or what it stands for on standard input."""
+    if name == STDIN:
+        shape = bytearray()
+        while not shape.endswith(b"\n"):
+            part = os.read(sys.stdin.fileno(), 1)
+            if not part:
+                raise ConfigurationError(f"MODEL {STDIN}: standard input ended before the model's configuration")
+            shape += part
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
+        return shape.decode()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
+    return model
 
 
 def _flags(settings: dict[str, Any]) -> list[str]:
@@ -245,8 +390,6 @@ def _flags(settings: dict[str, Any]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve a model until the server ends: `python -m lightning_scalerl.generator.vllm_serve MODEL`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     parser = argparse.ArgumentParser(prog="python -m lightning_scalerl.generator.vllm_serve", description=__doc__)
     parser.add_argument("model", help="folder or name of the model that is trained; its weights are not read")
     parser.add_argument("--max-tokens", type=int, required=True, help="context.max_prompt_tokens + max_new_tokens")
@@ -254,36 +397,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bf16-head", action="store_true", help="for precision.fp32_head_generator=false")
     parser.add_argument("--slots", type=int, default=256, help="generator.slots of the run")
     parser.add_argument("--cache-gib", type=float, default=4.0, help="memory for keys and values")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all of this node's")
     parser.add_argument("--port", type=int, default=8000, help="port to listen at; 0 for any")
     parser.add_argument("--backend", choices=(BACKEND, "ipc", "nccl"), default=BACKEND, help="how weights arrive")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share the model")
+    parser.add_argument("--gpus", metavar="0,1", help="numbers among the GPUs that it sees; default: all of them")
     parser.add_argument("--sleep", action="store_true", help="let the run take the GPU's memory in turns")
+    parser.add_argument("--start-s", type=float, default=1800.0, help="seconds that it may take to answer")
+    parser.add_argument("--idle", type=float, metavar="SECONDS", help="end when no run has asked anything for so long")
+    parser.add_argument(
+        "--announce", type=Path, metavar="PATH", help="file that tells runs where it answers (file:PATH)"
+    )
     parser.add_argument("--print", action="store_true", help="print vLLM's own command and end")
     given = parser.parse_args(arguments)
+    announcement = None if given.announce is None else Announcement(given.announce)
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(given.model))
+        if given.gpus:
+            take_gpus(given.gpus)
         server = prepare(
-            model,
+            _shape_from(given.model),
             Precision(given.policy, fp32_head_generator=not given.bf16_head),
             slots=given.slots,
             capacity=given.max_tokens + 1,
             cache_gib=given.cache_gib,
             host=given.host,
             port=given.port,
-            token=os.environ.get(TOKEN, ""),
+            # An announced server makes a token at each start: a file that is out of date leads to no other server.
+            token=os.environ.get(TOKEN, "") if announcement is None else secrets.token_hex(32),
             backend=given.backend,
             tensor_parallel=given.tensor_parallel,
             sleep=given.sleep,
         )
-    except (ConfigurationError, OSError, ValueError) as error:
+        if given.idle is not None:
+            server.environment[IDLE] = str(given.idle)
+        print(server.line, flush=True)
+        return 0 if given.print else server.run(given.start_s, announcement)
+    except (ConfigurationError, CannotGoOnError, OSError, ValueError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1
-    print(server.line, flush=True)
-    if given.print:
-        return 0
-    return server.run()
 
 
 if __name__ == "__main__":

@@ -1,26 +1,32 @@
-"""Generator that starts a server of vLLM of its own where it runs: an engine of several GPUs."""
+"""Generators that sample with a server of vLLM which they start, or which is announced in a file."""
 
 from __future__ import annotations
 
 import secrets
+import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
 
 from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.generator.announced import Announcement
 from lightning_scalerl.generator.vllm_engine import default_cache_gib
 from lightning_scalerl.generator.vllm_generator import SCORING
-from lightning_scalerl.generator.vllm_serve import serve
+from lightning_scalerl.generator.vllm_serve import serve, serve_on
 from lightning_scalerl.generator.vllm_server import VLLMServerGenerator
 
 
 class VLLMServedGenerator(VLLMServerGenerator):
-    """Generator that samples with a server of vLLM that it starts, and ends, on this node.
+    """Generator that samples with a server of vLLM that it starts and ends.
 
     Args:
         model: on the host, in the policy's type: its configuration and first weights are used, and then it is dropped.
         precision: types of the engine's weights and of its head.
-        tensor_parallel: number of GPUs that share the model: those that this process sees, in their order.
+        tensor_parallel: number of GPUs that share the model: the first that the server sees, in their order.
+        node: node of this SLURM job on which the server runs, as a step; empty for this one.
+        gpus: numbers among the GPUs of that step; empty for all of them.
+        start_s: seconds that the server may take to start.
         slots, max_prompt_tokens, max_new_tokens, cache_gib: as `VLLMGenerator` has them.
         settings: further arguments of `VLLMServerGenerator`.
 
@@ -38,6 +44,9 @@ class VLLMServedGenerator(VLLMServerGenerator):
         precision: Precision,
         *,
         tensor_parallel: int,
+        node: str = "",
+        gpus: str = "",
+        start_s: float = 600.0,
         slots: int,
         max_prompt_tokens: int,
         max_new_tokens: int,
@@ -46,15 +55,18 @@ class VLLMServedGenerator(VLLMServerGenerator):
     ) -> None:
         capacity = max_prompt_tokens + max_new_tokens + 1  # scoring samples one token behind what it is asked for
         token = secrets.token_hex(16)
-        self._server = serve(
-            model,
-            precision,
-            slots=slots + SCORING,
-            capacity=capacity,
-            cache_gib=cache_gib or default_cache_gib(model, precision.policy_dtype, slots, capacity),
-            token=token,
-            tensor_parallel=tensor_parallel,
-        )
+        asked: dict[str, Any] = {
+            "slots": slots + SCORING,
+            "capacity": capacity,
+            "cache_gib": cache_gib or default_cache_gib(model, precision.policy_dtype, slots, capacity),
+            "token": token,
+            "tensor_parallel": tensor_parallel,
+            "start_s": start_s,
+        }
+        if node:
+            self._server = serve_on(node, model, precision, gpus=gpus, **asked)
+        else:
+            self._server = serve(model, precision, **asked)
         settings |= {"slots": slots, "max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
         try:
             super().__init__(model, precision, address=self._server.address, token=token, **settings)
@@ -68,3 +80,27 @@ class VLLMServedGenerator(VLLMServerGenerator):
             super().close()
         finally:
             self._server.close()
+
+
+class VLLMAnnouncedGenerator(VLLMServerGenerator):
+    """Generator that samples with the server of vLLM that a file names, whichever that is when it is made.
+
+    Args:
+        model: on the host: its configuration and first weights are used.
+        precision: types of the engine's weights and of its head.
+        path: the file, as `vllm_serve --announce` writes it.
+        start_s: seconds that a server may take to announce itself and to answer.
+        settings: further arguments of `VLLMServerGenerator`.
+
+    Raises:
+        ConfigurationError: the file is not an announcement of this user's own.
+        CannotGoOnError: no server answers in time.
+    """
+
+    on_host: ClassVar[bool] = True
+
+    def __init__(self, model: nn.Module, precision: Precision, *, path: str, start_s: float, **settings: Any) -> None:
+        began = time.monotonic()
+        address, token = Announcement(Path(path)).find(start_s)
+        left_s = max(1.0, start_s - (time.monotonic() - began))
+        super().__init__(model, precision, address=address, token=token, away_s=left_s, **settings)

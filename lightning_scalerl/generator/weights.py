@@ -1,8 +1,8 @@
-"""Published weights: one file a version, in the generators' types, written and sent in buckets of a stated size.
+"""Published weights: one file per version, in the generators' types, written in buckets of a stated size.
 
-The file (safetensors, in shared memory where that has room) is what engines on this node map, what goes over the wire
-to the others byte for byte, and what checkpoints and engines that start later read. Beside it the sender never holds
-more than one bucket on the host. Its digest is that of all its bytes: whoever has read it says which one it found.
+The file (safetensors, in shared memory where that has room) is mapped by the engines and read by checkpoints and by
+engines that start later. In addition to it the sender never holds more than one bucket on the host. Its digest covers
+all its bytes, and each reader reports the digest that it found.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,7 +46,6 @@ TYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_BY_NAME = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -87,51 +85,6 @@ class Published:
         for part in self.buckets():
             found.update(part)
         return found.hexdigest()
-
-
-class Received:
-    """Memory that weights from the wire are read into, used again for the next ones."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def read(self, connection: Connection, published: Published, between: Callable[[], None]) -> Weights:
-        """Read the buckets that follow a message, each into its place; `between` two of them others may be told."""
-        if len(self._buffer) != published.size:
-            self._buffer = bytearray(published.size)
-        found = xxhash.xxh3_128()
-        with memoryview(self._buffer) as whole:
-            place = 0
-            while place < published.size:
-                size = connection.recv_bytes_into(whole, place)
-                found.update(whole[place : place + size])
-                place += size
-                between()
-        return Weights(_tensors(self._buffer), found.hexdigest())
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Tensors by name as an engine has got them, and the digest of the bytes that they came as."""
-
-    tensors: dict[str, Tensor]
-    digest: str
-
-
-def _tensors(buffer: bytearray) -> dict[str, Tensor]:
-    """Return the tensors of a file in memory, without a copy."""
-    start = 8 + int.from_bytes(buffer[:8], "little")
-    found = {}
-    for name, entry in json.loads(buffer[8:start]).items():
-        first, last = entry["data_offsets"]
-        dtype = _BY_NAME[entry["dtype"]]
-        if first == last:
-            found[name] = torch.empty(entry["shape"], dtype=dtype)
-            continue
-        number = (last - first) // dtype.itemsize
-        flat = torch.frombuffer(buffer, dtype=dtype, count=number, offset=start + first)
-        found[name] = flat.reshape(entry["shape"])
-    return found
 
 
 class Types:

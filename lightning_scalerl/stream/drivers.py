@@ -49,8 +49,8 @@ class Live:
 
     Args:
         generators: number of generator processes on this node, where no engines are named.
-        engines: addresses of engines (docs/reference/generators.md): "local", "srun", "tcp://host:port",
-            "http://host:port" or "file:/path", in place of `generators` processes.
+        engines: addresses of engines (docs/reference/generators.md) in place of `generators` processes: "local", or
+            servers of vLLM, as "http://host:port", "file:/path" or "srun".
         bucket_mib: size in MiB of the pieces in which weights are copied and sent.
         tensor_parallel: number of GPUs that share each engine (vLLM).
         devices: CUDA_VISIBLE_DEVICES of the processes in turn, such as ["1", "2"]; empty for the GPUs that this process

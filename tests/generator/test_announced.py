@@ -1,38 +1,33 @@
-"""Engines that announce themselves in a file: found where they are, by whoever may know, and nowhere else."""
+"""Servers that announce themselves in a file: found where they are, by their user's runs alone."""
 
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator import announced, listening, wire
-from lightning_scalerl.generator.addresses import Address, addresses_of, check_engines
-from lightning_scalerl.generator.announced import Announcement, line_of, listens_at
-from lightning_scalerl.generator.engines import GeneratorLostError
-from lightning_scalerl.generator.listening import Door
-from lightning_scalerl.generator.transport import Given, Surroundings
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
+from lightning_scalerl.generator import announced
+from lightning_scalerl.generator.addresses import addresses_of, check_engines
+from lightning_scalerl.generator.announced import Announcement, address_in, line_of
+from lightning_scalerl.generator.base import GroupRequest
+from lightning_scalerl.generator.fleet import Fleet
+from lightning_scalerl.generator.vllm_generator import VLLMGenerator
+from lightning_scalerl.model.load import load_model
 from lightning_scalerl.stream.drivers import Live
-from tests.generator.test_engines import fleet_at
+from tests.generator.stand_in import TOKEN, StandIn
+from tests.generator.test_fleet import drained
 
-TOKEN = "5ec4e7"
-MESSAGE = r"^driver.engines: file:\S+ cannot be reached: "
-
-
-@pytest.fixture(autouse=True)
-def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An announcement brings its own."""
-    monkeypatch.delenv(wire.TOKEN, raising=False)
+ONE, TWO = "http://n1:4001", "http://n2:4002"
 
 
 @pytest.fixture
@@ -40,37 +35,26 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "engine"
 
 
-def door(path: Path, token: str = TOKEN) -> Door:
-    """An engine that lets runs in and says nothing, announced."""
-    found = Door("127.0.0.1", 0, token.encode())
-    Announcement(path).write(line_of("127.0.0.1", found.port, "cpu"), token)
-    return found
-
-
-def within(seconds: float, done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-# --- what a file says ------------------------------------------------------------------------------------------
+@pytest.fixture
+def server() -> Iterator[StandIn]:
+    with closing(StandIn()) as found:
+        yield found
 
 
 def test_an_announcement_is_its_users_alone_and_replaced_whole(path: Path) -> None:
-    announcement, first = Announcement(path), line_of("n1", 4001, "cuda")
-    announcement.write(first, "one")
-    assert announcement.read() == ("n1", 4001, b"one")
+    announcement = Announcement(path)
+    announcement.write(ONE, "one")
+    assert announcement.read() == (ONE, "one")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with path.open() as before:
-        announcement.write(line_of("n2", 4002, "cuda"), "two")
-        assert listens_at(before.read()) == ("n1", 4001), "what is being read is not written into"
-    assert announcement.read() == ("n2", 4002, b"two")
-    announcement.remove(first, "one")
-    assert path.exists(), "it is another engine's now"
-    announcement.remove(line_of("n2", 4002, "cuda"), "two")
+        announcement.write(TWO, "two")
+        assert address_in(before.read()) == ONE, "what is being read is not written into"
+    assert announcement.read() == (TWO, "two")
+    announcement.remove(ONE, "one")
+    assert path.exists(), "it is another server's now"
+    announcement.remove(TWO, "two")
     assert list(path.parent.iterdir()) == []
-    announcement.remove(first, "one")
+    announcement.remove(ONE, "one")
 
 
 def test_where_others_could_read_it_nothing_is_left_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,36 +65,36 @@ def test_where_others_could_read_it_nothing_is_left_there(path: Path, monkeypatc
         path.chmod(0o644)
 
     monkeypatch.setattr(announced, "write_atomically", everybodys)
-    with pytest.raises(ConfigurationError, match=r"^engine: --announce \S+: others could read it .*0644.*tcp://"):
-        Announcement(path).write("line", "token")
+    with pytest.raises(ConfigurationError, match=r"^--announce \S+: others could read it .*0644.*http://HOST:PORT"):
+        Announcement(path).write(ONE, "token")
     assert not path.exists()
-    with pytest.raises(ConfigurationError, match=r"^engine: --announce \S+/none/engine: cannot be written"):
-        Announcement(path.parent / "none" / "engine").write("line", "token")
+    with pytest.raises(ConfigurationError, match=r"^--announce \S+/none/engine: cannot be written"):
+        Announcement(path.parent / "none" / "engine").write(ONE, "token")
 
 
 def others_file(path: Path) -> None:
-    door(path)
+    Announcement(path).write(ONE, "token")
     os.chown(path, 12345, -1)
 
 
 @pytest.mark.parametrize(
     ("put", "says"),
     [
-        (lambda path: path.mkdir(), "it is a folder; name the file of each engine"),
-        (lambda path: (path.touch(0o600), path.write_text("hello\n")), "it is no announcement"),
-        (lambda path: (path.touch(0o600), path.write_bytes(os.urandom(9000))), "it is no announcement"),
-        (lambda path: (door(path), path.chmod(0o640)), r"it must belong to this user alone .*0640"),
-        (others_file, r"it must belong to this user alone \(it belongs to user 12345"),
+        (lambda path: path.mkdir(), "is a folder; name the file of each engine"),
+        (lambda path: (path.touch(0o600), path.write_text("hello\n")), "is not an announcement"),
+        (lambda path: (path.touch(0o600), path.write_bytes(os.urandom(9000))), "is not an announcement"),
+        (lambda path: (Announcement(path).write(ONE, "t"), path.chmod(0o640)), r"must belong to this user .*0640"),
+        (others_file, r"must belong to this user alone \(it belongs to user 12345"),
     ],
     ids=["folder", "text", "bytes", "mode", "owner"],
 )
-def test_a_file_that_will_not_do_is_refused_at_once(path: Path, put: Any, says: str) -> None:
+def test_a_file_that_cannot_be_used_is_refused_at_once(path: Path, put: Any, says: str) -> None:
     if put is others_file and os.geteuid() != 0:
         pytest.skip("only root gives files away")
     put(path)
     began = time.monotonic()
-    with pytest.raises(ConfigurationError, match=MESSAGE + says):
-        fleet_at(f"file:{path}", start_s=20.0)
+    with pytest.raises(ConfigurationError, match=r"^driver.engines: file:\S+ " + says):
+        Announcement(path).find(20.0)
     assert time.monotonic() - began < 10
 
 
@@ -119,17 +103,17 @@ def test_a_file_that_cannot_be_read_is_refused(path: Path, monkeypatch: pytest.M
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", refused)
-    with pytest.raises(wire.RefusedError, match="must belong to the same user"):
+    with pytest.raises(ConfigurationError, match="must belong to the same user"):
         Announcement(path).read()
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("file:engines/0", "names no file by its whole path"),
-        ("file://shared/engines/0", "names no file by its whole path"),
-        ("file:", "names no file by its whole path"),
-        ("file:/shared/engines/", "names no file by its whole path"),
+        ("file:engines/0", "is not the whole path of a file"),
+        ("file://shared/engines/0", "is not the whole path of a file"),
+        ("file:", "is not the whole path of a file"),
+        ("file:/shared/engines/", "is not the whole path of a file"),
         ("files:/shared/engines/0", "cannot be read; valid: .*file:/PATH"),
     ],
 )
@@ -142,76 +126,62 @@ def test_the_same_file_in_other_words_is_there_twice() -> None:
     with pytest.raises(ConfigurationError, match=r"^driver.engines: file:/shared/a/../0 is there twice"):
         check_engines(["file:///shared/0", "file:/shared/a/../0"])
     (address,) = addresses_of(["file:///shared/engines/0"], 1)
-    assert str(address) == "file:/shared/engines/0" and address.given
+    assert str(address) == "file:/shared/engines/0"
     assert Live(engines=["file:/a", "file:/b"], tensor_parallel=2).engine_devices == 4
 
 
-# --- which engine is reached -----------------------------------------------------------------------------------
+def test_each_attempt_reads_the_file_anew(path: Path, server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not there yet, of a server that is gone, of one whose port another server has now: it is read again."""
+    monkeypatch.setattr(announced, "AGAIN_S", 0.02)
+    tried: list[str] = []
+    files = iter([None, ("http://127.0.0.1:9", TOKEN), (server.address, "another"), (server.address, TOKEN)])
+    read = Announcement.read
+
+    def changed(self: Announcement) -> tuple[str, str]:
+        if (now := next(files)) is not None:
+            self.write(*now)
+        tried.append("read")
+        return read(self)
+
+    monkeypatch.setattr(Announcement, "read", changed)
+    assert Announcement(path).find(20.0) == (server.address, TOKEN)
+    assert len(tried) == 4
 
 
-def test_each_attempt_reads_the_file_anew(path: Path, tmp_path: Path) -> None:
-    """Not there yet, of an engine that is gone, of one whose port another one has now: it goes on looking."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        gone = taken.getsockname()[1]
-    stranger = Door("127.0.0.1", 0, b"another")
-    around = Surroundings(tmp_path, b"", wire.Caller("run", 5.0), 30.0, threading.Event())
-    given = Given(Address("file", path=str(path)), around)
-    try:
-        within(10, lambda: "no engine has announced itself there" in given.last_words())
-        Announcement(path).write(line_of("127.0.0.1", gone, "cpu"), TOKEN)
-        within(10, lambda: "refused" in given.last_words())
-        Announcement(path).write(line_of("127.0.0.1", stranger.port, "cpu"), TOKEN)
-        within(10, lambda: f"another is at 127.0.0.1:{stranger.port}" in given.last_words())
-        assert given.gone() is None and not given.refused
-        there = door(path)
-        assert there.next(10.0) is not None
-        within(10, lambda: given._line.opened)
-    finally:
-        given.stop()
+def test_one_that_never_answers_is_given_up_with_the_reason(path: Path) -> None:
+    with pytest.raises(CannotGoOnError, match=r"^driver.engines: file:\S+ .* for 0 s: no server has announced itself"):
+        Announcement(path).find(0.0)
+    Announcement(path).write("http://127.0.0.1:9", TOKEN)
+    with pytest.raises(CannotGoOnError, match=r"for 0 s: http://127.0.0.1:9 does not answer \(URLError"):
+        Announcement(path).find(0.0)
 
 
-def test_one_that_never_announces_itself_ends_the_run_with_a_line(path: Path) -> None:
-    with pytest.raises(GeneratorLostError, match=r"^generator: file:\S+ .*no engine has announced itself there"):
-        fleet_at(f"file:{path}", start_s=0.5)
+@pytest.mark.slow
+def test_a_run_finds_a_server_that_has_moved(path: Path, tiny_model_path: str, tmp_path: Path) -> None:
+    """The file stays as it was until the next server has announced itself at another port."""
+    arguments = {"precision": Precision("fp32"), "max_prompt_tokens": 16, "max_new_tokens": 6, "stop_tokens": [1]}
+    factory = partial(VLLMGenerator, slots=4)
+    with closing(StandIn()) as one, closing(StandIn()) as two:
+        one.delay_s = 0.2
+        Announcement(path).write(one.address, TOKEN)
+        fleet = Fleet(
+            *(factory, load_model(tiny_model_path), arguments),
+            **{"generators": 1, "silence_s": 60.0, "start_s": 100.0, "engines": [f"file:{path}"]},
+        )
+        with closing(fleet):
+            for key in range(4):
+                fleet.submit(GroupRequest(key, (5, 9, 20), 2, (0, key)))
+            while not one.sampled:
+                time.sleep(0.01)
+            one.down()
+            timer = threading.Timer(1.0, Announcement(path).write, (two.address, TOKEN))
+            timer.start()
+            found = drained(fleet)
+            timer.join()
+            assert sorted((each.key, each.index) for each in found) == [(k, i) for k in range(4) for i in range(2)]
+            assert two.sampled and fleet.lost == 1
 
 
-def test_one_of_another_version_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    door(path)
-    own = wire.versions()
-    of_engine = {**own, "lightning-scalerl": "0.0.1"}
-    monkeypatch.setattr(wire, "versions", lambda: of_engine if "_let_in" in threading.current_thread().name else own)
-    with pytest.raises(ConfigurationError, match=MESSAGE + r"it has lightning-scalerl 0.0.1, and here it is "):
-        fleet_at(f"file:{path}")
-
-
-def test_one_that_works_for_another_run_is_refused(path: Path) -> None:
-    """As for two members of a study that name the same file."""
-    there, place = door(path), Announcement(path)
-    host, port, token = place.read()
-    with closing(wire.call(host, port, token, wire.Caller("the other member", 60.0))):
-        assert there.next(5.0) is not None
-        with pytest.raises(
-            ConfigurationError, match=MESSAGE + "it works for another run; give each run engines of its"
-        ):
-            fleet_at(f"file:{path}", silence_s=0.1)
-
-
-# --- the engine's side -----------------------------------------------------------------------------------------
-
-
-def test_it_is_announced_by_the_name_of_its_node_while_it_listens(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SLURMD_NODENAME", "n7")
-    told: list[Any] = []
-    monkeypatch.setattr(listening.signal, "signal", lambda number, what: told.append((number, what)))
-    found: list[tuple[str, int, bytes]] = []
-    work = listening._work
-    monkeypatch.setattr(listening, "_work", lambda *given: (found.append(Announcement(path).read()), work(*given))[1])
-    for host, name in (("0.0.0.0", "n7"), ("127.0.0.1", "127.0.0.1")):
-        assert listening.listen(host, 0, "cpu", 0.05, path) == 0
-        assert not path.exists(), "it has ended: no run has come"
-        place = found[-1]
-        assert place[0] == name and capsys.readouterr().out.startswith(line_of(name, place[1], "cpu"))
-    assert found[0][2] != found[1][2], "each start makes a token"
-    assert {number for number, _ in told} == {signal.SIGTERM}, "it is nobody's step: signals are for it"
+def test_the_line_of_a_server_is_found_among_others() -> None:
+    text = f"INFO something\n{line_of(TWO)}\nINFO engine: http://n1:4001 is no line of its own\n"
+    assert address_in(text) == TWO and address_in("engine: nothing") is None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -13,15 +15,14 @@ import pytest
 from lightning_scalerl import Live
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator import server, transport, vllm_served
+from lightning_scalerl.generator import transport, vllm_serve, vllm_served
 from lightning_scalerl.generator.addresses import Address, addresses_of, blueprint_for, shares
 from lightning_scalerl.generator.fleet import Fleet
 from lightning_scalerl.generator.server import Blueprint
 from lightning_scalerl.generator.torch_generator import TorchGenerator
 from lightning_scalerl.generator.vllm_generator import VLLMGenerator
 from lightning_scalerl.generator.vllm_http import EngineLostError
-from lightning_scalerl.generator.vllm_served import VLLMServedGenerator
-from lightning_scalerl.generator.wire import Caller
+from lightning_scalerl.generator.vllm_served import VLLMAnnouncedGenerator, VLLMServedGenerator
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.task.arithmetic_base import new_model
 from sweeps.run import slurm_job
@@ -29,6 +30,11 @@ from tests.generator.stand_in import TOKEN, StandIn
 from tests.generator.test_vllm_server import drained
 
 GIVEN: dict[str, Any] = {"max_prompt_tokens": 16, "max_new_tokens": 6, "stop_tokens": [1]}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_path: str) -> Any:
+    return load_model(tiny_model_path)
 
 
 @pytest.mark.parametrize(
@@ -103,43 +109,52 @@ def test_devices_are_counted_and_paid_for() -> None:
     ],
 )
 def test_an_engine_takes_its_own_of_what_slurm_shows_it(
-    seen: str, numbers: str, left: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    seen: str, numbers: str, left: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By numbers among those that it sees: SLURM sets the variable itself, and counts from 0 in each container."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-    monkeypatch.setattr("lightning_scalerl.generator.listening.listen", lambda *given: 0)
-    monkeypatch.setattr("sys.argv", ["server", "--listen", "127.0.0.1:0", "--gpus", numbers])
-    assert server.main() == (1 if left is None else 0)
     if left is None:
-        assert f"engine: --gpus {numbers}" in capsys.readouterr().err
+        with pytest.raises(ConfigurationError, match=f"^--gpus {numbers}: this process sees "):
+            vllm_serve.take_gpus(numbers)
     else:
-        assert server.os.environ["CUDA_VISIBLE_DEVICES"] == left
+        vllm_serve.take_gpus(numbers)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == left
 
 
-@pytest.mark.parametrize("devices", ["", "2,3"])
-def test_a_step_is_told_its_gpus(devices: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    commands: list[list[str]] = []
-
-    class Started:
-        def __init__(self, command: list[str], log: Path, environment: dict[str, str], pass_fds: Any) -> None:
-            commands.append(command)
-            self.log = log
-
-    monkeypatch.setattr(transport, "_Started", Started)
-    around = transport.Surroundings(tmp_path, b"token", Caller("run", 1.0), 0.1, Event())
-    step = transport.reach(Address("srun", "n2", devices=devices), 0, around, devices)
-    step._closed.set()  # type: ignore[attr-defined]
-    (command,) = commands
-    assert "--nodelist=n2" in command and ("--gpus" in command) == bool(devices)
-    assert not devices or command[command.index("--gpus") + 1] == devices
+@pytest.mark.parametrize("gpus", ["", "2,3"])
+def test_a_step_is_told_its_shape_and_its_gpus(
+    gpus: str, model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A stand-in for srun keeps what it was given, and says where its server answers."""
+    srun = tmp_path / "srun"
+    srun.write_text(
+        f"#!{sys.executable}\n"
+        "import json, sys\n"
+        "shape = json.loads(sys.stdin.readline())\n"
+        f"open({str(tmp_path / 'said')!r}, 'w').write(json.dumps([sys.argv[1:], shape]))\n"
+        f"print('engine: ' + open({str(tmp_path / 'address')!r}).read(), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with closing(StandIn()) as stand_in:
+        (tmp_path / "address").write_text(stand_in.address)
+        step = vllm_serve.serve_on(
+            *("n2", model, Precision("fp32", fp32_head_generator=False)),
+            **{"slots": 4, "capacity": 23, "cache_gib": 0.5, "token": TOKEN, "gpus": gpus},
+        )
+        assert step.address == stand_in.address and step.process is not None
+        assert step.process.poll() is None, "its input stays open"
+        step.close()
+        assert step.process.poll() is not None
+    command, shape = json.loads((tmp_path / "said").read_text())
+    assert "--nodelist=n2" in command and ("--gpus" in command) == bool(gpus)
+    assert not gpus or command[command.index("--gpus") + 1] == gpus
+    assert command[command.index("--max-tokens") + 1] == "22" and "--bf16-head" in command
+    assert shape["architectures"] == [type(model).__name__] and shape["hidden_size"] == model.config.hidden_size
 
 
 # --- what runs there -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model_path: str) -> Any:
-    return load_model(tiny_model_path)
 
 
 def blueprint(model: Any, factory: Any) -> Blueprint:
@@ -149,14 +164,19 @@ def blueprint(model: Any, factory: Any) -> Blueprint:
 def test_vllm_gets_a_server_of_its_own_and_other_engines_are_refused() -> None:
     model = new_model(64, 1, seed=0)
     model.config.num_attention_heads = 4
-    for address in (Address("local"), Address("srun", "n2", devices="0,1"), Address("tcp", "n3", 1)):
-        found = blueprint_for(address, blueprint(model, partial(VLLMGenerator, slots=4)), 2).factory
-        assert (found.func, found.keywords) == (VLLMServedGenerator, {"tensor_parallel": 2, "slots": 4})
-        assert blueprint_for(address, blueprint(model, TorchGenerator), 1).factory is TorchGenerator
-    with pytest.raises(ConfigurationError, match=r"^driver.tensor_parallel: 2 devices an engine .* generator=vllm"):
-        blueprint_for(Address("local"), blueprint(model, partial(TorchGenerator, slots=4)), 2)
+    with_vllm = blueprint(model, partial(VLLMGenerator, slots=4))
+    for address in (Address("local"), Address("srun", "n2", devices="0,1")):
+        found = blueprint_for(address, with_vllm, 2, 100.0).factory
+        assert found.func is VLLMServedGenerator
+        place = {"node": address.host, "gpus": address.devices}
+        assert found.keywords == {"tensor_parallel": 2, "slots": 4, "start_s": 90.0, **place}
+    assert blueprint_for(Address("local"), blueprint(model, TorchGenerator), 1, 100.0).factory is TorchGenerator
+    found = blueprint_for(Address("file", path="/shared/0"), with_vllm, 1, 100.0).factory
+    assert (found.func, found.keywords["path"]) == (VLLMAnnouncedGenerator, "/shared/0")
+    with pytest.raises(ConfigurationError, match=r"^driver.tensor_parallel: 2 devices per engine .* generator=vllm"):
+        blueprint_for(Address("local"), blueprint(model, partial(TorchGenerator, slots=4)), 2, 100.0)
     with pytest.raises(ConfigurationError, match=r"attention heads cannot be divided between 3 devices"):
-        blueprint_for(Address("local"), blueprint(model, partial(VLLMGenerator, slots=4)), 3)
+        blueprint_for(Address("local"), with_vllm, 3, 100.0)
 
 
 def test_a_run_is_refused_before_anything_starts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +188,7 @@ def test_a_run_is_refused_before_anything_starts(model: Any, monkeypatch: pytest
     limits: dict[str, Any] = {"generators": 2, "silence_s": 1.0, "start_s": 1.0, "tensor_parallel": 2}
     with pytest.raises(ConfigurationError, match="2 engines of 2 devices need 4, and there are 3"):
         Fleet(partial(VLLMGenerator, slots=4), model, arguments, devices=["1", "2", "3"], **limits)
-    with pytest.raises(ConfigurationError, match="for generator=vllm"):
+    with pytest.raises(ConfigurationError, match="need generator=vllm"):
         Fleet(partial(TorchGenerator, slots=4), model, arguments, **limits)
 
 

@@ -23,9 +23,11 @@ from lightning.pytorch.accelerators import cuda
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator import vllm_http, vllm_stream
+from lightning_scalerl.generator.announced import Announcement
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.generator.vllm_engine import keep_workspaces
 from lightning_scalerl.generator.vllm_http import EngineLostError
+from lightning_scalerl.generator.vllm_plugin import IDLE
 from lightning_scalerl.generator.vllm_server import VLLMServerGenerator
 from lightning_scalerl.generator.vllm_stream import Tokens
 from lightning_scalerl.model.load import load_model
@@ -643,6 +645,25 @@ def test_nobody_without_the_key_gets_weights(server: StandIn, made: Any) -> None
 
 
 @pytest.mark.slow
+def test_a_server_that_nobody_asks_ends() -> None:
+    """The guard's watch, in a process that stands for the server: asked again and again it stays."""
+    code = (
+        "import asyncio, time; from lightning_scalerl.generator.vllm_plugin import Guard\n"
+        "async def app(*given): pass\n"
+        "guard = Guard(app)\n"
+        "for _ in range(8):\n"
+        "    time.sleep(0.2)\n"
+        "    asyncio.run(guard({'type': 'http', 'path': '/health'}, None, None))\n"
+        "print('asked', flush=True)\n"
+        "time.sleep(60)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, IDLE: "1.0"}, capture_output=True, timeout=50
+    )
+    assert done.stdout == b"asked\n" and done.returncode == -signal.SIGTERM
+
+
+@pytest.mark.slow
 def test_a_server_ends_with_the_program_that_started_it() -> None:
     """The plugin's watch, in a process that stands for one of the server's."""
     from lightning_scalerl.generator.vllm_plugin import PARENT
@@ -666,9 +687,14 @@ def test_a_server_ends_with_the_program_that_started_it() -> None:
         elsewhere.wait()
 
 
-# Stands for vllm's server: it starts a worker that does not hear SIGTERM, and takes a moment to end.
+# Stands for vLLM's server: it starts a worker that ignores SIGTERM, answers, and takes a moment to end.
 _SERVER = """
-import os, signal, subprocess, sys, time
+import os, signal, subprocess, sys, threading, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
 def end(number, frame):
     time.sleep(0.3)
     open("ended", "w").close()
@@ -679,6 +705,7 @@ worker.stdout.readline()
 with open("unfinished", "w") as file:
     print(os.getpid(), worker.pid, os.environ["SCALERL_SERVER_PARENT"], file=file)
 os.rename("unfinished", "started")
+threading.Thread(target=HTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_forever, daemon=True).start()
 time.sleep(77)
 """
 _COMMAND = """
@@ -688,37 +715,53 @@ from types import SimpleNamespace
 from lightning_scalerl.generator import vllm_serve
 anything = SimpleNamespace(from_pretrained=lambda name: None, from_config=lambda config: None)
 sys.modules["transformers"] = SimpleNamespace(AutoConfig=anything, AutoModelForCausalLM=anything)
-given = vllm_serve.Server([sys.executable, "-c", sys.argv[1]], {}, "http://here:1", Path("shape"))
-vllm_serve.prepare = lambda *arguments, **settings: given
+code, port, *options = sys.argv[1:]
+given = vllm_serve.Server([sys.executable, "-c", code, port], {}, f"http://127.0.0.1:{port}", Path("shape"))
+def prepared(model, *arguments, token, **settings):
+    given.token = token
+    return given
+vllm_serve.prepare = prepared
 given.folder.mkdir()
-sys.exit(vllm_serve.main(["model", "--max-tokens", "25"]))
+sys.exit(vllm_serve.main([*options, "--max-tokens", "25"]))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.full)])
-def test_a_server_that_is_started_by_hand_ends_with_its_command(
-    told: str, tmp_path: Path, tiny_model_path: str
-) -> None:
-    """Told to end, the command tells the server and all that it has started, and waits for them."""
+@pytest.mark.parametrize("told", ["SIGTERM", "its input", pytest.param("SIGINT", marks=pytest.mark.full)])
+def test_a_server_that_is_started_by_hand_ends_with_its_command(told: str, tmp_path: Path) -> None:
+    """The command ends the server and all that it has started, and waits for them; meanwhile it is announced."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    announcement = Announcement(tmp_path / "announced")
+    options = ["-" if told == "its input" else "model", "--announce", str(announcement.path)]
     command = subprocess.Popen(
-        [sys.executable, "-c", _COMMAND, _SERVER],
+        [sys.executable, "-c", _COMMAND, _SERVER, str(port), *options],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
         # As in a terminal, also where the tests were started in the background, with Ctrl-C ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
+    assert command.stdin is not None
     try:
+        command.stdin.write(b"{}\n")
+        command.stdin.flush()
         until = time.monotonic() + 60
-        while not (tmp_path / "started").exists():
+        while not announcement.path.exists():
             assert command.poll() is None and time.monotonic() < until
             time.sleep(0.02)
         server, worker, parent = (tmp_path / "started").read_text().split()
         # One that is killed can tell nobody: the server's processes look whether it is there.
         assert parent == f"{command.pid}@{socket.gethostname()}"
-        command.send_signal(signal.Signals[told])
-        assert command.wait(30) == 0
+        address, token = announcement.read()
+        assert address == f"http://127.0.0.1:{port}" and len(token) == 64
+        if told == "its input":  # what a step of srun sees when its run is gone
+            command.stdin.close()
+        else:
+            command.send_signal(signal.Signals[told])
+        assert command.wait(30) == (0 if told == "SIGINT" else 143)
         assert (tmp_path / "ended").exists(), "the server had its time"
+        assert not announcement.path.exists()
         assert not (tmp_path / "shape").exists()
         while alive := [pid for pid in (server, worker) if runs(pid)]:
             assert time.monotonic() < until + 30, alive

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -17,18 +16,16 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator import weights, wire
+from lightning_scalerl.generator import weights
 from lightning_scalerl.generator.fleet import Fleet
 from lightning_scalerl.generator.server import Blueprint
 from lightning_scalerl.generator.torch_generator import TorchGenerator
 from lightning_scalerl.generator.torch_policy import GeneratorPolicy
-from lightning_scalerl.generator.transport import Given
 from lightning_scalerl.generator.weights import MIB, WeightStore
 from lightning_scalerl.measure.memory import LiveBytes
 from lightning_scalerl.model.head import output_head
 from lightning_scalerl.task.arithmetic_base import new_model
 from tests.examples import every
-from tests.generator.engines import TOKEN, Listening, listening
 from tests.generator.test_fleet import drained
 from tests.generator.test_torch_generator import STOP, drain, generator_of, requests
 
@@ -51,12 +48,6 @@ class Allocations(TorchDispatchMode):
             if torch.is_tensor(each) and each.untyped_storage().data_ptr() not in given:
                 self.sizes.append(each.untyped_storage().nbytes())
         return result
-
-
-@pytest.fixture(scope="module")
-def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listening]:
-    with listening(tmp_path_factory.mktemp("far")) as engine:
-        yield engine
 
 
 def stored(model: Any, precision: Precision | None, bucket_mib: float = 64.0) -> WeightStore:
@@ -137,11 +128,8 @@ def test_a_digest_changes_with_the_weights_and_only_with_them() -> None:
     store.close()
 
 
-def test_publishing_13_million_parameters_takes_one_bucket_and_their_own_bytes(
-    far: Listening, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Counted: what goes over the wire, and what is allocated on the host while it is written and sent."""
-    monkeypatch.setenv(wire.TOKEN, TOKEN)
+def test_publishing_13_million_parameters_takes_one_bucket_and_their_own_bytes() -> None:
+    """Counted: the bytes of the file, and what is allocated on the host while it is written."""
     model = new_model(width=512, layers=4, seed=0)
     parameters = {tensor.data_ptr(): tensor for tensor in model.parameters()}
     count, head = sum(tensor.numel() for tensor in parameters.values()), model.lm_head.weight.numel()
@@ -150,22 +138,19 @@ def test_publishing_13_million_parameters_takes_one_bucket_and_their_own_bytes(
     given = {"precision": Precision("bf16"), "max_prompt_tokens": 8, "max_new_tokens": 4, "stop_tokens": [STOP]}
     fleet = Fleet(
         *(partial(TorchGenerator, slots=2), model, given),
-        **{"generators": 1, "silence_s": 60, "start_s": 100, "engines": [far.address], "bucket_mib": bucket / MIB},
+        **{"generators": 1, "silence_s": 60, "start_s": 100, "bucket_mib": bucket / MIB},
     )
     with closing(fleet):
         (engine,) = fleet._engines
-        transport = engine.transport
-        assert isinstance(transport, Given)
         fleet.publish(dict(model.state_dict()), 0)  # that of its start is behind it
-        before, weights = transport.sent, moved(model)
+        weights = moved(model)
         tracemalloc.start()
         with Allocations() as allocations:
             fleet.publish(weights, 1)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         # Two bytes a parameter, four in the head that stays FP32, and a header.
-        assert 0 <= transport.sent - before - (2 * count + 2 * head) < 8192
-        assert transport.sent - before == fleet._store.current.path.stat().st_size
+        assert 0 <= fleet._store.current.path.stat().st_size - (2 * count + 2 * head) < 8192
         assert 0 < sum(allocations.sizes) <= bucket < 2 * count / 20
         assert peak < bucket
         # And it has arrived: each engine says which bits it holds.

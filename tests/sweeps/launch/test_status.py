@@ -120,7 +120,7 @@ def test_trainer_and_engines_of_a_live_member_are_shown_with_place_state_idle_sh
     run_dir = here.run_dir(here.specs[0].run)
     engines = [
         {"where": "srun n2", "state": "up"},
-        {"where": "tcp://n3:8600", "state": "left out"},
+        {"where": "file:/shared/engines/1", "state": "starting"},
         {"where": "local", "state": "starting"},  # it has measured nothing so far
     ]
     with Lease(run_dir, facts=lambda: {"doing": "x", "idle_s": 1.0, "engines": engines}, beat_s=0.05) as lease:
@@ -140,14 +140,14 @@ def test_trainer_and_engines_of_a_live_member_are_shown_with_place_state_idle_sh
         assert [(side.side, side.where, side.state, side.idle, side.tokens_s) for side in first(here).sides] == [
             ("trainer", node, "running", 0.125, 5300.4),
             ("engine 0", "srun n2", "up", 0.25, 2000.0),
-            ("engine 1", "tcp://n3:8600", "left out", None, None),
+            ("engine 1", "file:/shared/engines/1", "starting", None, None),
             ("engine 2", "local", "starting", None, None),
         ]
         assert cli.main(["status", str(here.directory)]) == 0
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
         assert ["trainer", node, "running", "12%", "5,300"] in lines
         assert ["engine", "0", "srun", "n2", "up", "25%", "2,000"] in lines
-        assert ["engine", "1", "tcp://n3:8600", "left", "out", "-", "-"] in lines
+        assert ["engine", "1", "file:/shared/engines/1", "starting", "-", "-"] in lines
         (member_said,) = json.loads(to_json(here.directory, overview(here.directory, here.cluster)))["members"]
         assert member_said["sides"][1] == {
             "side": "engine 0", "where": "srun n2", "state": "up", "idle": 0.25, "tokens_s": 2000.0
