@@ -1,11 +1,14 @@
-"""A member whose engines are steps on other nodes of its job, or a job of their own: preempted and killed."""
+"""A member whose engines are vLLM's servers: steps on other nodes of its job, or a job of their own."""
 
 from __future__ import annotations
 
 import re
 import stat
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -17,30 +20,52 @@ from tests.slurm.test_templates import ONE, FromTemplate, preempt, submitted
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
-LIVE = ("driver=live", "driver.engines=[srun]", "driver.silence_s=20", "driver.start_s=200")
+# vLLM on a CPU takes heads of 32 numbers at least, and half a minute of a core to start.
+VLLM = ("generator=vllm", "generator.cache_gib=0.125", "precision=fp32")
+LIVE = ("driver=live", *VLLM, "driver.silence_s=60", "driver.start_s=400")
 
 
 @pytest.fixture
 def sweep(studies: Place, whole: Lab) -> FromTemplate:
-    """A study of one member, whose trainer has one of three nodes."""
-    return FromTemplate(studies, whole, (*ONE, *LIVE), name="study of engines", template="engines")
+    """A study of one member, whose trainer has one of its nodes."""
+    live = (*LIVE, "driver.engines=[srun]")
+    return FromTemplate(studies, whole, (*ONE, *live), name="study of engines", template="engines")
 
 
-def both_sides(sweep: FromTemplate) -> None:
+def both_sides(sweep: FromTemplate, engines: int) -> None:
     """Status names the trainer and the engines, each on a node of its own, with what it has done."""
 
     def told() -> bool:
         (member,) = overview(sweep.directory)
-        return [side.state for side in member.sides] == ["running", "up", "up"] and all(
+        return [side.state for side in member.sides] == ["running", *["up"] * engines] and all(
             side.idle is not None and side.tokens_s for side in member.sides
         )
 
     eventually(told, "both sides are up and have worked")
     (member,) = overview(sweep.directory)
-    assert len({side.where.split()[-1] for side in member.sides if side.where}) == 3
+    assert len({side.where.split()[-1] for side in member.sides if side.where}) == 1 + engines
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_a_trainer_and_an_engine_are_killed(sweep: FromTemplate) -> None:
+    """The run goes on with another server, and every step comes once."""
+    sweep.name += " killed"
+    sweep.overrides = (*sweep.overrides, "hydra.launcher.retries.killed=1")
+    with sweep.launched("hydra.launcher.gpus_per_node=1", "hydra.launcher.nodes=2", verifier_s=0.2) as process:
+        sweep.reaches(3)
+        both_sides(sweep, 1)
+        sweep.kill_member()
+        eventually(lambda: len(sweep.attempts()) == 2, "another start")
+        assert process.wait(timeout=PATIENCE_S) == 0, sweep.said()
+    assert sweep.finished()
+    trained = sweep.journal().of_kind("train")
+    assert [record.step for record in trained] == list(range(1, STEPS + 1))
+    assert max(record.metrics["train/staleness_max"] for record in trained) <= 2
+    assert [each.outcome for each in sweep.attempts()] == ["lost", "finished"]
+    eventually(lambda: not sweep.lab.jobs(), "no step outlives its job", 60)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("times", [1, 3])
 def test_one_trainer_and_two_engines_preempted_and_killed(sweep: FromTemplate, times: int) -> None:
     """Every group counts once, whatever ends whom and how often; nothing is older than it may be."""
     sweep.name += f" {times}"
@@ -50,7 +75,7 @@ def test_one_trainer_and_two_engines_preempted_and_killed(sweep: FromTemplate, t
         sweep.reaches(3)
         there = sweep.lab.sh("squeue", "-h", "-s", "-o", "%N %j")
         assert {"n1", "n2", "n3", "n4"} >= set(re.findall(r"n\d", there)) and len(set(re.findall(r"n\d", there))) == 3
-        both_sides(sweep)
+        both_sides(sweep, 2)
         for number in range(times):
             started = len(sweep.attempts())
             sweep.reaches(6 * number + 3)
@@ -101,13 +126,26 @@ def test_a_node_of_two_gpus_has_two_engines(sweep: FromTemplate) -> None:
 # --- a job of their own ----------------------------------------------------------------------------------------
 
 
-def announced(files: list[Path]) -> list[tuple[str, int, bytes]]:
-    """What the engines say at the moment; nothing of one that is not there."""
+def announced(files: list[Path]) -> list[str]:
+    """Addresses that the servers announce at the moment, without those that announce none."""
     found = []
     for path in files:
         with suppress(OSError):
-            found.append(Announcement(path).read())
+            found.append(Announcement(path).read()[0])
     return found
+
+
+def nodes_of(addresses: list[str]) -> set[str | None]:
+    return {urlsplit(address).hostname for address in addresses}
+
+
+def model_of(place: Place) -> str:
+    """Folder of the studies' model, whose shape the servers need."""
+    code = "from lightning_scalerl import arithmetic_base_model as made; print(made(width=32, layers=1, batches=2))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=place.environment(), capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()[-1]
 
 
 @pytest.mark.full
@@ -118,10 +156,11 @@ def test_engines_that_are_a_job_of_their_own(studies: Place, whole: Lab, times: 
     files = [folder / "0", folder / "1"]
     steps = STEPS * (1 + times)  # enough that no preemption comes when the run is over
     named = f"driver.engines=[{','.join(f'file:{path}' for path in files)}]"
-    live = ("driver=live", named, "driver.silence_s=20", "driver.start_s=200", f"budget.steps={steps}")
+    live = (*LIVE, named, f"budget.steps={steps}")
     sweep = FromTemplate(studies, whole, (*ONE, *live), name=f"study of a job of engines {times}")
     options = ("--signal=B:USR2@60", "--gpus-per-node=2")  # both of a node: the trainer is on another
-    engines = submitted(whole, studies, 0.0, str(folder), options=options, script="engines.sbatch")
+    serving = (model_of(studies), "--max-tokens", "64", "--policy", "fp32", "--slots", "72", "--cache-gib", "0.125")
+    engines = submitted(whole, studies, 0.0, str(folder), *serving, options=options, script="engines.sbatch")
 
     def node(job: str) -> str:
         return whole.sh("squeue", "-h", "-j", job, "-o", "%N")
@@ -133,10 +172,10 @@ def test_engines_that_are_a_job_of_their_own(studies: Place, whole: Lab, times: 
         eventually(lambda: [side.where for side in overview(sweep.directory)[0].sides[1:]] == places, "status has them")
         for number in range(times):
             before, place = announced(files), node(engines)
-            assert place != sweep.attempts()[-1].node and {host for host, _, _ in before} == {place}
+            assert place != sweep.attempts()[-1].node and nodes_of(before) == {place}
             preempt(whole, ("-w", place), 30)
             eventually(lambda: len(set(announced(files)) - set(before)) == 2, "engines at another place")  # noqa: B023
-            assert {host for host, _, _ in announced(files)} == {node(engines)} != {place}
+            assert nodes_of(announced(files)) == {node(engines)} != {place}
             sweep.reaches(max(sweep.step() + 1, 6 * number + 5))
             preempt(whole, ("-w", sweep.attempts()[-1].node))
             eventually(lambda: len(sweep.attempts()) == number + 2, "another start")  # noqa: B023
