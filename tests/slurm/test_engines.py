@@ -46,21 +46,17 @@ def both_sides(sweep: FromTemplate, engines: int) -> None:
     assert len({side.where.split()[-1] for side in member.sides if side.where}) == 1 + engines
 
 
-def test_a_trainer_and_an_engine_are_killed(sweep: FromTemplate) -> None:
-    """The run goes on with another server, and every step comes once."""
-    sweep.name += " killed"
-    sweep.overrides = (*sweep.overrides, "hydra.launcher.retries.killed=1")
+def test_a_trainer_has_an_engine_on_another_node(sweep: FromTemplate) -> None:
+    """The run starts a server of vLLM there and ends it; every step comes once."""
+    sweep.name += " of one"
     with sweep.launched("hydra.launcher.gpus_per_node=1", "hydra.launcher.nodes=2", verifier_s=0.2) as process:
-        sweep.reaches(3)
+        sweep.reaches(2)
         both_sides(sweep, 1)
-        sweep.kill_member()
-        eventually(lambda: len(sweep.attempts()) == 2, "another start")
         assert process.wait(timeout=PATIENCE_S) == 0, sweep.said()
     assert sweep.finished()
     trained = sweep.journal().of_kind("train")
     assert [record.step for record in trained] == list(range(1, STEPS + 1))
     assert max(record.metrics["train/staleness_max"] for record in trained) <= 2
-    assert [each.outcome for each in sweep.attempts()] == ["lost", "finished"]
     eventually(lambda: not sweep.lab.jobs(), "no step outlives its job", 60)
 
 
