@@ -25,7 +25,7 @@ from scipy.optimize import nnls
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.composition import conf_dir
 from lightning_scalerl.generator.base import GroupRequest
-from lightning_scalerl.generator.torch_generator import TorchGenerator
+from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollout import Group, Prompt, Rollout

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lightning_scalerl import arithmetic_base_model
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.generator.vllm_serve import serve
+from lightning_scalerl.generator.vllm.serve import serve
 from lightning_scalerl.model.load import load_model
 
 ROOT = Path(__file__).resolve().parent.parent

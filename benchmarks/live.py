@@ -29,7 +29,7 @@ from lightning_scalerl import Evaluate, RolloutDataModule, ScaleRL, TorchGenerat
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.generator.base import GroupRequest
-from lightning_scalerl.generator.fleet import Fleet
+from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.task.arithmetic import ArithmeticTask
 
 ROOT = Path(__file__).resolve().parent.parent

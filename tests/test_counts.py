@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from lightning_scalerl import RolloutDataModule, ScaleRL
-from lightning_scalerl.generator.torch_generator import TorchGenerator
+from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.verify.pool import VerifierPool

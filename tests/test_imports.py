@@ -177,8 +177,8 @@ def test_vllm_is_imported_where_it_runs_and_nowhere_else() -> None:
     for path in files("lightning_scalerl"):
         if "vllm" not in path.read_text():
             continue
-        assert not any(name.startswith("lightning_scalerl.generator.vllm_worker") for name in imports_of(path)), path
-        if path.name != "vllm_worker.py":
+        assert not any(name.startswith("lightning_scalerl.generator.vllm.worker") for name in imports_of(path)), path
+        if path.name != "worker.py":
             at_top = [ast.unparse(node).split() for node in ast.parse(path.read_text()).body]
             assert not any(words[0] in ("import", "from") and words[1].split(".")[0] == "vllm" for words in at_top), (
                 path
@@ -189,7 +189,7 @@ def test_vllm_is_imported_where_it_runs_and_nowhere_else() -> None:
 def test_importing_the_library_changes_no_other_library() -> None:
     """Rooms that only our own commands import are left out."""
     commands = {"member", "translate", "train"}
-    names = [name_of(path) for path in files("lightning_scalerl") if path.name != "vllm_worker.py"]
+    names = [name_of(path) for path in files("lightning_scalerl") if path.name != "worker.py"]
     names = [name for name in names if "sandbox" not in name and not commands & {*name.split(".")[1:2]}]
     code = f"""
 import sys

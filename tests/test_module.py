@@ -29,7 +29,7 @@ from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint
 from lightning_scalerl.composer import load_recipe
 from lightning_scalerl.generator.base import GroupRequest
-from lightning_scalerl.generator.torch_generator import TorchGenerator
+from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.model import policy
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.rollout import Rollout

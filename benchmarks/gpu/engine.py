@@ -22,8 +22,8 @@ from benchmarks.gpu.replayed import QWEN3_0_6B
 from benchmarks.gpu.training import TINY
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
-from lightning_scalerl.generator.vllm_serve import prepare
-from lightning_scalerl.generator.vllm_server import VLLMServerGenerator
+from lightning_scalerl.generator.vllm.client import VLLMServerGenerator
+from lightning_scalerl.generator.vllm.serve import prepare
 
 GIB = 2**30
 PROMPT = tuple(range(5, 69))

@@ -26,7 +26,7 @@ from benchmarks.speed.pairs import Record, compared, in_turns
 from benchmarks.speed.setting import SIZES, VOCABULARY, save_model
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.generator.base import GroupRequest
-from lightning_scalerl.generator.torch_generator import TorchGenerator
+from lightning_scalerl.generator.torch.generator import TorchGenerator
 
 # Prompts, rollouts of each, tokens of a prompt, new tokens.
 SETTINGS = ((64, 1, 16, 64), (16, 8, 8, 16), (8, 16, 64, 32), (8, 16, 256, 32))

@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 
 from benchmarks.speed.setting import ANSWER_TOKENS, COMPLETIONS, PROMPTS, reward, words
 from lightning_scalerl import Prompt, RolloutDataModule, ScaleRL, Task
-from lightning_scalerl.generator.torch_generator import TorchGenerator
+from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.verify.pool import VerifierPool
 

@@ -18,7 +18,7 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.distributed.start import devices_beside
 from lightning_scalerl.generator.base import EndOfThinking, Generator
-from lightning_scalerl.generator.fleet import Fleet
+from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.model.chat import Rendering, StopTexts
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.stream.drivers import Driver, Live

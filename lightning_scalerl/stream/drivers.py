@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lightning_scalerl.checks import ConfigurationError, positive, whole_number
-from lightning_scalerl.generator.addresses import addresses_of, check_engines
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.generator.channel import WeightChannel
-from lightning_scalerl.generator.fleet import Fleet
+from lightning_scalerl.generator.fleet.addresses import addresses_of, check_engines
+from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.stream.cost_model import CostModel
 from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.live_driver import LiveDriver

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from lightning_scalerl.generator.channel import WeightChannel
-from lightning_scalerl.generator.fleet import Fleet, Work
+from lightning_scalerl.generator.fleet.fleet import Fleet, Work
 from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.rollout_stream import Place, RolloutStream

@@ -23,7 +23,7 @@ from lightning_scalerl.distributed import shard_files
 from lightning_scalerl.distributed.checkpoint_folder import INDEX, META, outline
 from lightning_scalerl.distributed.shard_files import read_whole
 from lightning_scalerl.distributed.sharded import ShardedStrategy
-from lightning_scalerl.generator.torch_generator import TorchGenerator
+from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.member import export
 from lightning_scalerl.member.identify import CHECKPOINTS, plan_members
 from lightning_scalerl.member.run import run_member

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightning_scalerl.generator.vllm_server import VLLMServerGenerator
+from lightning_scalerl.generator.vllm.client import VLLMServerGenerator
 
 
 class Claimed(VLLMServerGenerator):

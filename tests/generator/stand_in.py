@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 from safetensors.torch import load, load_file
 
-from lightning_scalerl.generator.vllm_stream import ROUTE
+from lightning_scalerl.generator.vllm.stream import ROUTE
 
 TOKEN = "secret"
 

@@ -16,12 +16,12 @@ import pytest
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
-from lightning_scalerl.generator import announced
-from lightning_scalerl.generator.addresses import addresses_of, check_engines
-from lightning_scalerl.generator.announced import Announcement, address_in, line_of
 from lightning_scalerl.generator.base import GroupRequest
-from lightning_scalerl.generator.fleet import Fleet
-from lightning_scalerl.generator.vllm_generator import VLLMGenerator
+from lightning_scalerl.generator.fleet.addresses import addresses_of, check_engines
+from lightning_scalerl.generator.fleet.fleet import Fleet
+from lightning_scalerl.generator.vllm import announced
+from lightning_scalerl.generator.vllm.announced import Announcement, address_in, line_of
+from lightning_scalerl.generator.vllm.generator import VLLMGenerator
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.stream.drivers import Live
 from tests.generator.stand_in import TOKEN, StandIn

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning_scalerl import ConfigurationError, RolloutDataModule, ScaleRL
 from lightning_scalerl.axes.async_mode import OnPolicy
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.generator import decodable
+from lightning_scalerl.generator.torch import decodable
 from lightning_scalerl.measure.probe import P99
 from lightning_scalerl.task.arithmetic_base import tokenizer
 from tests.examples import every
@@ -127,7 +127,7 @@ def test_what_cannot_be_decoded_is_refused_by_name_before_anything_is_computed(f
 
 def test_a_mask_that_eager_attention_would_add_as_it_is_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault this guards against: a Boolean mask, added to the scores, hides nothing."""
-    monkeypatch.setattr("lightning_scalerl.generator.slot_cache._mask", lambda model, visible: visible)
+    monkeypatch.setattr("lightning_scalerl.generator.torch.slot_cache._mask", lambda model, visible: visible)
     model = tiny("Llama", LLAMA, attn_implementation="eager")
     with pytest.raises(ConfigurationError, match=r"decoded token by token its log-probabilities differ by 0\.\d+ from"):
         decodable.check_decodable(model, 40)

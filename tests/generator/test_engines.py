@@ -10,12 +10,12 @@ import pytest
 
 from lightning_scalerl.axes.async_mode import Pipeline
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator.addresses import check_engines
 from lightning_scalerl.generator.base import StepReport
 from lightning_scalerl.generator.channel import DirectChannel
-from lightning_scalerl.generator.engines import GeneratorLostError
-from lightning_scalerl.generator.fleet import Fleet
-from lightning_scalerl.generator.weights import WeightStore
+from lightning_scalerl.generator.fleet.addresses import check_engines
+from lightning_scalerl.generator.fleet.engines import GeneratorLostError
+from lightning_scalerl.generator.fleet.fleet import Fleet
+from lightning_scalerl.generator.fleet.weights import WeightStore
 from lightning_scalerl.stream.live_driver import LiveDriver
 from sweeps.run.activity import activity
 from tests.examples import every
@@ -82,7 +82,7 @@ def test_random_delays_on_either_side(seed: int, monkeypatch: pytest.MonkeyPatch
         (["http://here:123/path"], "cannot be read"),
         (["http://here:123", "local", "http://here:123"], "http://here:123 is there twice"),
         (["srun", "srun"], "srun is there twice"),
-        (["tcp://here:123"], "tcp://here:123 is not supported any more; .*vllm_serve.* http://HOST:PORT"),
+        (["tcp://here:123"], "tcp://here:123 is not supported any more; .*vllm.serve.* http://HOST:PORT"),
     ],
 )
 def test_addresses_that_cannot_be_used_are_refused(engines: list[str], says: str) -> None:

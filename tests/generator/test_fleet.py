@@ -15,11 +15,11 @@ import pytest
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator import transport, weights
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
-from lightning_scalerl.generator.engines import GeneratorLostError
-from lightning_scalerl.generator.fleet import Fleet
-from lightning_scalerl.generator.torch_generator import TorchGenerator
+from lightning_scalerl.generator.fleet import transport, weights
+from lightning_scalerl.generator.fleet.engines import GeneratorLostError
+from lightning_scalerl.generator.fleet.fleet import Fleet
+from lightning_scalerl.generator.torch.generator import TorchGenerator
 from tests.generator.slow import Size, SlowGenerator, Weights, weights_of
 from tests.generator.test_torch_generator import STOP, drain, requests
 from tests.generator.threads import Threads

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
-from lightning_scalerl.generator.ledger import Ledger
+from lightning_scalerl.generator.fleet.ledger import Ledger
 from lightning_scalerl.rollout import Rollout
 from tests.examples import examples
 

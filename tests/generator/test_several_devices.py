@@ -15,14 +15,16 @@ import pytest
 from lightning_scalerl import Live
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator import transport, vllm_serve, vllm_served
-from lightning_scalerl.generator.addresses import Address, addresses_of, blueprint_for, shares
-from lightning_scalerl.generator.fleet import Fleet
-from lightning_scalerl.generator.server import Blueprint
-from lightning_scalerl.generator.torch_generator import TorchGenerator
-from lightning_scalerl.generator.vllm_generator import VLLMGenerator
-from lightning_scalerl.generator.vllm_http import EngineLostError
-from lightning_scalerl.generator.vllm_served import VLLMAnnouncedGenerator, VLLMServedGenerator
+from lightning_scalerl.generator.fleet import transport
+from lightning_scalerl.generator.fleet.addresses import Address, addresses_of, blueprint_for, shares
+from lightning_scalerl.generator.fleet.fleet import Fleet
+from lightning_scalerl.generator.fleet.server import Blueprint
+from lightning_scalerl.generator.torch.generator import TorchGenerator
+from lightning_scalerl.generator.vllm import serve as vllm_serve
+from lightning_scalerl.generator.vllm import served as vllm_served
+from lightning_scalerl.generator.vllm.generator import VLLMGenerator
+from lightning_scalerl.generator.vllm.http import EngineLostError
+from lightning_scalerl.generator.vllm.served import VLLMAnnouncedGenerator, VLLMServedGenerator
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.task.arithmetic_base import new_model
 from sweeps.run import slurm_job

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
-from lightning_scalerl.generator.torch_generator import TorchGenerator, sample_tokens
+from lightning_scalerl.generator.torch.generator import TorchGenerator, sample_tokens
 from lightning_scalerl.model.head import check_head
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollout import Rollout, TrainBatch
@@ -420,7 +420,7 @@ def test_growing_changes_nothing_that_is_sampled(tiny_model: Any, monkeypatch: p
         return {place: entry.rollout for place, entry in drain(generator).items()}
 
     whole = sampled()
-    monkeypatch.setattr("lightning_scalerl.generator.slot_cache.BLOCK", 1)
+    monkeypatch.setattr("lightning_scalerl.generator.torch.slot_cache.BLOCK", 1)
     assert sampled() == whole
 
 

@@ -21,7 +21,7 @@ from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
-from lightning_scalerl.generator.fleet import Fleet
+from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.measure.probe import P99
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.windows import Window
@@ -71,7 +71,7 @@ def new_model(family: str = "Llama", seed: int = 0) -> Any:
 
 
 def generator_of(model: nn.Module, **given: Any) -> Any:
-    from lightning_scalerl.generator.vllm_generator import VLLMGenerator
+    from lightning_scalerl.generator.vllm.generator import VLLMGenerator
 
     values = {"slots": 8, "max_prompt_tokens": 160, "max_new_tokens": 16, "stop_tokens": [STOP], **given}
     return VLLMGenerator(model, given.pop("precision", FP32), **{k: v for k, v in values.items() if k != "precision"})
@@ -397,7 +397,7 @@ def test_a_run_agrees_at_every_step(tiny_model_path: str, mode: Any) -> None:
 
 @pytest.mark.parametrize("how", every(2, [signal.SIGKILL, signal.SIGSTOP], pytest.mark.full))
 def test_as_a_server_it_agrees_and_survives_its_loss(model: Any, how: signal.Signals) -> None:
-    from lightning_scalerl.generator.vllm_generator import VLLMGenerator
+    from lightning_scalerl.generator.vllm.generator import VLLMGenerator
 
     settings = {"max_prompt_tokens": 160, "max_new_tokens": 16, "stop_tokens": [STOP], "precision": FP32}
     other = new_model(seed=5)
@@ -459,7 +459,7 @@ def test_a_cache_that_holds_no_sequence(model: Any) -> None:
     ],
 )
 def test_what_is_installed(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], says: str) -> None:
-    from lightning_scalerl.generator import vllm_engine
+    from lightning_scalerl.generator.vllm import engine as vllm_engine
 
     monkeypatch.setattr(vllm_engine, "_version", installed.get)
     with pytest.raises(ConfigurationError, match=says):
@@ -467,7 +467,7 @@ def test_what_is_installed(monkeypatch: pytest.MonkeyPatch, installed: dict[str,
 
 
 def test_a_torchvision_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    from lightning_scalerl.generator import vllm_engine
+    from lightning_scalerl.generator.vllm import engine as vllm_engine
 
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision/__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")

@@ -27,12 +27,12 @@ import torch
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
-from lightning_scalerl.generator.fleet import Fleet
-from lightning_scalerl.generator.vllm_generator import VLLMGenerator
-from lightning_scalerl.generator.vllm_http import EngineLostError
-from lightning_scalerl.generator.vllm_serve import Server, main, prepare, serve
-from lightning_scalerl.generator.vllm_server import VLLMServerGenerator
-from lightning_scalerl.generator.vllm_weights import Control
+from lightning_scalerl.generator.fleet.fleet import Fleet
+from lightning_scalerl.generator.vllm.client import VLLMServerGenerator
+from lightning_scalerl.generator.vllm.generator import VLLMGenerator
+from lightning_scalerl.generator.vllm.http import EngineLostError
+from lightning_scalerl.generator.vllm.serve import Server, main, prepare, serve
+from lightning_scalerl.generator.vllm.weights import Control
 from tests.generator.test_vllm import FP32, LONG, SHORT, STOP, drained, gap, generator_of, new_model, trainers
 
 pytestmark = pytest.mark.vllm
@@ -50,7 +50,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: scalerl-plugin-of-tests\nVersion: 0\n")
     (folder / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nlightning_scalerl_of_tests = lightning_scalerl.generator.vllm_plugin:register\n"
+        "[vllm.general_plugins]\nlightning_scalerl_of_tests = lightning_scalerl.generator.vllm.plugin:register\n"
     )
     sys.path.insert(0, str(place))
     yield
@@ -361,6 +361,6 @@ def test_the_printed_command_is_one_that_vllm_takes(tiny_model_path: str, capsys
     assert (given.max_model_len, given.tensor_parallel_size, given.port) == (26, 2, 8000)
     assert given.enable_sleep_mode and given.enable_scale_out and given.enable_prompt_tokens_details
     assert given.weight_transfer_config.backend == "ipc" and given.logprobs_mode == "processed_logprobs"
-    assert given.middleware == ["lightning_scalerl.generator.vllm_plugin.Guard"]
+    assert given.middleware == ["lightning_scalerl.generator.vllm.plugin.Guard"]
     assert main([tiny_model_path, "--max-tokens", "25", "--host", "0.0.0.0"]) == 1
     assert "without a token" in capsys.readouterr().err

@@ -19,7 +19,7 @@ import pytest
 from lightning_scalerl import TrainBatch
 from lightning_scalerl.axes.async_mode import Pipeline
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.generator.vllm_serve import Server, prepare
+from lightning_scalerl.generator.vllm.serve import Server, prepare
 from lightning_scalerl.measure.probe import P99
 from lightning_scalerl.model.load import load_model
 from tests.generator.test_vllm_http import plugin  # noqa: F401

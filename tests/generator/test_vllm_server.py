@@ -22,14 +22,15 @@ from lightning.pytorch.accelerators import cuda
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator import vllm_http, vllm_stream
-from lightning_scalerl.generator.announced import Announcement
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
-from lightning_scalerl.generator.vllm_engine import keep_workspaces
-from lightning_scalerl.generator.vllm_http import EngineLostError
-from lightning_scalerl.generator.vllm_plugin import IDLE
-from lightning_scalerl.generator.vllm_server import VLLMServerGenerator
-from lightning_scalerl.generator.vllm_stream import Tokens
+from lightning_scalerl.generator.vllm import http as vllm_http
+from lightning_scalerl.generator.vllm import stream as vllm_stream
+from lightning_scalerl.generator.vllm.announced import Announcement
+from lightning_scalerl.generator.vllm.client import VLLMServerGenerator
+from lightning_scalerl.generator.vllm.engine import keep_workspaces
+from lightning_scalerl.generator.vllm.http import EngineLostError
+from lightning_scalerl.generator.vllm.plugin import IDLE
+from lightning_scalerl.generator.vllm.stream import Tokens
 from lightning_scalerl.model.load import load_model
 from tests.generator.stand_in import TOKEN, StandIn
 from tests.paths import ROOT
@@ -648,7 +649,7 @@ def test_nobody_without_the_key_gets_weights(server: StandIn, made: Any) -> None
 def test_a_server_that_nobody_asks_ends() -> None:
     """The guard's watch, in a process that stands for the server: asked again and again it stays."""
     code = (
-        "import asyncio, time; from lightning_scalerl.generator.vllm_plugin import Guard\n"
+        "import asyncio, time; from lightning_scalerl.generator.vllm.plugin import Guard\n"
         "async def app(*given): pass\n"
         "guard = Guard(app)\n"
         "for _ in range(8):\n"
@@ -666,13 +667,13 @@ def test_a_server_that_nobody_asks_ends() -> None:
 @pytest.mark.slow
 def test_a_server_ends_with_the_program_that_started_it() -> None:
     """The plugin's watch, in a process that stands for one of the server's."""
-    from lightning_scalerl.generator.vllm_plugin import PARENT
+    from lightning_scalerl.generator.vllm.plugin import PARENT
 
     code = (
         "import sys, types, time; known = types.ModuleType('vllm.distributed.weight_transfer');"
         "known.WeightTransferEngineFactory = types.SimpleNamespace(register_engine=lambda *given: None);"
         "sys.modules |= {'vllm': known, 'vllm.distributed': known, 'vllm.distributed.weight_transfer': known};"
-        "from lightning_scalerl.generator.vllm_plugin import register; register(); time.sleep(60)"
+        "from lightning_scalerl.generator.vllm.plugin import register; register(); time.sleep(60)"
     )
     with subprocess.Popen(["sleep", "0.2"]) as parent:
         here, elsewhere = (
@@ -712,7 +713,7 @@ _COMMAND = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from lightning_scalerl.generator import vllm_serve
+from lightning_scalerl.generator.vllm import serve as vllm_serve
 anything = SimpleNamespace(from_pretrained=lambda name: None, from_config=lambda config: None)
 sys.modules["transformers"] = SimpleNamespace(AutoConfig=anything, AutoModelForCausalLM=anything)
 code, port, *options = sys.argv[1:]

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_scalerl.generator.vllm_engine import names_of
-from lightning_scalerl.generator.vllm_http import Connection, EngineLostError
-from lightning_scalerl.generator.vllm_weights import Control, EngineSender
+from lightning_scalerl.generator.vllm.engine import names_of
+from lightning_scalerl.generator.vllm.http import Connection, EngineLostError
+from lightning_scalerl.generator.vllm.weights import Control, EngineSender
 from tests.generator.stand_in import TOKEN, StandIn
 from tests.generator.test_vllm import new_model
 

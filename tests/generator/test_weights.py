@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator import weights
-from lightning_scalerl.generator.fleet import Fleet
-from lightning_scalerl.generator.server import Blueprint
-from lightning_scalerl.generator.torch_generator import TorchGenerator
-from lightning_scalerl.generator.torch_policy import GeneratorPolicy
-from lightning_scalerl.generator.weights import MIB, WeightStore
+from lightning_scalerl.generator.fleet import weights
+from lightning_scalerl.generator.fleet.fleet import Fleet
+from lightning_scalerl.generator.fleet.server import Blueprint
+from lightning_scalerl.generator.fleet.weights import MIB, WeightStore
+from lightning_scalerl.generator.torch.generator import TorchGenerator
+from lightning_scalerl.generator.torch.policy import GeneratorPolicy
 from lightning_scalerl.measure.memory import LiveBytes
 from lightning_scalerl.model.head import output_head
 from lightning_scalerl.task.arithmetic_base import new_model
@@ -205,7 +205,7 @@ def test_what_cannot_be_decoded_is_refused_by_the_trainer_with_its_own_weights(
         seen.append((next(model.parameters()).dtype, capacity))
         raise ConfigurationError("model: it cannot be decoded")
 
-    monkeypatch.setattr("lightning_scalerl.generator.torch_generator.check_decodable", look)
+    monkeypatch.setattr("lightning_scalerl.generator.torch.generator.check_decodable", look)
     arguments = {"precision": Precision("bf16"), "max_prompt_tokens": 3, "max_new_tokens": 4, "stop_tokens": []}
     limits: dict[str, Any] = {"generators": 1, "silence_s": 5.0, "start_s": 5.0}
     with pytest.raises(ConfigurationError, match="it cannot be decoded"):

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from lightning_scalerl.generator import transport
-from lightning_scalerl.generator.server import ParentGoneError, Server
-from lightning_scalerl.generator.wire import receive
+from lightning_scalerl.generator.fleet import transport
+from lightning_scalerl.generator.fleet.server import ParentGoneError, Server
+from lightning_scalerl.generator.fleet.wire import receive
 
 
 class Threads:

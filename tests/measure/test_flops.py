@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_scalerl import ConfigurationError
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.generator.base import GroupRequest, StepReport
-from lightning_scalerl.generator.torch_generator import TorchGenerator
+from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.model.windows import attention_windows, outside

@@ -14,7 +14,7 @@ import torch
 from lightning_scalerl.callbacks.evaluate import OtherWeightsError
 from lightning_scalerl.callbacks.rollout_log import RolloutLog
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator.torch_generator import TorchGenerator
+from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.noise import measure_noise
 from lightning_scalerl.member.rescore import rescore_run

@@ -14,8 +14,8 @@ from torch import nn
 from lightning_scalerl import RolloutDataModule, ScaleRL
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator.decodable import check_decodable
-from lightning_scalerl.generator.torch_policy import GeneratorPolicy
+from lightning_scalerl.generator.torch.decodable import check_decodable
+from lightning_scalerl.generator.torch.policy import GeneratorPolicy
 from lightning_scalerl.model import place
 from lightning_scalerl.model.head import check_head, eval_mode
 from lightning_scalerl.model.load import load_model, load_tokenizer, stop_tokens

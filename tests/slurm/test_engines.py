@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from lightning_scalerl.generator.announced import Announcement
+from lightning_scalerl.generator.vllm.announced import Announcement
 from sweeps.launch.status import overview
 from tests.place import STEPS, Place
 from tests.slurm.cluster import PATIENCE_S, Lab, eventually

@@ -19,7 +19,7 @@ from lightning_scalerl.axes.async_mode.base import AsyncMode
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.channel import DirectChannel
-from lightning_scalerl.generator.fleet import Fleet
+from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.generator.scripted import ScriptedGenerator
 from lightning_scalerl.measure.compute_meter import PHASES
 from lightning_scalerl.measure.probe import P99

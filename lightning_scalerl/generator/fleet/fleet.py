@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator.addresses import Address, addresses_of, blueprint_for, shares
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport, nothing_computed
-from lightning_scalerl.generator.engines import POLL_S, Engine, Engines, GeneratorLostError
-from lightning_scalerl.generator.ledger import Ledger
-from lightning_scalerl.generator.server import Blueprint
-from lightning_scalerl.generator.transport import Surroundings
-from lightning_scalerl.generator.weights import WeightStore
+from lightning_scalerl.generator.fleet.addresses import Address, addresses_of, blueprint_for, shares
+from lightning_scalerl.generator.fleet.engines import POLL_S, Engine, Engines, GeneratorLostError
+from lightning_scalerl.generator.fleet.ledger import Ledger
+from lightning_scalerl.generator.fleet.server import Blueprint
+from lightning_scalerl.generator.fleet.transport import Surroundings
+from lightning_scalerl.generator.fleet.weights import WeightStore
 
 P = ParamSpec("P")
 T = TypeVar("T")

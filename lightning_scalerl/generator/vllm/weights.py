@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator.vllm_engine import checkpoint_format
-from lightning_scalerl.generator.vllm_http import Connection, EngineLostError, RefusedError
-from lightning_scalerl.generator.vllm_plugin import BACKEND
-from lightning_scalerl.generator.weights import SHARED_MEMORY, TYPE_NAMES, start_of_file
+from lightning_scalerl.generator.fleet.weights import SHARED_MEMORY, TYPE_NAMES, start_of_file
+from lightning_scalerl.generator.vllm.engine import checkpoint_format
+from lightning_scalerl.generator.vllm.http import Connection, EngineLostError, RefusedError
+from lightning_scalerl.generator.vllm.plugin import BACKEND
 
 # Ways that a server with our engine takes.
 TRANSFERS = ("auto", "file", "http")

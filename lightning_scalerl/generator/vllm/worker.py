@@ -1,6 +1,6 @@
 """Weights as a worker of vLLM's server gets them: in buckets, from a file on a shared path or over HTTP.
 
-vLLM brings no such engine for a CPU, and none that needs neither a GPU nor a common disk. `vllm_weights` is the other
+vLLM brings no such engine for a CPU, and none that needs neither a GPU nor a common disk. `weights` is the other
 side. A bucket is a file in safetensors' format, on a path or at an address, that names what it holds.
 """
 
@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from lightning_scalerl.generator.vllm_engine import after_reload, before_reload
+from lightning_scalerl.generator.vllm.engine import after_reload, before_reload
 
 
 @dataclass

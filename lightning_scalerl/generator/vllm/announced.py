@@ -1,6 +1,6 @@
 """Announcements of servers: a file that says where a server of vLLM answers, and with which token.
 
-`vllm_serve --announce PATH` writes the file on a file system that both sides see, and `driver.engines=[file:PATH]`
+`serve --announce PATH` writes the file on a file system that both sides see, and `driver.engines=[file:PATH]`
 reads it at each attempt to connect. So a server whose job was requeued on another node is found again.
 """
 
@@ -97,7 +97,7 @@ class Announcement:
             )
         address, token = address_in(text), _TOKEN.search(text)
         if address is None or token is None:
-            raise ConfigurationError(f"{name} is not an announcement of vllm_serve (--announce)")
+            raise ConfigurationError(f"{name} is not an announcement of a server (--announce)")
         return address, token[1]
 
     def find(self, limit_s: float) -> tuple[str, str]:

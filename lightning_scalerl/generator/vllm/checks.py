@@ -8,9 +8,9 @@ from typing import Any
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator.vllm_engine import VERSIONS, known_version
-from lightning_scalerl.generator.vllm_http import Connection, EngineLostError, RefusedError
-from lightning_scalerl.generator.vllm_stream import ROUTE
+from lightning_scalerl.generator.vllm.engine import VERSIONS, known_version
+from lightning_scalerl.generator.vllm.http import Connection, EngineLostError, RefusedError
+from lightning_scalerl.generator.vllm.stream import ROUTE
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def wait_for_server(connection: Connection, away_s: float) -> None:
             if time.monotonic() > until:
                 raise EngineLostError(
                     f"{error}; no server for {away_s:g} s: start one there (python -m "
-                    "lightning_scalerl.generator.vllm_serve), or correct the address"
+                    "lightning_scalerl.generator.vllm.serve), or correct the address"
                 ) from error
         time.sleep(AGAIN_S)
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.generator.base import FinishedRollout, StepReport, StopText, set_aside
-from lightning_scalerl.generator.vllm_engine import default_cache_gib, load_weights, names_of, new_engine
-from lightning_scalerl.generator.vllm_rollouts import Computed, InFlight, Sampled, Sampling, report
+from lightning_scalerl.generator.vllm.engine import default_cache_gib, load_weights, names_of, new_engine
+from lightning_scalerl.generator.vllm.rollouts import Computed, InFlight, Sampled, Sampling, report
 from lightning_scalerl.model.head import text_config
 from lightning_scalerl.model.windows import attention_windows
 
@@ -43,7 +43,7 @@ class VLLMGenerator(InFlight):
         stop_text: tests a completion's last tokens for a text that ends it; None without such texts.
 
     Raises:
-        ConfigurationError: vLLM, the model or the memory cannot be used (`vllm_engine`).
+        ConfigurationError: vLLM, the model or the memory cannot be used (`engine`).
     """
 
     # How much memory there is changes no result, and no identity.

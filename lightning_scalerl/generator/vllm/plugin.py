@@ -39,7 +39,7 @@ def register() -> None:
 
     with suppress(ValueError):  # it is known already
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "lightning_scalerl.generator.vllm_worker", "ScaleRLWeightTransferEngine"
+            BACKEND, "lightning_scalerl.generator.vllm.worker", "ScaleRLWeightTransferEngine"
         )
 
 

@@ -18,13 +18,13 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from lightning_scalerl.generator.wire import Line
+from lightning_scalerl.generator.fleet.wire import Line
 
 # The kernel closes a connection a moment before the exit status of its process can be read.
 EXIT_S = 5.0
 # Time that a process has to end by itself; a child that has started a server ends it first.
 STOP_S = 5.0
-SERVER = "lightning_scalerl.generator.server"
+SERVER = "lightning_scalerl.generator.fleet.server"
 
 
 @dataclass(frozen=True)

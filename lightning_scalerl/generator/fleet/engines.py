@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
-from lightning_scalerl.generator.addresses import Address
-from lightning_scalerl.generator.server import Blueprint
-from lightning_scalerl.generator.transport import Child, Surroundings
+from lightning_scalerl.generator.fleet.addresses import Address
+from lightning_scalerl.generator.fleet.server import Blueprint
+from lightning_scalerl.generator.fleet.transport import Child, Surroundings
 
 _log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 from torch import nn
 
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.generator.announced import Announcement
-from lightning_scalerl.generator.vllm_engine import default_cache_gib
-from lightning_scalerl.generator.vllm_generator import SCORING
-from lightning_scalerl.generator.vllm_serve import serve, serve_on
-from lightning_scalerl.generator.vllm_server import VLLMServerGenerator
+from lightning_scalerl.generator.vllm.announced import Announcement
+from lightning_scalerl.generator.vllm.client import VLLMServerGenerator
+from lightning_scalerl.generator.vllm.engine import default_cache_gib
+from lightning_scalerl.generator.vllm.generator import SCORING
+from lightning_scalerl.generator.vllm.serve import serve, serve_on
 
 
 class VLLMServedGenerator(VLLMServerGenerator):
@@ -88,7 +88,7 @@ class VLLMAnnouncedGenerator(VLLMServerGenerator):
     Args:
         model: on the host: its configuration and first weights are used.
         precision: types of the engine's weights and of its head.
-        path: the file, as `vllm_serve --announce` writes it.
+        path: the file, as `serve --announce` writes it.
         start_s: seconds that a server may take to announce itself and to answer.
         settings: further arguments of `VLLMServerGenerator`.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, request_from, request_state
-from lightning_scalerl.generator.slot_cache import SlotCache
+from lightning_scalerl.generator.torch.slot_cache import SlotCache
 from lightning_scalerl.rollout import Rollout
 
 # Values for a slot without an interruption to come, and without a phrase being forced.

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
-from lightning_scalerl.generator.vllm_answers import Answer, WrongAnswerError
-from lightning_scalerl.generator.vllm_http import Connection, EngineLostError
+from lightning_scalerl.generator.vllm.answers import Answer, WrongAnswerError
+from lightning_scalerl.generator.vllm.http import Connection, EngineLostError
 
 # Route that takes and gives token ids: no tokenizer of the server's has a say.
 ROUTE = "/inference/v1/generate"

@@ -1,4 +1,4 @@
-"""Generator that samples with vLLM's own HTTP server, on this machine or another: `vllm_serve` starts one.
+"""Generator that samples with vLLM's own HTTP server, on this machine or another: `serve` starts one.
 
 Rollouts are streams of token ids with log-probabilities (`/inference/v1/generate`); what ends them is decided here, as
 for the engine in this process. Which weights sampled a token is the server's to say: labels of ours, set while it is
@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError, positive, whole_number
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport, StopText, set_aside
-from lightning_scalerl.generator.vllm_answers import Answer, checked_logprob
-from lightning_scalerl.generator.vllm_checks import CALL_S, check_answer, checked, wait_for_server
-from lightning_scalerl.generator.vllm_engine import names_of
-from lightning_scalerl.generator.vllm_http import Connection, EngineLostError, RefusedError
-from lightning_scalerl.generator.vllm_rollouts import Computed, InFlight, Sampled, Sampling, report
-from lightning_scalerl.generator.vllm_stream import ROUTE, End, Lost, Streams, Tokens
-from lightning_scalerl.generator.vllm_weights import TRANSFERS, Control, new_sender
+from lightning_scalerl.generator.vllm.answers import Answer, checked_logprob
+from lightning_scalerl.generator.vllm.checks import CALL_S, check_answer, checked, wait_for_server
+from lightning_scalerl.generator.vllm.engine import names_of
+from lightning_scalerl.generator.vllm.http import Connection, EngineLostError, RefusedError
+from lightning_scalerl.generator.vllm.rollouts import Computed, InFlight, Sampled, Sampling, report
+from lightning_scalerl.generator.vllm.stream import ROUTE, End, Lost, Streams, Tokens
+from lightning_scalerl.generator.vllm.weights import TRANSFERS, Control, new_sender
 from lightning_scalerl.model.head import text_config
 from lightning_scalerl.model.windows import attention_windows
 
@@ -70,7 +70,7 @@ class VLLMServerGenerator(InFlight):
         address: the server's, such as `http://node7:8000`.
         token: the server's token; None if it asks for none.
         slots: number of rollouts that are kept in flight there.
-        cache_gib: not used; the server has its cache (`vllm_serve`).
+        cache_gib: not used; the server has its cache (`serve`).
         max_prompt_tokens, max_new_tokens, stop_tokens, temperature, phrase, thinking_ended, stop_text: as
             `VLLMGenerator` has them.
         transfer: "file" or "http" for weights of a server that takes them either way; "auto" tries a file first.

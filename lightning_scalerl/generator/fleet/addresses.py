@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator.vllm_plugin import TOKEN
+from lightning_scalerl.generator.vllm.plugin import TOKEN
 from lightning_scalerl.model.head import text_config
 from sweeps.run import slurm_job
 
 if TYPE_CHECKING:
-    from lightning_scalerl.generator.server import Blueprint
+    from lightning_scalerl.generator.fleet.server import Blueprint
 
 VALID = "local, http://HOST:PORT, file:/PATH, srun"
-HTTP_ENGINE = "lightning_scalerl.generator.vllm_server"
-SERVED_ENGINE = "lightning_scalerl.generator.vllm_served"
+HTTP_ENGINE = "lightning_scalerl.generator.vllm.client"
+SERVED_ENGINE = "lightning_scalerl.generator.vllm.served"
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _parsed(text: str) -> Address:
     if text.startswith("tcp:"):
         raise ConfigurationError(
             f"driver.engines: {text} is not supported any more; start vLLM's server there (python -m "
-            "lightning_scalerl.generator.vllm_serve) and name it as http://HOST:PORT, with generator=vllm"
+            "lightning_scalerl.generator.vllm.serve) and name it as http://HOST:PORT, with generator=vllm"
         )
     try:
         parts = urlsplit(text)
@@ -153,7 +153,7 @@ def _path(text: str) -> str:
     if not path.startswith("/") or path.startswith("//") or path.endswith("/"):
         raise ConfigurationError(
             f"driver.engines: {text!r} is not the whole path of a file (such as file:/shared/engines/0) in which a "
-            "server announces itself (python -m lightning_scalerl.generator.vllm_serve --announce PATH)"
+            "server announces itself (python -m lightning_scalerl.generator.vllm.serve --announce PATH)"
         )
     return os.path.normpath(path)
 

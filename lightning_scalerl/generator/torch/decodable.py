@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError, said
-from lightning_scalerl.generator.slot_cache import SlotCache, decode, encode
+from lightning_scalerl.generator.torch.slot_cache import SlotCache, decode, encode
 from lightning_scalerl.model.head import backbone, eval_mode, head_logits, output_head, text_config
 from lightning_scalerl.model.windows import attention_windows
 

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_scalerl.generator.base import FinishedRollout, Generator, nothing_computed
-from lightning_scalerl.generator.weights import Published
-from lightning_scalerl.generator.wire import receive, send
+from lightning_scalerl.generator.fleet.weights import Published
+from lightning_scalerl.generator.fleet.wire import receive, send
 
 # Interval of heartbeats while there is nothing else to report.
 HEARTBEAT_S = 0.5
@@ -50,7 +50,7 @@ class Blueprint:
 
     def build(self) -> Generator:
         """Build the generator, with weights that are nobody's yet, in the policy's type from the start."""
-        from lightning_scalerl.generator.torch_policy import new_model
+        from lightning_scalerl.generator.torch.policy import new_model
 
         precision = self.arguments.get("precision")
         model = new_model(self.model_class, self.config, None if precision is None else precision.policy_dtype)

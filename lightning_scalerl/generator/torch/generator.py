@@ -31,10 +31,10 @@ from lightning_scalerl.generator.base import (
     request_state,
     set_aside,
 )
-from lightning_scalerl.generator.decodable import check_decodable
-from lightning_scalerl.generator.slot_cache import SlotCache, decode, encode
-from lightning_scalerl.generator.slots import Slots, host
-from lightning_scalerl.generator.torch_policy import GeneratorPolicy
+from lightning_scalerl.generator.torch.decodable import check_decodable
+from lightning_scalerl.generator.torch.policy import GeneratorPolicy
+from lightning_scalerl.generator.torch.slot_cache import SlotCache, decode, encode
+from lightning_scalerl.generator.torch.slots import Slots, host
 from lightning_scalerl.model.head import backbone, text_config
 from lightning_scalerl.model.policy import MAX_LOGITS
 

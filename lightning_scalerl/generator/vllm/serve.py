@@ -1,6 +1,6 @@
 """Start of a server of vLLM, on this node or by srun on another, with the settings that `VLLMServerGenerator` asks of.
 
-`python -m lightning_scalerl.generator.vllm_serve MODEL` starts one by hand, on any node that has vLLM and this package.
+`python -m lightning_scalerl.generator.vllm.serve MODEL` starts one by hand, on any node that has vLLM and this package.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from torch import nn
 
 from lightning_scalerl.axes.precision import DTYPES, Precision
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
-from lightning_scalerl.generator.announced import Announcement, address_in, line_of
-from lightning_scalerl.generator.vllm_engine import check_vllm, engine_settings, exact_products, save_shape, shape_of
-from lightning_scalerl.generator.vllm_plugin import BACKEND, IDLE, PARENT, TOKEN
+from lightning_scalerl.generator.vllm.announced import Announcement, address_in, line_of
+from lightning_scalerl.generator.vllm.engine import check_vllm, engine_settings, exact_products, save_shape, shape_of
+from lightning_scalerl.generator.vllm.plugin import BACKEND, IDLE, PARENT, TOKEN
 from sweeps.run import slurm_job
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -232,7 +232,7 @@ def prepare(
         # Token ids in and out, with the labels of the weights and what the cache has spared.
         "enable_scale_out": True,
         "enable_prompt_tokens_details": True,
-        "middleware": "lightning_scalerl.generator.vllm_plugin.Guard",
+        "middleware": "lightning_scalerl.generator.vllm.plugin.Guard",
         "disable_log_stats": True,
         "disable_uvicorn_access_log": True,
     }
@@ -308,7 +308,7 @@ def serve_on(
             sys.executable,
             "-u",
             "-m",
-            "lightning_scalerl.generator.vllm_serve",
+            "lightning_scalerl.generator.vllm.serve",
             STDIN,
             "--host",
             "0.0.0.0",
@@ -389,8 +389,8 @@ def _flags(settings: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve a model until the server ends: `python -m lightning_scalerl.generator.vllm_serve MODEL`."""
-    parser = argparse.ArgumentParser(prog="python -m lightning_scalerl.generator.vllm_serve", description=__doc__)
+    """Serve a model until the server ends: `python -m lightning_scalerl.generator.vllm.serve MODEL`."""
+    parser = argparse.ArgumentParser(prog="python -m lightning_scalerl.generator.vllm.serve", description=__doc__)
     parser.add_argument("model", help="folder or name of the model that is trained; its weights are not read")
     parser.add_argument("--max-tokens", type=int, required=True, help="context.max_prompt_tokens + max_new_tokens")
     parser.add_argument("--policy", choices=sorted(DTYPES), default="bf16", help="precision.policy of the run")
