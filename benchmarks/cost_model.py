@@ -24,7 +24,7 @@ from scipy.optimize import nnls
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.composition import conf_dir
-from lightning_scalerl.generator.base import GroupRequest
+from lightning_scalerl.generator.base import GroupRequest, SamplingSettings
 from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.model.policy import Policy
@@ -42,7 +42,7 @@ ROLLOUTS = (16, 32, 64, 128, 256)
 def decode_rows(model: Any, rollouts: int) -> list[tuple[list[float], float]]:
     """One generation of that many rollouts: for each token step ([1, rollouts, context], seconds); prefill apart."""
     generator = TorchGenerator(
-        model, FP32, slots=rollouts, max_prompt_tokens=16, max_new_tokens=NEW_TOKENS, stop_tokens=[]
+        model, FP32, SamplingSettings(max_prompt_tokens=16, max_new_tokens=NEW_TOKENS), slots=rollouts
     )
     generator.submit(GroupRequest(0, tuple(range(1, PROMPT_TOKENS + 1)), rollouts, (0,)))
     rows = []
@@ -57,7 +57,7 @@ def decode_rows(model: Any, rollouts: int) -> list[tuple[list[float], float]]:
 
 def prefill_s(model: Any, prompts: int) -> float:
     """Seconds of prefilling that many prompts."""
-    generator = TorchGenerator(model, FP32, slots=prompts, max_prompt_tokens=16, max_new_tokens=1, stop_tokens=[])
+    generator = TorchGenerator(model, FP32, SamplingSettings(max_prompt_tokens=16, max_new_tokens=1), slots=prompts)
     for key in range(prompts):
         generator.submit(GroupRequest(key, tuple(range(1, PROMPT_TOKENS + 1)), 1, (key,)))
     begin = time.perf_counter()
@@ -85,7 +85,7 @@ def train_s(model: Any, rollouts: int) -> tuple[int, float]:
 
 def publish_s(model: Any) -> float:
     """Seconds of one publish with nothing in flight."""
-    generator = TorchGenerator(model, FP32, slots=1, max_prompt_tokens=16, max_new_tokens=1, stop_tokens=[])
+    generator = TorchGenerator(model, FP32, SamplingSettings(max_prompt_tokens=16, max_new_tokens=1), slots=1)
     begin = time.perf_counter()
     generator.publish(dict(model.state_dict()), 1)
     return time.perf_counter() - begin

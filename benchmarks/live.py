@@ -28,7 +28,7 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning_scalerl import Evaluate, RolloutDataModule, ScaleRL, TorchGenerator, VLLMGenerator, arithmetic_base_model
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.callbacks.base import Recorder
-from lightning_scalerl.generator.base import GroupRequest
+from lightning_scalerl.generator.base import GroupRequest, SamplingSettings
 from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.task.arithmetic import ArithmeticTask
 
@@ -136,12 +136,7 @@ def model_of(millions: float) -> Any:
 
 def of_a_fleet(factory: Any, model: Any) -> Any:
     """Seconds of one generation of a generator in its own process; and how it is ended."""
-    settings = {
-        "precision": FP32,
-        "max_prompt_tokens": PROMPT_TOKENS,
-        "max_new_tokens": NEW_TOKENS,
-        "stop_tokens": [],
-    }
+    settings = {"precision": FP32, "sampling": SamplingSettings(PROMPT_TOKENS, NEW_TOKENS)}
     fleet = Fleet(factory, model, settings, generators=1, silence_s=120, start_s=600)
     numbers = iter(range(10**6))
 

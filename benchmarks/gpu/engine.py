@@ -21,7 +21,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks.gpu.replayed import QWEN3_0_6B
 from benchmarks.gpu.training import TINY
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, SamplingSettings
 from lightning_scalerl.generator.vllm.client import VLLMServerGenerator
 from lightning_scalerl.generator.vllm.serve import prepare
 
@@ -107,12 +107,10 @@ def measure(backend: str, tiny: bool, sleeps: bool, fp32_head: bool, flags: Sequ
         generator = VLLMServerGenerator(
             one,
             precision,
+            SamplingSettings(max_prompt_tokens=len(PROMPT), max_new_tokens=longest, stop_tokens=[1]),
             address=server.address,
             token=token,
             slots=slots,
-            max_prompt_tokens=len(PROMPT),
-            max_new_tokens=longest,
-            stop_tokens=[1],
         )
         found["way"], found["awake_gib"] = generator._sender.way, used_gib()
         found["publish_s"], found["gaps"], found["other_gaps"] = [], [], []

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 from benchmarks.speed.pairs import Record, compared, in_turns
 from benchmarks.speed.setting import SIZES, VOCABULARY, save_model
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.generator.base import GroupRequest
+from lightning_scalerl.generator.base import GroupRequest, SamplingSettings
 from lightning_scalerl.generator.torch.generator import TorchGenerator
 
 # Prompts, rollouts of each, tokens of a prompt, new tokens.
@@ -135,10 +135,8 @@ def _setting(
     generator = TorchGenerator(
         model,
         Precision("fp32"),
+        SamplingSettings(max_prompt_tokens=prompt_tokens, max_new_tokens=new_tokens),
         slots=number * rollouts,
-        max_prompt_tokens=prompt_tokens,
-        max_new_tokens=new_tokens,
-        stop_tokens=[],
     )
     sides = {
         "ours": partial(ours, generator, prompts, rollouts),

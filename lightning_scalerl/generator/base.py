@@ -168,19 +168,50 @@ class StopText(Protocol):
         ...
 
 
-def check_request(request: GroupRequest, max_prompt_tokens: int, has_phrase: bool) -> None:
-    """Check that a generator can serve a request.
+def thinks_on(tokens: list[int]) -> bool:
+    """Return False: without an end marker a completion never ends its thinking by itself."""
+    return False
 
-    Raises:
-        ConfigurationError: the prompt is empty or too long, or an interruption is asked for and there is no phrase.
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How a generator samples: the same record for every generator.
+
+    Attributes:
+        max_prompt_tokens, max_new_tokens: longest prompt and completion, in tokens.
+        stop_tokens: ids that end a completion (kept as its last token).
+        temperature: sampling temperature.
+        phrase: token ids that are forced where a request asks for an interruption.
+        thinking_ended: tests whether a completion so far has ended its thinking; it is then not interrupted.
+        stop_text: tests a completion's last tokens for a text that ends it; None without such texts.
     """
-    length = len(request.prompt_tokens)
-    if not 0 < length <= max_prompt_tokens:
-        raise ConfigurationError(
-            f"context.max_prompt_tokens: a prompt has {length} tokens, allowed are 1 to {max_prompt_tokens}"
-        )
-    if request.interrupt_at and not has_phrase:
-        raise ConfigurationError("length_control.phrase: it has no tokens, an interruption would do nothing")
+
+    max_prompt_tokens: int
+    max_new_tokens: int
+    stop_tokens: Sequence[int] = ()
+    temperature: float = 1.0
+    phrase: Sequence[int] = ()
+    thinking_ended: Callable[[list[int]], bool] = thinks_on
+    stop_text: StopText | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest sequence, prompt and completion."""
+        return self.max_prompt_tokens + self.max_new_tokens
+
+    def check(self, request: GroupRequest) -> None:
+        """Check that a generator with these settings can serve a request.
+
+        Raises:
+            ConfigurationError: the prompt is empty or too long, or an interruption is asked for and there is no phrase.
+        """
+        length = len(request.prompt_tokens)
+        if not 0 < length <= self.max_prompt_tokens:
+            raise ConfigurationError(
+                f"context.max_prompt_tokens: a prompt has {length} tokens, allowed are 1 to {self.max_prompt_tokens}"
+            )
+        if request.interrupt_at and not self.phrase:
+            raise ConfigurationError("length_control.phrase: it has no tokens, an interruption would do nothing")
 
 
 def request_state(request: GroupRequest) -> dict[str, Any]:

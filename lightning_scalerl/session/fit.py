@@ -66,7 +66,7 @@ def _probe(module: Parts) -> None:
     """Check that trainer and generator compute the same, before any compute is counted."""
     given = generator_arguments(module.sampling.inputs)
     tokens = module.sampling.sets[TRAINING].tokens[0]
-    interruption = (given["phrase"], given["thinking_ended"])
+    interruption = (given["sampling"].phrase, given["sampling"].thinking_ended)
     with module.sampling.generating() as generator:
         start_probe(generator, module.trained, tokens, module.completed_steps, *interruption)
 

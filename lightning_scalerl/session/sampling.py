@@ -17,7 +17,7 @@ import torch
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.distributed.start import devices_beside
-from lightning_scalerl.generator.base import EndOfThinking, Generator
+from lightning_scalerl.generator.base import EndOfThinking, Generator, SamplingSettings
 from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.model.chat import Rendering, StopTexts
 from lightning_scalerl.recipe import Recipe
@@ -181,13 +181,13 @@ def generator_arguments(inputs: Inputs) -> dict[str, Any]:
     if problem:
         raise ConfigurationError(problem)
     stop = tuple(inputs.recipe.chat.stop)
-    return {
-        **({"stop_text": StopTexts(inputs.tokenizer, stop)} if stop else {}),
-        "precision": inputs.choices.precision,
-        "max_prompt_tokens": context.max_prompt_tokens,
-        "max_new_tokens": context.max_new_tokens,
-        "stop_tokens": inputs.stop_tokens,
-        "temperature": context.temperature,
-        "phrase": phrase,
-        "thinking_ended": EndOfThinking(inputs.tokenizer, control.end_of_thinking),
-    }
+    sampling = SamplingSettings(
+        max_prompt_tokens=context.max_prompt_tokens,
+        max_new_tokens=context.max_new_tokens,
+        stop_tokens=inputs.stop_tokens,
+        temperature=context.temperature,
+        phrase=phrase,
+        thinking_ended=EndOfThinking(inputs.tokenizer, control.end_of_thinking),
+        stop_text=StopTexts(inputs.tokenizer, stop) if stop else None,
+    )
+    return {"precision": inputs.choices.precision, "sampling": sampling}

@@ -24,6 +24,7 @@ from lightning_scalerl.generator.vllm.announced import Announcement, address_in,
 from lightning_scalerl.generator.vllm.generator import VLLMGenerator
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.stream.drivers import Live
+from tests.generator.sampling import with_sampling
 from tests.generator.stand_in import TOKEN, StandIn
 from tests.generator.test_fleet import drained
 
@@ -159,7 +160,7 @@ def test_one_that_never_answers_is_given_up_with_the_reason(path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_finds_a_server_that_has_moved(path: Path, tiny_model_path: str, tmp_path: Path) -> None:
     """The file stays as it was until the next server has announced itself at another port."""
-    arguments = {"precision": Precision("fp32"), "max_prompt_tokens": 16, "max_new_tokens": 6, "stop_tokens": [1]}
+    arguments = with_sampling(precision=Precision("fp32"), max_prompt_tokens=16, max_new_tokens=6, stop_tokens=[1])
     factory = partial(VLLMGenerator, slots=4)
     with closing(StandIn()) as one, closing(StandIn()) as two:
         one.delay_s = 0.2

@@ -20,6 +20,7 @@ from lightning_scalerl.generator.fleet import transport, weights
 from lightning_scalerl.generator.fleet.engines import GeneratorLostError
 from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.generator.torch.generator import TorchGenerator
+from tests.generator.sampling import with_sampling
 from tests.generator.slow import Size, SlowGenerator, Weights, weights_of
 from tests.generator.test_torch_generator import STOP, drain, requests
 from tests.generator.threads import Threads
@@ -213,7 +214,7 @@ def test_only_the_weights_in_use_are_kept(fleet: Fleet) -> None:
 
 @pytest.mark.full
 def test_the_torch_generator_samples_the_same_there_and_here(tiny_model: Any) -> None:
-    given = {"precision": Precision("fp32"), "max_prompt_tokens": 8, "max_new_tokens": 10, "stop_tokens": [STOP]}
+    given = with_sampling(precision=Precision("fp32"), max_prompt_tokens=8, max_new_tokens=10, stop_tokens=[STOP])
     here = TorchGenerator(tiny_model, slots=4, **given)
     for request in requests():
         here.submit(request)

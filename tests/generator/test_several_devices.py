@@ -28,10 +28,11 @@ from lightning_scalerl.generator.vllm.served import VLLMAnnouncedGenerator, VLLM
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.task.arithmetic_base import new_model
 from sweeps.run import slurm_job
+from tests.generator.sampling import with_sampling
 from tests.generator.stand_in import TOKEN, StandIn
 from tests.generator.test_vllm_server import drained
 
-GIVEN: dict[str, Any] = {"max_prompt_tokens": 16, "max_new_tokens": 6, "stop_tokens": [1]}
+GIVEN = with_sampling(max_prompt_tokens=16, max_new_tokens=6, stop_tokens=[1])
 
 
 @pytest.fixture(scope="module")

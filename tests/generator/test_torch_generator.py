@@ -21,6 +21,7 @@ from lightning_scalerl.generator.torch.generator import TorchGenerator, sample_t
 from lightning_scalerl.model.head import check_head
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollout import Rollout, TrainBatch
+from tests.generator.sampling import with_sampling
 
 FP32 = Precision("fp32", True, True)
 STOP = 14
@@ -35,7 +36,7 @@ def requests(count: int = 5, completions: int = 3) -> list[GroupRequest]:
 
 def generator_of(model: Any, slots: int = 4, precision: Precision = FP32, **options: Any) -> TorchGenerator:
     settings_ = {"max_prompt_tokens": 8, "max_new_tokens": 10, "stop_tokens": [STOP], **options}
-    return TorchGenerator(model, precision, slots=slots, **settings_)
+    return TorchGenerator(model, precision, slots=slots, **with_sampling(**settings_))
 
 
 def drain(generator: TorchGenerator) -> dict[tuple[int, int], FinishedRollout]:

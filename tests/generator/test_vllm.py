@@ -26,6 +26,7 @@ from lightning_scalerl.measure.probe import P99
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.windows import Window
 from tests.examples import every
+from tests.generator.sampling import with_sampling
 from tests.helpers import CountingTask, fit
 from tests.test_module import Keep
 
@@ -74,7 +75,9 @@ def generator_of(model: nn.Module, **given: Any) -> Any:
     from lightning_scalerl.generator.vllm.generator import VLLMGenerator
 
     values = {"slots": 8, "max_prompt_tokens": 160, "max_new_tokens": 16, "stop_tokens": [STOP], **given}
-    return VLLMGenerator(model, given.pop("precision", FP32), **{k: v for k, v in values.items() if k != "precision"})
+    return VLLMGenerator(
+        model, given.pop("precision", FP32), **with_sampling(**{k: v for k, v in values.items() if k != "precision"})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -399,7 +402,7 @@ def test_a_run_agrees_at_every_step(tiny_model_path: str, mode: Any) -> None:
 def test_as_a_server_it_agrees_and_survives_its_loss(model: Any, how: signal.Signals) -> None:
     from lightning_scalerl.generator.vllm.generator import VLLMGenerator
 
-    settings = {"max_prompt_tokens": 160, "max_new_tokens": 16, "stop_tokens": [STOP], "precision": FP32}
+    settings = with_sampling(max_prompt_tokens=160, max_new_tokens=16, stop_tokens=[STOP], precision=FP32)
     other = new_model(seed=5)
     fleet = Fleet(partial(VLLMGenerator, slots=8), model, settings, generators=1, silence_s=20, start_s=600)
     try:

@@ -33,6 +33,7 @@ from lightning_scalerl.generator.vllm.generator import VLLMGenerator
 from lightning_scalerl.generator.vllm.http import EngineLostError
 from lightning_scalerl.generator.vllm.serve import Server, main, prepare, serve
 from lightning_scalerl.generator.vllm.weights import Control
+from tests.generator.sampling import with_sampling
 from tests.generator.test_vllm import FP32, LONG, SHORT, STOP, drained, gap, generator_of, new_model, trainers
 
 pytestmark = pytest.mark.vllm
@@ -70,7 +71,7 @@ def server(plugin: None) -> Iterator[Server]:
 
 def connected(server: Server, model: Any, **given: Any) -> VLLMServerGenerator:
     values = {"slots": 8, "max_prompt_tokens": 160, "max_new_tokens": 16, "stop_tokens": [STOP], **given}
-    return VLLMServerGenerator(model, FP32, address=server.address, token=TOKEN, away_s=5.0, **values)
+    return VLLMServerGenerator(model, FP32, address=server.address, token=TOKEN, away_s=5.0, **with_sampling(**values))
 
 
 @pytest.fixture
@@ -205,9 +206,9 @@ def test_weights_change_within_rollouts_that_go_on(server: Server, recompute: bo
 def test_a_run_names_a_server_by_its_address(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """`driver.engines=[http://...]` with `generator=vllm`: a child of the run asks the server."""
     assert server.address is not None
-    monkeypatch.setenv("SCALERL_ENGINE_TOKEN", TOKEN)
+    monkeypatch.setenv("VLLM_API_KEY", TOKEN)
     model, other = new_model(FAMILY, 1), new_model(FAMILY, 2)
-    settings = {"max_prompt_tokens": 160, "max_new_tokens": 16, "stop_tokens": [STOP], "precision": FP32}
+    settings = with_sampling(max_prompt_tokens=160, max_new_tokens=16, stop_tokens=[STOP], precision=FP32)
     sampled = partial(VLLMGenerator, slots=8)
     limits: dict[str, Any] = {"generators": 1, "silence_s": 20, "start_s": START_S}
     fleet = Fleet(sampled, model, settings, engines=[server.address], **limits)

@@ -32,6 +32,7 @@ from lightning_scalerl.generator.vllm.http import EngineLostError
 from lightning_scalerl.generator.vllm.plugin import IDLE
 from lightning_scalerl.generator.vllm.stream import Tokens
 from lightning_scalerl.model.load import load_model
+from tests.generator.sampling import with_sampling
 from tests.generator.stand_in import TOKEN, StandIn
 from tests.paths import ROOT
 from tests.place import PATIENCE_S
@@ -72,7 +73,9 @@ def made(server: StandIn, model: Any) -> Iterator[Any]:
     def make(**given: Any) -> VLLMServerGenerator:
         values = {"slots": 4, "max_prompt_tokens": 16, "max_new_tokens": 6, "stop_tokens": [1], **given}
         values = {"address": server.address, "token": TOKEN, "silence_s": 1.5, "away_s": 0.5, **values}
-        generators.append(VLLMServerGenerator(model, values.pop("precision", Precision("fp32")), **values))
+        generators.append(
+            VLLMServerGenerator(model, values.pop("precision", Precision("fp32")), **with_sampling(**values))
+        )
         return generators[-1]
 
     yield make

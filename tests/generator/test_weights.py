@@ -26,6 +26,7 @@ from lightning_scalerl.measure.memory import LiveBytes
 from lightning_scalerl.model.head import output_head
 from lightning_scalerl.task.arithmetic_base import new_model
 from tests.examples import every
+from tests.generator.sampling import with_sampling
 from tests.generator.test_fleet import drained
 from tests.generator.test_torch_generator import STOP, drain, generator_of, requests
 
@@ -135,7 +136,7 @@ def test_publishing_13_million_parameters_takes_one_bucket_and_their_own_bytes()
     count, head = sum(tensor.numel() for tensor in parameters.values()), model.lm_head.weight.numel()
     assert 13e6 < count < 14.5e6
     bucket = MIB // 2
-    given = {"precision": Precision("bf16"), "max_prompt_tokens": 8, "max_new_tokens": 4, "stop_tokens": [STOP]}
+    given = with_sampling(precision=Precision("bf16"), max_prompt_tokens=8, max_new_tokens=4, stop_tokens=[STOP])
     fleet = Fleet(
         *(partial(TorchGenerator, slots=2), model, given),
         **{"generators": 1, "silence_s": 60, "start_s": 100, "bucket_mib": bucket / MIB},
@@ -173,7 +174,7 @@ def test_an_engine_never_holds_a_model_in_fp32(fp32_head: bool) -> None:
     head = output_head(made).weight.numel() if fp32_head else 0
     arguments = {
         "precision": Precision("bf16", fp32_head_generator=fp32_head),
-        **{"slots": 1, "max_prompt_tokens": 4, "max_new_tokens": 4, "stop_tokens": [1]},
+        **with_sampling(slots=1, max_prompt_tokens=4, max_new_tokens=4, stop_tokens=[1]),
     }
     blueprint = Blueprint(TorchGenerator, arguments, type(made), made.config, "cpu")
     with LiveBytes() as live:
@@ -206,7 +207,7 @@ def test_what_cannot_be_decoded_is_refused_by_the_trainer_with_its_own_weights(
         raise ConfigurationError("model: it cannot be decoded")
 
     monkeypatch.setattr("lightning_scalerl.generator.torch.generator.check_decodable", look)
-    arguments = {"precision": Precision("bf16"), "max_prompt_tokens": 3, "max_new_tokens": 4, "stop_tokens": []}
+    arguments = with_sampling(precision=Precision("bf16"), max_prompt_tokens=3, max_new_tokens=4)
     limits: dict[str, Any] = {"generators": 1, "silence_s": 5.0, "start_s": 5.0}
     with pytest.raises(ConfigurationError, match="it cannot be decoded"):
         Fleet(partial(TorchGenerator, slots=2), new_model(32, 1, seed=0), arguments, **limits)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_scalerl import ConfigurationError
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.generator.base import GroupRequest, StepReport
+from lightning_scalerl.generator.base import GroupRequest, SamplingSettings, StepReport
 from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.flops import FlopModel
@@ -121,7 +121,7 @@ def test_generation_costs_what_torch_counts_the_first_tokens_head_among_it() -> 
     """Prompts of one length, so that nothing is padding: each is put through the model and its head once."""
     model = tiny("Llama", AGREE["Llama"])
     generator = TorchGenerator(
-        model, Precision("fp32"), slots=8, max_prompt_tokens=8, max_new_tokens=6, stop_tokens=[14]
+        model, Precision("fp32"), SamplingSettings(max_prompt_tokens=8, max_new_tokens=6, stop_tokens=[14]), slots=8
     )
     meter, found = ComputeMeter(FlopModel.of(model)), FlopModel.of(model)
     attended = 0

@@ -32,7 +32,7 @@ def generators_of(parent: int) -> list[int]:
             over = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError, IndexError):
             continue
-        if b"lightning_scalerl.generator.fleet.server" in words and over == parent:
+        if b"lightning_scalerl.generator.fleet" in words and over == parent:
             found.append(int(folder.name))
     return sorted(found)
 

@@ -10,7 +10,7 @@ forced, token by token.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,9 +24,9 @@ from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.generator import memory
 from lightning_scalerl.generator.base import (
     GroupRequest,
+    SamplingSettings,
     StepReport,
     StopText,
-    check_request,
     request_from,
     request_state,
     set_aside,
@@ -74,13 +74,8 @@ class TorchGenerator:
     Args:
         model: the trainer's model; its weights are copied.
         precision: types of the copy and of its head.
+        sampling: how it samples; the longest prompt and completion bound the cache.
         slots: number of rollouts that decode together.
-        max_prompt_tokens, max_new_tokens: longest prompt and completion, in tokens; they bound the cache.
-        stop_tokens: ids that end a completion (kept as its last token).
-        temperature: sampling temperature.
-        phrase: token ids that are forced where a request asks for an interruption.
-        thinking_ended: tests whether a completion so far has ended its thinking; it is then not interrupted.
-        stop_text: tests a completion's last tokens for a text that ends it; None without such texts.
         cache_gib: memory for keys and values, in GiB; None for what is free.
 
     Raises:
@@ -95,47 +90,38 @@ class TorchGenerator:
         self,
         model: nn.Module,
         precision: Precision,
+        sampling: SamplingSettings,
         *,
         slots: int,
-        max_prompt_tokens: int,
-        max_new_tokens: int,
-        stop_tokens: Sequence[int],
-        temperature: float = 1.0,
-        phrase: Sequence[int] = (),
-        thinking_ended: Callable[[list[int]], bool] = lambda tokens: False,
-        stop_text: StopText | None = None,
         cache_gib: float | None = None,
     ) -> None:
         whole_number("generator.slots", slots)
-        capacity = max_prompt_tokens + max_new_tokens
-        self.check_model(model, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens)
-        self._check_memory(model, precision, slots, capacity, cache_gib)
+        self.check_model(model, sampling)
+        self._check_memory(model, precision, slots, sampling.capacity, cache_gib)
         self.policy = GeneratorPolicy(model, precision)
         self.device = next(model.parameters()).device
-        self.max_new_tokens = max_new_tokens
-        self.max_prompt_tokens = max_prompt_tokens
-        self.temperature = temperature
+        self.sampling = sampling
         self.can_score = True
         self._version = 0
-        self._stop = torch.tensor(sorted(stop_tokens), device=self.device)
-        cache = SlotCache(int(text_config(model).num_hidden_layers), slots, capacity)
-        self._slots = Slots(cache, slots, max_new_tokens, phrase, thinking_ended, self.device)
+        self._stop = torch.tensor(sorted(sampling.stop_tokens), device=self.device)
+        cache = SlotCache(int(text_config(model).num_hidden_layers), slots, sampling.capacity)
+        self._slots = Slots(cache, slots, sampling, self.device)
         self._queue: deque[tuple[GroupRequest, int]] = deque()  # with the number of rollouts started before
         self._prefilled: deque[_Prefilled] = deque()
-        self._stop_text = stop_text
         # Work of recomputing caches, not reported yet: tokens, and tokens attended to.
         self._owed = [0, 0]
 
     @staticmethod
-    def check_model(model: nn.Module, *, max_prompt_tokens: int, max_new_tokens: int, **_: Any) -> None:
+    def check_model(model: nn.Module, sampling: SamplingSettings, **_: Any) -> None:
         """Check that a model can be decoded token by token; arguments are those of the generator.
 
-        A trainer calls this with its own FP32 weights: those of an engine elsewhere round too much for a close look.
+        A trainer calls this with its own FP32 weights: those of an engine in another process are rounded, too much for
+        a comparison.
 
         Raises:
             ConfigurationError: it cannot.
         """
-        check_decodable(model, max_prompt_tokens + max_new_tokens)
+        check_decodable(model, sampling.capacity)
 
     @staticmethod
     def _check_memory(
@@ -207,7 +193,7 @@ class TorchGenerator:
             own = states[len(prompt) - 1 : len(prompt) + len(tokens) - 1]
             wanted = torch.tensor(tokens, device=self.device).unsqueeze(1)
             parts = [
-                torch.log_softmax(self.policy.logits(some) / self.temperature, dim=-1).gather(1, of)
+                torch.log_softmax(self.policy.logits(some) / self.sampling.temperature, dim=-1).gather(1, of)
                 for some, of in zip(torch.split(own, size), torch.split(wanted, size), strict=True)
             ]
             found.append(torch.cat(parts).squeeze(1))
@@ -220,7 +206,7 @@ class TorchGenerator:
             ConfigurationError: the prompt is empty or longer than the cache was sized for, or an interruption is
                 asked for and there is no phrase.
         """
-        check_request(request, self.max_prompt_tokens, self._slots.has_phrase)
+        self.sampling.check(request)
         self._queue.append((request, 0))
 
     @torch.no_grad()
@@ -233,12 +219,12 @@ class TorchGenerator:
         logits, context = self._decode(decoding)
         if new_logits:
             logits = torch.cat([logits, torch.stack(new_logits)])
-        tokens, logprobs = sample_tokens(logits, self._slots.next_uniform(), self.temperature)
+        tokens, logprobs = sample_tokens(logits, self._slots.next_uniform(), self.sampling.temperature)
         forced = self._slots.append(tokens, logprobs, self._version)
         # A forced token ends nothing: behind the phrase comes the answer.
         stopped = torch.isin(tokens, self._stop) & ~forced
-        if self._stop_text is not None:
-            stopped |= self._holds_stop_text(self._stop_text) & ~forced
+        if self.sampling.stop_text is not None:
+            stopped |= self._holds_stop_text(self.sampling.stop_text) & ~forced
         ended = stopped | self._slots.full
         finished = self._slots.release(torch.nonzero(ended).flatten().tolist(), stopped)
         # No model gets here whose windows are shorter than a sequence (`decodable`): nothing lies outside of them.
@@ -274,7 +260,7 @@ class TorchGenerator:
             entry = self._prefilled[0]
             request, started = entry.request, entry.started
             number = min(self._slots.most - self._slots.active, request.completions - started)
-            limit = request.limit(self.max_new_tokens)
+            limit = request.limit(self.sampling.max_new_tokens)
             self._slots.occupy(request, started, number, entry.keys_values, entry.uniform, limit)
             logits += [entry.logits] * number
             entry.started += number
@@ -305,7 +291,7 @@ class TorchGenerator:
         """Draw the uniform numbers (completions, max_new_tokens) that decide all tokens of a group."""
         # From the group's key alone: slots, batching and resumes change no number; waiting prompts are saved without.
         source = np.random.Generator(np.random.Philox(np.random.SeedSequence(request.random_key)))
-        return torch.from_numpy(source.random((request.completions, self.max_new_tokens))).to(self.device)
+        return torch.from_numpy(source.random((request.completions, self.sampling.max_new_tokens))).to(self.device)
 
     def aside(self) -> AbstractContextManager[None]:
         """Lend the generator for other work: rollouts in flight wait in host memory, then resume as before."""

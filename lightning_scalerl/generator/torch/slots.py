@@ -5,14 +5,19 @@ The active slots are always the first ones. A forced phrase is a matter of a slo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, request_from, request_state
+from lightning_scalerl.generator.base import (
+    FinishedRollout,
+    GroupRequest,
+    SamplingSettings,
+    request_from,
+    request_state,
+)
 from lightning_scalerl.generator.torch.slot_cache import SlotCache
 from lightning_scalerl.rollout import Rollout
 
@@ -35,26 +40,16 @@ class Slots:
     Args:
         cache: of keys and values, with a row for each slot.
         most: number of slots.
-        max_new_tokens: longest completion.
-        phrase: token ids that end a rollout's thinking by force.
-        thinking_ended: tests whether a completion so far has ended its thinking; it is then not interrupted.
+        sampling: longest completion, and how thinking is ended by force.
         device: of the model.
     """
 
-    def __init__(
-        self,
-        cache: SlotCache,
-        most: int,
-        max_new_tokens: int,
-        phrase: Sequence[int],
-        thinking_ended: Callable[[list[int]], bool],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, cache: SlotCache, most: int, sampling: SamplingSettings, device: torch.device) -> None:
         self.cache, self.most, self.device = cache, most, device
-        self._phrase = torch.tensor(phrase, dtype=torch.long, device=device)
-        self._thinking_ended = thinking_ended
+        self._phrase = torch.tensor(sampling.phrase, dtype=torch.long, device=device)
+        self._thinking_ended = sampling.thinking_ended
         self.occupants: list[Occupant] = []  # slot i holds occupant i
-        shape = (most, max_new_tokens)
+        shape = (most, sampling.max_new_tokens)
         self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
         self._logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
         self._versions = torch.zeros(shape, dtype=torch.long, device=device)
@@ -70,11 +65,6 @@ class Slots:
     def active(self) -> int:
         """Number of slots that have a rollout."""
         return len(self.occupants)
-
-    @property
-    def has_phrase(self) -> bool:
-        """Return whether thinking can be ended by force."""
-        return bool(self._phrase.numel())
 
     @property
     def counts(self) -> Tensor:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError, positive, whole_number
-from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport, StopText, set_aside
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, SamplingSettings, StepReport, set_aside
 from lightning_scalerl.generator.vllm.answers import Answer, checked_logprob
 from lightning_scalerl.generator.vllm.checks import CALL_S, check_answer, checked, wait_for_server
 from lightning_scalerl.generator.vllm.engine import names_of
 from lightning_scalerl.generator.vllm.http import Connection, EngineLostError, RefusedError
-from lightning_scalerl.generator.vllm.rollouts import Computed, InFlight, Sampled, Sampling, report
+from lightning_scalerl.generator.vllm.rollouts import Computed, InFlight, Sampled, report
 from lightning_scalerl.generator.vllm.stream import ROUTE, End, Lost, Streams, Tokens
 from lightning_scalerl.generator.vllm.weights import TRANSFERS, Control, new_sender
 from lightning_scalerl.model.head import text_config
@@ -67,12 +67,11 @@ class VLLMServerGenerator(InFlight):
     Args:
         model: the trainer's model, or one of its class: its configuration and first weights are used.
         precision: types of the engine's weights and of its head, which the server must have been started with.
+        sampling: how it samples.
         address: the server's, such as `http://node7:8000`.
         token: the server's token; None if it asks for none.
         slots: number of rollouts that are kept in flight there.
         cache_gib: not used; the server has its cache (`serve`).
-        max_prompt_tokens, max_new_tokens, stop_tokens, temperature, phrase, thinking_ended, stop_text: as
-            `VLLMGenerator` has them.
         transfer: "file" or "http" for weights of a server that takes them either way; "auto" tries a file first.
         folder: a folder that the server's workers see too, for weights; None to try this machine's shared memory.
         bucket_mib: weights that are underway at once, in MiB.
@@ -93,17 +92,11 @@ class VLLMServerGenerator(InFlight):
         self,
         model: nn.Module,
         precision: Precision,
+        sampling: SamplingSettings,
         *,
         address: str,
         token: str | None = None,
         slots: int,
-        max_prompt_tokens: int,
-        max_new_tokens: int,
-        stop_tokens: Sequence[int],
-        temperature: float = 1.0,
-        phrase: Sequence[int] = (),
-        thinking_ended: Callable[[list[int]], bool] = lambda tokens: False,
-        stop_text: StopText | None = None,
         cache_gib: float | None = None,
         transfer: str = "auto",
         folder: str | None = None,
@@ -116,9 +109,6 @@ class VLLMServerGenerator(InFlight):
             raise ConfigurationError(f"generator.transfer: {transfer!r} is unknown; valid: {', '.join(TRANSFERS)}")
         positive("generator.silence_s", silence_s)
         positive("generator.bucket_mib", bucket_mib)
-        sampling = Sampling(
-            max_prompt_tokens, max_new_tokens, stop_tokens, temperature, phrase, thinking_ended, stop_text
-        )
         super().__init__(sampling, slots)
         self._model = names_of(model)
         self._silence_s = silence_s
@@ -136,7 +126,7 @@ class VLLMServerGenerator(InFlight):
             undo.callback(self._connection.close)
             self._streams = Streams(self._connection)
             wait_for_server(self._connection, away_s)
-            info = checked(self._connection, precision, slots, max_prompt_tokens + max_new_tokens + 1)
+            info = checked(self._connection, precision, slots, sampling.capacity + 1)
             self._can_sleep = bool(info["model_config"].get("enable_sleep_mode"))
             self._abort_all()
             weights = dict(model.state_dict())

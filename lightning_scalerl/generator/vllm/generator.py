@@ -7,7 +7,7 @@ behind the tokens that they have, whose log-probabilities and versions stay thos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any, ClassVar
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError, whole_number
-from lightning_scalerl.generator.base import FinishedRollout, StepReport, StopText, set_aside
+from lightning_scalerl.generator.base import FinishedRollout, SamplingSettings, StepReport, set_aside
 from lightning_scalerl.generator.vllm.engine import default_cache_gib, load_weights, names_of, new_engine
-from lightning_scalerl.generator.vllm.rollouts import Computed, InFlight, Sampled, Sampling, report
+from lightning_scalerl.generator.vllm.rollouts import Computed, InFlight, Sampled, report
 from lightning_scalerl.model.head import text_config
 from lightning_scalerl.model.windows import attention_windows
 
@@ -33,14 +33,9 @@ class VLLMGenerator(InFlight):
     Args:
         model: the trainer's model; the engine is made for it and gets its weights.
         precision: types of the engine's weights and of its head.
+        sampling: how it samples.
         slots: number of rollouts that decode together.
         cache_gib: memory for keys and values, in GiB; None for twice what all slots need at full length, 4 at most.
-        max_prompt_tokens, max_new_tokens: longest prompt and completion, in tokens.
-        stop_tokens: ids that end a completion (kept as its last token).
-        temperature: sampling temperature.
-        phrase: token ids that are forced where a request asks for an interruption.
-        thinking_ended: tests whether a completion so far has ended its thinking; it is then not interrupted.
-        stop_text: tests a completion's last tokens for a text that ends it; None without such texts.
 
     Raises:
         ConfigurationError: vLLM, the model or the memory cannot be used (`engine`).
@@ -53,29 +48,20 @@ class VLLMGenerator(InFlight):
         self,
         model: nn.Module,
         precision: Precision,
+        sampling: SamplingSettings,
         *,
         slots: int,
-        max_prompt_tokens: int,
-        max_new_tokens: int,
-        stop_tokens: Sequence[int],
-        temperature: float = 1.0,
-        phrase: Sequence[int] = (),
-        thinking_ended: Callable[[list[int]], bool] = lambda tokens: False,
-        stop_text: StopText | None = None,
         cache_gib: float | None = None,
     ) -> None:
         whole_number("generator.slots", slots)
         if cache_gib is not None and not cache_gib > 0:
             raise ConfigurationError(f"generator.cache_gib: {cache_gib!r} must be above 0, or null")
-        capacity = max_prompt_tokens + max_new_tokens + 1  # scoring samples one token behind what it is asked for
+        capacity = sampling.capacity + 1  # scoring samples one token behind what it is asked for
         if cache_gib is None:
             cache_gib = default_cache_gib(model, precision.policy_dtype, slots, capacity)
         self._model = names_of(model)
         self._dtype = precision.policy_dtype
         self._engine = new_engine(model, precision, slots=slots + SCORING, capacity=capacity, cache_gib=cache_gib)
-        sampling = Sampling(
-            max_prompt_tokens, max_new_tokens, stop_tokens, temperature, phrase, thinking_ended, stop_text
-        )
         super().__init__(sampling, slots)
         self._names = (f"r{number}" for number in count())
         self._running: dict[str, Sampled] = {}

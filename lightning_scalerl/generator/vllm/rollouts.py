@@ -7,7 +7,7 @@ follows goes on behind the tokens that are there, whose log-probabilities and ve
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,8 @@ from torch import Tensor
 from lightning_scalerl.generator.base import (
     FinishedRollout,
     GroupRequest,
+    SamplingSettings,
     StepReport,
-    StopText,
-    check_request,
     request_from,
     request_state,
 )
@@ -76,26 +75,15 @@ def report(finished: list[FinishedRollout], prefill: Computed, decoded: Computed
     return StepReport(finished, prefill.tokens, prefill.context, decoded.tokens, decoded.context, prefilled, left_out)
 
 
-@dataclass
 class Sampling:
-    """Settings of sampling, and what follows from them for a rollout under way.
+    """What the settings of sampling mean for rollouts under way at vLLM.
 
-    Attributes:
-        max_prompt_tokens, max_new_tokens: longest prompt and completion, in tokens.
-        stop_tokens: ids that end a completion (kept as its last token).
-        temperature: sampling temperature.
-        phrase: token ids that are forced where a request asks for an interruption.
-        thinking_ended: tests whether a completion so far has ended its thinking; it is then not interrupted.
-        stop_text: tests a completion's last tokens for a text that ends it; None without such texts.
+    Args:
+        settings: of the run.
     """
 
-    max_prompt_tokens: int
-    max_new_tokens: int
-    stop_tokens: Sequence[int]
-    temperature: float
-    phrase: Sequence[int]
-    thinking_ended: Callable[[list[int]], bool]
-    stop_text: StopText | None
+    def __init__(self, settings: SamplingSettings) -> None:
+        self.settings = settings
 
     def queue(self, request: GroupRequest) -> list[Sampled]:
         """Return a group's rollouts, before their first token.
@@ -104,21 +92,21 @@ class Sampling:
             ConfigurationError: the prompt is empty or longer than the engine was made for, or an interruption is
                 asked for and there is no phrase.
         """
-        check_request(request, self.max_prompt_tokens, bool(self.phrase))
+        self.settings.check(request)
         return [Sampled(request, index) for index in range(request.completions)]
 
     def wanted(self, each: Sampled) -> dict[str, Any]:
         """Return the sampling parameters of the request that takes a rollout to its end, or to its interruption."""
         so_far = len(each.rollout.tokens)
-        until = each.request.limit(self.max_new_tokens)
+        until = each.request.limit(self.settings.max_new_tokens)
         if each.request.interrupt_at and not each.looked:
             until = min(until, max(each.request.interrupt_at[each.index], so_far + 1))
         # With the tokens so far in the key: a rollout that goes on must not draw the numbers of its beginning again.
         seed = np.random.SeedSequence((*each.request.random_key, each.index, so_far)).generate_state(1, np.uint64)
         return {
-            "temperature": self.temperature,
+            "temperature": self.settings.temperature,
             "max_tokens": until - so_far,
-            "stop_token_ids": sorted(self.stop_tokens),
+            "stop_token_ids": sorted(self.settings.stop_tokens),
             "ignore_eos": True,
             "logprobs": 0,
             "seed": int(seed[0]) >> 1,
@@ -127,7 +115,7 @@ class Sampling:
 
     def stopped(self, each: Sampled) -> bool:
         """Return whether a rollout's last tokens hold a text that ends it."""
-        return self.stop_text is not None and self.stop_text(each.rollout.tokens)
+        return self.settings.stop_text is not None and self.settings.stop_text(each.rollout.tokens)
 
     def ended(self, each: Sampled, reason: str, version: int) -> bool:
         """Return whether the rollout is over; one past its thinking limit gets the phrase, and goes on."""
@@ -135,11 +123,11 @@ class Sampling:
             return True
         if reason != "length":
             raise RuntimeError(f"vllm ended a request with {reason!r}")
-        tokens, limit = each.rollout.tokens, each.request.limit(self.max_new_tokens)
+        tokens, limit = each.rollout.tokens, each.request.limit(self.settings.max_new_tokens)
         if len(tokens) < limit and not each.looked:
             each.looked = True
-            if not self.thinking_ended(list(tokens)):
-                phrase = list(self.phrase[: limit - len(tokens)])
+            if not self.settings.thinking_ended(list(tokens)):
+                phrase = list(self.settings.phrase[: limit - len(tokens)])
                 # Nothing was sampled: forced tokens are in neither loss nor ratio, and have no log-probability.
                 each.append(phrase, [0.0] * len(phrase), version, forced=True)
         return len(tokens) >= limit
@@ -153,10 +141,8 @@ class InFlight:
         slots: number of rollouts that are under way together.
     """
 
-    def __init__(self, sampling: Sampling, slots: int) -> None:
-        self._sampling, self._slots = sampling, slots
-        self.max_prompt_tokens, self.max_new_tokens = sampling.max_prompt_tokens, sampling.max_new_tokens
-        self.temperature = sampling.temperature
+    def __init__(self, sampling: SamplingSettings, slots: int) -> None:
+        self.sampling, self._sampling, self._slots = sampling, Sampling(sampling), slots
         # vLLM gives log-probabilities of prompt tokens at temperature 1 only.
         self.can_score = sampling.temperature == 1.0
         self._version = 0

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.generator.base import SamplingSettings
 from lightning_scalerl.generator.vllm.announced import Announcement
 from lightning_scalerl.generator.vllm.client import VLLMServerGenerator
 from lightning_scalerl.generator.vllm.engine import default_cache_gib
@@ -27,7 +28,7 @@ class VLLMServedGenerator(VLLMServerGenerator):
         node: node of this SLURM job on which the server runs, as a step; empty for this one.
         gpus: numbers among the GPUs of that step; empty for all of them.
         start_s: seconds that the server may take to start.
-        slots, max_prompt_tokens, max_new_tokens, cache_gib: as `VLLMGenerator` has them.
+        sampling, slots, cache_gib: as `VLLMGenerator` has them.
         settings: further arguments of `VLLMServerGenerator`.
 
     Raises:
@@ -42,18 +43,17 @@ class VLLMServedGenerator(VLLMServerGenerator):
         self,
         model: nn.Module,
         precision: Precision,
+        sampling: SamplingSettings,
         *,
         tensor_parallel: int,
         node: str = "",
         gpus: str = "",
         start_s: float = 600.0,
         slots: int,
-        max_prompt_tokens: int,
-        max_new_tokens: int,
         cache_gib: float | None = None,
         **settings: Any,
     ) -> None:
-        capacity = max_prompt_tokens + max_new_tokens + 1  # scoring samples one token behind what it is asked for
+        capacity = sampling.capacity + 1  # scoring samples one token behind what it is asked for
         token = secrets.token_hex(16)
         asked: dict[str, Any] = {
             "slots": slots + SCORING,
@@ -67,9 +67,10 @@ class VLLMServedGenerator(VLLMServerGenerator):
             self._server = serve_on(node, model, precision, gpus=gpus, **asked)
         else:
             self._server = serve(model, precision, **asked)
-        settings |= {"slots": slots, "max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
         try:
-            super().__init__(model, precision, address=self._server.address, token=token, **settings)
+            super().__init__(
+                model, precision, sampling, address=self._server.address, token=token, slots=slots, **settings
+            )
         except BaseException:
             self._server.close()
             raise
