@@ -75,9 +75,7 @@ def generator_of(model: nn.Module, **given: Any) -> Any:
     from lightning_scalerl.generator.vllm.generator import VLLMGenerator
 
     values = {"slots": 8, "max_prompt_tokens": 160, "max_new_tokens": 16, "stop_tokens": [STOP], **given}
-    return VLLMGenerator(
-        model, given.pop("precision", FP32), **with_sampling(**{k: v for k, v in values.items() if k != "precision"})
-    )
+    return VLLMGenerator(model, values.pop("precision", FP32), **with_sampling(**values))
 
 
 @pytest.fixture(scope="module")

@@ -73,9 +73,8 @@ def made(server: StandIn, model: Any) -> Iterator[Any]:
     def make(**given: Any) -> VLLMServerGenerator:
         values = {"slots": 4, "max_prompt_tokens": 16, "max_new_tokens": 6, "stop_tokens": [1], **given}
         values = {"address": server.address, "token": TOKEN, "silence_s": 1.5, "away_s": 0.5, **values}
-        generators.append(
-            VLLMServerGenerator(model, values.pop("precision", Precision("fp32")), **with_sampling(**values))
-        )
+        precision = values.pop("precision", Precision("fp32"))
+        generators.append(VLLMServerGenerator(model, precision, **with_sampling(**values)))
         return generators[-1]
 
     yield make

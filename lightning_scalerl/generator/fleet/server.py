@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -217,12 +216,3 @@ def serve_parent(connection: Connection, folder: Path) -> int:
         send(connection, failure(error))
         return 1
     return 0
-
-
-def main() -> int:
-    """Run the child as `Fleet` starts it: `... FD FOLDER`."""
-    return serve_parent(Connection(int(sys.argv[1])), Path(sys.argv[2]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -24,7 +24,7 @@ from lightning_scalerl.generator.fleet.wire import Line
 EXIT_S = 5.0
 # Time that a process has to end by itself; a child that has started a server ends it first.
 STOP_S = 5.0
-SERVER = "lightning_scalerl.generator.fleet.server"
+PROCESS = "lightning_scalerl.generator.fleet"
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Child:
 
     def __init__(self, number: int, around: Surroundings, device: str) -> None:
         ours, theirs = Pipe()
-        command = [sys.executable, "-m", SERVER, str(theirs.fileno()), str(around.folder)]
+        command = [sys.executable, "-m", PROCESS, str(theirs.fileno()), str(around.folder)]
         self._log = around.folder / f"generator-{number}.log"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
