@@ -52,6 +52,7 @@ class Curve:
     learning rate (`sweeps.fit.schedule`), None where the rate does not decay or is not known. ended: whether a run of
     it is finished before its budget and cannot be continued, such as one whose pool of prompts is exhausted.
     limits: lowest and highest possible reward where the user or the source gives them; None where they are inferred.
+    seen: lowest and highest reward of the whole study (`with_shared_scale`); None if this curve is all there is.
     lower_is_better: whether the source's metric is a loss. Each reward is then minus the metric, and `metric` is
     `-loss`.
     """
@@ -69,18 +70,33 @@ class Curve:
     at_peak: Array | None = None
     ended: bool = False
     limits: tuple[float, float] | None = None
+    seen: tuple[float, float] | None = None
     lower_is_better: bool = False
 
     @cached_property
     def range(self) -> tuple[float, float] | None:
         """The ends of the reward's scale: `limits`, else 0 and 1, -1 and 1, or 0 and 100 (percent); None if unknown.
 
-        Without `limits` it is inferred from the rewards. A maximum below `_LEAST_PERCENT` is not taken for percent.
-        Nothing is inferred of a loss: whether it is an error rate cannot be seen from its values.
+        Without `limits` it is inferred from the study's rewards. A maximum below `_LEAST_PERCENT` is not taken for
+        percent. Nothing is inferred of a loss: whether it is an error rate cannot be seen from its values.
         """
         if self.limits is not None or self.lower_is_better:
             return self.limits
-        return _inferred(self.reward)
+        low, high = self.seen or (float(self.reward.min()), float(self.reward.max()))
+        for bottom, top in ((0.0, 1.0), (-1.0, 1.0)):
+            if low >= bottom and high <= top:
+                return bottom, top
+        return (0.0, 100.0) if low >= 0 and _LEAST_PERCENT <= high <= 100 else None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """`warnings`, and one more where the scale was inferred and is not [0, 1]."""
+        if self.limits is not None or self.lower_is_better or self.range == (0, 1):
+            return self.warnings
+        low, high = self.seen or (self.reward.min(), self.reward.max())
+        told = "A has no bounds" if self.range is None else "taken for a scale from {:g} to {:g}".format(*self.range)
+        note = f"rewards run from {low:.4g} to {high:.4g}, outside [0, 1]: {told}; --bounds gives others"
+        return (*self.warnings, note)
 
     @property
     def values(self) -> Array:
@@ -176,10 +192,6 @@ def make_curve(
         notes.append(f"{repeated.sum()} repeated rows (same recipe, seed, compute and reward) were dropped")
     if ((cs[1:] == cs[:-1]) & (ss[1:] == ss[:-1]) & ~repeated[1:]).any():
         notes += _conflicts(cs[~repeated], ys[~repeated], ss[~repeated])
-    if bounds is None and not lower_is_better and (y.min() < 0 or y.max() > 1):
-        scale = _inferred(y)
-        told = "A has no bounds" if scale is None else f"taken for a scale from {scale[0]:g} to {scale[1]:g}"
-        notes.append(f"rewards run from {y.min():.4g} to {y.max():.4g}, outside [0, 1]: {told}; --bounds gives others")
     if np.abs(y).max() > _LARGEST or c.max() > _LARGEST or (e is not None and e.max() > _LARGEST):
         raise UserError(f"recipe {recipe!r}: {axis} or {metric} exceeds {_LARGEST:g}; give it in a larger unit")
     kept = order[~repeated]
@@ -202,12 +214,16 @@ def make_curve(
     )
 
 
-def _inferred(reward: Array) -> tuple[float, float] | None:
-    low, high = float(reward.min()), float(reward.max())
-    for bottom, top in ((0.0, 1.0), (-1.0, 1.0)):
-        if low >= bottom and high <= top:
-            return bottom, top
-    return (0.0, 100.0) if low >= 0 and _LEAST_PERCENT <= high <= 100 else None
+def with_shared_scale(curves: Sequence[Curve]) -> list[Curve]:
+    """Return the curves of a study such that all of one metric have the same `range`, inferred from all their rewards.
+
+    Otherwise a recipe whose rewards stay below 1 would be bounded by 1 where another one reaches 2.
+    """
+    ends: dict[str, tuple[float, float]] = {}
+    for curve in curves:
+        low, high = ends.get(curve.metric, (np.inf, -np.inf))
+        ends[curve.metric] = min(low, float(curve.reward.min())), max(high, float(curve.reward.max()))
+    return [replace(curve, seen=ends[curve.metric]) for curve in curves]
 
 
 def _negated(ends: tuple[float, float] | None) -> tuple[float, float] | None:

@@ -185,6 +185,7 @@ def as_places(ranking: Ranking, evaluations: int) -> Ranked:
 
 
 def _digest(curve: Curve) -> bytes:
-    """Return what two curves share only if they have the same points."""
-    parts = (curve.compute, curve.reward, curve.seed, curve.sd, curve.at_peak)
-    return blake2b(b"|".join(b"" if part is None else part.tobytes() for part in parts), digest_size=16).digest()
+    """Return what two curves share only if they have the same points and the same scale of the reward."""
+    parts = [curve.compute, curve.reward, curve.seed, curve.sd, curve.at_peak]
+    arrays = [b"" if part is None else part.tobytes() for part in parts]
+    return blake2b(b"|".join([*arrays, repr(curve.range).encode()]), digest_size=16).digest()

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sweeps.as_json import AsJson
-from sweeps.curve import Array, Curve
+from sweeps.curve import Array, Curve, with_shared_scale
 from sweeps.decide.rules import NO_LIMIT, Rules
 from sweeps.decide.standing import best_chances, joint_rewards
 from sweeps.errors import UserError
@@ -346,8 +346,9 @@ def look_at(
         workers: number of processes that share the fits.
     """
     options = replace(options or FitOptions(), max_compute=level)
-    # Cut, not only fitted in a window: how far seeds lie apart is told from all points of a curve.
-    seen = [each.take(each.compute <= level) for each in curves if _between(each, options.min_compute or 0.0, level)]
+    # Cut, not only fitted in a window: the reward's scale and how far seeds lie apart are told from all points.
+    known = [each for each in curves if _between(each, options.min_compute or 0.0, level)]
+    seen = with_shared_scale([each.take(each.compute <= level) for each in known])
     fits = fit_curves(seen, options, workers)
     draws = joint_rewards(fits, rules.budget)
     return judged(level=level, fits=fits, draws=draws, rules=rules, taken=taken)

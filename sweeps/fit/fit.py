@@ -180,7 +180,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     kept, bad = without_bad_seeds(curve, options.max_compute)
     points = select(kept, options)
     schedule = schedule_of(kept, options.max_compute)
-    empty = Fit(curve=curve, options=options, bounds=curve.bounds, warnings=tuple(curve.warnings), seed_spread=spread)
+    empty = Fit(curve=curve, options=options, bounds=curve.bounds, warnings=curve.notes, seed_spread=spread)
     if not len(points.reward):
         if options.min_compute is None and options.max_compute is None:
             # Not an error: the run has only its evaluation at compute 0 so far.
@@ -211,7 +211,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
         n=len(points.reward),
         seeds=points.seeds,
         window=window,
-        warnings=(*curve.warnings, *_notes(curve, kept, options, schedule, ahead, bad)),
+        warnings=(*curve.notes, *_notes(curve, kept, options, schedule, ahead, bad)),
         bad_seeds=bad,
         lookout=ahead,
     )

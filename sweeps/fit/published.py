@@ -64,7 +64,7 @@ def fit_literal(
     _check_grid("c_mid_grid", c_mid)
     if c_mid[0] <= 0:
         raise UserError(f"c_mid_grid: {c_mid[0]:g} is not positive; give values in the curve's unit of compute")
-    notes = list(curve.warnings)
+    notes = list(curve.notes)
     r0, source = _start(curve, options, notes)
     low = 0.0 if options.min_compute is None else options.min_compute
     high = np.inf if options.max_compute is None else options.max_compute

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sweeps.curve import UNNAMED, Array, Curve, make_curve
+from sweeps.curve import UNNAMED, Array, Curve, make_curve, with_shared_scale
 from sweeps.errors import UserError
 from sweeps.run.journal import JournalView
 from sweeps.source.run_names import hidden_seed
@@ -230,7 +230,7 @@ class Collected:
                 lower_is_better=self.asked.lower_is_better,
             )
             curves.append(replace(curve, ended=points.ended))
-        return curves
+        return with_shared_scale(curves)
 
     def _say_bounds(self) -> None:
         """Note what `--lower-is-better` does to the metrics, and warn of metrics that keep bounds of their own.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sweeps.curve import make_curve
+from sweeps.curve import make_curve, with_shared_scale
 from sweeps.errors import UserError
 from sweeps.fit.fit import fit_curves
 from sweeps.run.health import idle_variants, mechanism_counters
@@ -673,17 +674,31 @@ def losses(tmp_path: Path) -> Path:
 
 
 def test_bounds_are_those_given_and_hold_all_rewards(tmp_path: Path) -> None:
-    """Without them the range is inferred by recipe: here one of percent and one that is not known."""
     path = losses(tmp_path)
     assert [curve.range for curve in load([path], y="loss").curves] == [(0, 100), (0, 100)]
     for curve in load([path], y="loss", bounds=(0, 8)).curves:
-        assert curve.range == curve.bounds == (0, 8) and curve.scale == 8 and not curve.warnings
+        assert curve.range == curve.bounds == (0, 8) and curve.scale == 8 and not curve.notes
         assert curve.take(curve.compute > 0).range == (0, 8)
     with pytest.raises(UserError, match=r"--bounds 0 3: recipe 'a' has loss 3.2 at compute 0, .* 1 of 2 points\)"):
         load([path], y="loss", bounds=(0, 3))
     for wrong in ((1, 0), (0, 0), (0, float("nan")), (0,)):
         with pytest.raises(UserError, match=r"--bounds .*: must be two numbers, the lowest possible reward before"):
             load([path], y="loss", bounds=wrong)  # type: ignore[arg-type]
+
+
+def test_the_scale_is_inferred_once_for_all_recipes_of_a_study(tmp_path: Path) -> None:
+    path = csv_file(tmp_path, "recipe,compute,reward\nlow,0,0.1\nlow,1,0.9\nhigh,0,0.2\nhigh,1,2\n")
+    high, low = load([path]).curves
+    assert low.range is None and high.range is None
+    assert (
+        low.notes
+        == high.notes
+        == ("rewards run from 0.1 to 2, outside [0, 1]: A has no bounds; --bounds gives others",)
+    )
+    assert low.take(low.compute < 1).range is None
+    # Rewards of two metrics are on two scales.
+    other = with_shared_scale([low, replace(high, metric="score")])
+    assert [curve.range for curve in other] == [(0, 1), None]
 
 
 def test_a_loss_is_a_reward_with_the_other_sign(tmp_path: Path) -> None:

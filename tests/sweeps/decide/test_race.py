@@ -21,7 +21,7 @@ from benchmarks.racing.rivals import halving, median_rule, signed_rank
 from benchmarks.racing.simulate import simulate, together
 from benchmarks.racing.studies import SETTINGS, Outcome, Study, make_study
 from sweeps.cli.main import main
-from sweeps.curve import Array, Curve, make_curve
+from sweeps.curve import Array, Curve, make_curve, with_shared_scale
 from sweeps.decide.race import Look, Race, _affordable, judged, look_at, run_race
 from sweeps.decide.rules import Rules
 from sweeps.decide.standing import best_chances
@@ -74,6 +74,13 @@ def test_a_decision_rests_on_nothing_that_came_later() -> None:
         then = [cut(each, look.compute * (1.01 if at else 1.7) + 500) for at, each in enumerate(three())]
         seen = raced(then, ended=False)
         assert seen.looks[: part + 1] == whole.looks[: part + 1]
+
+
+def test_a_reward_that_comes_later_does_not_change_the_scale_of_a_look() -> None:
+    good, bad, _ = three()
+    later = replace(good, reward=np.where(good.compute > 8000, 2 * good.reward, good.reward))
+    assert later.range is None
+    assert look_at(with_shared_scale([later, bad]), 4000, RULES) == look_at([good, bad], 4000, RULES)
 
 
 @pytest.mark.full

@@ -267,7 +267,7 @@ def test_open_instruct_prefers_the_held_out_rate() -> None:
     assert study.curves[0].metric == "eval/objective/verifiable_correct_rate"
     assert "80 rows: 20 points" in line(study)
     scores = load([LOGS / "open_instruct_history.csv"], metric="eval/scores").curves[0]
-    assert any("outside [0, 1]" in note for note in scores.warnings)
+    assert any("outside [0, 1]" in note for note in scores.notes)
 
 
 @pytest.mark.parametrize("form", ["csv", "json", "jsonl", "parquet"])
