@@ -25,6 +25,7 @@ class Setting:
 
     spread: sd of the recipes' asymptotes. middle: of C_mid, as a share of the budget. outside: laws that are not the
     fitted one. crossing: the higher the asymptote the later the rise. collapses: share of runs that fall on their way.
+    stairs: every curve rises twice: a part of the way early, the rest in a steep step between 0.25 and 0.9.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Setting:
     outside: bool = False
     crossing: bool = False
     collapses: float = 0.0
+    stairs: bool = False
 
 
 SETTINGS = (
@@ -48,10 +50,11 @@ SETTINGS = (
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """truth (R,): true mean reward at the budget. rate (R, E + 1): evaluations, sd their standard errors, passed
-    (R, E + 1, P): the share of samples that passed, by prompt."""
+    """truth, early (R,): true mean reward at the budget and at a quarter of it. rate (R, E + 1): evaluations, sd their
+    standard errors, passed (R, E + 1, P): the share of samples that passed, by prompt."""
 
     truth: Array
+    early: Array
     rate: Array
     sd: Array
     passed: Array
@@ -67,10 +70,18 @@ def make_study(setting: Setting, number: int) -> Study:
     kind = source.integers(4, size=RECIPES) if setting.outside else np.full(RECIPES, -1)
     falls = np.where(source.random(RECIPES) < setting.collapses, source.uniform(0.2, 1.0, RECIPES), np.inf)
     own = np.clip(top + SEED_SD * source.standard_normal(RECIPES), 0.21, 0.97)
-    mean = np.stack([_law(kind[i], own[i], middle[i], steep[i])(COMPUTE) for i in range(RECIPES)])
-    truth = np.array([_law(kind[i], top[i], middle[i], steep[i])(np.ones(1))[0] for i in range(RECIPES)])
-    fallen = expit((COMPUTE[None, :] - falls[:, None]) / 0.01)
-    mean, truth = mean - 0.3 * fallen, truth - 0.3 * fallen[:, -1]
+    # Drawn for stairs alone, so that the studies of the other settings stay as they are.
+    share, step = source.uniform([0.2, 0.25], [0.8, 0.9], (RECIPES, 2)).T if setting.stairs else (None, None)
+
+    def curves(tops: Array, compute: Array) -> Array:
+        rises = np.stack([_law(kind[i], tops[i], middle[i], steep[i])(compute) for i in range(RECIPES)])
+        if share is not None and step is not None:
+            late = np.stack([_law(-1, tops[i], step[i], 12.0)(compute) for i in range(RECIPES)])
+            rises = share[:, None] * rises + (1 - share)[:, None] * late
+        return rises - 0.3 * expit((compute[None, :] - falls[:, None]) / 0.01)
+
+    mean = curves(own, COMPUTE)
+    early, truth = curves(top, np.array([0.25, 1.0])).T
     kept = np.exp(-1 / EVALUATIONS / MEMORY)
     state = np.zeros((RECIPES, len(COMPUTE)))
     for at in range(1, len(COMPUTE)):
@@ -83,7 +94,7 @@ def make_study(setting: Setting, number: int) -> Study:
     passed = source.binomial(SAMPLES, p) / SAMPLES
     smoothed = (passed * SAMPLES + 0.5) / (SAMPLES + 1)
     sd = np.sqrt((smoothed * (1 - smoothed)).mean(axis=-1) / (PROMPTS * SAMPLES))
-    return Study(truth, passed.mean(axis=-1), sd, passed)
+    return Study(truth, early, passed.mean(axis=-1), sd, passed)
 
 
 def _law(kind: int, top: float, middle: float, steep: float) -> Callable[[Array], Array]:

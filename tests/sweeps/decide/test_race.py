@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from optuna.pruners import WilcoxonPruner
 from optuna.trial import FrozenTrial, TrialState
 
-from benchmarks.racing import ours, rivals
+from benchmarks.racing import ours, rivals, staircases
 from benchmarks.racing.ours import RACING, Forecasts
 from benchmarks.racing.rivals import halving, median_rule, signed_rank
 from benchmarks.racing.simulate import simulate, together
@@ -229,7 +229,7 @@ def plain(*rewards: float) -> Study:
     truth = np.array([*rewards, *([0.1] * (8 - len(rewards)))])
     rate = np.tile(truth[:, None], (1, 21))
     passed = np.tile((np.arange(128) / 128 < truth[:, None]).astype(float)[:, None, :], (1, 21, 1))
-    return Study(truth, rate, np.full_like(rate, 0.01), passed)
+    return Study(truth, truth, rate, np.full_like(rate, 0.01), passed)
 
 
 @pytest.mark.slow
@@ -278,6 +278,15 @@ def test_the_simulation_races_as_the_command_does() -> None:
     assert race.leader == str(winner)
     own = [race.stopped.get(str(i), 1.0) for i in range(8)]
     assert np.abs(np.array(own) - spent).mean() < 0.1 and min(own) < 0.5
+
+
+def test_stairs_have_the_rewards_that_are_said() -> None:
+    studies = [make_study(staircases.STAIRS, number) for number in range(6)]
+    for at, name in ((5, "early"), (20, "truth")):
+        apart = np.concatenate([study.rate[:, at] - getattr(study, name) for study in studies])
+        assert abs(apart.mean()) < 0.01 and apart.std() < 0.04
+    low, high = staircases.wilson(0.9, 200)
+    assert (round(low, 3), round(high, 3)) == (0.851, 0.934)
 
 
 def _half(study: Study) -> dict[str, Outcome]:

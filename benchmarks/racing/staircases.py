@@ -1,0 +1,114 @@
+"""Does a race keep a winner that is last at first? Simulated studies whose best recipe is last at a quarter.
+
+    python -m benchmarks.racing.staircases [--studies 200] [--settings NAME ...] [--out docs/measured/staircases.md]
+
+Studies are drawn one by one, and those are raced in which the recipe of the highest true reward at the budget has the
+lowest at a quarter of it. It survives if the race does not stop it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count, islice
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.racing import rivals
+from benchmarks.racing.studies import COMPUTE, MARGIN, SETTINGS, Setting, Study, make_study
+from sweeps.curve import Array, make_curve
+from sweeps.decide.race import run_race
+from sweeps.decide.rules import Rules
+from sweeps.parallel import cores, mapped
+
+CROSS = next(each for each in SETTINGS if each.crossing)
+STAIRS = Setting("stairs", 0.06, stairs=True)
+
+
+def race(study: Study) -> Array:
+    """Compute spent on each recipe, (R,), by the default rules."""
+    curves = [make_curve(str(i), COMPUTE, rate, sd=study.sd[i]) for i, rate in enumerate(study.rate)]
+    stopped = run_race(curves, Rules(1.0), ended=[each.recipe for each in curves]).stopped
+    return np.array([stopped.get(each.recipe, 1.0) for each in curves])
+
+
+METHODS: dict[str, Callable[[Study], Array]] = {
+    "race": race,
+    "halving, first at a quarter": lambda study: rivals.halving(study, 2, 0.25),
+}
+
+
+def late_winners(setting: Setting) -> Iterator[int]:
+    """Numbers of the setting's studies whose best recipe at the budget is the last at a quarter of it."""
+    for number in count():
+        study = make_study(setting, number)
+        if study.truth.argmax() == study.early.argmin():
+            yield number
+
+
+def outcomes(setting: Setting, number: int) -> list[list[float]]:
+    """Of each method: whether the winner survives, or one within the margin of it; reward lost; compute."""
+    study = make_study(setting, number)
+    found = []
+    for method in METHODS.values():
+        spent = method(study)
+        lost = study.truth.max() - study.truth[spent == 1].max()
+        found.append([float(lost == 0), float(lost <= MARGIN), float(lost), float(spent.mean())])
+    return found
+
+
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """95% interval of a share of n."""
+    z = 1.96
+    middle, half = share + z**2 / (2 * n), z * np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    return float((middle - half) / (1 + z**2 / n)), float((middle + half) / (1 + z**2 / n))
+
+
+def page(settings: list[Setting], studies: int) -> str:
+    """Race so many studies of each setting."""
+    lines = [
+        "# Races whose winner is last at first",
+        "",
+        "How often a race keeps the best recipe where that is the last of eight at a quarter of the budget.",
+        "",
+        f"Written by `python -m benchmarks.racing.staircases`: {studies} simulated studies a setting, those in which",
+        "the recipe of the highest true reward at the budget has the lowest at a quarter of it. Evaluations are as in",
+        "[racing.md](racing.md). *Curves that cross* are sigmoids, the higher the asymptote the later the rise.",
+        "*Stairs* rise twice: a part of the way early, the rest in a steep step between 0.25 and 0.9 of the budget.",
+        "Intervals are Wilson's at 95%. Lost: by how much the best recipe that is left falls short of the winner.",
+        "",
+        f"| studies | method | winner survives | or one within {MARGIN:g} of it | mean lost | compute |",
+        "|---|---|---|---|---|---|",
+    ]
+    for setting in settings:
+        numbers = list(islice(late_winners(setting), studies))
+        found = np.array(mapped(partial(outcomes, setting), numbers, cores()))
+        for name, (kept, near, lost, compute) in zip(METHODS, found.mean(axis=0), strict=True):
+            shares = " | ".join(
+                f"{share:.3f} [{low:.3f}, {high:.3f}]"
+                for share in (kept, near)
+                for low, high in [wilson(share, studies)]
+            )
+            lines.append(f"| {setting.name} | {name} | {shares} | {lost:.4f} | {compute:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Print or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--studies", type=int, default=200)
+    known = {setting.name: setting for setting in (CROSS, STAIRS)}
+    parser.add_argument("--settings", nargs="+", choices=list(known), default=list(known), metavar="NAME")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    text = page([known[name] for name in options.settings], options.studies)
+    if options.out is None:
+        print(text)
+    else:
+        options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
