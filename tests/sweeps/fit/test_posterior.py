@@ -394,6 +394,9 @@ def test_pooled_weights_are_those_of_the_hierarchy() -> None:
     weight = pooled_weights([*walks, (vague, vague)])[-1][0]
     mean = float(weight @ vague / weight.sum())
     assert abs(mean - np.log(0.01)) < 0.25 and abs(float(vague.mean()) - WALK_PRIOR[0]) < 0.1
+    # What a recipe's own draws say is not counted a second time.
+    grid = np.linspace(*np.quantile(vague, [0.1, 0.9]), 20)
+    np.testing.assert_allclose(*(pooled_weights([*walks[:3], (own, grid)])[-1][1] for own in (vague, 0.2 * vague - 1)))
     # Alone it is as it was: the centre's prior and the scatter about it make up a recipe's own.
     (own, _), *_ = pooled_weights([(vague, vague)] * 1)
     spread = float(np.sqrt(own @ (vague - own @ vague / own.sum()) ** 2 / own.sum()))
