@@ -71,8 +71,8 @@ GROUPS = {
         _each("tests/sweeps/run", "test_writer", "test_lease", "test_lease_contention"),
     ),
     "fit": Group(
-        _each("sweeps/fit", "least_squares", "grid", "law", "verdict"),
-        _each("tests/sweeps/fit", "test_compare", "test_fit", "test_published"),
+        _each("sweeps/fit", "posterior", "pooling", "verdict"),
+        _each("tests/sweeps/fit", "test_posterior", "test_fit", "test_forecast"),
     ),
     "rank": Group(
         _each("sweeps/decide", "rank", "standing"),

@@ -22,8 +22,8 @@ def ranked(*curves: Curve, **options: float) -> Ranking:
 
 
 def test_clearly_better_asymptote_wins() -> None:
-    result = ranked(curve("grpo", a=0.5, rng=1), curve("scalerl", a=0.61, rng=2))
-    assert [entry.recipe for entry in result.ranking] == ["scalerl", "grpo"]
+    result = ranked(curve("last", a=0.44, rng=3), curve("grpo", a=0.5, rng=1), curve("scalerl", a=0.61, rng=2))
+    assert [(entry.rank, entry.recipe) for entry in result.ranking] == [(1, "scalerl"), (2, "grpo"), (3, "last")]
     assert not result.undecided
     assert (result.ranking[0].p_best or 0) > 0.99
     assert not result.ranking[0].tied_with_best

@@ -217,6 +217,8 @@ def test_an_asymptote_that_other_laws_put_elsewhere_is_not_named() -> None:
     found = after_fit(replace(evidence, doubt=replace(doubt, ahead=5.0, agreed=0.4)))
     assert found.name == "misfit" and "another law: a Weibull curve" in found.reason
     assert after_fit(replace(evidence, doubt=replace(doubt, p_none=0.7, p_rise=P_FLAT / 2))).name == "flat"
+    for p_none, p_rise in ((0.3, P_FLAT / 2), (0.7, 2 * P_FLAT)):
+        assert after_fit(replace(evidence, doubt=replace(doubt, p_none=p_none, p_rise=p_rise))).name != "flat"
     # Nor where the bend may lie beyond the window.
     assert after_fit(replace(evidence, half_gain=(5.0, 0.3))).name == "pre_inflection"
 
