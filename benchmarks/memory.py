@@ -15,7 +15,7 @@ from typing import Any
 import transformers
 from torch import nn
 
-from lightning_scalerl.composer import load_recipe
+from lightning_scalerl.composition import load_recipe
 from lightning_scalerl.measure.memory import foretell, measure
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "guide" / "large_models.md"

@@ -15,8 +15,7 @@ from omegaconf import OmegaConf
 from lightning_scalerl import RolloutDataModule, train
 from lightning_scalerl.checks import ConfigurationError, check_arguments
 from lightning_scalerl.choices import AXES, NEUTRAL
-from lightning_scalerl.composer import load_recipe
-from lightning_scalerl.composition import build_recipe, compose, conf_dir, plain_variants
+from lightning_scalerl.composition import build_recipe, compose, conf_dir, load_recipe, plain_variants
 from lightning_scalerl.member.identify import plan_members
 from sweeps.decide.resolution import NULL
 from sweeps.run.spec import science

@@ -37,7 +37,7 @@ FLOORS = {
         {"stream"},
         {"recipe"},
         {"composition", "measure"},
-        {"composer", "run"},
+        {"run"},
         {"callbacks"},
         {"data", "session"},
         {"module"},

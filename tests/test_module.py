@@ -27,7 +27,7 @@ from lightning_scalerl.axes.resampling import UniformResampling
 from lightning_scalerl.axes.truncated import KeepTruncated
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint
-from lightning_scalerl.composer import load_recipe
+from lightning_scalerl.composition import load_recipe
 from lightning_scalerl.generator.base import GroupRequest
 from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.model import policy

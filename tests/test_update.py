@@ -28,8 +28,7 @@ from lightning_scalerl.axes.normalization import BatchNormalization, PromptNorma
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, checkpoints, newest_checkpoint
 from lightning_scalerl.checks import CannotGoOnError
 from lightning_scalerl.choice import DesignChoice
-from lightning_scalerl.composer import load_recipe
-from lightning_scalerl.composition import compose
+from lightning_scalerl.composition import compose, load_recipe
 from lightning_scalerl.measure.semantics import resolved_choices
 from lightning_scalerl.optim import ConstantSchedule, CosineSchedule, SqrtBatchSchedule
 from lightning_scalerl.task.base import RewardScale

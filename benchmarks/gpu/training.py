@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer
 
 from benchmarks.gpu.replayed import Replayed, Words, new_model, words
 from lightning_scalerl import RolloutDataModule, ScaleRL
-from lightning_scalerl.composer import load_recipe
+from lightning_scalerl.composition import load_recipe
 from lightning_scalerl.model import policy
 
 GIB = 2**30

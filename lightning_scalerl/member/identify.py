@@ -1,9 +1,4 @@
-"""Identifying a study's members: composed, checked and named before anything runs.
-
-A grid of a thousand members has few distinct rows of groups and many values on top of them. Hydra composes each row
-of groups once; values are then set on copies, as Hydra would. Overrides of any other kind, and all that fail, go
-through Hydra whole, so that what is planned and what is complained about never depends on the short cut.
-"""
+"""Identifying a study's members: composed, checked and named before anything runs."""
 
 from __future__ import annotations
 
@@ -17,15 +12,16 @@ from omegaconf import OmegaConf
 
 from lightning_scalerl.checks import ONE_TRAINER, ConfigurationError, check_scale, shown, whole_number
 from lightning_scalerl.choices import AXES
-from lightning_scalerl.composer import Composer, shared_composer
 from lightning_scalerl.composition import (
     SETTINGS,
+    Composer,
     Folders,
     axes_of,
     build,
     build_recipe,
     chosen,
     compose,
+    composer_of,
     use_folders,
 )
 from sweeps.run.activity import Patience
@@ -66,7 +62,7 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
     """
     own = use_folders(folders)
     everywhere = set.intersection(*(set(overrides) for overrides in override_lists))
-    composed = shared_composer(own)
+    composed = composer_of(own)
     # All of them first: what Hydra has to complain about is answered before anything heavy is imported.
     drafts = [_draft(list(overrides), everywhere, composed) for overrides in override_lists]
     builder = _Builder()
@@ -248,7 +244,7 @@ def check_shown(overrides: Sequence[str], folders: Folders = ()) -> None:
     Raises:
         ConfigurationError: it cannot be composed, or its label and its choices contradict each other.
     """
-    _check_label(_draft(list(overrides), set(overrides), shared_composer(use_folders(folders))))
+    _check_label(_draft(list(overrides), set(overrides), composer_of(use_folders(folders))))
 
 
 def _check_label(draft: _Draft) -> None:

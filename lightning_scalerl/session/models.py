@@ -19,7 +19,7 @@ from torch import nn
 from lightning_scalerl.axes.adapter import Adapter
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.composer import load_recipe
+from lightning_scalerl.composition import load_recipe
 from lightning_scalerl.distributed.sharded import gathered, is_sharded
 from lightning_scalerl.model.adapter import adapt, described, has_adapter, keep_in, merge, plain_copy, unwrapped
 from lightning_scalerl.model.files import WeightFiles, is_blank

@@ -34,7 +34,7 @@ from lightning_scalerl.axes.loss import DAPO
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
-from lightning_scalerl.composer import load_recipe
+from lightning_scalerl.composition import load_recipe
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.verify.verification import RewardError
 from sweeps.run.journal import read_journal

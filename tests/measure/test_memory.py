@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.composer import load_recipe
+from lightning_scalerl.composition import load_recipe
 from lightning_scalerl.distributed.sharded import own_part
 from lightning_scalerl.measure.memory import LiveBytes, Memory, advice, foretell, measure
 from lightning_scalerl.model import policy as policy_module
