@@ -17,7 +17,7 @@ from tests.paths import ROOT
 FLOORS = {
     "sweeps": [
         {"threads"},
-        {"errors", "redact", "parallel", "as_json", "terminal"},
+        {"errors", "redact", "parallel", "process", "as_json", "terminal"},
         {"curve", "run"},
         {"executor", "tracking", "fit"},
         {"source"},

@@ -4,7 +4,7 @@ In comes a configuration of a user's (conf/command/base/command.yaml says what i
 launch, and in a member's process a journal like that of our own runs, so that all that reads journals works on it.
 
     plan.make_specs     settings (checked), template (values into words and files) -> RunSpec
-    runner.run_member   process.Tree (guard.py: a process of its own, which ends all that the command started)
+    runner.run_member   sweeps.process.Tree: ends all that the command started
                         metrics.Source reads what the command has logged since the last look (growing: JSON lines, CSV)
                         follow.Follower: metrics -> journal
 """

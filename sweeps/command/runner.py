@@ -14,9 +14,9 @@ from sweeps.command.follow import Follower, MetricsError
 from sweeps.command.growing import Cut, Ending
 from sweeps.command.metrics import Source
 from sweeps.command.plan import named_files, resolved
-from sweeps.command.process import Ended, Tree, locked
 from sweeps.command.settings import STDOUT, STDOUT_FILE, command_of
 from sweeps.errors import UserError
+from sweeps.process import Ended, Tree, locked
 from sweeps.run import slurm_job
 from sweeps.run.activity import activity
 from sweeps.run.files import read_json, write_atomically, write_json
@@ -244,6 +244,8 @@ class _Member:
             with Tree(words, {**own, **command.env}, command.folder, out, lock) as tree:
                 ended = self._follow(tree, follower, journal)
             self._look(follower, journal, Ending.TORN if ended.code else Ending.WHOLE)
+        except ChildProcessError as error:
+            raise UserError(f"command.line: {error}") from None
         except MetricsError as error:
             self._fail(journal, follower, str(error))
         self._judge(ended, follower, journal)

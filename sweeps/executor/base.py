@@ -5,12 +5,13 @@ Those of this machine are in `local`, that of a SLURM cluster in `slurm`.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
+
+from sweeps.process import ended_with
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,7 @@ class Outcome:
     @property
     def how(self) -> str:
         """Text on the end from the exit code alone, such as "killed by SIGKILL" or "exit code 1"."""
-        if self.exit_code < 0:
-            names = {number.value: number.name for number in signal.Signals}
-            return f"killed by {names.get(-self.exit_code, f'signal {-self.exit_code}')}"
-        return f"exit code {self.exit_code}"
+        return ended_with(self.exit_code)
 
 
 class Executor(Protocol):

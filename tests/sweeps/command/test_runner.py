@@ -20,7 +20,6 @@ from sweeps.run.activity import HUNG_CODE
 from sweeps.run.interruption import RunInterruptedError, ask_to_stop, interruption, let_go_on
 from sweeps.run.progress import is_done
 from tests.paths import ROOT
-from tests.sweeps.command.test_process import gone
 from tests.sweeps.command.toy import (
     SCRIPT,
     commands_of,
@@ -32,6 +31,7 @@ from tests.sweeps.command.toy import (
     write_study,
     written,
 )
+from tests.sweeps.test_process import gone
 
 # A script's first lines; it gets what it is asked for as `given`.
 HEAD = "import json, os, sys, time\ngiven = dict(word[2:].split('=', 1) for word in sys.argv[1:])\n"
@@ -228,6 +228,12 @@ def test_a_resume_that_begins_again_from_zero_is_found_and_nothing_is_lost(tmp_p
         "command.resume: the command began again at step 1, and the journal has steps up to 19: it"
     )
     assert steps_of(run_dir) == list(range(1, 20))
+
+
+def test_a_program_that_is_not_there_is_the_commands_line(tmp_path: Path) -> None:
+    _, run_dir = written(write_study(tmp_path, line="./no-such-program {loss} {seed} {steps}"))
+    with pytest.raises(UserError, match=r"^command.line: './no-such-program' cannot be started in .*No such file"):
+        run_member(run_dir)
 
 
 ROW = "{'step': step, 'tokens': step, 'eval_reward': 0.5}"

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sweeps.command.process import Ended, Tree
-from sweeps.errors import UserError
+from sweeps.process import Ended, Tree
 from tests.paths import ROOT
 from tests.sweeps.command.toy import wait_until
 
@@ -53,7 +52,7 @@ def test_exit_code_environment_folder_and_output_are_the_commands(tmp_path: Path
 
 
 def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^command.line: 'no-such-program' cannot be started in .*No such file"):
+    with pytest.raises(ChildProcessError, match=r"^'no-such-program' cannot be started in .*No such file"):
         Tree(["no-such-program"], {}, tmp_path)
 
 
@@ -105,7 +104,7 @@ def test_a_tree_that_does_not_stop_when_asked_is_killed(tmp_path: Path) -> None:
 
 def test_all_is_killed_when_the_member_is(tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path\nfrom sweeps.command.process import Tree\n"
+        "from pathlib import Path\nfrom sweeps.process import Tree\n"
         f"Tree({[*PYTHON, STUBBORN + 'time.sleep(600)']!r}, {{}}, Path({str(tmp_path)!r})).wait(600)"
     )
     member = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)})
