@@ -20,13 +20,19 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext
+    from multiprocessing.process import BaseProcess
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # of prctl
 _PROC = Path("/proc")
 _LEFT_S = 2.0  # what the command leaves behind may end itself for so long
@@ -38,6 +44,45 @@ def ended_with(code: int) -> str:
         return f"exit code {code}"
     names = {number.value: number.name for number in signal.Signals}
     return f"killed by {names.get(-code, f'signal {-code}')}"
+
+
+def end(process: BaseProcess, *signals: tuple[float, signal.Signals]) -> None:
+    """Wait for the end of a child process; after so many seconds each, send it the next signal."""
+    for timeout_s, number in signals:
+        process.join(timeout_s)
+        if process.exitcode is None and process.pid is not None:
+            _send(process.pid, number)
+    process.join()
+
+
+def die_with_parent() -> None:
+    """Start a thread that ends this process, a child of `multiprocessing`, as soon as its parent is gone."""
+    from multiprocessing import connection, parent_process
+
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        # Not sys.exit, which would end this thread alone.
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+def forkserver(preload: Sequence[str]) -> ForkServerContext:
+    """Return the context whose processes are forked from one server, which imports `preload` when the first one starts.
+
+    Planner and members of a study share it: Lightning alone costs a dozen seconds of CPU to import.
+    """
+    import multiprocessing
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    # Libraries read it when they are imported. A server computes nothing; each member sets its own number.
+    for name in THREADS:
+        os.environ[name] = "1"
+    return context
 
 
 def kill_group(leader: int) -> None:

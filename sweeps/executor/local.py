@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +14,12 @@ from typing import Any
 
 from sweeps.errors import UserError
 from sweeps.executor.base import Launch, Outcome, load_entry
+from sweeps.process import THREADS, die_with_parent, end, forkserver
 from sweeps.redact import redact
 from sweeps.run.activity import HUNG_CODE
 from sweeps.run.interruption import RunInterruptedError, ask_to_stop, stop_asked
 from sweeps.run.journal import LOG_FILE
 
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # The exit code of a member that has stopped because its study asked it to.
 STOPPED_CODE = 87
 
@@ -59,7 +58,7 @@ class LocalExecutor:
         """Start a process for each member; there are no job ids, so every value is None."""
         for member in members:
             arguments = (self._entry, str(member.run_dir), self._threads)
-            process = self._context.Process(target=_member, args=arguments, name=member.run)  # type: ignore[attr-defined]
+            process = self._context.Process(target=_member, args=arguments, name=member.run)
             process.start()
             self._processes[member.run] = process
             self._run_dirs[member.run] = member.run_dir
@@ -102,9 +101,7 @@ class LocalExecutor:
         for process in self._processes.values():
             process.terminate()
         for process in self._processes.values():
-            process.join(timeout=10)
-            if process.exitcode is None:
-                process.kill()
+            end(process, (10.0, signal.SIGKILL))
         self._processes.clear()
 
 
@@ -164,19 +161,6 @@ class InProcessExecutor:
         """Do nothing, for no member runs beside this process."""
 
 
-def forkserver(preload: Sequence[str]) -> multiprocessing.context.BaseContext:
-    """Return the context whose processes are forked from one server, which imports `preload` when the first one starts.
-
-    Planner and members of a study share it: Lightning alone costs a dozen seconds of CPU to import.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
-    # Libraries read it when they are imported. A server computes nothing; each member sets its own number.
-    for name in _THREADS:
-        os.environ[name] = "1"
-    return context
-
-
 def _outcome(run: str, exit_code: int, run_dir: Path) -> Outcome:
     if exit_code == STOPPED_CODE:
         return Outcome(run, exit_code, "stopped", stop_asked(run_dir))
@@ -185,7 +169,7 @@ def _outcome(run: str, exit_code: int, run_dir: Path) -> Outcome:
 
 def _use_threads(count: int) -> None:
     """Set the CPU threads of this process, and of torch where the server has imported it already."""
-    for name in _THREADS:
+    for name in THREADS:
         os.environ[name] = str(count)
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(count)
@@ -216,16 +200,3 @@ def _member(entry: str, run_dir: str, threads: int) -> None:
             os._exit(1)
         sys.stdout.flush()
         sys.stderr.flush()
-
-
-def die_with_parent() -> None:
-    """Start a thread that ends this process as soon as its parent is gone."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        # Not sys.exit, which would end this thread alone.
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="parent-watch").start()

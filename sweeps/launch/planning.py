@@ -9,23 +9,22 @@ Where members run on this machine, the process is forked from the server that th
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from threading import Thread
+from typing import Any
 
 from sweeps.errors import UserError
-from sweeps.executor.base import Outcome, load_entry
-from sweeps.executor.local import die_with_parent, forkserver
+from sweeps.executor.base import load_entry
 from sweeps.parallel import exit_on_sigterm
+from sweeps.process import die_with_parent, end, ended_with, forkserver
 from sweeps.run.spec import RunSpec
 
 # The process has got the Ctrl-C as well, unless that was sent to this one alone: first its own clean-up.
@@ -53,9 +52,8 @@ class Planner:
 
     def __init__(self, planner: str, folders: Sequence[str], preload: Sequence[str] | None = None) -> None:
         self._planner, self._folders, self._preload = planner, list(folders), preload
-        self._pool: ProcessPoolExecutor | None = None
         self._child: BaseProcess | None = None
-        self._ending: Thread | None = None
+        self._connection: Connection[Any, Any] | None = None
         self._signals = ExitStack()
 
     def __enter__(self) -> Planner:
@@ -73,33 +71,26 @@ class Planner:
             PlannerLostError: the process was killed, or ended without an answer.
             Exception: whatever the planner raises; a note says where.
         """
-        if self._pool is None:
-            context = multiprocessing.get_context("spawn") if self._preload is None else forkserver(self._preload)
-            self._pool = ProcessPoolExecutor(1, context, initializer=_begin)
-        others = multiprocessing.active_children()
         try:
-            answer = self._pool.submit(_answer, self._planner, [list(each) for each in override_lists], self._folders)
-            # The pool tells neither its process nor how that ended.
-            if self._child is None:
-                self._child = next((each for each in multiprocessing.active_children() if each not in others), None)
-            error = answer.exception()
-        except BrokenProcessPool as lost:  # it was killed since the last request
-            error = lost
-        except BaseException:
-            self._end(*_AFTER_CTRL_C)
-            raise
-        if isinstance(error, BrokenProcessPool):
-            self._pool.shutdown()
-            code = self._child.exitcode if self._child is not None else None
-            how = "at once" if code is None else Outcome("", code).how
-            self._pool = self._child = None
+            if self._child is None or self._connection is None:
+                self._child, self._connection = self._started()
+            self._connection.send([list(each) for each in override_lists])
+            answer = self._connection.recv()
+        except (EOFError, ConnectionError):
+            child = self._child
+            self.close()
+            how = ended_with(child.exitcode) if child is not None and child.exitcode is not None else "at once"
             raise PlannerLostError(
                 f"planner: its process ended without an answer ({how}); what it printed is above, and if it was killed "
                 "for its memory, launch where there is more"
-            )
-        if error is not None:
-            raise error from None
-        return answer.result()
+            ) from None
+        except BaseException:
+            self._end(*_AFTER_CTRL_C)
+            raise
+        if isinstance(answer, BaseException):
+            raise answer
+        planned: list[RunSpec] = answer
+        return planned
 
     def close(self) -> None:
         """Let the process end, and wait for it."""
@@ -109,21 +100,21 @@ class Planner:
             self._end(*_AFTER_CTRL_C)
             raise
 
+    def _started(self) -> tuple[BaseProcess, Connection[Any, Any]]:
+        context = get_context("spawn") if self._preload is None else forkserver(self._preload)
+        ours, theirs = context.Pipe()
+        child = context.Process(target=_serve, args=(theirs, self._planner, self._folders))
+        child.start()
+        theirs.close()
+        return child, ours
+
     def _end(self, *signals: tuple[float, signal.Signals]) -> None:
         """Let the process end; after so many seconds each, send it the next signal."""
-        if self._pool is None:
-            return
-        # Awaited to its end: semaphores of a pool that is left before are complained of when the interpreter ends.
-        if self._ending is None:
-            self._ending = Thread(target=self._pool.shutdown, daemon=True)
-            self._ending.start()
-        for timeout_s, number in signals:
-            self._ending.join(timeout_s)
-            if self._ending.is_alive() and self._child is not None and self._child.pid is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(self._child.pid, number)
-        self._ending.join()
-        self._pool = self._child = self._ending = None
+        if self._connection is not None:
+            self._connection.close()
+        if self._child is not None:
+            end(self._child, *signals)
+        self._child = self._connection = None
 
 
 def plan_apart(
@@ -137,14 +128,17 @@ def plan_apart(
         return ask(override_lists)
 
 
-def _begin() -> None:
-    """Prepare the child: it ends with its parent, and only a request can be interrupted, not the wait for one."""
+def _serve(connection: Connection[Any, Any], planner: str, folders: list[str]) -> None:
+    """Answer requests in the child; it ends with its parent, and only a request can be interrupted."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(EOFError, ConnectionError):  # the other end was closed
+        while True:
+            connection.send(_answer(planner, connection.recv(), folders))
 
 
-def _answer(planner: str, override_lists: list[list[str]], folders: list[str]) -> list[RunSpec]:
-    """Serve a request in the child; an exception that cannot be unpickled becomes a RuntimeError."""
+def _answer(planner: str, override_lists: list[list[str]], folders: list[str]) -> list[RunSpec] | BaseException:
+    """Return members or the planner's exception; one that cannot be unpickled becomes a RuntimeError."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         planned: list[RunSpec] = load_entry(planner)(override_lists, folders)
@@ -158,7 +152,7 @@ def _answer(planner: str, override_lists: list[list[str]], folders: list[str]) -
         except Exception:
             error = RuntimeError(f"{type(error).__name__}: {error}")
         error.add_note(told)
-        raise error from None
+        return error
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.stdout.flush()
