@@ -55,8 +55,19 @@ def end(process: BaseProcess, *signals: tuple[float, signal.Signals]) -> None:
     process.join()
 
 
-def die_with_parent() -> None:
-    """Start a thread that ends this process, a child of `multiprocessing`, as soon as its parent is gone."""
+def die_with_parent(started_by: int | None = None) -> None:
+    """End this process as soon as its parent is gone.
+
+    Args:
+        started_by: process whose thread started this one; Linux then kills even a process that hangs. None for a child
+            of `multiprocessing`, which may be forked from a server: a thread watches the process that asked for it.
+    """
+    if started_by is not None:
+        _prctl(_DEATH_SIGNAL, signal.SIGKILL)
+        # It may have gone before prctl, and then no signal comes.
+        if os.getppid() != started_by:
+            os._exit(1)
+        return
     from multiprocessing import connection, parent_process
 
     parent = parent_process()

@@ -149,7 +149,10 @@ def test_training_meets_the_study_in_a_runs_directory_only() -> None:
             continue
         for name in imports_of(path):
             parts = name.split(".")
-            assert parts[0] != "sweeps" or {*parts[1:2]} <= {"run", "errors", "redact", "terminal"}, (path, name)
+            assert parts[0] != "sweeps" or {*parts[1:2]} <= {"run", "errors", "redact", "terminal", "process"}, (
+                path,
+                name,
+            )
 
 
 def run_python(code: str) -> str:

@@ -13,7 +13,6 @@ import os
 import pickle
 import secrets
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -31,6 +30,7 @@ from typing import Any
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.sandbox.launch import SCRATCH, remove_left
 from lightning_scalerl.verify.grade import Grader, Outcome, Sample
+from sweeps.process import ended_with, kill_group
 from sweeps.run.activity import activity
 
 # Imports of a reward function may be heavy, on a busy machine.
@@ -336,11 +336,11 @@ class VerifierPool:
         worker = self._workers[number]
         if died:
             with suppress(subprocess.TimeoutExpired):
-                why += f" ({_in_words(worker.process.wait(1.0))})"
+                why += f" ({ended_with(worker.process.wait(1.0))})"
         self._readable.unregister(worker.connection)  # while it has its number, which a later file may be given
         status = _kill(worker)
         if not worker.ready:
-            self._fail(f"task: the verifier's process ended while it was loaded (exit status {status})")
+            self._fail(f"task: the verifier's process ended while it was loaded ({ended_with(status)})")
             return
         self._workers[number] = self._started()
         if worker.jobs:
@@ -398,20 +398,11 @@ def _process(message: bytes) -> tuple[subprocess.Popen[bytes], Connection[Any, A
 
 def _kill(worker: _Worker) -> int:
     """Kill a worker with its process group and its sandboxes' scratch folders; return the exit status."""
-    with suppress(ProcessLookupError):
-        os.killpg(worker.process.pid, signal.SIGKILL)
+    kill_group(worker.process.pid)
     worker.connection.close()
     status = worker.process.wait()
     remove_left(worker.scratch)
     return status
-
-
-def _in_words(status: int) -> str:
-    if status >= 0:
-        return f"exit status {status}"
-    with suppress(ValueError):
-        return signal.Signals(-status).name
-    return f"signal {-status}"
 
 
 def _environment() -> dict[str, str]:

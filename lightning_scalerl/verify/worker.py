@@ -6,26 +6,19 @@ from outside if that does not help. It needs no torch, unless what it grades wit
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import resource
-import signal
 import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from sweeps.process import die_with_parent
 
 
 def main() -> None:
     """Grade completions until the other end is closed."""
-    parent = int(sys.argv[2])
-    # A grader that hangs would not see that its parent is gone.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # It may have gone before prctl, and then no signal comes.
-    if os.getppid() != parent:
-        os._exit(0)
+    die_with_parent(int(sys.argv[2]))
     os.dup2(2, 1)  # what a reward function prints is not the run's own output
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     with os.fdopen(int(sys.argv[3]), "rb") as handed:

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -18,6 +17,7 @@ from sweeps.errors import UserError
 from sweeps.executor.slurm import handover
 from sweeps.executor.slurm.handover import Request
 from sweeps.executor.slurm.settings import RESOURCES
+from sweeps.process import kill_group
 
 _log = logging.getLogger(__name__)
 
@@ -262,7 +262,7 @@ def _handed_over(request: Request) -> dict[str, str]:
             limit_s = _COMMAND_TIMEOUT_S + _FILES_OF_A_MEMBER_S * len(request.members)
             out, err = process.communicate(json.dumps(asdict(request)), timeout=limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # sbatch with it
+            kill_group(process.pid)  # sbatch with it
             return {"unclear": "sbatch: no answer"}
     try:
         answer: dict[str, str] = json.loads(out.splitlines()[-1])
