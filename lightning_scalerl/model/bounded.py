@@ -6,15 +6,20 @@ neither an endless loop nor a text of gigabytes.
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 import os
 import resource
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+
+from sweeps.process import die_with_parent, end
 
 T = TypeVar("T")
 
@@ -48,53 +53,44 @@ def bounded(work: Callable[[T], str], items: Sequence[T]) -> Iterator[str]:
     """
     if not items:
         return
-    reading, writing = os.pipe()
+    context = multiprocessing.get_context("fork")
+    answers, writing = context.Pipe(duplex=False)
+    child = context.Process(target=_work, args=(os.getpid(), writing, work, items))
     with _quiet_fork():
-        child = os.fork()
-    if child == 0:
-        _work(writing, work, items)
-    os.close(writing)
-    number, status = 0, None
+        child.start()
+    writing.close()
     try:
-        with os.fdopen(reading, encoding="ascii") as answers:
-            for line in answers:
-                if not line.endswith("\n"):
-                    break
-                said = json.loads(line)
-                if isinstance(said, dict):
-                    raise BoundedError(said["error"], number, said["limit"])
-                yield said
-                number += 1
-        _, status = os.waitpid(child, 0)
+        for number in range(len(items)):
+            if not answers.poll(LIMIT_S):
+                raise BoundedError(f"it has not ended after {LIMIT_S:g} s", number, True)
+            try:
+                said = json.loads(answers.recv_bytes())
+            except EOFError:
+                raise BoundedError(_MEMORY, number, True) from None
+            if isinstance(said, dict):
+                raise BoundedError(said["error"], number, said["limit"])
+            yield said
     finally:
-        if status is None:
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-    if number < len(items):
-        late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
-        raise BoundedError(f"it has not ended after {LIMIT_S:g} s" if late else _MEMORY, number, True)
+        end(child, (0.0, signal.SIGKILL))
+        answers.close()
 
 
 _MEMORY = f"it takes more than {MEMORY_BYTES // 2**20} MiB"
 
 
-def _work(writing: int, work: Callable[[T], str], items: Sequence[T]) -> NoReturn:
+def _work(parent: int, answers: Connection[Any, Any], work: Callable[[T], str], items: Sequence[T]) -> NoReturn:
     """Do the work in the child, and end it: nothing that it shares with its parent is to be cleaned up twice."""
     try:
+        die_with_parent(parent)
         _limit_memory()
-        # Its default action, which no loop can put off, and which comes too if the parent is gone.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        with os.fdopen(writing, "w", encoding="ascii") as answers:
-            for item in items:
-                signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
-                said = _said(work, item)
-                answers.write(json.dumps(said) + "\n")
-                if isinstance(said, dict):
-                    break
-    except BaseException:
-        os._exit(1)
-    os._exit(0)
+        gc.freeze()  # a garbage collection would look through, and so copy, all that the parent holds
+        for item in items:
+            said = _said(work, item)
+            answers.send_bytes(json.dumps(said).encode())
+            if isinstance(said, dict):
+                break
+    finally:
+        os._exit(0)
 
 
 def _said(work: Callable[[T], str], item: T) -> str | dict[str, Any]:

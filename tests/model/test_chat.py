@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.rollout import Rollout
 from lightning_scalerl.stream.prompts import fitting
 from tests.examples import examples
+from tests.sweeps.command.toy import wait_until
+from tests.sweeps.test_process import gone, number
 
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<think>", "</think>"]
 TEMPLATE = (
@@ -313,3 +317,23 @@ def test_a_template_runs_under_limits_of_time_memory_and_length(monkeypatch: pyt
     with pytest.raises(ConfigurationError, match="recursion"):
         Rendering(macro, Chat()).text(ask("2+2?"))
     assert Rendering(tokenizer(TEMPLATE), Chat()).text(ask("2+2?")).startswith("<s><|user|>2+2?")
+
+
+def test_work_under_limits_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
+    """kill -9 leaves no time to tidy up."""
+
+    def work(item: int) -> str:
+        (tmp_path / "new").write_text(str(os.getpid()))
+        (tmp_path / "new").rename(tmp_path / "number")
+        time.sleep(60)
+        return ""
+
+    if (parent := os.fork()) == 0:
+        try:
+            list(bounded_module.bounded(work, [0]))
+        finally:
+            os._exit(1)
+    worker = number(tmp_path)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    wait_until(lambda: gone(worker))
