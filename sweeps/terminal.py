@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import sys
@@ -9,13 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 if TYPE_CHECKING:
-    from rich.text import Text
+    from rich.console import RenderableType
+    from rich.table import Table
 
 # Seconds between two lines where there is no terminal: a log file that is read afterwards needs no more.
 EVERY_S = 30.0
@@ -74,15 +75,10 @@ class NeverBlocking:
             self._kept = self._kept[os.write(self._descriptor, self._kept[: select.PIPE_BUF]) :]
 
 
-# The time left is shown after at least this many updates, and if the two halves of the later ones agree in pace within
-# a factor of STEADY.
-LEAST_SEEN = 8
-STEADY = 2.0
-_BAR, _LEAST_BAR = 24, 6  # characters of a bar, and where its terminal is narrow
-
-
 class Bar:
     """Progress bar: steps done of the total, a status text, and the estimated time left.
+
+    The first step is not part of the estimate: it also loads and compiles.
 
     Args:
         what: is being done, such as "training".
@@ -102,96 +98,60 @@ class Bar:
         every_s: float = EVERY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._what = what
-        self._total = total
-        self._begun_at = self._done = done
+        # Imported late: most commands show no progress.
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column as Share
+
         self._stream = stream or sys.stderr
-        self._every_s = every_s
-        self._clock = clock
-        self._written_s = clock()
-        self._seen: list[tuple[int, float]] = []  # steps done, and when: of every update that made some
-        self._parts: tuple[str, ...] = ()
-        self._live: Any = None
-        if on_screen(self._stream):
-            # Imported where there is something to draw on.
-            from rich.console import Console
-            from rich.live import Live
-
-            console = Console(file=self._stream)
-            self._live = Live(console=console, refresh_per_second=4, get_renderable=lambda: self._drawn(console.width))
-            self._live.start()
-        else:
-            self._write()
-
-    def _drawn(self, width: int) -> Text:
-        """Draw the bar on one line: of its texts as many as there is room for, the time left before all others."""
-        from rich.text import Text
-
-        count = f"{self._done}/{self._total}"
-        left = [f"about {duration(left_s)} left"] if (left_s := self.left_s) else []
-        room = max(0, width - len(self._what) - len(count) - 4)
-        texts: list[str] = []
-        for part in [*left, *self._parts]:
-            if len("".join(texts)) + 2 * len(texts) + len(part) + _LEAST_BAR > room:
-                break
-            texts.append(part)
-        length = max(_LEAST_BAR, min(_BAR, room - len("".join(texts)) - 2 * len(texts)))
-        full = length * self._done // max(1, self._total)
-        # What comes when the run ends stands last, as on a line elsewhere.
-        told = ", ".join([text for text in texts if text not in left] + [text for text in texts if text in left])
-        line = Text.assemble(
-            f"{self._what} ", ("━" * full, "green"), ("━" * (length - full), "bright_black"), f" {count}  ", told
+        self._every_s, self._clock = every_s, clock
+        self._begun_at = done
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None, table_column=Share(ratio=1)),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[status]}", markup=False, table_column=Share(ratio=3, no_wrap=True)),
+            console=Console(file=self._stream),
+            refresh_per_second=4,
+            speed_estimate_period=math.inf,
+            get_time=clock,
+            disable=not on_screen(self._stream),
+            expand=True,
         )
-        line.truncate(width, overflow="ellipsis")
-        return line
+        self._progress.add_task(what, total=total, completed=done, status="")
+        (self._task,) = self._progress.tasks
+        self._progress.start()
+        self._write()
 
     def update(self, done: int, *parts: str) -> None:
         """Show the number of steps done so far, and parts of a status text, the most important first.
 
-        Without any part those of the last update stay; on a narrow terminal the last ones are left out.
+        Without any part those of the last update stay; on a narrow terminal the end of the text is cut off.
         """
-        if done > self._done:
-            self._seen.append((done, self._clock()))
-        self._done = done
-        self._parts = tuple(one_line(part) for part in parts) or self._parts
-        if self._live is None and self._clock() - self._written_s >= self._every_s:
+        status = ", ".join(map(one_line, parts)) or self._task.fields["status"]
+        self._progress.update(self._task.id, completed=done, status=status)
+        if self._clock() - self._written_s >= self._every_s:
             self._write()
 
     def close(self) -> None:
         """Stop the bar and leave its last state on screen; without a terminal, print it if there was progress."""
-        if self._live is not None:
-            self._live.stop()
-        elif self._done != self._begun_at:
+        if not self._progress.disable:
+            self._progress.stop()
+        elif self._task.completed != self._begun_at:
             self._write()
 
-    @property
-    def left_s(self) -> float | None:
-        """Estimated seconds left, at the pace of the later half of this process's updates; None while it is not known.
-
-        The pace is known once both halves of that later half agree within a factor of `STEADY`. The first steps are in
-        neither: they also load and compile, and minutes of that would be taken for the pace of all.
-        """
-        if self._done >= self._total:
-            return 0.0
-        if len(self._seen) < LEAST_SEEN:
-            return None
-        seen = self._seen
-        first, middle, last = seen[len(seen) // 2], seen[3 * len(seen) // 4], seen[-1]
-        earlier, later = _seconds_a_step(first, middle), _seconds_a_step(middle, last)
-        if max(earlier, later) > STEADY * min(earlier, later):
-            return None
-        return _seconds_a_step(first, last) * (self._total - self._done)
-
     def _write(self) -> None:
+        """Write a line on the progress, where there is no terminal."""
         self._written_s = self._clock()
-        left = [f"{duration(left_s)} left"] if (left_s := self.left_s) else []
-        told = ", ".join([*self._parts, *left])
-        self._stream.write(f"{self._what} {self._done}/{self._total}{': ' if told else ''}{told}\n")
+        if not self._progress.disable:
+            return
+        left_s = self._task.time_remaining
+        status = [self._task.fields["status"], f"{duration(left_s)} left" if left_s else ""]
+        told = ", ".join(filter(None, status))
+        count = f"{self._task.description} {self._task.completed:g}/{self._task.total:g}"
+        self._stream.write(f"{count}{': ' if told else ''}{told}\n")
         self._stream.flush()
-
-
-def _seconds_a_step(begin: tuple[int, float], end: tuple[int, float]) -> float:
-    return (end[1] - begin[1]) / (end[0] - begin[0])
 
 
 def device_time(hours: float) -> str:
@@ -222,9 +182,8 @@ def duration(seconds: float) -> str:
 
 
 def on_screen(stream: TextIO) -> bool:
-    """Return whether lines can be drawn anew on a stream: no pipe, no log, no TERM=dumb, and rich is installed."""
-    dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
-    return stream.isatty() and not dumb and find_spec("rich") is not None
+    """Return whether lines can be drawn anew on a stream: it is no pipe, no log and no TERM=dumb."""
+    return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def one_line(text: str) -> str:
@@ -232,43 +191,18 @@ def one_line(text: str) -> str:
     return "".join(ch if ch.isprintable() else " " for ch in text)
 
 
-def shortened(text: str, width: int) -> str:
-    """Return a text of at most `width` cells, its middle left out: the ends of a recipe's label tell it apart."""
-    from rich.cells import cell_len
-
-    text = one_line(text)
-    if cell_len(text) <= width:
-        return text
-    if width < 2:
-        return "…"[:width]
-    tail = (width - 1) // 2
-    end = next(at for at in range(len(text) + 1) if cell_len(text[at:]) <= tail)
-    head = width - 1 - cell_len(text[end:])
-    begin = next(at for at in range(len(text), -1, -1) if cell_len(text[:at]) <= head)
-    return f"{text[:begin]}…{text[end:]}"
-
-
-# Levels of a sparkline, where the terminal's encoding has them and where it has not.
-BLOCKS = "▁▂▃▄▅▆▇█"
-LETTERS = "_.-=+*#@"
-
-
-def sparkline(values: Sequence[float], low: float, high: float, width: int, levels: str = BLOCKS) -> str:
+def sparkline(values: Sequence[float], low: float, high: float, width: int) -> str:
     """Return at most `width` characters for a curve, its first and last value among them, on a scale from low to high.
 
     Args:
         values: in order.
         low, high: ends of the scale, which curves to be compared share.
         width: number of characters for a whole curve; fewer values take one each.
-        levels: characters from the lowest to the highest.
     """
     count = min(width, len(values))
     kept = [values[at * (len(values) - 1) // max(1, count - 1)] for at in range(count)]
-    top = len(levels) - 1
-    return "".join(
-        levels[round(top * min(1.0, max(0.0, (value - low) / (high - low))))] if high > low else levels[0]
-        for value in kept
-    )
+    span = high - low or 1.0
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * min(1.0, max(0.0, (value - low) / span)))] for value in kept)
 
 
 @dataclass(frozen=True)
@@ -277,73 +211,37 @@ class Column:
 
     Attributes:
         name: its head.
-        spare: the larger, the earlier it is left out where the terminal is narrow; 0 for one that always stays.
-        least: cells that it may be shortened to; None for one that is shown whole or not at all.
+        least: width of the terminal from which the column is shown.
+        soft: whether its cells are cut off where there is too little room for all columns.
         right: whether its cells are aligned to the right.
     """
 
     name: str
-    spare: int = 0
-    least: int | None = None
+    least: int = 0
+    soft: bool = False
     right: bool = False
 
 
-# A cell of a table: its text, or text and style.
-Cell = str | tuple[str, str]
-_GAP = 2
+# A cell of a table: its text, text and style, or something of rich's.
+Cell: TypeAlias = "str | tuple[str, str] | RenderableType"
 
 
-def fitted(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int, head: bool = True) -> list[Text]:
-    """Lay out a table in lines of at most `width` cells: columns are left out or shortened, nothing is wrapped.
-
-    Args:
-        columns: of the table; those that no row fills are left out as well.
-        rows: cells by column.
-        width: of the terminal.
-        head: whether the first line names the columns.
-    """
-    from rich.cells import cell_len
+def fitted(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int) -> Table:
+    """Make a table for a terminal `width` cells wide, one line a row; columns that no row fills are left out."""
+    from rich.table import Table
     from rich.text import Text
 
-    cells = [
-        [(one_line(cell), "") if isinstance(cell, str) else (one_line(cell[0]), cell[1]) for cell in row]
-        for row in rows
-    ]
-    wanted = [
-        max([cell_len(row[at][0]) for row in cells] + [cell_len(column.name) if head else 0])
-        for at, column in enumerate(columns)
-    ]
-    kept = [at for at, column in enumerate(columns) if not column.spare or any(row[at][0] for row in cells)]
+    def shown(cell: Cell) -> RenderableType:
+        if not isinstance(cell, str | tuple):
+            return cell
+        text, style = (cell, "") if isinstance(cell, str) else cell
+        return Text(one_line(text), style, no_wrap=True, overflow="ellipsis")
 
-    def needed(chosen: Sequence[int]) -> int:
-        least = [wanted[at] if columns[at].least is None else min(wanted[at], columns[at].least or 0) for at in chosen]
-        return sum(least) + _GAP * (len(chosen) - 1)
-
-    while needed(kept) > width and any(columns[at].spare for at in kept):
-        kept.remove(max(kept, key=lambda at: columns[at].spare))
-    widths = {at: wanted[at] for at in kept}
-    # The widest of the columns that may be shortened gives way first; if that is not enough, the last ones do.
-    while (excess := sum(widths.values()) + _GAP * (len(kept) - 1) - width) > 0:
-        soft = [at for at in kept if columns[at].least is not None and widths[at] > (columns[at].least or 0)]
-        if not soft:
-            break
-        at = max(soft, key=lambda at: widths[at])
-        others = max([widths[other] for other in soft if other != at], default=0)
-        widths[at] = max(columns[at].least or 0, widths[at] - excess, min(others, widths[at] - 1))
-    lines = []
-    for row in [[(column.name, "bold") for column in columns]] * head + cells:
-        line, room = Text(no_wrap=True, overflow="crop"), width
-        for number, at in enumerate(kept):
-            gap = _GAP if number else 0
-            own = max(0, min(widths[at], room - gap))
-            if not own:
-                break
-            text = shortened(row[at][0], own)
-            pad = " " * (own - cell_len(text))
-            line.append(" " * gap)
-            line.append(pad + text if columns[at].right else text, row[at][1])
-            line.append("" if columns[at].right else pad)
-            room -= own + gap
-        line.rstrip()
-        lines.append(line)
-    return lines
+    cells = [[shown(cell) for cell in row] for row in rows]
+    kept = [at for at, column in enumerate(columns) if column.least <= width and any(row[at] for row in cells)]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in (columns[at] for at in kept):
+        table.add_column(column.name, justify="right" if column.right else "left", no_wrap=not column.soft)
+    for row in cells:
+        table.add_row(*(row[at] for at in kept))
+    return table

@@ -39,10 +39,9 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
 
     from sweeps.launch.observer import STYLES
 
-    console = Console(file=sys.stdout, highlight=False)
+    console = Console(highlight=False)
     coloured: list[list[Cell]] = [[(row[0], STYLES.get(row[0], "")), *row[1:]] for row in rows]
-    for line in fitted(columns, coloured, console.width):
-        console.print(line)
+    console.print(fitted(columns, coloured, console.width))
 
 
 def show_results(study: Path, tracking: str | None) -> None:
@@ -73,13 +72,11 @@ def print_ranking(study: Path, fits: Sequence[Fit], ranking: Ranking) -> None:
         return
     from rich.console import Console
 
-    from sweeps.decide.live_ranking import as_places
-    from sweeps.report.watch_screen import mean_curve, ranking_lines
+    from sweeps.report.watch_screen import mean_curve, ranking_table
 
-    console = Console(file=sys.stdout, highlight=False)
-    ranked = as_places(ranking, sum(fit.n for fit in fits))
-    for line in ranking_lines(ranked, {fit.recipe: mean_curve(fit.curve) for fit in fits}, console.width):
-        console.print(line)
+    console = Console(highlight=False)
+    console.print(one_line(ranking.sentence), "", markup=False, sep="\n")
+    console.print(ranking_table(ranking, {fit.recipe: mean_curve(fit.curve) for fit in fits}, console.width))
     print()
     if (figure := _figure(study, fits, ranking)) is not None:
         print(f"figure: {one_line(str(figure))}")

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 ROWS = 40  # members in a table
 STATUS = (
-    Column("state"), Column("recipe", least=12), Column("seed", 1), Column("step", 3), Column("pass rate", 2),
-    Column("attempts", 6), Column("job", 5), Column("why", 4, least=20),
+    Column("state"), Column("recipe", soft=True), Column("seed"), Column("step", 50), Column("pass rate", 70),
+    Column("attempts", 110), Column("job", 100), Column("why", 70, soft=True),
 )  # fmt: skip
-SIDES = (Column("side"), Column("where", 2), Column("state"), Column("idle", 1), Column("tokens/s", 1))
+SIDES = (Column("side"), Column("where", 60, soft=True), Column("state"), Column("idle"), Column("tokens/s"))
 SILENT_S = 60.0  # without a heartbeat, after which `status` says so
 FAILURES = 3  # members that are shown at length: logs, sides, changes of code
 
@@ -80,7 +80,7 @@ def _status_rows(views: Sequence[MemberView], limit: int | None) -> list[list[st
         rate = "-" if view.pass_rate is None else f"{view.pass_rate:.3f}"
         place = " on ".join(filter(None, (view.job, view.node)))
         row = [view.state, view.recipe, str(view.seed), step, rate, str(view.attempts), place or "-"]
-        rows.append([*row, view.reason or _silence(view)])
+        rows.append([*row, view.reason or silence(view)])
     if limit is not None and len(views) > limit:
         rows.append([f"and {len(views) - limit} more (--all)", *[""] * 7])
     return rows
@@ -95,7 +95,7 @@ def _side_rows(view: MemberView) -> list[list[str]]:
     return rows
 
 
-def _silence(view: MemberView) -> str:
+def silence(view: MemberView) -> str:
     """Return a note on a running member that has had no heartbeat for `SILENT_S` seconds, else ""."""
     if view.idle_s is None or view.idle_s < SILENT_S:
         return ""

@@ -6,15 +6,17 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING
 
 from sweeps.launch.time_left import TimeLeft
 from sweeps.run.progress import last_metrics
 from sweeps.run.spec import RunSpec
-from sweeps.terminal import Cell, Column, NeverBlocking, duration, fitted, on_screen, one_line, shortened
+from sweeps.terminal import Cell, Column, NeverBlocking, duration, fitted, on_screen, one_line
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 SHOWN = 6  # members a line of progress
-_TITLE = 24  # cells that a member's title is given beside a long reason
 _BAR = 16  # characters of a member's bar
 # Colours of what becomes of members, wherever they are shown.
 STYLES = {
@@ -22,8 +24,8 @@ STYLES = {
     "again": "yellow", "stopped": "yellow", "ended": "yellow", "cancelled": "red", "failed": "bold red",
 }  # fmt: skip
 _COLUMNS = (
-    Column("recipe", least=12), Column("seed", 3, right=True), Column("", 4), Column("step", 0, right=True),
-    Column("pass rate", 2, right=True),
+    Column("recipe", soft=True), Column("seed", 50, right=True), Column("", 60), Column("step", right=True),
+    Column("pass rate", 50, right=True),
 )  # fmt: skip
 LOOKS = 32  # journals opened at a time: a cluster may run a thousand members, on files that are far away
 
@@ -102,7 +104,7 @@ class Progress(Observer):
         self._specs = {spec.run: spec for spec in specs}
         self._over: set[str] = set()  # members that have ended, in whatever way
         self._left = TimeLeft()
-        self._live = _Live(sys.stderr) if write is None and on_screen(sys.stderr) else None
+        self._live = _live_display() if write is None and on_screen(sys.stderr) else None
         self._write = write or NeverBlocking(sys.stderr).write
         self._every_s = every_s if every_s is not None else (2.0 if self._live else 10.0)
         self._metric = metric
@@ -171,7 +173,7 @@ class Progress(Observer):
         left_s = self._left_s(self._total - done - failed - stopped, running)
         summary = (f"about {duration(left_s)} left, " if left_s and left_s >= 1 else "") + ended
         if self._live is not None:
-            self._live.show(summary, [self._row(spec) for spec in running])
+            self._draw(self._live, summary, running)
             return
         members = [f"{spec.title}: {self._describe(spec)}" for spec in running[:SHOWN]]
         more = [f"{len(running) - SHOWN} more running"] if len(running) > SHOWN else []
@@ -185,7 +187,7 @@ class Progress(Observer):
             others = [f", {count} {what}" for count, what in counts if count]
             self._line(f"{self._total - failed - left - stopped}/{self._total} done{''.join(others)}")
         if self._live is not None:
-            self._live.close()
+            self._live.stop()
 
     def _look(self, running: Sequence[RunSpec]) -> None:
         """Read the metrics of the members that are shown, and of the others in turn, `LOOKS` journals at a time."""
@@ -220,31 +222,49 @@ class Progress(Observer):
 
     def _row(self, spec: RunSpec) -> list[Cell]:
         """Return a running member's row of the live table."""
+        from rich.progress_bar import ProgressBar
+
         latest, step = self._latest[spec.run], self._step(spec.run)
-        full = _BAR * step // max(1, spec.steps)
         rate = _rate(latest, self._metric)
         return [
             spec.recipe,
             (str(spec.seed), "bright_black"),
-            ("━" * min(_BAR, full) + "╌" * (_BAR - full), "green"),
+            ProgressBar(total=spec.steps, completed=step, width=_BAR),
             f"{step}/{spec.steps}" if "step" in latest else ("starting", "yellow"),
-            ("", "") if rate is None else (f"{rate:.3f}", "cyan"),
+            "" if rate is None else (f"{rate:.3f}", "cyan"),
         ]
 
     def _event(self, state: str, spec: RunSpec, text: str) -> None:
         """Print a line on what has become of a member."""
-        title = spec.title
-        if self._live is not None:  # a row fits the terminal; a reason is a sentence, and may take several lines
-            title = shortened(title, max(_TITLE, self._live.width - len(f"[00:00] {state:9} : {text}")))
-        self._line(f"{state:9} {title}: {text}", state)
+        self._line(f"{spec.title}: {text}", state)
 
     def _line(self, text: str, state: str = "") -> None:
         minutes, seconds = divmod(int(time.monotonic() - self._begin), 60)
-        line = f"[{minutes:02d}:{seconds:02d}] {one_line(text)}"
-        if self._live is not None:
-            self._live.line(line, state)
-        else:
-            self._write(f"{line}\n")
+        parts = f"[{minutes:02d}:{seconds:02d}] ", f"{state:9} " if state else "", one_line(text)
+        if self._live is None:
+            self._write("".join([*parts, "\n"]))
+            return
+        from rich.text import Text
+
+        self._live.console.print(Text.assemble(parts[0], (parts[1], STYLES.get(state, "")), parts[2]))
+
+    def _draw(self, live: Live, summary: str, running: Sequence[RunSpec]) -> None:
+        """Draw the summary and a table of the running members, as far as the terminal's height allows."""
+        from rich.console import Group
+        from rich.text import Text
+
+        rows = [self._row(spec) for spec in running[: live.console.height]]
+        live.start()
+        live.update(Group(Text(summary, "bold"), fitted(_COLUMNS, rows, live.console.width)), refresh=True)
+
+
+def _live_display() -> Live:
+    """Return a display at the foot of the terminal of stderr; lines are printed above it, and it goes at the end."""
+    # Imported where there is something to draw on.
+    from rich.console import Console
+    from rich.live import Live
+
+    return Live(console=Console(file=sys.stderr), auto_refresh=False, transient=True)
 
 
 def _described(spec: RunSpec, metrics: Mapping[str, float], shown: str) -> str:
@@ -257,46 +277,3 @@ def _described(spec: RunSpec, metrics: Mapping[str, float], shown: str) -> str:
 def _rate(metrics: Mapping[str, float], shown: str) -> float | None:
     """Return the shown metric of the newest evaluation; None before the first."""
     return next((value for key, value in metrics.items() if key.endswith(f"/{shown}")), None)
-
-
-class _Live:
-    """Live table at the foot of a terminal, with lines printed above it."""
-
-    def __init__(self, stream: TextIO) -> None:
-        # Imported where there is something to draw on.
-        from rich.console import Console
-        from rich.live import Live
-
-        self._console = Console(file=stream)
-        self._live = Live(console=self._console, auto_refresh=False, transient=True)
-
-    @property
-    def width(self) -> int:
-        """Width of the terminal in cells, as it is now."""
-        return self._console.width
-
-    def show(self, summary: str, members: Sequence[Sequence[Cell]]) -> None:
-        """Draw the study's summary, and below it as many running members as fit on the terminal."""
-        from rich.console import Group
-        from rich.text import Text
-
-        room = max(1, self._console.height - 4)
-        lines = fitted(_COLUMNS, members[:room], self._console.width) if members else []
-        head = Text(summary, style="bold", no_wrap=True, overflow="ellipsis")
-        more = [Text(f"and {len(members) - room} more", style="bright_black")] if len(members) > room else []
-        self._live.start()
-        self._live.update(Group(head, *lines, *more), refresh=True)
-
-    def line(self, text: str, state: str = "") -> None:
-        """Print a line above the table, to stay; the state that it names is coloured."""
-        from rich.text import Text
-
-        line = Text(text)
-        if state:
-            begin = text.index(state)
-            line.stylize(STYLES.get(state, ""), begin, begin + len(state))
-        self._console.print(line)
-
-    def close(self) -> None:
-        """Remove the table; printed lines stay."""
-        self._live.stop()

@@ -9,15 +9,14 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sweeps.as_json import AsJson, as_json
 from sweeps.errors import UserError
-from sweeps.executor.slurm.attempts import ATTEMPTS_DIR, Attempt, attempts
+from sweeps.executor.slurm.attempts import Attempt, attempts
 from sweeps.executor.slurm.scheduler import ENDED, QUEUED, JobInfo, Scheduler
 from sweeps.launch.ledger import LEDGER_FILE, RUNS_DIR, Ledger, MemberState
 from sweeps.launch.study import LEASE_NAME
@@ -26,13 +25,12 @@ from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, find_runs
 from sweeps.run.lease import BEAT_S, alive, beaten_at, beating
 from sweeps.run.progress import is_done, journal_or_none, last_metrics, looks_whole, trouble, why_final
 from sweeps.run.provenance import said
-from sweeps.run.spec import SPEC_FILE, budget_of
+from sweeps.run.spec import budget_of
 
 # In the order in which people look for them.
 STATES = ("failed", "cancelled", "stopped", "ended", "running", "queued", "waiting", "finished")
 # Long enough for two heartbeats of a controller.
 _LOOK_S = 2 * BEAT_S + 1
-_ASK_S = 30.0  # between two questions to a scheduler, in a repeated overview
 _ENGINE_IDLE = re.compile(r"live/engine(\d+)_idle")
 
 
@@ -117,66 +115,6 @@ def overview(study: Path, scheduler: Scheduler | None = None) -> list[MemberView
     launched = {state.run for state in states}
     loose = [each for each in find_runs(study / RUNS_DIR) if each.name not in launched and _reports_itself(each)]
     return [*views, *map(_of_journal, loose)]
-
-
-class Overview:
-    """Repeated `overview`, for a display: of members of which nothing has changed nothing is read again.
-
-    Args:
-        study, scheduler: see `overview`.
-        clock: seconds, replaceable in tests.
-    """
-
-    def __init__(
-        self, study: Path, scheduler: Scheduler | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._study, self._scheduler, self._clock = study, scheduler, clock
-        self._known: dict[str, tuple[object, MemberView]] = {}
-        self._ledger: tuple[object, list[MemberState]] = (None, [])
-        self._queue: Mapping[str, JobInfo] | None = None
-        self._asked = float("-inf")
-
-    def look(self) -> list[MemberView]:
-        """Return the members' status as it is now; none where neither a ledger nor a run is there."""
-        study = self._study
-        if not (study / LEDGER_FILE).is_file():
-            return [
-                self._again(str(run_dir), (_stat(run_dir / JOURNAL_FILE),), partial(_of_journal, run_dir))
-                for run_dir in find_runs(study)
-            ]
-        if self._scheduler is not None and self._clock() - self._asked >= _ASK_S:
-            self._queue, self._asked = self._scheduler.queue(), self._clock()
-        if (stat := _stat(study / LEDGER_FILE)) != self._ledger[0]:
-            self._ledger = stat, list(Ledger(study).fold().values())
-        asked = any(state.job is None and state.state in ("submitting", "started") for state in self._ledger[1])
-        controlled = asked and bool(beating([study], LEASE_NAME, _LOOK_S))
-        return [self._of_member(state, controlled) for state in self._ledger[1]]
-
-    def _of_member(self, state: MemberState, controlled: bool) -> MemberView:
-        run_dir, queue = self._study / RUNS_DIR / state.run, self._queue
-        files = [run_dir / JOURNAL_FILE, run_dir / SPEC_FILE, *(run_dir / ATTEMPTS_DIR).glob("*")]
-        job = None if queue is None or state.job is None else queue.get(state.job)
-        signs = (state, controlled, queue is None, job, *map(_stat, files))
-        view = self._again(state.run, signs, partial(_view, self._study, state, queue, controlled))
-        if view.state != "running":
-            return view
-        doing, idle_s = _last_sign(run_dir, alive(run_dir) or {})
-        return replace(view, doing=doing, idle_s=idle_s)
-
-    def _again(self, run: str, signs: object, view: Callable[[], MemberView]) -> MemberView:
-        """Return what is known of a run, or what is read of it where the signs differ from those it was known by."""
-        if run not in self._known or self._known[run][0] != signs:
-            self._known[run] = signs, view()
-        return self._known[run][1]
-
-
-def _stat(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes with a file's content; None where there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def counts(views: Sequence[MemberView]) -> str:

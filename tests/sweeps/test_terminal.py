@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from sweeps.terminal import BLOCKS, Bar, Cell, Column, counted, duration, fitted, on_screen, shortened, sparkline
+from sweeps.terminal import Bar, Cell, Column, counted, duration, fitted, on_screen, sparkline
 from tests.examples import examples
 
 
@@ -47,42 +47,16 @@ def test_without_a_terminal_it_is_a_line_a_while() -> None:
     ]
 
 
-def test_time_left_is_at_the_pace_of_this_process() -> None:
-    """What an earlier one has done says nothing of how fast this one is."""
-    clock = Clock()
-    bar = Bar("training", 100, done=60, stream=io.StringIO(), clock=clock)
-    for step in range(61, 69):
-        assert bar.left_s is None
-        clock.now += 2
-        bar.update(step)
-    assert bar.left_s == 64
-    bar.update(100)
-    assert bar.left_s == 0
-
-
-def test_time_left_is_withheld_until_it_is_known() -> None:
-    """A first step that loads and compiles for a minute, then 0.5 s each: "73 min left", and done in one."""
+def test_time_left_is_at_the_pace_of_this_process_without_its_first_step() -> None:
+    """What an earlier process has done says nothing of how fast this one is; the first step loads and compiles."""
     clock, said = Clock(), io.StringIO()
-    bar = Bar("training", 100, stream=said, every_s=0, clock=clock)
-    for step in range(1, 101):
-        clock.now += 60.0 if step == 1 else 0.5
+    bar = Bar("training", 100, done=60, stream=said, every_s=0, clock=clock)
+    for step in range(61, 64):
+        clock.now += 60.0 if step == 61 else 2.0
         bar.update(step)
-    lines = said.getvalue().splitlines()
-    assert not any("left" in line for line in lines[:8]) and lines[8] == "training 8/100: 46 s left"
-    assert lines[50] == "training 50/100: 25 s left"
-
-
-def test_time_left_is_withheld_while_the_pace_changes() -> None:
-    clock = Clock()
-    bar = Bar("training", 100, stream=io.StringIO(), clock=clock)
-    for step in range(1, 11):
-        clock.now += 10.0 if step < 9 else 1.0
-        bar.update(step)
-    assert bar.left_s is None
-    for step in range(11, 20):
-        clock.now += 1.0
-        bar.update(step)
-    assert bar.left_s == 81
+    assert said.getvalue().splitlines() == [
+        "training 60/100", "training 61/100", "training 62/100: 76 s left", "training 63/100: 74 s left",
+    ]  # fmt: skip
 
 
 def test_a_count_has_its_noun() -> None:
@@ -100,27 +74,19 @@ def test_on_a_terminal_it_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     bar.close()
 
 
-@pytest.mark.parametrize(
-    ("width", "shown", "hidden"),
-    [
-        (40, ["3/10", "about 14 s left"], ["heldout"]),
-        (80, ["3/10", "about 14 s left", "heldout 0.250 (step 2)"], ["FLOPs"]),
-        (120, ["3/10", "about 14 s left", "heldout 0.250 (step 2)", "reward 0.5", "FLOPs"], []),
-    ],
-)
-def test_a_bar_fits_its_terminal_and_keeps_the_time_left(
-    width: int, shown: list[str], hidden: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_bar_fits_its_terminal_and_keeps_the_time_left(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setattr("sweeps.terminal.Bar.left_s", 14.0)
-    said = Terminal()
-    bar = Bar("training", 10, stream=said)
-    bar.update(3, "heldout 0.250 (step 2)", "pass rate 0.500, reward 0.500", "1.2e+12 FLOPs")
+    clock, said = Clock(), Terminal()
+    bar = Bar("training", 10, stream=said, clock=clock)
+    for step in range(1, 4):
+        clock.now += 2.0
+        bar.update(step, "heldout 0.250 (step 2)", "pass rate 0.500, reward 0.500", "1.2e+12 FLOPs")
     bar.close()
     last = re.split(r"[\r\n]+", plain(said.getvalue()).rstrip())[-1]
-    assert cell_len(last) <= width
-    assert all(text in last for text in shown) and not any(text in last for text in hidden)
+    assert cell_len(last) <= width and "3/10" in last and "0:00:14" in last
+    assert ("heldout 0.250 (step 2)" in last) is (width >= 80)
 
 
 @pytest.mark.parametrize(("term", "is_terminal"), [("xterm", True), ("dumb", False), ("unknown", False)])
@@ -134,13 +100,6 @@ def test_a_dumb_terminal_is_written_to_as_a_log_is(
     assert ("\x1b" in said.getvalue()) is is_terminal
 
 
-def test_without_rich_a_terminal_is_written_to_as_a_log_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five packages suffice for looking at curves, and it is none of them."""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("sweeps.terminal.find_spec", lambda name: None)
-    assert not on_screen(Terminal())
-
-
 # --- what fits a terminal --------------------------------------------------------------------------------------
 
 # Names as people and their tools make them: wide, combining, right to left, with line breaks and escape sequences.
@@ -150,61 +109,45 @@ NAMES = st.one_of(
         ["scalerl+loss=dapo+aggregation=token", "配方" * 20, "\x1b[31mred\x1b[0m", "a\nb\tc", "é" * 30, "👩‍👩‍👧" * 9]
     ),
 )
-COLUMNS = [Column("state", 1), Column("recipe", least=8), Column("step", right=True), Column("why", 2, least=6)]
+COLUMNS = [Column("state"), Column("recipe", soft=True), Column("step", right=True), Column("why", 60, soft=True)]
 
 
-@settings(max_examples=examples(120))
+@settings(max_examples=examples(60))
 @given(
     rows=st.lists(
         st.tuples(st.sampled_from(["running", "failed", ""]), NAMES, st.integers(0, 10**9), NAMES), max_size=4
     ),
-    width=st.one_of(st.sampled_from([40, 80, 120, 200]), st.integers(1, 200)),
-    head=st.booleans(),
+    width=st.one_of(st.sampled_from([40, 80, 120, 200]), st.integers(10, 200)),
 )
-def test_no_row_is_wider_than_its_terminal(rows: list[tuple[str, str, int, str]], width: int, head: bool) -> None:
+def test_no_row_is_wider_than_its_terminal(rows: list[tuple[str, str, int, str]], width: int) -> None:
     cells: list[list[Cell]] = [[(state, "red"), name, str(step), (why, "dim")] for state, name, step, why in rows]
-    lines = fitted(COLUMNS, cells, width, head)
-    assert len(lines) == len(rows) + head
     screen = io.StringIO()
     console = Console(file=screen, width=width, force_terminal=True, color_system="truecolor", legacy_windows=False)
-    for line in lines:
-        console.print(line)
+    console.print(fitted(COLUMNS, cells, width))
     printed = plain(screen.getvalue()).split("\n")
-    assert len(printed) == len(lines) + 1, "none is wrapped"
+    assert len(printed) == len(rows) + 2 or not rows, "none is wrapped"
     assert all(cell_len(line) <= width for line in printed)
     assert all(character.isprintable() for line in printed for character in line)
 
 
-@settings(max_examples=examples(120))
-@given(text=NAMES, width=st.integers(0, 60))
-def test_a_text_is_shortened_in_its_middle(text: str, width: int) -> None:
-    short = shortened(text, width)
-    assert cell_len(short) <= width and short.isprintable()
-    if short.count("…") == 1 and "…" not in text and width > 2:
-        begin, _, end = short.partition("…")
-        clean = shortened(text, 10**6)
-        assert clean.startswith(begin) and clean.endswith(end) and len(begin) + len(end) < len(clean)
-
-
-def test_columns_go_by_what_they_are_worth() -> None:
-    rows: list[list[Cell]] = [["running", "scalerl+loss=dapo", "120", "no sign of life"]]
+def test_long_texts_give_way_and_a_narrow_terminal_has_fewer_columns() -> None:
+    rows: list[list[Cell]] = [["running", "scalerl+loss=dapo+batch.prompts=32", "120", "no sign of life"]]
 
     def shown(width: int) -> list[str]:
-        return [str(line) for line in fitted(COLUMNS, rows, width)]
+        screen = io.StringIO()
+        Console(file=screen, width=width).print(fitted(COLUMNS, rows, width))
+        return [line.rstrip() for line in screen.getvalue().splitlines()]
 
-    assert shown(80)[1] == "running  scalerl+loss=dapo   120  no sign of life"
-    assert shown(40) == ["state    recipe       step  why", "running  scale…=dapo   120  no sig… life"]
-    assert shown(20) == ["recipe          step", "scalerl…s=dapo   120"]
-    assert shown(12)[1] == "scal…apo  1…"
-    assert not str(fitted(COLUMNS, [["running", "a", "1", ""]], 80)[0]).endswith("why"), (
-        "what nothing fills is left out"
-    )
+    assert shown(80)[1] == "running  scalerl+loss=dapo+batch.prompts=32   120  no sign of life"
+    assert shown(40) == ["state    recipe                     step", "running  scalerl+loss=dapo+batch.…   120"]
+    rows[0][3] = ""
+    assert shown(80)[0].endswith("step"), "what nothing fills is left out"
 
 
 def test_a_sparkline_is_on_the_scale_that_it_is_given() -> None:
     assert sparkline([0, 0.5, 1], 0, 1, 10) == "▁▅█"
     assert sparkline([0, 0.5, 1], 0, 2, 10) == "▁▃▅"
-    assert sparkline([float(value) for value in range(100)], 0, 99, 8) == BLOCKS
+    assert sparkline([float(value) for value in range(100)], 0, 99, 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([], 0, 1, 8) == "" and sparkline([3.0], 3, 3, 8) == "▁"
     assert sparkline([-5.0, 9.0], 0, 1, 8) == "▁█"
 

@@ -146,7 +146,7 @@ def test_a_study_is_watched_as_it_is_written_until_ctrl_c(tmp_path: Path, writer
         terminal.wait_for(lambda: "1 running" in terminal.frame, "member less")
         terminal.resize(40, 10)
         os.kill(terminal.pid, signal.SIGWINCH)
-        terminal.wait_for(lambda: terminal.frame.count("\n") == 9 and "q: leave" in terminal.frame, "small screen")
+        terminal.wait_for(lambda: terminal.frame.count("\n") == 9 and "P(best)" in terminal.frame, "small screen")
         assert all(len(line.rstrip("\r")) <= 40 for line in terminal.frame.split("\n"))
         os.write(terminal.master, b"\x03")
         assert terminal.end() == 0

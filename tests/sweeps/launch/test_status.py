@@ -15,9 +15,8 @@ from sweeps.cli import study_commands
 from sweeps.errors import UserError
 from sweeps.executor.slurm.scheduler import JobInfo
 from sweeps.executor.slurm.settings import JobSettings
-from sweeps.launch import status as status_module
-from sweeps.launch.ledger import Ledger, MemberState
-from sweeps.launch.status import STATES, MemberView, Overview, counts, log_tail, overview, to_json
+from sweeps.launch.ledger import Ledger
+from sweeps.launch.status import STATES, MemberView, counts, log_tail, overview, to_json
 from sweeps.launch.study import LEASE_NAME
 from sweeps.run.journal import LOG_FILE, Journal
 from sweeps.run.lease import Lease
@@ -407,49 +406,3 @@ def test_a_hole_in_a_launched_members_journal_is_named(tmp_path: Path, capsys: p
     assert [views[spec.run] for spec in here.specs] == [None, lacks]
     assert cli.main(["status", str(here.directory)]) == 0
     assert lacks in " ".join(capsys.readouterr().out.split())
-
-
-# --- again and again ---------------------------------------------------------------------------------------------
-
-
-def test_a_repeated_overview_is_the_overview_and_reads_again_only_what_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = place(tmp_path, members=3)
-    here.run(detach=True)
-    now = [0.0]
-    watched = Overview(here.directory, here.cluster, clock=lambda: now[0])
-    read: list[str] = []
-    once = status_module._view
-
-    def spy(study: Path, state: MemberState, *rest: object) -> MemberView:
-        read.append(state.run)
-        return once(study, state, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(status_module, "_view", spy)
-    assert watched.look() == overview(here.directory, here.cluster)
-    read.clear()
-    watched.look()
-    assert read == []
-    run = here.specs[1].run
-    journal = Journal(here.directory / "runs" / run)
-    journal.header(run=run, recipe="x", seed=1)
-    journal.record("train", 1, {"train/loss": 0.5})
-    journal.close()
-    assert {view.run: view.step for view in watched.look()}[run] == 1 and read == [run]
-    here.time.sleep(60)
-    assert watched.look() != overview(here.directory, here.cluster), "a scheduler is not asked at each look"
-    now[0] = 60.0
-    assert watched.look() == overview(here.directory, here.cluster)
-
-
-def test_a_repeated_overview_bears_a_study_that_comes_and_goes(tmp_path: Path) -> None:
-    watched = Overview(tmp_path / "study")
-    assert watched.look() == []
-    for seed in (0, 1):
-        journal = Journal(tmp_path / "study" / str(seed))
-        journal.header(run=str(seed), recipe="x", seed=seed)
-        journal.close()
-    assert [view.state for view in watched.look()] == ["running", "running"]
-    (tmp_path / "study" / "1" / "metrics.jsonl").unlink()
-    assert [view.run for view in watched.look()] == ["0"]

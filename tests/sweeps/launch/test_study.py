@@ -768,7 +768,7 @@ def test_on_a_terminal_progress_is_a_table(tmp_path: Path, monkeypatch: pytest.M
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     assert "1/3 done, 1 queued" in shown
     assert re.search(r"recipe +seed +step +pass rate", shown)
-    assert re.search(r"scalerl +0 +━━╌+ +7/40 +0\.250", shown)
+    assert re.search(r"scalerl +0 +━━╸━+ +7/40 +0\.250", shown)
     assert "finished  scalerl seed 0: step 7/40, pass rate 0.250" in shown
 
 
