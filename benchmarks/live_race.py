@@ -189,7 +189,7 @@ def main() -> None:
 
     def perform(environment: Mapping[str, str] | None) -> list[str]:
         studies = Studies(work, environment, [*(ON_LAB if options.lab else ()), *options.overrides])
-        race = ("experiment=race", "race.freed=nothing")
+        race = ("experiment=race",)
         studies.run("full", "experiment=demo")
         studies.run("race", *race)
         studies.run_through_deaths("killed", options.kills, studies.seconds("race") / (options.kills + 1), *race)

@@ -57,6 +57,8 @@ _NO_NEWS = ("full_key", "object_type", "reference_type", "Set the env")
 _OURS = ("train", "scalerl_axes", "hydra/config")
 # Settings of Lightning's Trainer that a user looks for here, and where it is decided instead.
 ELSEWHERE = dict.fromkeys(("accelerator", "device", "devices", "gpus", "num_gpus"), _DEVICE)
+# Keys that were removed: their neutral value, which recorded overrides may have, and what a user is told.
+REMOVED = {"race.freed": ("nothing", "ask `scalerl plan` what spared compute is best spent on")}
 # Groups of another trainer's studies, which stand beside ours in `scalerl train --help`.
 _OTHER_STUDIES = ("command", "member")
 
@@ -116,7 +118,9 @@ def compose(overrides: Sequence[str], folders: Folders = (), base: tuple[Path, s
             check_choices(overrides, folders)
         place, name = base or (conf_dir(), "train")
         with initialize_config_dir(str(place), version_base="1.3"):
-            return hydra_compose(name, overrides=[*_searchpath(folders), *overrides])
+            neutral = [f"{key}={value}" for key, (value, _) in REMOVED.items()]
+            kept = [entry for entry in overrides if entry not in neutral]
+            return hydra_compose(name, overrides=[*_searchpath(folders), *kept])
     except (HydraException, OmegaConfBaseException) as error:
         said = explain(error, folders, overrides) if base is None else explain_other(error)
         raise ConfigurationError(said) from error
@@ -311,6 +315,10 @@ def _valid_keys(error: Exception, folders: Folders, overrides: Sequence[str]) ->
     return f"{did_you_mean(wrong, [*keys, *groups], '.'.join([*path, '']))}; valid here: {', '.join(keys)}"
 
 
+def _removed(key: str) -> str:
+    return f"{key}: the key was removed; leave it away, and {REMOVED[key][1]}"
+
+
 def explain_other(error: Exception) -> str:
     """Return Hydra's error on a configuration that is none of a run of ours, in one line."""
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines() if line.strip()]
@@ -318,7 +326,9 @@ def explain_other(error: Exception) -> str:
     hint = ""
     if "No match in the defaults list" in str(error):
         hint = "; the name of a folder of configurations is no key of your own: call the key otherwise"
-    elif unknown := _unknown_key(error):
+    elif (unknown := _unknown_key(error)) in REMOVED:
+        return _removed(unknown)
+    elif unknown:
         hint = f"; give {unknown} a value in your file, or take it away"
     return "; ".join(kept).replace(":;", ":").replace(".;", ";") + hint
 
@@ -329,6 +339,8 @@ def explain(error: Exception, folders: Folders = (), overrides: Sequence[str] = 
 
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     unknown = _unknown_key(error)
+    if unknown in REMOVED:
+        return _removed(unknown)
     if (hint := ELSEWHERE.get(unknown.rpartition(".")[2])) is not None:
         return f"{unknown}: no setting of a run; {hint}"
     if (group := re.split(r"[./@]", unknown)[0]) in _OTHER_STUDIES:

@@ -154,6 +154,14 @@ def test_labels_and_identity() -> None:
     assert changed.run == by_hand.run
 
 
+def test_a_removed_key_at_its_neutral_value_in_recorded_overrides_is_ignored() -> None:
+    (recorded,) = plan_members([["scale=tiny", "race.freed=nothing", "output_dir=x"]])
+    (now,) = plan_members([["scale=tiny", "output_dir=x"]])
+    assert (recorded.run, recorded.recipe) == (now.run, now.recipe)
+    with pytest.raises(ConfigurationError, match=r"race.freed: the key was removed; .* `scalerl plan`"):
+        plan_members([["scale=tiny", "race.freed=plan"]])
+
+
 def test_swept_settings_are_part_of_the_label() -> None:
     one, two = plan_members([[*QUICK, "optimizer.lr=1e-4"], [*QUICK, "optimizer.lr=2e-4"]])
     assert (one.recipe, two.recipe) == ("scalerl+optimizer.lr=1e-4", "scalerl+optimizer.lr=2e-4")
@@ -323,6 +331,7 @@ DEVICE = "accelerator: no setting of a run; a run trains on the GPU that its pro
                 (["variant=loss_dappo"], "did you mean variant=loss_dapo?"),
                 ([*MULTIRUN, "variant=none,loss_dappo"], "did you mean variant=loss_dapo?"),
                 (["accelerator=gpu"], DEVICE),
+                (["race.freed=plan"], "race.freed: the key was removed; leave it away, and ask `scalerl plan`"),
                 (["command=trl"], "command: another trainer's command is a file of yours"),
                 (["command.line=x"], "give --config-dir FOLDER --config-name NAME"),
                 # No truth value is a number, and no text.

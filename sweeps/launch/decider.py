@@ -39,12 +39,6 @@ class Decider(Protocol):
 
     files: tuple[str, ...]
 
-    def decided(self) -> Sequence[RunSpec]:
-        """Return members, and larger budgets, decided by an earlier process: part of the study from the beginning.
-
-        Called once, before anything else, while the study's lease is held. New members of `members` are not among them.
-        """
-
     def wish(self, states: Mapping[str, MemberState], at_work: Collection[str], queued: Collection[str]) -> Wish:
         """Decide which members are to run, wait or stop.
 
@@ -55,4 +49,4 @@ class Decider(Protocol):
         """
 
     def members(self, states: Mapping[str, MemberState]) -> Sequence[RunSpec]:
-        """Return members to add to the study, or known ones with a larger budget. Called after a wish."""
+        """Return members to add to the study. Called before a wish."""

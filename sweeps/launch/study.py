@@ -86,7 +86,6 @@ class Study(Members):
             known = self.ledger.fold()
             if not self.gathered:  # else it was said when it was read
                 self.warn_of_damage()
-            joined = self._join(decider.decided()) if decider is not None else []
             check_form(self.directory / RUNS_DIR / run for run in known)
             check_labels(self.directory / RUNS_DIR, self.specs, known)
             self._check_reach(executor, known)
@@ -95,8 +94,6 @@ class Study(Members):
             for observer in observers:
                 observer.open()
                 stack.callback(lambda each: each.close(failed, left), observer)
-                if joined:
-                    observer.added(joined)
             stack.callback(executor.close)
             policy = Policy(retries, again, decided=decider is not None)
             records = Records(self, known, lease.check, rollback)
@@ -121,18 +118,6 @@ class Study(Members):
                 "first"
             ) from error
         return new
-
-    def _join(self, specs: Sequence[RunSpec]) -> list[RunSpec]:
-        """Merge members that a decider added earlier, the larger budget winning; return those that are new.
-
-        Called before members are planned: a job of theirs may be at work, and a run with a raised budget is not done.
-        """
-        decided = {spec.run: spec for spec in check_distinct(specs)}
-        own = {spec.run for spec in self.specs}
-        joined = [spec for spec in decided.values() if spec.run not in own]
-        larger = [max(spec, decided.get(spec.run, spec), key=lambda each: each.steps) for spec in self.specs]
-        self.specs = [*larger, *joined]
-        return joined
 
     def _check_reach(self, executor: Executor, known: Mapping[str, MemberState]) -> None:
         """Check that no member that is to be run has a cluster job, which this executor cannot follow."""

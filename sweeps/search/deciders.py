@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from sweeps.launch.decider import Decider
-from sweeps.launch.planning import plan_apart
 from sweeps.launch.settings import LaunchSettings
 from sweeps.launch.study import Study
-from sweeps.run.spec import RunSpec
 from sweeps.search.settings import RaceSettings
 
 
@@ -23,7 +19,4 @@ def decider_of(study: Study, plan: LaunchSettings) -> Decider | None:
         return None
     from sweeps.search.race import LiveRace  # NumPy, SciPy and the fits: only where somebody looks
 
-    def planned(overrides: Sequence[Sequence[str]]) -> list[RunSpec]:
-        return plan_apart(plan.planner, overrides, study.specs[0].folders, plan.shared)
-
-    return LiveRace(study, settings, planned if plan.planner else None)
+    return LiveRace(study, settings)

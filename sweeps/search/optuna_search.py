@@ -76,10 +76,6 @@ class Search:
 
     # --- what it wants -------------------------------------------------------------------------------------------
 
-    def decided(self) -> list[RunSpec]:
-        """Return no members: the study is read with all that it has. See `Decider.decided`."""
-        return []
-
     def members(self, states: Mapping[str, MemberState]) -> list[RunSpec]:
         """Tell Optuna the results of ended members and return members for new trials. See `Decider.members`."""
         while True:

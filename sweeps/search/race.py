@@ -4,8 +4,8 @@ Decisions are those of `sweeps.decide.race`: they rest on the evaluations up to 
 when. Each look is in `race.jsonl` before anything is stopped for it, and a later process goes on from there.
 
     race.jsonl   {"kind": "members", "runs": [...]}, who races, in their order, for whoever goes on with it;
-                 {"kind": "race", "rules", "axis", "metric", ...}, a {"kind": "look", ...} a look, and at the end what
-                 the freed compute went to: {"kind": "freed", "compute", "steps": [{"recipe", "action", "members"}]}
+                 {"kind": "race", "rules", "axis", "metric", ...}, and a {"kind": "look", ...} a look. Earlier versions
+                 also wrote {"kind": "freed", ...}, runs that spared compute paid for; it is ignored.
 
 A folder that launches share may hold several races: what follows a line of members is theirs. Every line ends with its
 checksum (`sweeps.run.files`); lines of earlier versions have none.
@@ -26,7 +26,6 @@ from sweeps.launch.ledger import RUNS_DIR, MemberState
 from sweeps.launch.study import Study
 from sweeps.run.files import append_lines
 from sweeps.run.spec import RunSpec
-from sweeps.search.freed import FreedCompute, Planner
 from sweeps.search.journals import Journals, how_far
 from sweeps.search.race_log import RACE_FILE, RaceRecord
 from sweeps.search.settings import RaceSettings
@@ -42,13 +41,11 @@ _ABOUT = 1 - 1e-9
 class LiveRace:
     """Decider that runs a study as a race (`sweeps.launch.decider.Decider`).
 
-    Holds the race's record, what the members have written (`Journals`), and `FreedCompute`, which plans the runs that
-    the spared compute pays for.
+    Holds the race's record and what the members have written (`Journals`).
 
     Args:
         study: study whose members race.
         settings: settings of the race.
-        planned: makes members' specifications from lists of overrides; None where freed compute is not to be spent.
         clock: monotonic seconds, replaceable in tests.
 
     Raises:
@@ -61,7 +58,6 @@ class LiveRace:
         self,
         study: Study,
         settings: RaceSettings,
-        planned: Planner | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._study, self._settings, self._clock = study, settings, clock
@@ -75,12 +71,10 @@ class LiveRace:
         self._check_rules()
         self._live = settings.mode == "live"
         self._journals = Journals(study.directory / RUNS_DIR)
-        self._freed = FreedCompute(study, self._journals, planned)
+        self._specs = {spec.run: spec for spec in study.specs}
         self._reached: dict[str, float] = {}
         self._trouble = ""
         self._queued_since: dict[str, float] = {}
-        self._extra: list[str] = []  # runs that freed compute pays for
-        self._freed_done = settings.freed == "nothing" or not self._live
         self._over = False  # no further look will be taken
         self._seen: object = None
         self._worked = False  # a member has been at work since this process looks
@@ -120,10 +114,8 @@ class LiveRace:
             return replace(self._wish, said=())
         self._seen = seen
         said, self._lost = [*self._lost, *self._look(states, ended)], []
-        if self._over and not at_work and not self._freed_done and (dead := self._dead(states)):
-            said.append(f"race: what was freed is kept for {', '.join(dead)}, of which every run has failed")
         go_on, later, over = self._wanted(states, ended, {*at_work, *due})
-        said, self._freed.refused = [*said, *self._freed.refused, *self._end(states, over, at_work)], []
+        said += self._end(states, over, at_work)
         others = {
             spec.run: everybody[spec.run] for spec in self._study.specs if spec.run in everybody.keys() - states.keys()
         }
@@ -133,8 +125,8 @@ class LiveRace:
         return self._wish
 
     def _own(self, states: Mapping[str, MemberState]) -> dict[str, MemberState]:
-        """Select the states of racing members and of runs paid by freed compute: others may share the folder."""
-        return {run: states[run] for run in dict.fromkeys([*self._members, *self._extra]) if run in states}
+        """Select the states of racing members: others may share the folder."""
+        return {run: states[run] for run in self._members if run in states}
 
     def _wanted(
         self,
@@ -151,7 +143,7 @@ class LiveRace:
         """
         order = {run: at for at, run in enumerate(states)}
         # What has failed goes on where whoever launches it anew wants it; nobody waits for it.
-        open_runs = [run for run in states if states[run].state != "finished" or run in self._extra]
+        open_runs = [run for run in states if states[run].state != "finished"]
         open_runs.sort(key=lambda run: (self._reached.get(run, 0.0), order[run]))
         if not self._live:
             return open_runs, {}, {}
@@ -159,9 +151,9 @@ class LiveRace:
         over = {
             run: stopped[states[run].recipe].why(states[run].recipe, rules)
             for run in open_runs
-            if rules is not None and states[run].recipe in stopped and run not in self._extra
+            if rules is not None and states[run].recipe in stopped
         }
-        racing = [run for run in open_runs if run not in {*over, *self._extra, *ended}]
+        racing = [run for run in open_runs if run not in {*over, *ended}]
         later: dict[str, str] = {}
         if not self._over and len({states[run].recipe for run in racing}) > 1:
             border = self._border(racing)
@@ -191,12 +183,11 @@ class LiveRace:
 
     def _curves(self) -> list[Curve]:
         """Make the curves so far, in the study's order and not that of arrival: floating-point sums depend on it."""
-        runs = [run for run in self._members if run not in self._extra]
-        return self._journals.curves(runs, self._record.metric, self._record.axis)
+        return self._journals.curves(self._members, self._record.metric, self._record.axis)
 
     def _cost(self, run: str) -> float | None:
         """Estimate a run's compute to its last step from its first tenth; None before an evaluation there."""
-        axis, steps = self._record.axis, self._freed.spec(run).steps
+        axis, steps = self._record.axis, self._specs[run].steps
         for record in self._journals.evaluations(run) if axis is not None else []:
             if record.step >= _SHOWN * steps:
                 return record.metrics[axis or ""] * steps / record.step
@@ -223,8 +214,9 @@ class LiveRace:
         rules = self._record.rules
         if rules is None:
             return said
-        own = [(state, run) for run, state in states.items() if run not in self._extra]
-        reached, failed = how_far((state.recipe, state.state, self._reached.get(run, 0.0)) for state, run in own)
+        reached, failed = how_far(
+            (state.recipe, state.state, self._reached.get(run, 0.0)) for run, state in states.items()
+        )
         while isinstance(found := next_look(curves, rules, reached, self._record.looks, failed=failed), Look):
             at = self._write({"kind": "look", "mode": self._settings.mode, "look": found.to_json()})
             taken = (*self._record.taken, (at, self._settings.mode))
@@ -278,7 +270,7 @@ class LiveRace:
             curves = self._curves()
         except UserError:  # it has been said
             return []
-        spared = sum(self._spared(states).values())
+        spared = self._spared(states)
         full = rules.budget * sum(run in states for run in self._members)
         stopped = self._record.stopped if self._live else {}
         said = result([each for each in curves if each.recipe not in stopped], rules, stopped)
@@ -288,51 +280,32 @@ class LiveRace:
         before, self._ended = self._ended, said
         return said if said != before else []
 
-    # --- freed compute -------------------------------------------------------------------------------------------
-
-    def decided(self) -> list[RunSpec]:
-        """Return the runs that freed compute pays for, if they are recorded. See `Decider.decided`."""
-        return [] if self._freed_done or self._record.freed is None else self._bought(self._record.freed)
-
     def members(self, states: Mapping[str, MemberState]) -> list[RunSpec]:
-        """Return the runs planned for the freed compute, once the race is over. See `Decider.members`."""
-        if self._freed_done or self._record.rules is None:
-            return []
-        states = self._own(states)
-        if self._record.freed is None:
-            stopped = self._record.stopped
-            racing = [run for run, state in states.items() if state.recipe not in stopped]
-            if not self._over or any(states[run].state not in ("finished", "failed") for run in racing):
-                return []
-            if self._dead(states):
-                return []  # launched again they may still race
-            raced = {each.recipe for look in self._record.looks for each in look.chances}
-            if raced - {state.recipe for state in states.values()}:
-                return []  # a launch of some of them knows nothing of what the others were spared
-            finished = {run: states[run] for run in racing if states[run].state == "finished"}
-            curves = [curve for curve in self._curves() if curve.recipe not in stopped]
-            freed, axis = sum(self._spared(states).values()), self._record.axis or ""
-            line = self._freed.plan(freed, axis, curves, finished, self._reached)
-            self._write(line)
-            self._record = replace(self._record, freed=line)
-        assert self._record.freed is not None
-        return self._bought(self._record.freed)
+        """Return no members: a race adds none. See `Decider.members`."""
+        return []
 
-    def _bought(self, freed: Mapping[str, Any]) -> list[RunSpec]:
-        specs = self._freed.bought(freed)
-        self._extra = [spec.run for spec in specs]
-        self._freed_done, self._seen = True, None
-        return specs
-
-    def _spared(self, states: Mapping[str, MemberState]) -> dict[str, float]:
-        """Return the compute saved, or in a dry run to be saved, on each racing member of a stopped recipe, by run."""
-        racing = {run: states[run] for run in self._members if run in states}
-        return self._freed.spared(self._record, racing, self._reached, self._live)
-
-    def _dead(self, states: Mapping[str, MemberState]) -> list[str]:
-        """Return the recipes in the race whose runs have all failed, sorted."""
-        own = [(state.recipe, state.state, 0.0) for state in states.values()]
-        return sorted(how_far(own)[1] - self._record.stopped.keys())
+    def _spared(self, states: Mapping[str, MemberState]) -> float:
+        """Return the compute saved, or in a dry run to be saved, on the racing members of stopped recipes."""
+        record, spared = self._record, 0.0
+        assert record.rules is not None
+        started: dict[str, float] = {}
+        for entry in self._study.ledger.entries() if self._live and record.stopped else []:
+            if entry["event"] == "started":
+                started[entry["run"]] = float(entry.get("time", 0.0))
+        when = {name: taken for look, taken in zip(record.looks, record.taken, strict=True) for name in look.stopped}
+        for run in [run for run in self._members if run in states and states[run].recipe in record.stopped]:
+            name = states[run].recipe
+            spent = record.stopped[name].compute
+            if self._live:
+                at, mode = when[name]
+                if states[run].state == "finished":
+                    spent = record.rules.budget
+                elif mode != "live" or started.get(run, at) > at:
+                    # A dry run stopped nothing, and a launch without a race has let it go on.
+                    spent = max(spent, self._reached.get(run, 0.0))
+                # Else as the look has it: how far it came before it was really stopped is a matter of time.
+            spared += max(0.0, record.rules.budget - spent)
+        return spared
 
 
 def _same(before: str | None, why: str) -> str:

@@ -25,7 +25,6 @@ class RaceRecord:
     Attributes:
         rules, axis, metric: rules of the race, compute axis and reward; None before it has begun.
         looks: the looks taken.
-        freed: record of the runs that freed compute pays for; None before they are planned.
         mode: `live` or `dry_run`, as of the last look.
         pruned: for each pruned trial of a search, by run, the reason.
         taken: for each look, its time in seconds and its mode.
@@ -37,7 +36,6 @@ class RaceRecord:
     axis: str | None = None
     metric: str | None = None
     looks: tuple[Look, ...] = ()
-    freed: Mapping[str, Any] | None = None
     mode: str = "live"
     pruned: Mapping[str, str] = field(default_factory=dict)
     taken: tuple[tuple[float, str], ...] = ()
@@ -142,13 +140,6 @@ class _Line:
             if "mode" in entry:
                 fields.text(entry, "mode")
             return cls(kind, entry, look=Look.of_json(fields.group(entry, "look")))
-        if kind == "freed":
-            fields.number(entry, "compute"), fields.text({"sentence": "", **entry}, "sentence")
-            for step in fields.groups(entry, "steps"):
-                fields.text(step, "recipe"), fields.text(step, "action")
-                for member in step["members"] if isinstance(step.get("members"), list) else [None]:
-                    if not isinstance(member, list) or [type(each) for each in member] != [str, str]:
-                        raise ValueError(f"members: {member!r:.60} is no run with its overrides")
         if kind == "pruned":
             fields.text(entry, "run"), fields.text(entry, "why")
         return cls(kind, entry)
@@ -162,8 +153,6 @@ class _Line:
             mode = entry.get("mode", found.mode)
             taken = (*found.taken, (entry.get("time", 0.0), mode))
             return replace(found, looks=(*found.looks, self.look), mode=mode, taken=taken)
-        if self.kind == "freed":
-            return replace(found, freed=entry)
         if self.kind == "pruned":
             return replace(found, pruned={**found.pruned, entry["run"]: entry["why"]})
         return found

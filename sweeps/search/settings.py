@@ -12,7 +12,8 @@ from sweeps.decide.rules import NO_LIMIT, Rules
 from sweeps.errors import UserError
 
 MODES = ("none", "dry_run", "live")
-FREED = ("nothing", "plan")
+
+FREED = "the key was removed; leave it away, and ask `scalerl plan` what spared compute is best spent on"
 
 OBJECTIVES = ("reward", "asymptote")
 PRUNERS = ("none", "race")
@@ -125,7 +126,6 @@ class RaceSettings:
         p_ahead, looks, first, growth, loss: see `sweeps.decide.rules.Rules`.
         ahead: where not all members can run at once, factor of compute between the borders at which members wait for
             each other.
-        freed: use of the compute that stopped runs do not spend: `nothing`, or further runs by `plan`.
 
     Raises:
         UserError: one of them is out of range.
@@ -139,10 +139,9 @@ class RaceSettings:
     growth: float = 1.05
     loss: float = 0.01
     ahead: float = 1.5
-    freed: str = "nothing"
 
     def __post_init__(self) -> None:
-        _check_choices(self, "race", mode=MODES, freed=FREED)
+        _check_choices(self, "race", mode=MODES)
         _check_numbers(self, "race", "budget", "p_ahead", "first", "growth", "loss", "ahead")
         if isinstance(self.looks, bool) or not isinstance(self.looks, int):
             raise UserError(f"race.looks: {self.looks!r} is no whole number")
@@ -163,7 +162,10 @@ class RaceSettings:
             return cls()
         if not isinstance(given, Mapping):
             raise UserError(f"race: {given!r} must be settings, such as race.mode=live")
-        return cls(**_known(cls, "race", given))
+        if given.get("freed", "nothing") != "nothing":
+            raise UserError(f"race.freed: {given['freed']!r}: {FREED}")
+        # Studies of earlier versions have the key at its neutral value.
+        return cls(**_known(cls, "race", {key: value for key, value in given.items() if key != "freed"}))
 
     def rules(self, budget: float) -> Rules:
         """Return the rules of a race to this budget."""

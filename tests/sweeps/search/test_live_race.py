@@ -1,11 +1,10 @@
-"""Truths about a race that runs: who is stopped, that nothing else but time changes, and what freed compute buys."""
+"""Truths about a race that runs: who is stopped, that nothing else but time changes."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +17,10 @@ from hypothesis import strategies as st
 from sweeps.cli.main import main
 from sweeps.decide.race import run_race
 from sweeps.errors import UserError
-from sweeps.executor.base import Launch, Outcome
 from sweeps.launch.ledger import MemberState
 from sweeps.launch.status import overview
 from sweeps.launch.study import Study
 from sweeps.run.interruption import stop_asked
-from sweeps.run.progress import last_metrics
 from sweeps.run.spec import RunSpec
 from sweeps.search.race import LiveRace
 from sweeps.search.race_log import RACE_FILE, RaceRecord
@@ -31,7 +28,7 @@ from sweeps.search.settings import RaceSettings
 from sweeps.source import load
 from tests.examples import every
 from tests.sweeps.launch.test_study import Recorder
-from tests.sweeps.search.runners import STEPS, Cluster, KilledError, Runners, member, planned, uneven
+from tests.sweeps.search.runners import STEPS, Cluster, KilledError, Runners, member, uneven
 
 LIVE = RaceSettings(mode="live", budget=1.0, p_ahead=0.05, growth=1.2)
 
@@ -78,7 +75,7 @@ def raced(
     while True:
         study = Study(directory, specs)
         try:
-            return study.run(executor, [told or Told()], decider=LiveRace(study, rules, planned))
+            return study.run(executor, [told or Told()], decider=LiveRace(study, rules))
         except KilledError:
             executor = Runners(executor.slots, executor.pace, None, executor.fails)
 
@@ -137,11 +134,8 @@ def test_a_dry_run_stops_nothing_and_says_what_it_would_have(tmp_path: Path) -> 
     # And then in earnest: what was decided holds, and there is nothing left to stop.
     assert "race: a race that stops would have spared" in told.said[-1]
     told = Told()
-    states = raced(tmp_path / "dry", four(), rules=replace(LIVE, freed="plan"), told=told)
+    states = raced(tmp_path / "dry", four(), told=told)
     assert recipes(states, "stopped") == set()
-    # All was spent: nothing was spared, and there is nothing to spend a second time.
-    freed = RaceRecord.read(tmp_path / "dry").freed
-    assert freed is not None and freed["compute"] == 0 and freed["steps"] == []
     assert "race: spared 0 of the 8 that" in told.said[-1]
 
 
@@ -178,7 +172,7 @@ def test_slots_pace_and_killed_controllers_change_no_decision(slots: int, pace: 
             study = Study(here, four())
             executor = Runners(slots, uneven(pace), killed_after=after)
             with pytest.raises(KilledError):
-                study.run(executor, [], decider=LiveRace(study, LIVE, planned))
+                study.run(executor, [], decider=LiveRace(study, LIVE))
                 raise KilledError  # it was done before
         states = raced(here, four(), Runners(slots, uneven(pace + 1)))
         assert looks(here) == looks(undisturbed)
@@ -190,7 +184,7 @@ def test_slots_pace_and_killed_controllers_change_no_decision(slots: int, pace: 
 def killed(directory: Path, executor: Runners, rules: RaceSettings = LIVE) -> None:
     study = Study(directory, four())
     with pytest.raises(KilledError):
-        study.run(executor, [], decider=LiveRace(study, rules, planned, clock=itertools.count(step=60).__next__))
+        study.run(executor, [], decider=LiveRace(study, rules, clock=itertools.count(step=60).__next__))
 
 
 def asked(directory: Path, executor: Runners) -> set[str]:
@@ -336,7 +330,7 @@ def test_whoever_goes_on_with_a_shared_folder_decides_as_the_launch_did(
     study = Study.read(here)
     assert {spec.run for spec in study.specs} == {spec.run for spec in (*specs, *others)}
     assert f"{ledger}: line" in caplog.text and "damaged" in caplog.text
-    states = study.run(Runners(slots=2), [], decider=LiveRace(study, LIVE, planned))
+    states = study.run(Runners(slots=2), [], decider=LiveRace(study, LIVE))
     assert looks(here) == looks(tmp_path / "undisturbed")
     assert recipes(states, "stopped") <= LOSERS
     assert recipes(states, "finished") >= WINNERS | {spec.recipe for spec in others}
@@ -367,14 +361,6 @@ def test_an_evaluation_that_cannot_be_read_ends_no_study(tmp_path: Path) -> None
     assert sum("race: no look: " in line for line in told.said) == 1
 
 
-def test_one_recipe_that_is_left_gets_all_that_was_freed(tmp_path: Path) -> None:
-    specs = [member(a, seed) for a in (0.7, 0.35) for seed in (0, 1)]
-    states = raced(tmp_path, specs, Runners(slots=8), replace(LIVE, freed="plan"))
-    freed = RaceRecord.read(tmp_path).freed
-    assert freed is not None and [step["recipe"] for step in freed["steps"]] == ["scalerl+a=0.7"]
-    assert max(RunSpec.read(tmp_path / "runs" / run).steps for run in states) > 1.5 * STEPS
-
-
 @pytest.mark.slow
 def test_a_stopped_run_is_continued_by_a_launch_without_a_race(tmp_path: Path) -> None:
     raced(tmp_path, four())
@@ -382,20 +368,9 @@ def test_a_stopped_run_is_continued_by_a_launch_without_a_race(tmp_path: Path) -
     states = study.run(executor, [])
     assert recipes(states, "finished") == {spec.recipe for spec in four()}
     assert len(executor.started) == 4
-    raced(tmp_path, four(), rules=replace(LIVE, freed="plan"))
-    freed = RaceRecord.read(tmp_path).freed
-    assert freed is not None and freed["compute"] == 0, "what was continued has not been freed"
-
-
-@pytest.mark.slow
-def test_of_a_run_that_a_dry_run_took_further_only_the_rest_is_freed(tmp_path: Path) -> None:
-    killed(tmp_path, Runners(slots=8, killed_after=14), replace(LIVE, mode="dry_run"))
-    assert RaceRecord.read(tmp_path).stopped.keys() == LOSERS
-    states = raced(tmp_path, four(), rules=replace(LIVE, freed="plan"))
-    assert recipes(states, "stopped") == LOSERS
-    spent = [last_metrics(tmp_path / "runs" / run)["step"] / STEPS for run in states if states[run].state == "stopped"]
-    freed = RaceRecord.read(tmp_path).freed
-    assert freed is not None and 0 < freed["compute"] == pytest.approx(sum(1 - each for each in spent))
+    told = Told()
+    raced(tmp_path, four(), told=told)
+    assert "race: spared 0 of the 8 that" in told.said[-1], "what was continued has not been spared"
 
 
 @pytest.mark.slow
@@ -428,237 +403,6 @@ def test_a_race_that_was_begun_without_a_limit_on_the_loss_goes_on_without(tmp_p
         raced(tmp_path, four(), rules=replace(LIVE, loss=0.02))
 
 
-# --- freed compute -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_freed_compute_goes_to_what_the_plan_names_and_only_once(tmp_path: Path) -> None:
-    rules, executor, told = replace(LIVE, freed="plan"), Runners(slots=8), Told()
-    states = raced(tmp_path, four(), executor, rules, told)
-    freed = RaceRecord.read(tmp_path).freed
-    assert freed is not None and freed["compute"] > 1 and freed["steps"]
-    assert {step["recipe"] for step in freed["steps"]} <= WINNERS
-    assert executor.steps > 1.05 * sum(1 for each in states.values() if each.state == "finished") * STEPS
-    finished = [each for each in states.values() if each.state == "finished"]
-    for each in finished:
-        spec = RunSpec.read(tmp_path / "runs" / each.run)
-        assert int(load([tmp_path / "runs" / each.run]).runs[0].of_kind("train")[-1].step) == spec.steps
-    again, told = Runners(slots=8), Told()
-    assert {run: each.state for run, each in raced(tmp_path, four(), again, rules, told).items()} == {
-        run: each.state for run, each in states.items()
-    }
-    assert again.steps == 0
-    ended = Counter(heard[1] for heard in told.heard if heard[0] == "finished")
-    assert set(ended.values()) == {1} and len(ended) == len(finished)
-    assert told.ticks == [] or told.ticks[-1][1] == len(finished)
-
-
-@pytest.mark.slow
-def test_a_run_that_died_before_its_first_step_is_made_no_longer(tmp_path: Path) -> None:
-    specs = four()
-    states = raced(tmp_path, specs, Runners(slots=8, fails={specs[0].run: 1}), replace(LIVE, freed="plan"))
-    assert states[specs[0].run].state == "failed" and states[specs[1].run].state == "finished"
-    # What was freed goes to those that still run.
-    steps = [RunSpec.read(tmp_path / "runs" / spec.run).steps for spec in specs[:2]]
-    assert steps[0] == STEPS < steps[1]
-
-
-def freed_by_hand(directory: Path, members: Sequence[tuple[str, str]]) -> None:
-    """The record of a plan that has these runs with other overrides, one after the other."""
-    steps = [{"recipe": "", "action": "longer", "members": [[run, changed]]} for run, changed in members]
-    with (directory / RACE_FILE).open("a") as file:
-        file.write(json.dumps({"kind": "freed", "compute": 1.0, "steps": steps}) + "\n")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("budgets", [(60, 80), (80, 60)])
-def test_a_run_that_the_plan_names_twice_has_one_budget_the_larger(tmp_path: Path, budgets: tuple[int, int]) -> None:
-    specs = four()
-    raced(tmp_path, specs)
-    freed_by_hand(tmp_path, [(specs[0].run, f"budget.steps={to}") for to in budgets])
-    raced(tmp_path, specs, rules=replace(LIVE, freed="plan"))
-    assert RunSpec.read(tmp_path / "runs" / specs[0].run).steps == 80
-    assert last_metrics(tmp_path / "runs" / specs[0].run)["step"] == 80
-
-
-@pytest.mark.slow
-def test_freed_compute_of_a_launch_with_more_members_is_no_matter_of_this_one(tmp_path: Path) -> None:
-    specs = four()
-    raced(tmp_path, specs)
-    freed_by_hand(tmp_path, [(specs[run].run, "budget.steps=60") for run in (0, 4)])
-    raced(tmp_path, specs[:4], rules=replace(LIVE, freed="plan"))
-    assert RunSpec.read(tmp_path / "runs" / specs[0].run).steps == 60
-    assert RunSpec.read(tmp_path / "runs" / specs[4].run).steps == STEPS
-
-
-@pytest.mark.full
-@settings(max_examples=5, phases=NO_SHRINK, derandomize=True)
-@given(kills=st.lists(st.integers(5, 60), min_size=1, max_size=4), slots=st.integers(2, 9))
-def test_freed_compute_is_spent_once_whoever_is_killed(kills: list[int], slots: int) -> None:
-    rules = replace(LIVE, freed="plan")
-    with tempfile.TemporaryDirectory() as scratch:
-        undisturbed, here = Path(scratch) / "a", Path(scratch) / "b"
-        whole = raced(undisturbed, four(), Runners(slots=8), rules)
-        for after in kills:
-            study = Study(here, four())
-            with pytest.raises(KilledError):
-                study.run(Runners(slots, killed_after=after), [], decider=LiveRace(study, rules, planned))
-                raise KilledError
-        states = raced(here, four(), Runners(slots), rules)
-        assert {run: each.state for run, each in states.items()} == {run: each.state for run, each in whole.items()}
-        steps = {run: RunSpec.read(here / "runs" / run).steps for run in states}
-        assert steps == {run: RunSpec.read(undisturbed / "runs" / run).steps for run in whole}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("after", every(5, (24, 20, 22, 27, 33), pytest.mark.full))
-def test_a_run_that_was_made_longer_is_adopted_and_not_submitted_again(tmp_path: Path, after: int) -> None:
-    rules, first = replace(LIVE, freed="plan"), Cluster(slots=8, killed_after=after)
-    killed(tmp_path / "a", first, rules)
-    assert RaceRecord.read(tmp_path / "a").freed is not None and first.running()
-    states = raced(tmp_path / "a", four(), Cluster(slots=8, before=first), rules)
-    whole = raced(tmp_path / "undisturbed", four(), Cluster(slots=8), rules)
-    assert {run: each.state for run, each in states.items()} == {run: each.state for run, each in whole.items()}
-    for run, each in states.items():
-        spec = RunSpec.read(tmp_path / "a" / "runs" / run)
-        assert spec.steps == RunSpec.read(tmp_path / "undisturbed" / "runs" / run).steps
-        assert each.state == "stopped" or last_metrics(tmp_path / "a" / "runs" / run)["step"] == spec.steps
-
-
-@pytest.mark.full
-def test_a_launch_of_some_of_the_members_does_not_settle_what_was_freed(tmp_path: Path) -> None:
-    specs, rules = four(), replace(LIVE, freed="plan")
-    raced(tmp_path, specs)
-    raced(tmp_path, specs[:2], rules=rules)
-    assert RaceRecord.read(tmp_path).freed is None
-    executor = Runners(slots=8)
-    raced(tmp_path, specs, executor, rules)
-    freed = RaceRecord.read(tmp_path).freed
-    assert freed is not None and freed["compute"] > 1 and executor.steps > 0
-
-
-@pytest.mark.slow
-def test_a_plan_of_which_one_step_is_refused_is_followed_for_the_rest(tmp_path: Path) -> None:
-    def careful(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        if any("budget.steps=70" in each for each in lists):
-            raise UserError("budget.steps: 70 is no multiple of what the schedule takes")
-        return planned(lists)
-
-    specs, rules, told = four(), replace(LIVE, freed="plan"), Told()
-    raced(tmp_path, specs)
-    freed_by_hand(tmp_path, [(specs[0].run, "budget.steps=70"), (specs[4].run, "budget.steps=60")])
-    study = Study(tmp_path, specs)
-    study.run(Runners(), [told], decider=LiveRace(study, rules, careful))
-    assert [last_metrics(tmp_path / "runs" / specs[run].run)["step"] for run in (0, 4)] == [STEPS, 60]
-    assert any("is not spent on" in line and "70 is no multiple" in line for line in told.said)
-
-
-class Waiting(Cluster):
-    """Its jobs are in the queue, and write nothing yet; the controller is killed at its next poll."""
-
-    def __init__(self, before: Sequence[str] = ()) -> None:
-        super().__init__()
-        self.jobs = list(before)
-
-    def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
-        self.jobs += [launch.run for launch in members]
-        return {launch.run: f"job-{launch.run}" for launch in members}
-
-    def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
-        return {launch.run: f"job-{launch.run}" for launch in members if launch.run in self.jobs}
-
-    def running(self) -> list[str]:
-        return self.jobs
-
-    def queued(self) -> frozenset[str]:
-        return frozenset(self.jobs)
-
-    def poll(self, timeout_s: float) -> list[Outcome]:
-        raise KilledError
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("action", ["longer", "seed"])
-def test_what_freed_compute_pays_for_is_found_in_the_queue_by_the_next_controller(tmp_path: Path, action: str) -> None:
-    specs, rules = four(), replace(LIVE, freed="plan")
-    raced(tmp_path, specs)
-    seed = LiveRace(Study(tmp_path, specs), rules, planned)._freed._seed(specs[0].run)
-    freed_by_hand(tmp_path, [(specs[0].run, "budget.steps=60") if action == "longer" else seed])
-    jobs: list[str] = []
-    for _ in range(3):
-        executor, study = Waiting(jobs), Study(tmp_path, specs)
-        with pytest.raises(KilledError):
-            study.run(executor, [], decider=LiveRace(study, rules, planned))
-        assert len(executor.jobs) == 1, "one job, whoever follows it"
-        jobs = executor.jobs
-    with pytest.raises(UserError, match="1 members have jobs on a cluster"):
-        study = Study(tmp_path, specs)
-        study.run(Runners(), [], decider=LiveRace(study, rules, planned))
-
-
-@pytest.mark.slow
-def test_a_refused_launch_leaves_a_run_that_was_made_longer_its_budget(tmp_path: Path) -> None:
-    class Refuses(Runners):
-        def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
-            raise UserError("the cluster is away")
-
-    specs, rules = four(), replace(LIVE, freed="plan")
-    raced(tmp_path, specs)
-    freed_by_hand(tmp_path, [(specs[0].run, "budget.steps=60")])
-    for executor, ends in ((Runners(killed_after=3), KilledError), (Refuses(), UserError)):
-        study = Study(tmp_path, specs)
-        with pytest.raises(ends):
-            study.run(executor, [], decider=LiveRace(study, rules, planned))
-        assert RunSpec.read(tmp_path / "runs" / specs[0].run).steps == 60
-
-
-@pytest.mark.full
-def test_what_failed_is_not_made_longer_and_goes_on_to_its_own_end(tmp_path: Path) -> None:
-    specs, rules, told = four(), replace(LIVE, freed="plan"), Told()
-    executor = Runners(slots=8, fails={specs[0].run: 20})
-    states = raced(tmp_path, specs, executor, rules, told)
-    assert states[specs[0].run].state == "failed" and executor.started.count(specs[0].run) == 1
-    assert told.ticks[-1][2] == 1 and told.closed == [1]
-    again = Told()
-    assert raced(tmp_path, specs, rules=rules, told=again)[specs[0].run].state == "finished"
-    assert last_metrics(tmp_path / "runs" / specs[0].run)["step"] == STEPS
-    assert again.ticks[-1][2] == 0 and again.closed == [0]
-
-
-@pytest.mark.full
-def test_what_was_freed_is_kept_until_recipes_that_failed_have_raced(tmp_path: Path) -> None:
-    specs, rules, told = four(), replace(LIVE, freed="plan"), Told()
-    dead = {spec.run: 1 for spec in specs if spec.recipe != "scalerl+a=0.7"}
-    raced(tmp_path, specs, Runners(slots=8, fails=dead), rules, told)
-    assert RaceRecord.read(tmp_path).freed is None
-    assert [line for line in told.said if "is kept for scalerl+a=0.35, scalerl+a=0.45, scalerl+a=0.7,c_mid" in line]
-    states = raced(tmp_path, specs, rules=rules)
-    freed = RaceRecord.read(tmp_path).freed
-    assert recipes(states, "stopped") == LOSERS and freed is not None and freed["compute"] > 1 and freed["steps"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("killed_after", [None, 1, 8])
-def test_an_added_seed_has_the_budget_of_the_launch_whoever_takes_the_study_up(
-    tmp_path: Path, killed_after: int | None
-) -> None:
-    specs, rules = four(), replace(LIVE, freed="plan")
-    raced(tmp_path, specs)
-    race = LiveRace(Study(tmp_path, specs), rules, planned)
-    members = [race._freed._seed(specs[0].run), (specs[0].run, "budget.steps=80")]
-    step = {"recipe": specs[0].recipe, "action": "both", "members": members}
-    with (tmp_path / RACE_FILE).open("a") as file:
-        file.write(json.dumps({"kind": "freed", "compute": 1.0, "steps": [step]}) + "\n")
-    for executor in ([Runners(killed_after=killed_after)] if killed_after else []) + [Runners()]:
-        study = Study.read(tmp_path)
-        try:
-            study.run(executor, [], decider=LiveRace(study, rules, planned))
-        except KilledError:
-            continue
-    budgets = {spec.seed: spec.steps for spec in Study.read(tmp_path).specs if spec.recipe == specs[0].recipe}
-    assert budgets == {0: 80, 1: STEPS, 2: STEPS}
-
-
 # --- settings ------------------------------------------------------------------------------------------------
 
 
@@ -671,7 +415,7 @@ def test_an_added_seed_has_the_budget_of_the_launch_whoever_takes_the_study_up(
         ({"mode": "live", "budget": "much"}, "race.budget: 'much' is no number"),
         ({"ahead": 1}, "race.ahead: 1 must be a factor above 1"),
         ({"looks": 1.5}, "race.looks: 1.5 is no whole number"),
-        ({"freed": "all"}, "race.freed: 'all' is none of nothing, plan"),
+        ({"freed": "plan"}, "race.freed: 'plan': the key was removed; leave it away, and ask `scalerl plan`"),
         ({"speed": 1}, "race.speed: no such setting; valid: mode, budget"),
         ("live", "race: 'live' must be settings"),
     ],
@@ -679,3 +423,7 @@ def test_an_added_seed_has_the_budget_of_the_launch_whoever_takes_the_study_up(
 def test_bad_settings_are_named(given: Any, said: str) -> None:
     with pytest.raises(UserError, match=said.replace("(", r"\(")):
         RaceSettings.of(given)
+
+
+def test_a_study_of_an_earlier_version_that_spent_nothing_of_what_it_spared_is_read() -> None:
+    assert RaceSettings.of({"mode": "live", "budget": 1, "freed": "nothing"}) == RaceSettings(mode="live", budget=1)
