@@ -98,7 +98,6 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             tracking=self._tracking,
             axis=_axis(config) or default_axis(gpu_here()),
             race=self._race(config.get("race")),
-            planner=self._planner,
             margin=_margin(config["launch"].get("margin")),
         )
 

@@ -55,7 +55,6 @@ class LaunchSettings:
         slurm: resources and limits of a cluster's jobs; unused by the other kinds.
         retries: number of attempts after the first, by kind of failure; None for no limit.
         race: settings under `race`, see `sweeps.search.settings`; empty where there is no race.
-        planner: `module:function` that plans members added later, see `sweeps.launch.planning.Planner`; "" for none.
         margin: recipes whose rewards lie within this are tied, wherever the study is ranked; None for the default.
     """
 
@@ -69,7 +68,6 @@ class LaunchSettings:
     slurm: JobSettings = field(default_factory=JobSettings)
     retries: Mapping[str, int | None] = field(default_factory=lambda: dict(NEVER))
     race: Mapping[str, Any] = field(default_factory=dict)
-    planner: str = ""
     margin: float | None = None
 
     def text(self) -> str:
@@ -115,11 +113,6 @@ class LaunchSettings:
     def outlives(self) -> bool:
         """Return whether members are jobs of a cluster, which go on when this process ends."""
         return self.kind == CLUSTER
-
-    @property
-    def shared(self) -> tuple[str, ...] | None:
-        """Modules preloaded for planner and members alike; None where members are no forks on this machine."""
-        return self.preload if self.kind == "local" else None
 
     @staticmethod
     def scheduler_of(study: Path) -> Scheduler | None:

@@ -16,10 +16,6 @@ _ENTRIES = (
     # Of members that are commands: what it starts is checked member by member, as are the choices of our own.
     "sweeps.command.runner:run_member",
 )
-_PLANNERS = (
-    *("", "lightning_scalerl:plan_members", "lightning_scalerl.member.identify:plan_members"),
-    *("lightning_scalerl:plan_commands", "lightning_scalerl:plan_trl"),
-)
 _PRELOADED = ("lightning_scalerl.", "sweeps.command.", "transformers.models.")
 # Fields of `launch.json` that are commands of a job, or options that can be one.
 _COMMANDS = ("setup", "teardown", "python", "srun_args", "additional_parameters")
@@ -38,7 +34,7 @@ def check_study(study: Study, plan: LaunchSettings) -> None:
 
 
 def check_launch(study: Study, plan: LaunchSettings) -> None:
-    """Check the code and commands that `launch.json` names: entry, planner, preloaded modules, commands of jobs.
+    """Check the code and commands that `launch.json` names: entry, preloaded modules, commands of jobs.
 
     Raises:
         UserError: as `check_study`.
@@ -46,8 +42,6 @@ def check_launch(study: Study, plan: LaunchSettings) -> None:
     file = study.directory / LAUNCH_FILE
     if plan.entry not in _ENTRIES:
         raise refusal(file, "entry", plan.entry, "an entry of lightning_scalerl")
-    if plan.planner not in _PLANNERS:
-        raise refusal(file, "planner", plan.planner, "a planner of lightning_scalerl")
     for module in plan.preload:
         if not module.startswith(_PRELOADED):
             raise refusal(file, "preload", module, "a module of lightning_scalerl or of a model")

@@ -65,7 +65,7 @@ def planned(place: Path, *more: str, folders: Sequence[Path] = ()) -> Path:
 def launched(study: Path, **others: Any) -> None:
     values = {
         "kind": "local", "entry": "lightning_scalerl:run_member", "preload": ("lightning_scalerl.member.run",),
-        "planner": "lightning_scalerl:plan_members", "max_parallel": 1, "threads": 1, "tracking": None,
+        "max_parallel": 1, "threads": 1, "tracking": None,
         "axis": "compute",
     }  # fmt: skip
     settings = LaunchSettings(**{**values, **others})  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ def test_what_somebody_elses_launch_names_is_not_run(run_dir: Path, tmp_path: Pa
         check_launch(Study.read(study), LaunchSettings.read(study))
 
     check()
-    for field, value in {"entry": "os:mkdir", "planner": "os:system", "preload": ("antigravity",)}.items():
+    for field, value in {"entry": "os:mkdir", "preload": ("antigravity",)}.items():
         launched(study, **{field: value})
         with pytest.raises(UserError, match=f"launch.json: {field}: .*--trust"):
             check()
@@ -238,14 +238,13 @@ def test_data_that_has_changed_or_is_gone_is_no_edited_configuration(tmp_path: P
 def test_collect_runs_nothing_that_somebody_elses_launch_names(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A foreign `entry` or `planner` is named before anything runs."""
+    """A foreign `entry` is named before anything runs."""
     study = tmp_path / "study"
-    for field, value in {"entry": "os:mkdir", "planner": "os:system"}.items():
-        launched(study, **{field: value})
-        before = sorted(study.rglob("*"))
-        assert main(["collect", str(study), "--wait"]) == 1
-        assert f"launch.json: {field}: '{value}'" in capsys.readouterr().err
-        assert sorted(study.rglob("*")) == before
+    launched(study, entry="os:mkdir")
+    before = sorted(study.rglob("*"))
+    assert main(["collect", str(study), "--wait"]) == 1
+    assert "launch.json: entry: 'os:mkdir'" in capsys.readouterr().err
+    assert sorted(study.rglob("*")) == before
 
 
 def test_a_command_is_run_that_ones_own_file_says(tmp_path: Path) -> None:
@@ -259,7 +258,6 @@ def test_a_command_is_run_that_ones_own_file_says(tmp_path: Path) -> None:
     launched(
         study,
         entry="sweeps.command.runner:run_member",
-        planner="lightning_scalerl:plan_commands",
         preload=("sweeps.command.runner",),
     )
     check_launch(Study.read(study), LaunchSettings.read(study))
@@ -295,7 +293,6 @@ def trl_study(place: Path, *more: str) -> tuple[Path, RunSpec]:
     launched(
         place / "study",
         entry="sweeps.command.runner:run_member",
-        planner="lightning_scalerl:plan_trl",
         preload=("sweeps.command.runner",),
     )
     return run_dir, spec
