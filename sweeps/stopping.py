@@ -295,7 +295,7 @@ def _rules_of(study: Path) -> Rules:
     """
     rules = RaceRecord.read(study).rules
     if rules is None:
-        settings = RaceSettings.of(read_json(study / LAUNCH_FILE).get("race"))
+        settings = RaceSettings.recorded(read_json(study / LAUNCH_FILE).get("race"))
         rules = settings.rules(settings.budget) if settings.budget is not None else None
     if rules is None:
         raise UserError(f"budget: {study} has no race whose budget is known; give the compute of one run")

@@ -12,8 +12,8 @@ from sweeps.errors import UserError
 from sweeps.run.journal import JournalView
 from sweeps.run.spec import RunSpec
 
-# What the advice itself decides.
-_DECIDED = ("seed", "budget.steps")
+# What the advice itself decides, and keys of earlier versions that are no longer accepted.
+_LEFT_OUT = ("seed", "budget.steps", "race.freed")
 
 
 class Advice(Protocol):
@@ -54,7 +54,7 @@ def command(advice: Advice, runs: Sequence[JournalView], axis: str) -> str | Non
     budget = math.ceil(steps * advice.compute / compute)
     if advice.action == "seed":
         seeds, budget = [seeds[-1] + 1], max(spec.steps for spec in specs)
-    kept = [entry for entry in specs[0].overrides if entry.lstrip("+~").split("=")[0] not in _DECIDED]
+    kept = [entry for entry in specs[0].overrides if entry.lstrip("+~").split("=")[0] not in _LEFT_OUT]
     words = [*kept, f"seed={','.join(map(str, seeds))}", f"budget.steps={budget}"]
     # A study of another trainer's commands has a file of its own.
     files = [Path(folder) for folder in specs[0].folders if folder.endswith(".yaml")]

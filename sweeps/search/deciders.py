@@ -14,7 +14,7 @@ def decider_of(study: Study, plan: LaunchSettings) -> Decider | None:
     Raises:
         UserError: the settings are out of range, or the study's race was begun by others.
     """
-    settings = RaceSettings.of(plan.race)
+    settings = RaceSettings.recorded(plan.race)
     if settings.mode == "none":
         return None
     from sweeps.search.race import LiveRace  # NumPy, SciPy and the fits: only where somebody looks

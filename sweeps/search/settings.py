@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from typing import Any
 
 from sweeps.decide.rules import NO_LIMIT, Rules
 from sweeps.errors import UserError
+
+log = logging.getLogger(__name__)
 
 MODES = ("none", "dry_run", "live")
 
@@ -162,10 +165,22 @@ class RaceSettings:
             return cls()
         if not isinstance(given, Mapping):
             raise UserError(f"race: {given!r} must be settings, such as race.mode=live")
+        if "freed" in given:
+            raise UserError(f"race.freed: {FREED}")
+        return cls(**_known(cls, "race", given))
+
+    @classmethod
+    def recorded(cls, given: Any) -> RaceSettings:
+        """Make the settings that a study was launched with, as `of`; a key that was removed since is ignored.
+
+        Raises:
+            UserError: as `of`.
+        """
+        if not isinstance(given, Mapping):
+            return cls.of(given)
         if given.get("freed", "nothing") != "nothing":
-            raise UserError(f"race.freed: {given['freed']!r}: {FREED}")
-        # Studies of earlier versions have the key at its neutral value.
-        return cls(**_known(cls, "race", {key: value for key, value in given.items() if key != "freed"}))
+            log.warning("race.freed: %r is ignored; %s", given["freed"], FREED)
+        return cls.of({key: value for key, value in given.items() if key != "freed"})
 
     def rules(self, budget: float) -> Rules:
         """Return the rules of a race to this budget."""

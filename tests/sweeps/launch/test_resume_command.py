@@ -34,7 +34,8 @@ def launched(root: Path, seed: int, overrides: tuple[str, ...], steps: int = 10)
     return run_dir
 
 
-OVERRIDES = ("experiment=demo", "study=my study", "variant=loss_dapo", "seed=0", "budget.steps=10")
+# The last one is no longer a key: the command must be accepted.
+OVERRIDES = ("experiment=demo", "study=my study", "variant=loss_dapo", "seed=0", "budget.steps=10", "race.freed=plan")
 
 
 def test_an_extension_goes_on_with_the_same_runs(tmp_path: Path) -> None:

@@ -415,7 +415,7 @@ def test_a_race_that_was_begun_without_a_limit_on_the_loss_goes_on_without(tmp_p
         ({"mode": "live", "budget": "much"}, "race.budget: 'much' is no number"),
         ({"ahead": 1}, "race.ahead: 1 must be a factor above 1"),
         ({"looks": 1.5}, "race.looks: 1.5 is no whole number"),
-        ({"freed": "plan"}, "race.freed: 'plan': the key was removed; leave it away, and ask `scalerl plan`"),
+        ({"freed": "nothing"}, "race.freed: the key was removed; leave it away, and ask `scalerl plan`"),
         ({"speed": 1}, "race.speed: no such setting; valid: mode, budget"),
         ("live", "race: 'live' must be settings"),
     ],
@@ -425,5 +425,10 @@ def test_bad_settings_are_named(given: Any, said: str) -> None:
         RaceSettings.of(given)
 
 
-def test_a_study_of_an_earlier_version_that_spent_nothing_of_what_it_spared_is_read() -> None:
-    assert RaceSettings.of({"mode": "live", "budget": 1, "freed": "nothing"}) == RaceSettings(mode="live", budget=1)
+@pytest.mark.parametrize(("freed", "warnings"), [("nothing", 0), ("plan", 1)])
+def test_what_an_earlier_version_launched_is_raced_on(
+    freed: str, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may say what spared compute was to go to: ignored, with a warning where that was not nothing."""
+    recorded = RaceSettings.recorded({"mode": "live", "budget": 1, "freed": freed})
+    assert recorded == RaceSettings(mode="live", budget=1) and caplog.text.count("`scalerl plan`") == warnings
