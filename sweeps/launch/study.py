@@ -21,7 +21,7 @@ from sweeps.launch.rollback import Rollback, missing_folders, remove_folders
 from sweeps.run.files import make_private
 from sweeps.run.lease import Lease, LeaseHeldError
 from sweeps.run.progress import check_own, is_done
-from sweeps.run.spec import RunSpec, check_distinct, check_form
+from sweeps.run.spec import check_form
 
 _log = logging.getLogger(__name__)
 
