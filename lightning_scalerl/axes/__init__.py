@@ -1,1 +1,1 @@
-"""Axes of the design space, one module each: pure functions and the callbacks that carry them, nothing else."""
+"""Axes of the design space, one module each. A module holds pure functions and the callbacks that call them."""

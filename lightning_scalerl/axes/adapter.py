@@ -1,4 +1,4 @@
-"""Axis `adapter`: which of the policy's weights are trained, all of them or low-rank adapters beside them."""
+"""Axis `adapter`: which weights are trained, all of the policy's or only low-rank adapters added to it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 from lightning_scalerl.checks import ConfigurationError, positive, shown, whole_number
 from lightning_scalerl.choice import DesignChoice, ObservedStep
 
-# What peft calls every linear layer but the output head.
+# peft's keyword for all linear layers except the output head.
 ALL_LINEAR = "all-linear"
 
 
 class Adapter(DesignChoice):
-    """Weights that are trained in place of the model's own, or none: then all of the model's own are.
+    """Weights that are trained instead of the model's own. Without an adapter all of the model's weights are trained.
 
     Attributes:
-        adapts: whether there are such weights.
+        adapts: whether the choice adds such weights.
     """
 
     axis: ClassVar[str] = "adapter"
@@ -24,7 +24,7 @@ class Adapter(DesignChoice):
     adapts: ClassVar[bool] = False
 
     def differs(self, theirs: Adapter, step: ObservedStep) -> bool:
-        """Return whether the step trains on any token: its update then moves other weights."""
+        """Return whether the step trains on any token; if so, its update would move other weights under `theirs`."""
         return step.batch.denominators.tokens > 0
 
 
@@ -33,21 +33,22 @@ class NoAdapter(Adapter):
 
 
 class LoRA(Adapter):
-    """Low-rank adapters beside linear layers: y = W x + (alpha / rank) B A x, of which A and B alone are trained.
+    """Low-rank adapters on linear layers: y = W x + (alpha / rank) B A x. Only A and B are trained.
 
-    A begins with the same random numbers in every run and B at zero, so that training begins with the model itself.
+    A starts from the same random numbers in every run and B from zero, so the adapted model starts equal to the base
+    model.
 
     Args:
         rank: rows of A and columns of B.
         alpha: numerator of the scale of B A x; with a fixed alpha the scale falls as the rank grows.
-        targets: "all-linear" for every linear layer but the output head, or names of linear layers as their modules
-            end in ("q_proj").
-        modules_to_save: names, as they end in, of embeddings, norms or the output head ("lm_head") whose own weights
-            are trained beside the adapter, and saved with it.
+        targets: "all-linear" for every linear layer except the output head, or the last parts of module names
+            ("q_proj").
+        modules_to_save: last parts of the names of embeddings, norms or the output head ("lm_head") whose own weights
+            are trained as well and saved with the adapter.
 
-    Source: arXiv 2106.09685, section 4.1. There only the attention's projections are targets; arXiv 2305.14314,
-    section 4, finds that all linear layers are needed to match full fine-tuning. arXiv 2309.12307, section 3.3, trains
-    embeddings and norms as well, without which its long contexts are not learned.
+    Source: arXiv 2106.09685, section 4.1, which adapts the attention projections only. arXiv 2305.14314, section 4,
+    finds that all linear layers are needed to match full fine-tuning. arXiv 2309.12307, section 3.3, also trains
+    embeddings and norms, and finds that long contexts are not learned otherwise.
     """
 
     adapts: ClassVar[bool] = True
@@ -76,10 +77,10 @@ class LoRA(Adapter):
         self.modules_to_save = list(modules_to_save)
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters with what is left of the model's own weights."""
+        """Return the parameters, plus the adapter's type and dropout and that the base model is frozen."""
         return {**super().semantics(), "weights": "fp32", "dropout": 0.0, "model": "frozen"}
 
 
-def _names(given: Any) -> bool:
-    """Return whether a value is a list of names."""
-    return isinstance(given, list | tuple) and all(isinstance(name, str) and name for name in given)
+def _names(value: Any) -> bool:
+    """Return whether a value is a list of non-empty strings."""
+    return isinstance(value, list | tuple) and all(isinstance(name, str) and name for name in value)

@@ -14,50 +14,52 @@ from lightning_scalerl.choice import DesignChoice, ObservedStep
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
-    """Reward minus the group's mean; exactly 0 for equal rewards. Shapes: (G,) -> (G,)."""
-    # Three rewards of 0.1 have a mean that rounding takes off 0.1; a normalization would make the rest large.
+    """Return the reward minus the group's mean; exactly 0 for equal rewards. Shapes: (G,) -> (G,)."""
+    # Equal rewards are a case of their own: the mean of three rewards of 0.1 is not exactly 0.1, and dividing the
+    # rounding error by a tiny deviation would turn it into a large advantage.
     return torch.zeros_like(rewards) if bool((rewards == rewards[:1]).all()) else rewards - rewards.mean()
 
 
 def generalized_advantages(
     rewards: Tensor, values: Tensor, mask: Tensor, discount: float, trace: float
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns a token: A_t = d_t + discount trace A_t', d_t = r_t + discount V_t' - V_t.
+    """Return per-token advantages and returns: A_t = d_t + discount trace A_t', d_t = r_t + discount V_t' - V_t.
 
-    t' is the next token inside the mask; beyond the last one value and advantage are 0. Tokens outside the mask
-    (forced, padding) are no actions: they are skipped, and are 0 in both results. Returns are A + V.
+    t' is the next token inside the mask; after the last one, value and advantage are 0. Tokens outside the mask
+    (forced, padding) are not actions: they are skipped, and both results are 0 there. Returns are A + V.
     Shapes: all (R, T). Source: GAE, arXiv 1506.02438, eq. 16.
     """
     taken = mask > 0
     advantages = torch.zeros_like(values)
-    # Backwards, since A_t needs A_t'. Zero beyond the last token: the episode ends there, nothing is bootstrapped.
-    next_value, following = torch.zeros_like(values[:, 0:1]), torch.zeros_like(values[:, 0:1])
+    # Backwards, since A_t needs A_t'. Start from zero: the episode ends at the last token, nothing is bootstrapped.
+    next_value, next_advantage = torch.zeros_like(values[:, 0:1]), torch.zeros_like(values[:, 0:1])
     for token in reversed(range(values.shape[1])):
         at, here = slice(token, token + 1), taken[:, token : token + 1]
-        change = rewards[:, at] + discount * next_value - values[:, at]
-        following = torch.where(here, change + discount * trace * following, following)
+        td_error = rewards[:, at] + discount * next_value - values[:, at]
+        # A row whose token is not an action keeps both values for the next token to the left.
+        next_advantage = torch.where(here, td_error + discount * trace * next_advantage, next_advantage)
         next_value = torch.where(here, values[:, at], next_value)
-        advantages[:, at] = torch.where(here, following, 0.0)
+        advantages[:, at] = torch.where(here, next_advantage, 0.0)
     return advantages, torch.where(taken, advantages + values, 0.0)
 
 
 def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Return rewards (R, T): a rollout's reward (R,) on its last token inside the mask, 0 elsewhere."""
-    spread = torch.zeros_like(mask)
+    """Return token rewards (R, T): each rollout's reward (R,) on its last token inside the mask, 0 elsewhere."""
+    token_rewards = torch.zeros_like(mask)
     if not mask.numel():  # a rank without rows
-        return spread
-    # -1 for a rollout without a token inside the mask: there is none to carry its reward.
+        return token_rewards
+    # -1 marks a rollout without any token inside the mask: no token can carry its reward.
     place = torch.where(mask > 0, torch.arange(mask.shape[1], device=mask.device), -1).amax(1)
-    there = place >= 0
-    spread[there, place[there]] = rewards[there].to(mask.dtype)
-    return spread
+    has_token = place >= 0
+    token_rewards[has_token, place[has_token]] = rewards[has_token].to(mask.dtype)
+    return token_rewards
 
 
 class Advantage(DesignChoice):
-    """Estimates advantages before normalization: a rollout's from the rewards of its group, or a token's from values.
+    """Estimates advantages before normalization, per rollout from its group's rewards or per token from values.
 
     Attributes:
-        after_forward: whether `estimate_tokens` is called, after the critic's forward pass, in place of `estimate`.
+        after_forward: whether `estimate_tokens` is called after the critic's forward pass, instead of `estimate`.
     """
 
     axis: ClassVar[str] = "advantage"
@@ -68,11 +70,11 @@ class Advantage(DesignChoice):
         """Return the advantages (G,) of one group from its rewards (G,)."""
 
     def estimate_tokens(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return advantages and returns (R, T) of tokens, from their rewards and the critic's values (R, T)."""
+        """Return per-token advantages and returns (R, T) from token rewards (R, T) and the critic's values (R, T)."""
         raise NotImplementedError
 
     def check_group_size(self, completions: int) -> str | None:
-        """Return one line if the estimator cannot work with groups of this size, else None."""
+        """Return a one-line error if the estimator cannot work with groups of this size, else None."""
         return None
 
 
@@ -87,7 +89,7 @@ class GroupAdvantage(Advantage):
         return group_advantages(rewards)
 
     def check_group_size(self, completions: int) -> str | None:
-        """Return one line for groups of one: without another rollout as baseline every advantage would be zero."""
+        """Return a one-line error for groups of one: with no other rollout as baseline, every advantage is zero."""
         if completions < 2:
             return (
                 f"batch.completions: {completions} leaves nothing to compare a rollout with; "
@@ -97,16 +99,16 @@ class GroupAdvantage(Advantage):
 
 
 class GAE(Advantage):
-    """Generalized advantage estimation on the values of a critic, token by token.
+    """Generalized advantage estimation per token, with the values of a critic.
 
-    The reward stands on the last sampled token; a truncated completion that is kept ends there as any other, without
-    bootstrapping: the limit is part of the task.
+    The reward is on the last sampled token. A truncated completion also ends there, without bootstrapping, because the
+    token limit is part of the task.
 
     Args:
         discount: gamma, the discount factor per token.
-        trace: lambda; 1 takes the whole return less the critic's value, 0 the critic's one-step error alone.
+        trace: lambda. 1 uses the whole return minus the critic's value, 0 only the critic's one-step error.
 
-    Source: arXiv 1506.02438; 1 for both is usual for language models.
+    Source: arXiv 1506.02438. For language models both are usually 1.
     """
 
     after_forward: ClassVar[bool] = True
@@ -127,7 +129,7 @@ class GAE(Advantage):
         return generalized_advantages(rewards, values, mask, self.discount, self.trace)
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
-        """Return one line if there is no critic, or if another choice is defined for the advantages of groups only."""
+        """Return a one-line error if there is no critic, or if another choice is defined for group advantages only."""
         if not getattr(others["critic"], "has_values", False):
             return "advantage: gae (GAE) needs values; choose critic=value_network, or advantage=group"
         normalization = others["normalization"]
@@ -136,6 +138,7 @@ class GAE(Advantage):
                 f"normalization: {type(normalization).__name__} is defined for groups, and advantage=gae (GAE) gives "
                 "advantages a token; choose normalization=batch, running or none"
             )
+        # A user's own axis may override `adjust_advantages`, which is called with the advantages of groups.
         for choice in others.values():
             if type(choice).adjust_advantages is not DesignChoice.adjust_advantages:
                 return (

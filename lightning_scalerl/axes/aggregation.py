@@ -1,8 +1,8 @@
 """Axis `aggregation`: how per-token losses become one number.
 
-Each choice is a weight a token: loss = sum(per_token_loss * weight). The weights need only counts over the
-global batch, which arrive as an argument, so any split into ranks, micro-batches, padding or packing sums to
-the same loss and gradient.
+Each choice is one weight per token: loss = sum(per_token_loss * weight). The weights depend only on counts over the
+global batch, which are passed in. Any split into ranks and micro-batches, padded or packed, therefore sums to the same
+loss and gradient.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from lightning_scalerl.rollout import Denominators, TrainBatch, inside
 
 
 def prompt_weights(mask: Tensor, group_tokens: Tensor, prompts: float) -> Tensor:
-    """Return weights (R, T) under which prompts count the same; inside a prompt all its rollouts' tokens are pooled.
+    """Return weights (R, T) 1 / (prompts * tokens of the group): every prompt counts the same.
 
-    1 / (prompts * tokens of the group). Shapes: mask (R, T), group_tokens (R,). Source: arXiv 2503.14476 (DAPO)
-    per prompt; arXiv 2510.13786, section 5.1.
+    Within a prompt the tokens of all its rollouts are pooled. Shapes: mask (R, T), group_tokens (R,).
+    Source: DAPO's token average (arXiv 2503.14476) taken per prompt; arXiv 2510.13786, section 5.1.
     """
-    # A group whose credited tokens are all forced has none to count: 0 / 1 then, where 0 / 0 would be NaN.
+    # A group in which every token is forced has a count of 0. Without the clamp its weights would be 0 / 0 = NaN.
     return mask / (prompts * group_tokens.clamp(min=1)).unsqueeze(1)
 
 
 def sample_weights(mask: Tensor, sample_tokens: Tensor, samples: float) -> Tensor:
-    """Return weights 1 / (samples * tokens of the rollout), GRPO's: rollouts count the same.
+    """Return GRPO's weights (R, T) 1 / (samples * tokens of the rollout): every rollout counts the same.
 
     Shapes: mask (R, T), sample_tokens (R,).
     """
@@ -37,25 +37,25 @@ def sample_weights(mask: Tensor, sample_tokens: Tensor, samples: float) -> Tenso
 
 
 def token_weights(mask: Tensor, tokens: float) -> Tensor:
-    """Return weights 1 / tokens, under which all tokens of the batch count the same. Shape: mask (R, T)."""
+    """Return weights (R, T) 1 / tokens: every token of the batch counts the same. Shape: mask (R, T)."""
     # A batch without credited tokens has a loss of 0, not NaN.
     return mask / max(tokens, 1.0)
 
 
 def constant_weights(mask: Tensor, sampled: float, max_tokens: float) -> Tensor:
-    """Return the constant weight 1 / (rollouts of the step * completion limit), so that length biases nothing.
+    """Return the constant weight 1 / (rollouts of the step * completion limit), which has no length bias.
 
-    All rollouts of the step count, with credit or without: else the divisor would vary with the filter.
+    All rollouts of the step count, with or without credit; otherwise the divisor would depend on the filter.
     Shape: mask (R, T). Source: Dr.GRPO, arXiv 2503.20783, listing 1.
     """
     return mask / max(sampled * max_tokens, 1.0)
 
 
 class Aggregation(DesignChoice):
-    """Turns per-token losses into one number, by a weight a token that needs only counts over the global batch.
+    """Reduces per-token losses to one number, with one weight per token.
 
     Attributes:
-        divisor: divisor of a token's loss, in words; its counts are recorded (`train/credited_*`).
+        divisor: description of the divisor of a token's loss. Its counts are recorded as `train/credited_*`.
     """
 
     axis: ClassVar[str] = "aggregation"
@@ -63,15 +63,15 @@ class Aggregation(DesignChoice):
 
     @abstractmethod
     def weights(self, batch: TrainBatch, denominators: Denominators) -> Tensor:
-        """Return the weight (R, T) of each token's loss; zero where the loss mask is."""
+        """Return the weight (R, T) of each token's loss; zero where the loss mask is zero."""
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters and, where one is set, the divisor in words."""
+        """Return the parameters and, if it is set, the description of the divisor."""
         return {**super().semantics(), **({"divisor": self.divisor} if self.divisor else {})}
 
     def reduce(self, per_token_loss: Tensor, batch: TrainBatch, denominators: Denominators) -> Tensor:
         """Return the (micro-)batch's share of the global loss, a scalar; the shares add up to the loss."""
-        # Cleared before the product: 0 * NaN is NaN, so a weight of 0 alone would let a masked token's NaN through.
+        # Clear masked losses before the product: 0 * NaN is NaN, so a weight of 0 would not stop a masked token's NaN.
         return (inside(batch.loss_mask, per_token_loss) * self.weights(batch, denominators)).sum()
 
 
@@ -106,7 +106,7 @@ class TokenAggregation(Aggregation):
 
 
 class SumAggregation(Aggregation):
-    """Sum over all tokens, divided by nothing: the step grows with the batch."""
+    """Sum over all tokens without a divisor: the gradient grows with the batch."""
 
     divisor: ClassVar[str] = "1"
 
@@ -116,7 +116,7 @@ class SumAggregation(Aggregation):
 
 
 class ConstantAggregation(Aggregation):
-    """Sum over all tokens, divided by their largest possible number (Dr.GRPO)."""
+    """Sum over all tokens, divided by the largest possible number of tokens (Dr.GRPO)."""
 
     divisor: ClassVar[str] = "rollouts sampled for the step * context.max_new_tokens"
 
@@ -135,7 +135,7 @@ BY_NAME: Mapping[str, type[Aggregation]] = {
 
 
 def named_aggregation(field: str, name: str | None) -> Aggregation | None:
-    """Return the aggregation of one term of the loss (KL, entropy, value); None if it has none of its own.
+    """Build the aggregation of one term of the loss (KL, entropy, value); return None if it names none.
 
     Args:
         field: configuration key, for the error message.

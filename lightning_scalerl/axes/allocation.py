@@ -11,7 +11,7 @@ from lightning_scalerl.choice import DesignChoice, ObservedStep
 
 
 class Allocation(DesignChoice):
-    """Divides the rollouts of a step, `batch.completions` a prompt on average, among its prompts."""
+    """Divides the rollouts of a step among its prompts; the average per prompt is `batch.completions`."""
 
     axis: ClassVar[str] = "allocation"
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "FixedAllocation"}
@@ -21,18 +21,18 @@ class Allocation(DesignChoice):
         """Return the number of rollouts for a prompt whose groups so far had these pass rates.
 
         Args:
-            average: rollouts a prompt on average, `batch.completions`.
-            pass_rates: of the prompt's earlier groups, oldest first; empty for a new prompt.
-            surplus: rollouts that all earlier prompts together were given beyond the average; a choice that gives
-                unequal numbers evens it out.
+            average: average number of rollouts per prompt, `batch.completions`.
+            pass_rates: pass rates of the prompt's earlier groups, oldest first; empty for a new prompt.
+            surplus: rollouts given to all earlier prompts in excess of the average. A choice that gives unequal
+                numbers must even it out.
         """
 
     def check_average(self, average: int) -> str | None:
-        """Return one line if rollouts cannot be divided this way at that average a prompt, else None."""
+        """Return a one-line error if rollouts cannot be divided this way at this average per prompt, else None."""
         return None
 
     def differs(self, theirs: Allocation, step: ObservedStep) -> bool:
-        """Return whether a group of the batch has another size than `theirs` would have given it."""
+        """Return whether `theirs` would have given a group of the batch another size."""
         return any(
             len(group.sampled) != theirs.completions(step.completions, group.history) for group in step.batch.groups
         )
@@ -42,20 +42,20 @@ class FixedAllocation(Allocation):
     """Gives every prompt the same number of rollouts."""
 
     def completions(self, average: int, pass_rates: Sequence[float], surplus: int = 0) -> int:
-        """Return `average`, whatever the prompt's pass rates."""
+        """Return `average` for every prompt."""
         return average
 
 
 class AllocationByDifficulty(Allocation):
-    """More rollouts for prompts that are seldom solved, fewer for those that often are; the same total.
+    """More rollouts for prompts that are rarely solved, fewer for prompts that are often solved; the same total.
 
-    A prompt gets average * (hard + (easy - hard) * p), p being the pass rate of its last group; a new prompt gets the
-    average. The running total never departs from the average by more than one prompt's average, either way.
+    A prompt gets average * (hard + (easy - hard) * p), where p is the pass rate of its last group. A new prompt gets
+    the average. The running total stays within one prompt's average of the total that fixed sizes would give.
 
     Args:
         hard: factor on the average at a pass rate of 0.
         easy: factor on the average at a pass rate of 1.
-        least: smallest number of rollouts that is wanted for a prompt.
+        least: smallest number of rollouts that a prompt should get.
     """
 
     def __init__(self, hard: float = 1.5, easy: float = 0.5, least: int = 2) -> None:
@@ -64,13 +64,13 @@ class AllocationByDifficulty(Allocation):
         self.least = whole_number("allocation.least", least)
 
     def check_average(self, average: int) -> str | None:
-        """Return one line if `least` exceeds the average: the step's total could not pay for it. Else None."""
+        """Return a one-line error if `least` exceeds the average, which the step's total could not cover."""
         if self.least <= average:
             return None
         return f"allocation.least: {self.least} for every prompt is more than the average, batch.completions, {average}"
 
     def completions(self, average: int, pass_rates: Sequence[float], surplus: int = 0) -> int:
-        """Return the prompt's number by its last pass rate, bounded so that the running total keeps to the average."""
+        """Return the number of rollouts for the last pass rate, bounded so that the running total stays balanced."""
         factor = self.hard + (self.easy - self.hard) * pass_rates[-1] if pass_rates else 1.0
         wanted = max(self.least, round(average * factor))
         # The bounds keep the surplus after this prompt, surplus + count - average, in [-average, average].

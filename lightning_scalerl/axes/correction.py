@@ -1,9 +1,9 @@
-"""Axis `correction`: what the importance ratio is anchored on.
+"""Axis `correction`: the log-probabilities that the importance ratio is taken against (its anchor).
 
-The ratio is exp(trainer_logprobs - anchor). With `behaviour` the anchor is what the generator recorded, so one
-ratio covers both staleness and the mismatch between engine and trainer (ScaleRL). Recomputing an anchor with
-the trainer and correcting the rest by importance sampling is another choice; stacking that correction on the
-behaviour anchor would count the mismatch twice.
+The ratio is exp(trainer_logprobs - anchor). With `behaviour` the generator recorded the anchor while sampling, so one
+ratio covers both staleness and the mismatch between engine and trainer (ScaleRL). With `proximal` the trainer
+recomputes the anchor, and an importance weight corrects for the gap between anchor and generator. The behaviour anchor
+must not have that weight as well: the mismatch would be counted twice.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ MODES = ("truncate", "mask", "none")
 
 
 class Correction(DesignChoice):
-    """Names the log-probabilities that the importance ratio is taken against: its anchor."""
+    """Selects the anchor of the importance ratio: the log-probabilities in its denominator."""
 
     axis: ClassVar[str] = "correction"
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "Behaviour"}
 
-    # Whether the anchor is a forward pass of the trainer before the update (`TrainBatch.anchor_logprobs`).
+    # Whether the anchor needs a forward pass of the trainer before the update (`TrainBatch.anchor_logprobs`).
     recomputes: ClassVar[bool] = False
 
     @abstractmethod
     def anchor(self, batch: TrainBatch) -> Tensor:
-        """Return the log-probabilities (R, T) in the ratio's denominator; no gradient."""
+        """Return the log-probabilities (R, T) in the ratio's denominator, without gradient."""
 
     def weights(self, batch: TrainBatch) -> Tensor | None:
         """Return factors (R, T) on the policy's loss of each token, without gradient; None for 1 everywhere."""
@@ -42,7 +42,7 @@ class Correction(DesignChoice):
 
 
 class Behaviour(Correction):
-    """Take the ratio against the generator: ratio = trainer / generator. Source: arXiv 2510.13786, section 2."""
+    """Ratio against the generator: pi_trainer / pi_generator. Source: arXiv 2510.13786, section 2."""
 
     def anchor(self, batch: TrainBatch) -> Tensor:
         """Return the log-probabilities (R, T) that the generator recorded while sampling."""
@@ -58,9 +58,9 @@ def importance_weights(
 ) -> Tensor:
     """Return w = pi_anchor / pi_generator of each token, or of its whole sequence (the product), bounded.
 
-    "truncate" clamps w to [low, high]; "mask" sets weights outside of it to 0. Nothing outside the mask is read.
-    Shapes: all (R, T) -> (R, T). Source: truncated importance sampling (Yao et al. 2025) and its masked form, as in
-    TRL's `vllm_importance_sampling_mode`.
+    Mode "truncate" clamps w to [low, high]; "mask" sets w outside these bounds to 0. Tokens outside `mask` are not
+    read. Shapes: all (R, T) -> (R, T). Source: truncated importance sampling (Yao et al. 2025) and its masked form, as
+    in TRL's `vllm_importance_sampling_mode`.
     """
     # `where`, not a product with the mask: 0 * NaN is NaN.
     gap = torch.where(mask > 0, anchor_logprobs - generator_logprobs, 0.0)
@@ -74,15 +74,15 @@ def importance_weights(
 
 
 class Proximal(Correction):
-    """Take the ratio against the trainer before the update; what lies between it and the generator is a bounded weight.
+    """Ratio against the trainer before the update, times a bounded weight pi_anchor / pi_generator.
 
-    The anchor is recomputed by the trainer on every batch, with the weights that its first pass begins with: in that
-    pass the ratio is 1. Staleness and the mismatch of the engine are in the weight.
+    The trainer recomputes the anchor on every batch, with the weights at the start of its first pass, so the ratio is 1
+    in that pass. The weight accounts for staleness and for the engine's mismatch.
 
     Args:
         level: "token" for a weight per token, "sequence" for the product over a rollout's sampled tokens.
-        mode: "truncate" clamps the weight to [min_weight, max_weight], "mask" sets it to 0 outside of that; "none" uses
-            no weight.
+        mode: "truncate" clamps the weight to [min_weight, max_weight], "mask" sets it to 0 outside these bounds, and
+            "none" uses no weight.
         min_weight, max_weight: bounds of the weight pi_anchor / pi_generator.
 
     Source: decoupled PPO, arXiv 2505.24298 (AReaL), section 5.2; the weight as in TRL and verl.

@@ -15,18 +15,19 @@ from lightning_scalerl.choice import DesignChoice, ObservedStep
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
     """Return max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), per token.
 
-    Shapes: all (R, T); unreduced. Source: PPO's reference implementation (arXiv 1707.06347); the factor 1/2 that some
-    put before it is left to the coefficient.
+    Shapes: all (R, T); unreduced. Source: PPO's reference implementation (arXiv 1707.06347), without the factor 1/2 of
+    some implementations: the coefficient can include it.
     """
     bounded = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
+    # The larger error counts: moving past the clip gains nothing, and moving back towards the return is never blocked.
     return torch.maximum((values - returns).square(), (bounded - returns).square())
 
 
 class Critic(DesignChoice):
-    """A value network beside the policy, or none.
+    """An optional value network that estimates the return at each token.
 
     Attributes:
-        has_values: whether there is one.
+        has_values: whether there is a value network.
     """
 
     axis: ClassVar[str] = "critic"
@@ -34,9 +35,9 @@ class Critic(DesignChoice):
     has_values: ClassVar[bool] = False
 
     def differs(self, theirs: Critic, step: ObservedStep) -> bool:
-        """Return whether values took part, or would have, in the credit of any token of the batch."""
-        asked = self.has_values != theirs.has_values or step.batch.values is not None
-        return asked and step.batch.denominators.tokens > 0
+        """Return whether the credit of any token of the batch used values, or would have under `theirs`."""
+        uses_values = self.has_values != theirs.has_values or step.batch.values is not None
+        return uses_values and step.batch.denominators.tokens > 0
 
 
 class NoCritic(Critic):
@@ -46,13 +47,15 @@ class NoCritic(Critic):
 class ValueNetwork(Critic):
     """A copy of the policy's body with a linear head, trained on the returns with a clipped squared error.
 
+    The head starts at zero, so the first advantages are the returns.
+
     Args:
         coefficient: weight of the value loss in the total loss (c_1).
-        clip: distance from the value before the update, in units of reward, beyond which a move lowers no loss.
+        clip: distance from the value before the update, in units of reward; moving further does not lower the loss.
         lr: the critic's learning rate, under the policy's schedule; None for the policy's own.
-        aggregation: name of its aggregation; None for that of the axis `aggregation`.
+        aggregation: name of the value loss's aggregation; None for the one of axis `aggregation`.
 
-    Source: arXiv 1707.06347, section 5 (c_1). The head begins at zero: the first advantages are returns.
+    Source: arXiv 1707.06347, section 5 (c_1).
     """
 
     has_values: ClassVar[bool] = True
@@ -70,12 +73,12 @@ class ValueNetwork(Critic):
         return clipped_value_loss(values, old_values, returns, self.clip)
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
-        """Return one line if the advantage estimator never uses values, else None."""
+        """Return a one-line error if the advantage estimator never uses values, else None."""
         if not getattr(others["advantage"], "after_forward", False):
             name = type(others["advantage"]).__name__
             return f"critic: value_network (ValueNetwork) is not asked by advantage {name}; choose advantage=gae"
         return None
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters with the critic's architecture and the type of its weights."""
+        """Return the parameters, plus the critic's architecture and the type of its weights."""
         return {**super().semantics(), "model": "copy of the policy's body, linear head from zero", "weights": "fp32"}

@@ -1,4 +1,4 @@
-"""Axis `curriculum`: which prompts, how long completions and which rewards count as training goes on."""
+"""Axis `curriculum`: prompt pool, completion limit and reward weights as functions of training progress."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from lightning_scalerl.prompt import Prompt
 
 
 def difficulty(prompt: Prompt) -> float:
-    """Return the first number in the prompt's label of difficulty, such as 3 in "Level 3".
+    """Return the first number in the prompt's difficulty label, such as 3 in "Level 3".
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: the label has no number.
     """
-    # A minus behind a letter or digit is a hyphen: "Level-3" is 3, "level -1.5" is -1.5.
-    found = re.search(r"(?:(?<!\w)-)?\d+(?:\.\d+)?", prompt.difficulty)
-    if found is None:
+    # A minus after a letter or digit is a hyphen: "Level-3" is 3, "level -1.5" is -1.5.
+    number = re.search(r"(?:(?<!\w)-)?\d+(?:\.\d+)?", prompt.difficulty)
+    if number is None:
         raise ConfigurationError(
             f"curriculum: prompt {prompt.prompt_id!r} has no number in its difficulty ({prompt.difficulty!r}); an "
             "order from easy to hard needs one on every prompt of the task, or choose curriculum=none"
         )
-    return float(found[0])
+    return float(number[0])
 
 
-# Key of a stage for the reward that decides whether a completion passes, whatever the task calls it.
+# Stage key for the reward that decides whether a completion passes, so that stages need not know its name in a task.
 FIRST = "first"
 
 
 def staged_factors(
     progress: float, begins: Sequence[float], stages: Sequence[Mapping[str, float]], sums: Sequence[Sequence[str]]
 ) -> dict[str, float]:
-    """Return the factors on the terms of a task's weighted rewards at a share of the budget.
+    """Return the factors on a task's weighted rewards after a given share of the budget.
 
     Args:
         progress: share of the budget that is done, 0 or more.
         begins: the share at which each stage begins, rising from 0.
-        stages: for each stage, factors by the rewards' names; the key `first` means the first reward of every sum.
-        sums: the names of the rewards in each weighted sum of the task, see `Task.reward_sums`.
+        stages: for each stage, factors by reward name; the key `first` means the first reward of every sum.
+        sums: the reward names in each weighted sum of the task (`Task.reward_sums`).
 
     Returns:
-        Factors by name; a term that is not named counts as the task weighs it.
+        Factors by reward name. A reward without a factor keeps the task's weight.
     """
     stage = stages[bisect_right(begins, progress) - 1]
     factors = {names[0]: stage[FIRST] for names in sums} if FIRST in stage else {}
@@ -53,19 +53,19 @@ def staged_factors(
 
 
 def weighed_sum(reward: float, terms: Mapping[str, float], factors: Mapping[str, float]) -> float:
-    """Return the sum of the terms, each times its factor; `reward`, their plain sum, where no factor changes any."""
-    # Also where `terms` is empty: a single reward has none (`Grade.terms`).
+    """Return the sum of the terms, each times its factor, or `reward` (their plain sum) if no factor changes a term."""
+    # This branch also covers a single reward, which has no terms (`Grade.terms`).
     if all(factors.get(name, 1.0) == 1.0 for name in terms):
         return reward
     return float(sum(factors.get(name, 1.0) * term for name, term in terms.items()))
 
 
 class Curriculum(DesignChoice):
-    """Widens the prompt pool, the completion limit or the rewards step by step as training goes on.
+    """Widens the prompt pool, the completion limit or the set of rewards step by step during training.
 
     Attributes:
-        by_difficulty: whether prompts need a number as their difficulty.
-        weighs_rewards: whether rewards may count otherwise than the task weighs them.
+        by_difficulty: whether every prompt needs a number in its difficulty label.
+        weighs_rewards: whether the choice changes the weights that the task gives its rewards.
     """
 
     axis: ClassVar[str] = "curriculum"
@@ -74,26 +74,26 @@ class Curriculum(DesignChoice):
     weighs_rewards: ClassVar[bool] = False
 
     def share(self, completed_steps: int) -> float:
-        """Return the share of the pool, from its easy end, that prompts may be drawn from; 1 is all of it."""
+        """Return the share of the pool that prompts may be drawn from, easiest first; 1 is the whole pool."""
         return 1.0
 
     def max_new_tokens(self, limit: int, completed_steps: int) -> int:
-        """Return the token limit for completions that are begun now; `limit` is the context's."""
+        """Return the token limit for completions that start now; `limit` is `context.max_new_tokens`."""
         return limit
 
     def reward_factors(self, sums: Sequence[Sequence[str]], completed_steps: int) -> Mapping[str, float]:
-        """Return factors on the terms of a task's weighted rewards, by name, for groups that are begun now."""
+        """Return factors on the task's weighted rewards, by reward name, for groups that start now."""
         return {}
 
     def check_rewards(self, sums: Sequence[Sequence[str]]) -> str | None:
-        """Return one line if a task with these weighted rewards (`Task.reward_sums`) has none to stage, else None."""
+        """Return a one-line error if a task with these rewards (`Task.reward_sums`) cannot be staged, else None."""
         return None
 
     def places(self, pool: Sequence[Prompt]) -> list[int]:
-        """Return each prompt's place from easy to hard; prompts of one difficulty in the order of the pool.
+        """Return each prompt's place from easy to hard; ties keep the order of the pool.
 
         Raises:
-            ConfigurationError: a prompt without a difficulty.
+            ConfigurationError: a prompt has no number in its difficulty label.
         """
         if not self.by_difficulty:
             return [0] * len(pool)
@@ -104,25 +104,28 @@ class Curriculum(DesignChoice):
         return places
 
     def differs(self, theirs: Curriculum, step: ObservedStep) -> bool:
-        """Return whether the two allow other prompts, other lengths, or reward a rollout otherwise at this step."""
-        # A limit so long that rounding to whole tokens makes no two shares of it equal.
-        at, whole = step.completed_steps, 10**6
-        limits = self.max_new_tokens(whole, at), theirs.max_new_tokens(whole, at)
-        if self.share(at) != theirs.share(at) or limits[0] != limits[1]:
+        """Return whether the two choices differ at this step in prompts, length limit, or a rollout's reward."""
+        # Compare at a very long limit: rounding to whole tokens could make two different shares equal at a short one.
+        steps, long_limit = step.completed_steps, 10**6
+        limits = self.max_new_tokens(long_limit, steps), theirs.max_new_tokens(long_limit, steps)
+        if self.share(steps) != theirs.share(steps) or limits[0] != limits[1]:
             return True
         if not (self.weighs_rewards or theirs.weighs_rewards):
             return False
-        both = [choice.reward_factors(step.reward_sums, at) for choice in (self, theirs)]
+        both_factors = [choice.reward_factors(step.reward_sums, steps) for choice in (self, theirs)]
         rollouts = [rollout for group in step.batch.groups for rollout in group.rollouts]
-        return any(len({weighed_sum(each.grade, each.terms, factors) for factors in both}) > 1 for each in rollouts)
+        return any(
+            len({weighed_sum(rollout.grade, rollout.terms, factors) for factors in both_factors}) > 1
+            for rollout in rollouts
+        )
 
 
 class NoCurriculum(Curriculum):
-    """No curriculum: every prompt and the whole length, from the first step."""
+    """No curriculum: all prompts and the whole length from the first step."""
 
 
 class _Opening(Curriculum):
-    """Opens the pool by difficulty: its easiest share `start` first, all of it after `over_steps` optimizer steps."""
+    """Opens the pool by difficulty: the easiest share `start` first, the whole pool after `over_steps` steps."""
 
     by_difficulty: ClassVar[bool] = True
 
@@ -133,16 +136,16 @@ class _Opening(Curriculum):
         self.over_steps = whole_number("curriculum.over_steps", over_steps)
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, and that the share is of the pool's prompts, easiest first."""
+        """Return the parameters, and what the share refers to: the pool's prompts, easiest first."""
         return {**super().semantics(), "share_of": "prompts of the pool, easiest first"}
 
 
 class LinearCurriculum(_Opening):
-    """Starts with the easiest prompts; the share that may be drawn grows linearly to all of them.
+    """Starts with the easiest prompts; the share of the pool in use grows linearly to 1.
 
     Args:
         start: share of the pool at the first step.
-        over_steps: optimizer steps until all are in.
+        over_steps: optimizer steps until the whole pool is in use.
     """
 
     def __init__(self, start: float = 0.2, over_steps: int = 100) -> None:
@@ -154,7 +157,7 @@ class LinearCurriculum(_Opening):
 
 
 class ExponentialCurriculum(_Opening):
-    """Starts with the easiest prompts; the share that may be drawn grows by the same factor every step.
+    """Starts with the easiest prompts; the share of the pool in use grows by the same factor every step.
 
     Args:
         start, over_steps: as `LinearCurriculum`.
@@ -164,15 +167,17 @@ class ExponentialCurriculum(_Opening):
         super().__init__(start, over_steps)
 
     def share(self, completed_steps: int) -> float:
-        """Return start ** (1 - progress): growth by one factor a step, up to 1."""
+        """Return start ** (1 - progress): growth by the same factor per step, up to 1."""
         return float(self.start ** (1 - min(1.0, completed_steps / self.over_steps)))
 
 
 class StagedLength(Curriculum):
-    """Short completions first: the limit grows in stages to the context's, and the points of interruptions with it.
+    """Short completions first: the token limit grows in stages up to `context.max_new_tokens`.
+
+    The points at which axis `length_control` interrupts thinking are scaled by the same share.
 
     Args:
-        shares: for each stage its share of `context.max_new_tokens`, rising; the last is 1.
+        shares: the share of `context.max_new_tokens` in each stage, rising; the last is 1.
         steps: length of a stage in optimizer steps.
     """
 
@@ -186,28 +191,31 @@ class StagedLength(Curriculum):
     def max_new_tokens(self, limit: int, completed_steps: int) -> int:
         """Return the stage's share of `limit`, rounded up to whole tokens and at least 1."""
         stage = min(completed_steps // self.steps, len(self.shares) - 1)
-        # Rounded before `ceil`: a decimal share such as 0.7 may give a product just above the whole number it means.
+        # Round before `ceil`: in floating point, a share such as 0.7 can give a product just above a whole number.
         return max(1, math.ceil(round(limit * self.shares[stage], 6)))
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, and that evaluation has the whole length while interruption points shrink along."""
+        """Return the parameters, and that evaluation uses the whole length and interruption points shrink too."""
         return {**super().semantics(), "evaluation": "whole length", "interruption": "at the same share of the limit"}
 
 
-# The first reward decides a pass, and is the hard one to earn: the others alone, both, and all as the task weighs them.
+# The first reward decides a pass and is the hardest to earn. Stage 0 leaves it out, stage 1 halves it, and stage 2 uses
+# the task's own weights.
 SIMPLE_TO_COMPLEX: tuple[Mapping[str, float], ...] = ({FIRST: 0.0}, {FIRST: 0.5}, {})
 
 
 class StagedRewards(Curriculum):
-    """Simple rewards first: the weights of a task's rewards change in stages, up to those that the task gives them.
+    """Simple rewards first: the weights of a task's rewards change in stages, ending with the task's own weights.
 
-    All rollouts of a group are rewarded by the stage in which the group was begun. What counts as a pass never changes.
+    All rollouts of a group are rewarded by the stage in which the group started. The definition of a pass never
+    changes.
 
     Args:
-        stages: for each stage, factors on the task's own weights by the rewards' names; `first` is the reward that
-            decides a pass, and a reward that is not named has the factor 1.
-        begins: for each stage the share of the budget at which it begins, the first at 0.
-        total_steps: the budget in optimizer steps. The curve depends on it, so it belongs to the run's identity.
+        stages: for each stage, factors on the task's own weights by reward name. `first` is the reward that decides a
+            pass. A reward that is not named has the factor 1.
+        begins: the share of the budget at which each stage begins; the first is 0.
+        total_steps: the budget in optimizer steps. The learning curve depends on it, so it is part of the run's
+            identity.
     """
 
     weighs_rewards: ClassVar[bool] = True
@@ -231,11 +239,15 @@ class StagedRewards(Curriculum):
             )
 
     def reward_factors(self, sums: Sequence[Sequence[str]], completed_steps: int) -> Mapping[str, float]:
-        """Return the factors of the stage that this step falls into, by `staged_factors`."""
+        """Return the factors of the current stage (`staged_factors`)."""
         return staged_factors(completed_steps / self.total_steps, self.begins, self.stages, sums)
 
     def check_rewards(self, sums: Sequence[Sequence[str]]) -> str | None:
-        """Return one line if the task has one reward only, lacks one that is named, or is left with none in a stage."""
+        """Return a one-line error if the stages do not fit the task's rewards, else None.
+
+        They do not fit if the task has only one reward, if a stage names a reward that the task lacks, or if a stage
+        sets all rewards of a sum to zero.
+        """
         if not any(len(names) > 1 for names in sums):
             return (
                 "curriculum: StagedRewards weighs several rewards of a task by stage, and this task has one; give "
@@ -259,16 +271,18 @@ class StagedRewards(Curriculum):
         return None
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters with what the factors are on, and what no stage changes."""
+        """Return the parameters, plus what the factors multiply and that a pass is defined as without a curriculum."""
         return {**super().semantics(), "factors_on": "the task's own weights", "pass": "as without a curriculum"}
 
 
-def _stage(given: Mapping[str, float]) -> dict[str, float]:
-    """Return a stage's factors as plain numbers, by the rewards' names.
+def _stage(factors: Mapping[str, float]) -> dict[str, float]:
+    """Return a stage's factors by reward name, as floats.
 
     Raises:
-        ConfigurationError: no mapping of names to numbers of 0 or more.
+        ConfigurationError: it is not a mapping from names to numbers of 0 or more.
     """
-    if not isinstance(given, Mapping):
-        raise ConfigurationError(f"curriculum.stages: {given!r} must give factors by the rewards' names, such as {{}}")
-    return {str(name): float(not_negative(f"curriculum.stages.{name}", factor)) for name, factor in given.items()}
+    if not isinstance(factors, Mapping):
+        raise ConfigurationError(
+            f"curriculum.stages: {factors!r} must give factors by the rewards' names, such as {{}}"
+        )
+    return {str(name): float(not_negative(f"curriculum.stages.{name}", factor)) for name, factor in factors.items()}

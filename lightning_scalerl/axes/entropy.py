@@ -13,10 +13,10 @@ from lightning_scalerl.choice import DesignChoice
 
 
 class Entropy(DesignChoice):
-    """An entropy bonus a token, or none: coefficient times the entropy of the distribution it was drawn from.
+    """An optional bonus per token: a coefficient times the entropy of the distribution the token was sampled from.
 
     Attributes:
-        acts: whether there is a bonus, so that entropies need a gradient.
+        acts: whether there is a bonus. If so, entropies need a gradient.
     """
 
     axis: ClassVar[str] = "entropy"
@@ -25,7 +25,7 @@ class Entropy(DesignChoice):
     aggregation: str | None = None
 
     def coefficients(self, pass_rates: Tensor) -> Tensor:
-        """Return the coefficient of each rollout (R,), given its prompt's pass rates (R,)."""
+        """Return the coefficient of each rollout (R,) from the mean pass rate of its prompt so far (R,)."""
         return torch.zeros_like(pass_rates)
 
 
@@ -40,7 +40,7 @@ class FixedEntropy(Entropy):
 
     Args:
         coefficient: weight of the entropy, in nats, in the loss; 0.01 in PPO (arXiv 1707.06347, c_2).
-        aggregation: name of the term's aggregation; None for that of the axis `aggregation`.
+        aggregation: name of the term's aggregation; None for the one of axis `aggregation`.
     """
 
     def __init__(self, coefficient: float = 0.01, aggregation: str | None = None) -> None:
@@ -53,12 +53,12 @@ class FixedEntropy(Entropy):
 
 
 class EntropyByDifficulty(Entropy):
-    """More regularisation on easy prompts, less on hard ones: linear in the prompt's pass rate so far.
+    """Entropy bonus that is larger on easy prompts than on hard ones: linear in the prompt's pass rate so far.
 
     Args:
         easy: coefficient at a pass rate of 1.
         hard: coefficient at a pass rate of 0.
-        aggregation: name of the term's aggregation; None for that of the axis `aggregation`.
+        aggregation: name of the term's aggregation; None for the one of axis `aggregation`.
     """
 
     def __init__(self, easy: float = 0.02, hard: float = 0.0, aggregation: str | None = None) -> None:

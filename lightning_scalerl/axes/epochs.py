@@ -10,10 +10,10 @@ from lightning_scalerl.choice import DesignChoice, ObservedStep
 
 
 class Epochs(DesignChoice):
-    """Passes of the optimizer over each rollout batch; one training step is one batch, whatever their number.
+    """Passes of the optimizer over each rollout batch. One training step is one batch, for any number of passes.
 
-    A batch keeps the versions that sampled it, so later passes are further off-policy, which the importance ratio
-    accounts for. The weights of a step are those after its last pass; only they are published.
+    Later passes are further off-policy, which the importance ratio accounts for: a batch keeps the weight versions that
+    sampled it. Only the weights after the last pass count as the step's weights and are published.
 
     Args:
         count: passes, each an update of the weights. 4 to 8 in PPO at 1 to 7 billion parameters, 2 to 4 above.

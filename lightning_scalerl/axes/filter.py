@@ -14,16 +14,17 @@ from lightning_scalerl.rollout import Group
 
 
 def has_variance(rewards: Tensor) -> bool:
-    """Return whether rewards (G,) differ at all, compared exactly: a constant continuous reward counts as constant."""
+    """Return whether the rewards (G,) of a group differ."""
+    # Compared exactly, not through the standard deviation: equal rewards such as 0.1 have one above 0 by rounding.
     return bool((rewards != rewards[:1]).any())
 
 
 class Filter(DesignChoice):
-    """Decides for each completed group whether it carries credit.
+    """Decides for each completed group whether it enters the loss.
 
     Attributes:
-        refills: whether a group that is dropped is replaced, as soon as it is complete, by another prompt's.
-        most_dropped: with `refills`, dropped groups per group of a batch beyond which the run gives up.
+        refills: whether a dropped group is replaced at once by a group of another prompt.
+        most_dropped: with `refills`, the largest number of dropped groups per group of a batch; above it the run stops.
     """
 
     axis: ClassVar[str] = "filter"
@@ -36,17 +37,18 @@ class Filter(DesignChoice):
         """Return True if the group enters the loss and its denominators."""
 
     def check_group_size(self, completions: int) -> str | None:
-        """Return one line if the filter cannot work with groups of this size, else None."""
+        """Return a one-line error if the filter cannot work with groups of this size, else None."""
         return None
 
     def differs(self, theirs: Filter, step: ObservedStep) -> bool:
-        """Return whether token weights differ; if only one refills, whether a group was or would be replaced."""
+        """Return whether token weights differ; if only one choice refills, whether a group was or would be replaced."""
         if self.refills == theirs.refills:
             return step.loss_weights_differ(theirs)
         return step.dropped > 0 or (theirs.refills and not all(map(theirs.keep, step.batch.groups)))
 
 
 def _too_small(choice: str, completions: int) -> str | None:
+    """Return a one-line error for groups of one, whose rewards never differ, so that all would be dropped."""
     if completions > 1:
         return None
     return (
@@ -56,9 +58,9 @@ def _too_small(choice: str, completions: int) -> str | None:
 
 
 class ZeroVariance(Filter):
-    """Drop groups whose rewards are all equal, without refilling: the batch gets smaller ("effective batch").
+    """Drop groups whose rewards are all equal, without replacement: the batch gets smaller ("effective batch").
 
-    Their advantages are zero either way; what changes is what the loss is divided by.
+    The advantages of these groups are zero either way. The filter only changes the divisor of the loss.
     Source: ScaleRL, arXiv 2510.13786, section 3.2.
     """
 
@@ -67,20 +69,20 @@ class ZeroVariance(Filter):
         return has_variance(group.rewards)
 
     def check_group_size(self, completions: int) -> str | None:
-        """Return one line for groups of one: their rewards never differ, so all would be dropped."""
+        """Return a one-line error for groups of one: their rewards never differ, so all would be dropped."""
         return _too_small("zero_variance", completions)
 
 
 class DynamicSampling(Filter):
-    """Drop groups whose rewards are all equal, and sample others in their place: every batch is full.
+    """Drop groups whose rewards are all equal and sample other prompts instead, so that every batch is full.
 
-    A dropped group opens one admission, whatever the async mode; its prompt's pass rate counts in its history.
+    In every async mode, a dropped group allows one more admission. Its pass rate still counts in the prompt's history.
 
     Args:
-        most_dropped: dropped groups per group of a batch beyond which the run stops: the pool has nothing left to learn
-            from.
+        most_dropped: largest number of dropped groups per group of a batch. Above it the run stops, because the pool
+            has nothing left to learn from.
 
-    Source: DAPO, arXiv 2503.14476, section 3.2; its code gives up after a number of batches too.
+    Source: DAPO, arXiv 2503.14476, section 3.2; its code also stops after a number of batches.
     """
 
     refills: ClassVar[bool] = True
@@ -93,12 +95,12 @@ class DynamicSampling(Filter):
         return has_variance(group.rewards)
 
     def check_group_size(self, completions: int) -> str | None:
-        """Return one line for groups of one: their rewards never differ, so all would be dropped."""
+        """Return a one-line error for groups of one: their rewards never differ, so all would be dropped."""
         return _too_small("dynamic_sampling", completions)
 
 
 class NoFilter(Filter):
-    """Give every group credit, also one whose rewards are all equal."""
+    """Keep every group, including those whose rewards are all equal."""
 
     def keep(self, group: Group) -> bool:
         """Return True: every group enters the loss."""

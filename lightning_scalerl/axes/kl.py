@@ -1,4 +1,4 @@
-"""Axis `kl`: the penalty that keeps the policy near the model that training began with."""
+"""Axis `kl`: the penalty that keeps the policy close to the initial model."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ WHERE = ("loss", "reward")
 
 
 def k3(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Return exp(d) - d - 1, d = reference - trainer, per token: never negative, unbiased for KL(policy, reference).
+    """Return the k3 estimate exp(d) - d - 1 of each token, with d = reference - trainer log-probability.
 
-    Shapes: all (R, T); unreduced, with gradient. Source: Schulman 2020 (k3); arXiv 2402.03300, eq. 4.
+    It is never negative, and unbiased for KL(policy, reference). Shapes: all (R, T); unreduced, with gradient.
+    Source: Schulman 2020 (k3); arXiv 2402.03300, eq. 4.
     """
     gap = (reference_logprobs - trainer_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    # expm1: while the policy has hardly moved, exp(d) - 1 in floating point loses all of the result, d^2 / 2.
+    # The result is about d^2 / 2. For the tiny d of an early policy, exp(d) - 1 would lose it to rounding.
     return torch.expm1(gap) - gap
 
 
 class KL(DesignChoice):
-    """A penalty a token on the policy's distance from the frozen reference, or none.
+    """An optional penalty per token on the policy's distance from the frozen reference model.
 
     Attributes:
-        where: "loss" for a term of the loss, "reward" for a deduction from the token's reward; "" for none.
+        where: "loss" for a term of the loss, "reward" for a deduction from the token's reward, "" for no penalty.
     """
 
     axis: ClassVar[str] = "kl"
@@ -37,7 +38,7 @@ class KL(DesignChoice):
     aggregation: str | None = None
 
     def coefficients(self, pass_rates: Tensor) -> Tensor:
-        """Return the coefficient of each rollout (R,), given its prompt's pass rates (R,)."""
+        """Return the coefficient of each rollout (R,) from the mean pass rate of its prompt so far (R,)."""
         return torch.zeros_like(pass_rates)
 
 
@@ -46,7 +47,7 @@ class NoKL(KL):
 
 
 class _Penalised(KL):
-    """A penalty that acts: a term of the loss, or a deduction from the rewards of tokens."""
+    """A penalty as a term of the loss or as a deduction from token rewards."""
 
     def __init__(self, where: str, aggregation: str | None) -> None:
         if where not in WHERE:
@@ -55,7 +56,7 @@ class _Penalised(KL):
         self.aggregation = aggregation
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
-        """Return one line if the penalty is taken from rewards and the estimator does not look at tokens."""
+        """Return a one-line error if the penalty is deducted from rewards and advantages are not per token."""
         if self.where == "reward" and not getattr(others["advantage"], "after_forward", False):
             return (
                 "kl.where: 'reward' needs advantages a token (advantage=gae): credit within a group is given before "
@@ -64,7 +65,7 @@ class _Penalised(KL):
         return None
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters with the estimator (k3) and the reference."""
+        """Return the parameters, plus the estimator (k3) and the reference model."""
         return {**super().semantics(), "estimator": "k3", "reference": "the model that training began with, frozen"}
 
 
@@ -74,7 +75,7 @@ class FixedKL(_Penalised):
     Args:
         coefficient: beta. 0.05 to 0.1 for small models, 0.01 to 0.05 for large ones.
         where: "loss" for a term of the loss, "reward" for a deduction from each token's reward.
-        aggregation: name of the aggregation of the term (with "loss"); None for that of the axis `aggregation`.
+        aggregation: name of the term's aggregation (with "loss"); None for the one of axis `aggregation`.
     """
 
     def __init__(self, coefficient: float = 0.05, where: str = "loss", aggregation: str | None = None) -> None:
@@ -87,7 +88,7 @@ class FixedKL(_Penalised):
 
 
 class KLByDifficulty(_Penalised):
-    """More regularisation on easy prompts, less on hard ones: linear in the prompt's pass rate so far.
+    """KL penalty that is larger on easy prompts than on hard ones: linear in the prompt's pass rate so far.
 
     Args:
         easy: coefficient at a pass rate of 1.

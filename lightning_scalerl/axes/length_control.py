@@ -1,8 +1,8 @@
-"""Axis `length_control`: means to keep completions within their token budget.
+"""Axis `length_control`: ways to keep completions within their token budget.
 
-`interruption` acts while a rollout is generated: if its thinking has not ended by a point drawn at random, a
-phrase that ends it is forced into the completion, token by token. Forced tokens were not sampled: they are in
-neither loss nor ratio. `penalty` acts on the reward of a rollout that comes close to the limit.
+`interruption` acts during generation: if the thinking has not ended at a randomly drawn token, a phrase that ends it
+is forced into the completion. Forced tokens were not sampled, so they enter neither the loss nor the importance ratio.
+`penalty` lowers the reward of a rollout that comes close to the limit.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lightning_scalerl.rollout import Rollout
 
 
 def interruption_points(low: int, high: int, completions: int, random_key: tuple[int, ...]) -> tuple[int, ...]:
-    """Draw the token of thinking at which each rollout of a group is interrupted, uniform in [low, high]."""
-    # Its own stream by the group's key: neither other groups in flight nor a resume change the points.
+    """Draw the thinking token at which each rollout of a group is interrupted, uniform in [low, high]."""
+    # Each group has its own random stream, so neither other groups in flight nor a resume change the points.
     source = np.random.Generator(np.random.Philox(np.random.SeedSequence(random_key)))
     return tuple(int(point) for point in source.integers(low, high, size=completions, endpoint=True))
 
@@ -34,11 +34,11 @@ def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
 
 
 class LengthControl(DesignChoice):
-    """Acts on rollouts as they are generated, or on their rewards."""
+    """Limits the length of completions, during generation or through the reward."""
 
     axis: ClassVar[str] = "length_control"
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "NoLengthControl"}
-    # The text that marks the end of thinking, and the one forced in; empty if nothing is forced.
+    # The text that marks the end of thinking, and the phrase that is forced in. Both are empty if nothing is forced.
     end_of_thinking: str = ""
     phrase: str = ""
 
@@ -47,24 +47,24 @@ class LengthControl(DesignChoice):
         return ()
 
     def reward(self, reward: float, correct: bool, tokens: int) -> float:
-        """Return the reward that is trained on, from the verifier's."""
+        """Return the training reward of a rollout, given the verifier's reward."""
         return reward
 
     def check_limit(self, max_new_tokens: int, phrase_tokens: int = 1) -> str | None:
-        """Return one line if this control cannot act within the completion limit, else None.
+        """Return a one-line error if this control cannot act within the completion limit, else None.
 
-        `phrase_tokens` is the length of its phrase, where a tokenizer is at hand.
+        `phrase_tokens` is the length of the forced phrase, if a tokenizer is available to count it.
         """
         return None
 
     def differs(self, theirs: LengthControl, step: ObservedStep) -> bool:
-        """Return whether one of the two acted on a rollout of the batch, or surely would have."""
+        """Return whether one of the two choices acted on a rollout of the batch, or certainly would have."""
         rollouts = [rollout for group in step.batch.groups for rollout in group.sampled]
         return any(control.acts_on(rollout, step.decode) for control in (self, theirs) for rollout in rollouts)
 
     @abstractmethod
     def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
-        """Return whether this control changed such a rollout, or surely would have: for the mechanism counter."""
+        """Return whether this control changed the rollout or certainly would have; used by the mechanism counter."""
 
 
 # arXiv 2510.13786, appendix.
@@ -75,9 +75,9 @@ class Interruption(LengthControl):
     """Force the end of thinking into a rollout, at a random point.
 
     Args:
-        low, high: the point is uniform in [low, high] tokens of thinking.
-        end_of_thinking: text that ends the thinking; a rollout whose text holds it by then is left alone.
-        phrase: text that is forced in; it ends with `end_of_thinking`.
+        low, high: bounds of the uniformly drawn point, in tokens of thinking; both included.
+        end_of_thinking: text that ends the thinking. A rollout that contains it before the point is not interrupted.
+        phrase: text that is forced in; it must end with `end_of_thinking`.
 
     Source: arXiv 2510.13786, section 3 (10,000 to 12,000 tokens) and its appendix (wording).
     """
@@ -102,7 +102,7 @@ class Interruption(LengthControl):
         return interruption_points(self.low, self.high, completions, random_key)
 
     def check_limit(self, max_new_tokens: int, phrase_tokens: int = 1) -> str | None:
-        """Return one line if the phrase, forced in at the latest point, would leave no room for an answer."""
+        """Return a one-line error if the phrase, forced in at the latest point, leaves no room for an answer."""
         if self.high + phrase_tokens < max_new_tokens:
             return None
         return (
@@ -111,7 +111,8 @@ class Interruption(LengthControl):
         )
 
     def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
-        """Return whether tokens were forced, or it went on past the last point without having ended its thinking."""
+        """Return whether tokens were forced, or the rollout passed the latest point without ending its thinking."""
+        # Up to `high` tokens the drawn point may not have been reached, so only forced tokens count.
         if len(rollout.tokens) <= self.high:
             return any(rollout.forced)
         return any(rollout.forced) or self.end_of_thinking not in decode(rollout.tokens[: self.high])
@@ -122,12 +123,13 @@ class Interruption(LengthControl):
 
 
 class Penalty(LengthControl):
-    """Soft length penalty, on correct rollouts or on all of them.
+    """Soft length penalty on correct rollouts or on all rollouts.
 
     Args:
         limit: the completion limit, in tokens (14,336 in the paper).
         buffer: tokens before the limit over which the penalty grows to -1 (2,048 in the paper).
-        only_correct: spare incorrect rollouts, as ScaleRL does; DAPO (arXiv 2503.14476, section 3.4) penalises all.
+        only_correct: penalise only correct rollouts, as ScaleRL does; DAPO (arXiv 2503.14476, section 3.4) penalises
+            all.
     """
 
     added: ClassVar[Mapping[str, Any]] = {"only_correct": True}
@@ -142,21 +144,21 @@ class Penalty(LengthControl):
         self.only_correct = only_correct
 
     def reward(self, reward: float, correct: bool, tokens: int) -> float:
-        """Add `overlong_penalty` to the reward of a rollout that the penalty applies to."""
+        """Return the reward plus `overlong_penalty`, if the penalty applies to the rollout."""
         applies = correct or not self.only_correct
         return reward + overlong_penalty(tokens, self.limit, self.buffer) if applies else reward
 
     def differs(self, theirs: LengthControl, step: ObservedStep) -> bool:
-        """Return whether a rollout's reward would be another; for other kinds of control, whether one acted."""
+        """Return whether a rollout's reward would change; against other kinds of control, whether one acted."""
         if not isinstance(theirs, Penalty):
             return super().differs(theirs, step)
         rollouts = [rollout for group in step.batch.groups for rollout in group.sampled]
         lengths = {(rollout.correct, len(rollout.tokens)) for rollout in rollouts}
-        # The penalty is added to the reward, so one base shows it for all.
-        return any(self.reward(0.0, *each) != theirs.reward(0.0, *each) for each in lengths)
+        # The penalty is added to the reward, so a base reward of 0 shows every difference.
+        return any(self.reward(0.0, *length) != theirs.reward(0.0, *length) for length in lengths)
 
     def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
-        """Return whether the penalty applies to the rollout and its length is a penalised one."""
+        """Return whether the penalty applies to the rollout and is not 0 at its length."""
         applies = rollout.correct or not self.only_correct
         return applies and overlong_penalty(len(rollout.tokens), self.limit, self.buffer) < 0
 

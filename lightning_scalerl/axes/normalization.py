@@ -1,8 +1,8 @@
 """Axis `normalization`: the scale of the advantages.
 
-Systems disagree under one name, so each choice states its `ddof` and `eps`, and `batch` (ScaleRL: standard
-deviation of the *advantages*) is another choice than TRL's (of the raw rewards). The batch is what the filter
-has left; the paper does not say whether before or after.
+Libraries use one name for different formulas, so each choice states its `ddof` and `eps`. ScaleRL's `batch` divides by
+the standard deviation of the *advantages*, TRL's "batch" by that of the raw rewards: they are two choices. Statistics
+are taken over the groups that the filter keeps; the paper does not say whether it means before or after the filter.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choice import DesignChoice
 
-# Adds numbers up over all ranks.
+# A function that sums a tensor over all ranks.
 Sums = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and sum of squared deviations of numbers, in float64; `+` gives those of both sets together."""
+    """Count, mean and sum of squared deviations of a set of numbers, in float64; `+` merges two sets."""
 
     count: float = 0.0
     mean: float = 0.0
@@ -32,10 +32,10 @@ class Moments:
 
     @classmethod
     def of(cls, values: Tensor, sums: Sums = lambda numbers: numbers) -> Moments:
-        """Return the moments of the values (n,) on all ranks: `sums` adds this rank's numbers up over them."""
+        """Return the moments of the values (n,) of all ranks; `sums` adds this rank's numbers to the other ranks'."""
         values = values.double()
         count, total = sums(torch.stack([values.new_tensor(values.numel()), values.sum()])).tolist()
-        # `count` is over all ranks: either all of them skip the second sum, or none waits there for another.
+        # `count` is the same on every rank, so all of them skip the second collective or none does: no deadlock.
         if not count:
             return cls()
         mean = total / count
@@ -44,7 +44,7 @@ class Moments:
         return cls(count, mean, squares)
 
     def __add__(self, other: Moments) -> Moments:
-        """Return the moments of both sets together. Source: Chan, Golub and LeVeque 1979."""
+        """Return the moments of the union of both sets. Source: Chan, Golub and LeVeque 1979."""
         count = self.count + other.count
         if not count:
             return self
@@ -53,12 +53,12 @@ class Moments:
         return Moments(count, mean, self.squares + other.squares + gap * gap * self.count * other.count / count)
 
     def deviation(self, ddof: int) -> float | None:
-        """Return the standard deviation; None if there are too few numbers for one."""
+        """Return the standard deviation, or None if there are too few numbers."""
         return (self.squares / (self.count - ddof)) ** 0.5 if self.count > ddof else None
 
 
 def _over_deviation(advantages: list[Tensor], values: list[Tensor], ddof: int, eps: float) -> list[Tensor]:
-    """Divide by the standard deviation of all `values`; unchanged where they are too few for one."""
+    """Divide by the standard deviation of all `values`; return the advantages unchanged if there are too few values."""
     if not values or (everything := torch.cat(values)).numel() <= ddof:
         return advantages
     scale = _deviation(everything, ddof) + eps
@@ -66,30 +66,30 @@ def _over_deviation(advantages: list[Tensor], values: list[Tensor], ddof: int, e
 
 
 def _deviation(values: Tensor, ddof: int) -> Tensor:
-    """Return the standard deviation; exactly 0 for equal values, whose mean may be off by rounding."""
+    """Return the standard deviation; exactly 0 for equal values, where rounding of the mean could leave more."""
     deviation = values.std(correction=ddof)
     return torch.zeros_like(deviation) if bool((values == values[0]).all()) else deviation
 
 
 def _over(advantages: Tensor, scale: Tensor | float) -> Tensor:
-    """Divide advantages by their scale. A scale of 0, of equal values and eps 0, says nothing: they are 0 then."""
+    """Divide advantages by their scale. A scale of 0 (equal values with eps 0) gives advantages of 0, not NaN."""
     return torch.zeros_like(advantages) if scale == 0 else advantages / scale
 
 
 def scale_by_batch(advantages: list[Tensor], ddof: int, eps: float, centre: bool = False) -> list[Tensor]:
-    """Divide by the standard deviation of all advantages of the batch, their mean taken away before if asked.
+    """Divide by the standard deviation of all advantages of the batch; with `centre`, subtract their mean first.
 
-    Shapes: a list of (G,), one a group. Source: arXiv 2510.13786, section 5.1.
+    Shapes: a list of (G,), one per group. Source: arXiv 2510.13786, section 5.1.
     """
     shifted = advantages
     if centre and advantages and (everything := torch.cat(advantages)).numel() > ddof:
-        # Only where `_over_deviation` divides: too few numbers are neither centred nor scaled.
+        # The same condition as in `_over_deviation`: with too few numbers nothing is centred or scaled.
         shifted = [group - everything.mean() for group in advantages]
     return _over_deviation(shifted, advantages, ddof, eps)
 
 
 def scale_by_batch_reward(advantages: list[Tensor], rewards: list[Tensor], ddof: int, eps: float) -> list[Tensor]:
-    """Divide by the standard deviation of all raw rewards of the batch. Shapes: lists of (G,), one a group."""
+    """Divide by the standard deviation of all raw rewards of the batch. Shapes: lists of (G,), one per group."""
     return _over_deviation(advantages, rewards, ddof, eps)
 
 
@@ -102,7 +102,10 @@ def scale_by_prompt(advantages: list[Tensor], rewards: list[Tensor], ddof: int, 
 
 
 def scaled_tokens(advantages: Tensor, mask: Tensor, moments: Moments, ddof: int, eps: float, centre: bool) -> Tensor:
-    """Return advantages (R, T) over the deviation of `moments`, less their mean if asked; 0 outside the mask."""
+    """Return advantages (R, T) divided by the deviation of `moments`; 0 outside the mask.
+
+    With `centre` the mean of `moments` is subtracted first. Advantages are unchanged if there are too few numbers.
+    """
     deviation = moments.deviation(ddof)
     if deviation is None:
         return advantages
@@ -114,7 +117,7 @@ class Normalization(DesignChoice):
     """Rescales the advantages of one optimizer step's batch.
 
     Attributes:
-        scales_tokens: whether `scale_tokens` is defined, for advantages a token.
+        scales_tokens: whether `scale_tokens` is defined, for advantages per token.
     """
 
     axis: ClassVar[str] = "normalization"
@@ -123,27 +126,29 @@ class Normalization(DesignChoice):
 
     @abstractmethod
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
-        """Return scaled advantages; both lists hold one (G,) tensor a group that passed the filter.
+        """Return scaled advantages; both lists hold one (G,) tensor per group that passed the filter.
 
-        A pure function: mechanism counters call it again.
+        Must be a pure function: mechanism counters call it again.
         """
 
     def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
-        """Return scaled advantages (R, T) of this rank's tokens; `sums` adds up over ranks. A pure function too."""
+        """Return scaled advantages (R, T) of this rank's tokens; `sums` adds over ranks. Must be a pure function."""
         raise NotImplementedError
 
     def remember(self, moments: Callable[[], Moments]) -> None:
-        """Take in the moments of a batch that is about to be scaled: once a step, for choices with a memory."""
+        """Record the moments of the batch that is about to be scaled, once per step; for choices with a memory."""
 
     def forget(self) -> None:
-        """Clear what was remembered of earlier batches, as a run begins; for choices with a memory."""
+        """Clear the memory of earlier batches at the start of a run; for choices with a memory."""
 
 
 class _Scaled(Normalization):
+    """Normalization by a standard deviation, with its `ddof` and `eps`."""
+
     def __init__(self, ddof: int = 1, eps: float = 1e-6) -> None:
         if ddof not in (0, 1):
             raise ConfigurationError(f"normalization.ddof: {ddof!r} is not valid; 0 (population) or 1 (unbiased)")
-        # "not >=" refuses NaN, too.
+        # "not >=" also refuses NaN.
         if not eps >= 0:
             raise ConfigurationError(f"normalization.eps: {eps!r} must be 0 or more")
         self.ddof = ddof
@@ -151,12 +156,13 @@ class _Scaled(Normalization):
 
 
 class BatchNormalization(_Scaled):
-    """Advantages over the standard deviation of all advantages in the batch (ScaleRL).
+    """Divide by the standard deviation of all advantages in the batch (ScaleRL).
 
     Args:
         ddof: 0 for the population's standard deviation, 1 for the unbiased one.
         eps: added to the standard deviation; with 0, equal advantages become 0.
-        centre: subtract the batch's mean before, as PPO does with advantages per token; within groups it is 0 already.
+        centre: subtract the batch's mean first, as PPO does with per-token advantages. Group advantages already have
+            a mean of 0.
     """
 
     added: ClassVar[Mapping[str, Any]] = {"centre": False}
@@ -171,15 +177,15 @@ class BatchNormalization(_Scaled):
         return scale_by_batch(advantages, self.ddof, self.eps, self.centre)
 
     def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
-        """Divide all credited tokens by one deviation: each counts once, whatever its rollout's length."""
+        """Divide all credited tokens by one deviation, in which each token counts once."""
         moments = Moments.of(advantages[mask > 0], sums)
         return scaled_tokens(advantages, mask, moments, self.ddof, self.eps, self.centre)
 
 
 class BatchRewardNormalization(_Scaled):
-    """Advantages over the standard deviation of all raw rewards in the batch: TRL's "batch".
+    """Divide by the standard deviation of all raw rewards in the batch: TRL's "batch".
 
-    The difficulty of the prompts widens it, which `batch` does not see.
+    Unlike the deviation of advantages, this one also grows with differences in difficulty between prompts.
     """
 
     # As in TRL (GRPOTrainer, scale_rewards="batch"): unbiased, eps 1e-4.
@@ -187,12 +193,12 @@ class BatchRewardNormalization(_Scaled):
         super().__init__(ddof, eps)
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
-        """Divide by one standard deviation for the whole batch, that of the raw rewards."""
+        """Divide by the standard deviation of the raw rewards of the whole batch."""
         return scale_by_batch_reward(advantages, rewards, self.ddof, self.eps)
 
 
 class PromptNormalization(_Scaled):
-    """Advantages over the standard deviation of their group's rewards (GRPO)."""
+    """Divide by the standard deviation of the group's rewards (GRPO)."""
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
         """Divide each group by the standard deviation of its own rewards."""
@@ -200,12 +206,12 @@ class PromptNormalization(_Scaled):
 
 
 class RunningNormalization(_Scaled):
-    """Advantages over the standard deviation of all advantages so far, this batch's among them: global statistics.
+    """Divide by the standard deviation of all advantages of the run so far, including this batch.
 
     Args:
         ddof: 0 for the population's standard deviation, 1 for the unbiased one.
         eps: added to the standard deviation.
-        centre: subtract the mean so far before.
+        centre: subtract the mean so far first.
     """
 
     scales_tokens: ClassVar[bool] = True
@@ -216,13 +222,13 @@ class RunningNormalization(_Scaled):
         self.forget()
 
     def forget(self) -> None:
-        """Start again from no numbers: neither history nor a last batch."""
-        # Scaling must be pure, so the batch at hand is only counted in with the next one.
+        """Clear the history and the last batch."""
+        # Scaling must be pure, so the current batch joins the history only when the next one is remembered.
         self._before = Moments()
         self._last = Moments()
 
     def remember(self, moments: Callable[[], Moments]) -> None:
-        """Add the last batch to the history, and keep this one's moments as the last."""
+        """Add the last batch to the history and keep this batch's moments as the last."""
         self._before, self._last = self._before + self._last, moments()
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
@@ -231,6 +237,7 @@ class RunningNormalization(_Scaled):
         deviation = moments.deviation(self.ddof)
         if deviation is None:
             return advantages
+        # `centre` is a bool: the mean times it is the mean or 0.
         return [_over(group - moments.mean * self.centre, deviation + self.eps) for group in advantages]
 
     def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
@@ -252,12 +259,12 @@ class RunningNormalization(_Scaled):
 
 
 class NoNormalization(Normalization):
-    """Leave advantages as they are (Dr.GRPO)."""
+    """Advantages without normalization (Dr.GRPO)."""
 
     scales_tokens: ClassVar[bool] = True
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
-        """Return the advantages unchanged, one (G,) a group."""
+        """Return the advantages unchanged, one (G,) per group."""
         return advantages
 
     def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:

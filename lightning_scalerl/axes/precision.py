@@ -1,8 +1,9 @@
 """Axis `precision`: the policy's data type, and the components that stay in FP32.
 
-Master weights are always FP32. The policy's forward runs under autocast in the policy's type; the generator
-holds a copy cast to it. The language-model head can be kept in FP32 on either side: the log-probabilities of
-trainer and generator differ mostly there. Source: arXiv 2510.13786, section 3.2 (from MiniMax-M1, 2506.13585).
+Master weights are always FP32. The policy's forward pass runs under autocast in the policy's type, and the generator
+holds a copy cast to that type. The language-model head can be kept in FP32 on either side, because most of the
+difference between the log-probabilities of trainer and generator arises there. Source: arXiv 2510.13786, section 3.2
+(from MiniMax-M1, 2506.13585).
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from torch import Tensor
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choice import DesignChoice, ObservedStep
 
-# Above the rounding of an FP32 log-probability, below the FP16 error on an untrained model's.
+# Above the rounding error of FP32 log-probabilities, below the FP16 error on an untrained model.
 LOGPROB_THRESHOLD = 2e-5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Largest gap in log-probability between trainer and generator under the same weights: mean, and 99th
-# percentile. Measured (benchmarks/precision_gap.py): 1e-7 and 1e-6 in FP32; 0.002 and 0.03 in BF16 where the tokens are
-# these weights' own, up to 0.01 and 0.15 where older weights have sampled them.
-# FP16 has three bits more than BF16; its bounds are BF16's by assumption, a quarter of them.
+# Largest allowed gap in log-probability between trainer and generator with the same weights: mean and 99th percentile.
+# Measured by benchmarks/precision_gap.py in FP32: 1e-7 and 1e-6. In BF16: 0.002 and 0.03 on tokens sampled by the same
+# weights, and up to 0.01 and 0.15 on tokens sampled by older weights.
+# FP16 is not measured: it has three more bits than BF16, and its bounds are assumed to be a quarter of BF16's.
 PROBE_BOUNDS = {"fp32": (1e-4, 1e-4), "bf16": (0.05, 0.75), "fp16": (0.0125, 0.19)}
 
 
 class Precision(DesignChoice):
-    """Data types of the policy, its head, the critic, and of what is computed of advantages and KL.
+    """Data types of the policy, its head, the critic, the advantages and the KL term.
 
     Args:
         policy: type of the policy's forward pass and of the generator's weights: "bf16", "fp16" (with loss scaling) or
@@ -35,8 +36,9 @@ class Precision(DesignChoice):
         fp32_head_trainer: compute the trainer's logits in FP32 even if the policy is not.
         fp32_head_generator: compute the generator's logits in FP32 even if the policy is not.
         fp32_value: run the critic in FP32 even if the policy is not.
-        fp32_advantage: keep advantages in FP32; else they are rounded to the policy's type.
-        fp32_kl: compute the distance from the reference in FP32; else from log-probabilities rounded to that type.
+        fp32_advantage: keep advantages in FP32; otherwise they are rounded to the policy's type.
+        fp32_kl: compute the distance from the reference in FP32; otherwise its log-probabilities are rounded to the
+            policy's type.
     """
 
     axis: ClassVar[str] = "precision"
@@ -67,7 +69,7 @@ class Precision(DesignChoice):
 
     @property
     def probe_bounds(self) -> tuple[float, float]:
-        """Mean and 99th percentile of the log-probability gap beyond which the probe fails (`measure.probe`)."""
+        """Bounds on mean and 99th percentile of the log-probability gap; above them `measure.probe` fails."""
         return PROBE_BOUNDS[self.policy]
 
     def head_dtype(self, fp32_head: bool) -> torch.dtype:
@@ -80,11 +82,11 @@ class Precision(DesignChoice):
         return torch.float32 if self.fp32_value else self.policy_dtype
 
     def kept(self, values: Tensor, fp32: bool) -> Tensor:
-        """Return `values` as they are if `fp32`, else rounded to the policy's type and cast back."""
+        """Return `values` unchanged if `fp32`, else rounded to the policy's type and cast back."""
         return values if fp32 else values.to(self.policy_dtype).to(values.dtype)
 
     def components(self) -> dict[str, str]:
-        """Return the effective type of every component: the head of an FP32 policy is FP32 whatever its flag says."""
+        """Return the effective type of every component; with an FP32 policy all are FP32 and the flags do nothing."""
         parts = {
             "head_trainer": self.fp32_head_trainer,
             "head_generator": self.fp32_head_generator,
@@ -95,17 +97,18 @@ class Precision(DesignChoice):
         return {name: "fp32" if fp32 else self.policy for name, fp32 in parts.items()}
 
     def differs(self, theirs: Precision, step: ObservedStep) -> bool:
-        """Return whether log-probabilities, values, or rounded token weights differ between the two."""
-        batch, (ours_kept, theirs_kept) = step.batch, (self.components(), theirs.components())
-        other = {part for part in ("value", "advantage", "kl") if ours_kept[part] != theirs_kept[part]}
-        if "value" in other and batch.values is not None and bool((batch.values != 0).any()):
+        """Return whether log-probabilities, values, or rounded token weights differ between the two choices."""
+        batch, (our_types, their_types) = step.batch, (self.components(), theirs.components())
+        changed = {part for part in ("value", "advantage", "kl") if our_types[part] != their_types[part]}
+        # The values of a new critic are all zero, in every type.
+        if "value" in changed and batch.values is not None and bool((batch.values != 0).any()):
             return True
-        if other & {"advantage", "kl"} and step.loss_weights_differ(theirs, rounding=True):
+        if changed & {"advantage", "kl"} and step.loss_weights_differ(theirs, rounding=True):
             return True
-        ours, others = step.probe_logprobs(self), step.probe_logprobs(theirs)
-        return bool(((ours - others).abs() > LOGPROB_THRESHOLD).any())
+        our_logprobs, their_logprobs = step.probe_logprobs(self), step.probe_logprobs(theirs)
+        return bool(((our_logprobs - their_logprobs).abs() > LOGPROB_THRESHOLD).any())
 
     def semantics(self) -> dict[str, Any]:
-        """Return the effective type of every component, master weights and loss scaling included."""
+        """Return the effective type of every component, including master weights and loss scaling."""
         scaling = {"loss_scaling": "dynamic"} if self.policy == "fp16" else {}
         return {"choice": "Precision", "master_weights": "fp32", "policy": self.policy, **self.components(), **scaling}

@@ -1,4 +1,4 @@
-"""Axis `resampling`: the prompts that come back in later epochs."""
+"""Axis `resampling`: which prompts are sampled again in later epochs."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from lightning_scalerl.choice import DesignChoice, ObservedStep
 
 
 class Resampling(DesignChoice):
-    """Decides from a prompt's pass rates whether it is retired: never sampled again."""
+    """Decides from a prompt's pass rates whether it is retired, that is, never sampled again."""
 
     axis: ClassVar[str] = "resampling"
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "UniformResampling"}
 
     @abstractmethod
     def retires(self, pass_rates: Sequence[float]) -> bool:
-        """Return whether a prompt with these pass rates, one for each of its groups, leaves the pool for good."""
+        """Return whether a prompt with these pass rates (one per group so far) leaves the pool for good."""
 
     def differs(self, theirs: Resampling, step: ObservedStep) -> bool:
-        """Return whether only this choice retires some prompt, or only `theirs` would have retired one of the batch."""
+        """Return whether only this choice retires a prompt, or only `theirs` would have retired one of the batch."""
+        # Prompts of earlier batches count as well: retiring one of them changes which prompts are drawn now.
         if any(self.retires(rates) and not theirs.retires(rates) for rates in step.histories()):
             return True
         return any(theirs.retires(group.history) and not self.retires(group.history) for group in step.batch.groups)
 
 
 class NoPositiveResampling(Resampling):
-    """Retire a prompt once a whole group has solved it at `pass_rate` or more.
+    """Retire a prompt once the pass rate of one of its groups reaches `pass_rate`.
 
     Source: arXiv 2510.13786, section 3.2 (No-Positive-Resampling, 0.9).
     """
@@ -43,7 +44,7 @@ class NoPositiveResampling(Resampling):
         return any(rate >= self.pass_rate for rate in pass_rates)
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, and that the rate is of one group and retirement for good."""
+        """Return the parameters, and that the rate is of one group and that retirement is permanent."""
         return {**super().semantics(), "pass_rate_of": "one group", "retired": "for good"}
 
 

@@ -1,7 +1,7 @@
 """Axis `truncated`: whether completions that hit the token limit are trained on.
 
-Either way their reward counts in the baseline of their group: they are outcomes of the policy. `mask` removes only
-their tokens, from the loss and from its denominators.
+Either way their reward counts in the baseline of their group, because they are outcomes of the policy. `mask` only
+removes their tokens from the loss and its denominators.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_scalerl.rollout import Rollout
 
 
 class Truncated(DesignChoice):
-    """Decides which rollouts enter the loss, by whether they were truncated."""
+    """Decides whether truncated rollouts enter the loss."""
 
     axis: ClassVar[str] = "truncated"
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "KeepTruncated"}
@@ -25,14 +25,14 @@ class Truncated(DesignChoice):
         """Return True if the rollout's tokens enter the loss and its denominators."""
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, and that truncated rewards count in the group's baseline either way."""
+        """Return the parameters, and that rewards of truncated rollouts always count in the group's baseline."""
         return {**super().semantics(), "truncated_reward_in_baseline": True}
 
 
 class MaskTruncated(Truncated):
     """Leave truncated completions out of the loss.
 
-    Source: the "effective batch" of arXiv 2510.13786, A.6 and A.15, by inference from their wording.
+    Source: our reading of the "effective batch" in arXiv 2510.13786, A.6 and A.15.
     """
 
     def credits(self, rollout: Rollout) -> bool:
@@ -41,7 +41,7 @@ class MaskTruncated(Truncated):
 
 
 class KeepTruncated(Truncated):
-    """Train on truncated completions as on any other."""
+    """Train on truncated completions like on any others."""
 
     def credits(self, rollout: Rollout) -> bool:
         """Return True: truncated or not, a rollout is trained on."""

@@ -1,4 +1,4 @@
-"""Axis `async_mode`: rules for how far generation may run ahead of training."""
+"""Axis `async_mode`: how far generation may run ahead of training."""
 
 from lightning_scalerl.axes.async_mode.base import AsyncMode
 from lightning_scalerl.axes.async_mode.pipeline import Pipeline

@@ -1,8 +1,8 @@
 """Axis `async_mode`: how far generation may run ahead of training, and when it sees new weights.
 
-All modes are one ledger (`rollout_stream`) with different rules. With s completed optimizer steps and P
-groups a step, a mode answers two questions: may admission i open now, and are the weights of step s published
-to the generator now. docs/reference/async_modes.md has the table of rules.
+All modes share one ledger (`rollout_stream`) and differ in two rules. Given s completed optimizer steps and P groups
+per step, a mode decides whether group number i may be admitted now, and whether the weights of step s are published to
+the generator now. docs/reference/async_modes.md has the table of rules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class AsyncMode(DesignChoice):
 
     axis: ClassVar[str] = "async_mode"
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "OnPolicy"}
-    # Whether the KV cache of rollouts in flight is recomputed when weights are published; else it stays as it is.
+    # Whether the KV cache of rollouts in flight is recomputed when weights are published; otherwise it is kept.
     recompute_kv: bool = False
 
     @property
@@ -34,21 +34,21 @@ class AsyncMode(DesignChoice):
 
     @abstractmethod
     def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
-        """Return whether admission number `admission` (from 0) may open after `completed_steps` optimizer steps."""
+        """Return whether group number `admission` (from 0) may be admitted after `completed_steps` optimizer steps."""
 
     @abstractmethod
     def publishes(self, completed_steps: int) -> bool:
-        """Return whether the weights after `completed_steps` steps go to the generator at once."""
+        """Return whether the weights after `completed_steps` steps are published to the generator at once."""
 
     def differs(self, theirs: AsyncMode, step: ObservedStep) -> bool:
-        """Return whether the two rules differ about the next admission or about publishing this step's weights.
+        """Return whether the two modes differ on the next admission or on publishing this step's weights.
 
-        Where they differ in the KV cache only, return whether weights changed within a rollout of the batch.
+        If they differ only in the KV cache, return whether weights changed within a rollout of the batch.
         """
         admission = (step.admitted, step.completed_steps, step.groups_per_step)
         if self.may_admit(*admission) != theirs.may_admit(*admission):
             return True
-        # The step is observed before it is taken: its weights will be the next version.
+        # The step is observed before its update, so its weights will be the next version.
         version = step.completed_steps + 1
         if self.publishes(version) != theirs.publishes(version):
             return True
@@ -57,7 +57,7 @@ class AsyncMode(DesignChoice):
         return swapped and self.recompute_kv != theirs.recompute_kv
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, the bound on staleness, whether it drains, and what happens to the KV cache."""
+        """Return the parameters, the bound on staleness, whether the mode drains, and how it treats the KV cache."""
         kv = "not reached: the generator drains before new weights"
         if not self.drains:
             kv = "recomputed with the new weights" if self.recompute_kv else "stale in flight, fresh for new rollouts"

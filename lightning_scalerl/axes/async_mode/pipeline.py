@@ -9,15 +9,15 @@ KV_POLICIES = ("stale", "recompute")
 
 
 class Pipeline(AsyncMode):
-    """Generator and trainer run side by side; every update is published to the rollouts in flight.
+    """Generator and trainer run concurrently; every update is published to the rollouts in flight.
 
-    A group may open while at most k * P groups more than the current step's are admitted, and the trainer waits
-    for a group whose oldest token would otherwise become more than k steps old.
+    Groups for the current step and for the k steps after it may be admitted (P groups per step). The trainer waits for
+    a group whose oldest token would otherwise become more than k steps old.
 
     Args:
         k: the bound on staleness, in optimizer steps.
-        kv_on_update: "stale", rollouts in flight go on with the keys and values of earlier weights (as the paper
-            does), or "recompute", which prefills them again with the new ones.
+        kv_on_update: "stale" lets rollouts in flight continue with keys and values of earlier weights, as in the paper;
+            "recompute" prefills them again with the new weights.
 
     Source: PipelineRL, arXiv 2509.19128; arXiv 2510.13786, section 2 (PipelineRL-8 in ScaleRL).
     """
@@ -41,7 +41,7 @@ class Pipeline(AsyncMode):
 
     def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
         """Return whether the group belongs to the current step or one of the k after it."""
-        # floor(i / P) <= s + k: filled in order, group i trains at step floor(i / P), at most k steps after version s.
+        # Batches fill in order of admission, so group i is trained in step floor(i / P), at most k after step s.
         return admission // groups_per_step <= completed_steps + self.k
 
     def publishes(self, completed_steps: int) -> bool:

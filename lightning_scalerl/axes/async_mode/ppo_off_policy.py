@@ -1,4 +1,4 @@
-"""PPO-off-policy-k and its special case, on-policy: generate for k steps, then take k steps."""
+"""PPO-off-policy-k and its special case, on-policy: generate the data of k steps, then take the k steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_scalerl.checks import whole_number
 class PPOOffPolicy(AsyncMode):
     """Generate k * P groups with one version of the weights, then take k optimizer steps of P groups each.
 
-    The generator drains before every phase, so a batch is 0 to k - 1 steps stale.
+    The generator drains before each of these phases, so a batch is 0 to k - 1 steps stale.
     Source: arXiv 2510.13786, section 2 (PPO-off-policy-k, k = B / B_hat).
     """
 
@@ -18,17 +18,17 @@ class PPOOffPolicy(AsyncMode):
 
     @property
     def max_staleness(self) -> int:
-        """Return k - 1: the last of a phase's k steps trains tokens that old."""
+        """Return k - 1, the staleness of the tokens in the last of a phase's k steps."""
         return self.k - 1
 
     @property
     def drains(self) -> bool:
-        """Return True: a phase generates everything, then trains on it."""
+        """Return True: a phase generates all its groups before it trains on them."""
         return True
 
     def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
-        """Return whether the group is trained before the weights are next published."""
-        # The phase of the group against that of the trainer; a phase is k steps of P groups.
+        """Return whether the group belongs to the current phase or an earlier one."""
+        # A phase is k steps of P groups: compare the phase of the group with the phase of the trainer.
         return admission // (groups_per_step * self.k) <= completed_steps // self.k
 
     def publishes(self, completed_steps: int) -> bool:
@@ -37,7 +37,7 @@ class PPOOffPolicy(AsyncMode):
 
 
 class OnPolicy(PPOOffPolicy):
-    """Each batch is sampled by the very weights that it trains."""
+    """Each batch is sampled by the weights that it trains."""
 
     def __init__(self) -> None:
         super().__init__(k=1)

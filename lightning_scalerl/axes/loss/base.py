@@ -1,4 +1,4 @@
-"""Axis `loss`: the policy surrogate, per token and unreduced. How tokens are averaged is another axis."""
+"""Axis `loss`: the policy surrogate, per token and unreduced. Averaging over tokens is axis `aggregation`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_scalerl.rollout import inside
 
 def importance_ratio(trainer_logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
     """Return the ratio pi_trainer / pi_anchor of each token, with gradient. Shapes: all (R, T)."""
-    # Clamped before exp: an infinite ratio would make the gradient NaN (`MAX_LOG_RATIO`).
+    # Clamp before exp: an infinite ratio would make the gradient NaN (`MAX_LOG_RATIO`).
     return torch.exp((trainer_logprobs - anchor_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
@@ -23,18 +23,19 @@ Tables = tuple[Tensor, Tensor, Tensor]
 
 
 def credited(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tables:
-    """Return what `Loss.per_token` is given, with 0 outside the mask (`rollout.inside`). Shapes: all (R, T)."""
+    """Return log-probabilities, anchor and advantages with 0 outside the mask. Shapes: all (R, T)."""
     return inside(mask, trainer_logprobs), inside(mask, anchor_logprobs), inside(mask, advantages)
 
 
 def pessimistic(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Return PPO's loss: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A). Shapes: broadcast to (R, T)."""
+    # The minimum makes the clip one-sided: it acts only where it lowers the objective.
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -torch.minimum(ratio * advantages, bounded * advantages)
 
 
 def pessimistic_clips(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Return where `pessimistic` has no gradient: above the clip and A > 0, or below it and A < 0. Shapes as there."""
+    """Return where `pessimistic` has no gradient: ratio above the clip and A > 0, or below it and A < 0."""
     above = (ratio > 1 + clip_high) & (advantages > 0)
     below = (ratio < 1 - clip_low) & (advantages < 0)
     return above | below
@@ -43,7 +44,7 @@ def pessimistic_clips(ratio: Tensor, advantages: Tensor, clip_low: float, clip_h
 def clip_bounds(
     clip_low: float, clip_high: float, names: tuple[str, str] = ("clip_low", "clip_high")
 ) -> tuple[float, float]:
-    """Return both bounds, if `pessimistic` can use them; `names` are the choice's names for them.
+    """Return both bounds if they are valid for `pessimistic`; `names` are their parameter names, for errors.
 
     Raises:
         ConfigurationError: one is not positive, or the lower bound of the ratio would be negative.
@@ -57,10 +58,10 @@ def clip_bounds(
 
 
 class Loss(DesignChoice):
-    """A surrogate of the policy's objective, as one loss per token; its aggregation is another axis.
+    """A surrogate of the policy's objective, as one loss per token. Aggregation is another axis.
 
-    At a ratio of 1 its gradient is REINFORCE's, -A_t times that of the log-probability. `semantics` may add
-    `ratio_interval`, the bounds within which the ratio acts, and `gradient_of_clipped`: kept or dropped.
+    At a ratio of 1 its gradient is REINFORCE's: -A_t times the gradient of the log-probability. `semantics` may add
+    `ratio_interval`, the bounds that clip the ratio, and `gradient_of_clipped`, which is "kept" or "dropped".
     """
 
     axis: ClassVar[str] = "loss"
@@ -69,10 +70,10 @@ class Loss(DesignChoice):
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return the loss of each token, unreduced; values outside the mask are ignored later. Shapes: all (R, T).
 
-        `mask` is for surrogates whose ratio spans a sequence. In a run all tables are 0 outside of it; our own losses
-        read nothing there, whoever calls them.
+        `mask` is needed by surrogates whose ratio spans a sequence. During a run all inputs are 0 outside the mask. Our
+        own losses do not rely on that: they read nothing outside it.
         """
 
     @abstractmethod
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Return where the surrogate clips (R, T, bool), for metric `train/clip_fraction`. Arguments as `per_token`."""
+        """Return where the surrogate clips (R, T, bool), for the metric `train/clip_fraction`."""

@@ -11,12 +11,13 @@ from lightning_scalerl.checks import positive
 
 
 def cispo(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, max_ratio: float) -> Tensor:
-    """Return loss_t = -sg(min(r_t, max_ratio)) * A_t * log pi(y_t), sg being the stopped gradient.
+    """Return loss_t = -sg(min(r_t, max_ratio)) * A_t * log pi(y_t), where sg stops the gradient.
 
-    No token's gradient is cut off, only its weight is bounded. `max_ratio` is an absolute cap on the ratio, not
-    1 + epsilon; there is no lower bound. Shapes: all (R, T); unreduced.
+    Clipped tokens keep their gradient; only its weight is bounded. `max_ratio` is an absolute cap on the ratio, not
+    1 + epsilon, and there is no lower bound. Shapes: all (R, T); unreduced.
     Source: MiniMax-M1, arXiv 2506.13585, eq. 4-5 (upper bound only), as used by arXiv 2510.13786.
     """
+    # Detached: the ratio only weights the gradient of the log-probability.
     ratio = importance_ratio(trainer_logprobs, anchor_logprobs).detach()
     return -ratio.clamp(max=max_ratio) * advantages * trainer_logprobs
 
@@ -28,7 +29,7 @@ class CISPO(Loss):
         self.max_ratio = positive("loss.max_ratio", max_ratio)
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Return the loss (R, T) by `cispo`, with 0 for whatever stands outside the mask."""
+        """Return the loss (R, T) of `cispo`; 0 outside the mask."""
         return cispo(*credited(trainer_logprobs, anchor_logprobs, advantages, mask), self.max_ratio)
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -36,5 +37,5 @@ class CISPO(Loss):
         return importance_ratio(trainer_logprobs, anchor_logprobs) > self.max_ratio
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, the interval that bounds the ratio, and what clipping does to the gradient."""
+        """Return the parameters, the bounds of the ratio, and that clipped tokens keep their gradient."""
         return {**super().semantics(), "ratio_interval": [0.0, self.max_ratio], "gradient_of_clipped": "kept"}

@@ -21,28 +21,29 @@ def dapo(
 ) -> Tensor:
     """Return loss_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t).
 
-    Shapes: all (R, T); unreduced. Source: DAPO, arXiv 2503.14476, eq. 8 (its token average is another axis).
+    Shapes: all (R, T); unreduced. Source: DAPO, arXiv 2503.14476, eq. 8 (its token average belongs to axis
+    `aggregation`).
     """
     return pessimistic(importance_ratio(trainer_logprobs, anchor_logprobs), advantages, clip_low, clip_high)
 
 
 class DAPO(Loss):
-    """PPO's surrogate with an asymmetric clip; the compared recipes of ScaleRL used clip_low 0.2 and clip_high 0.26."""
+    """PPO's surrogate with an asymmetric clip. Defaults as in the recipes that the ScaleRL paper compares."""
 
     def __init__(self, clip_low: float = 0.2, clip_high: float = 0.26) -> None:
         self.clip_low, self.clip_high = clip_bounds(clip_low, clip_high)
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Return the loss (R, T) by `dapo`, with 0 for whatever stands outside the mask."""
+        """Return the loss (R, T) of `dapo`; 0 outside the mask."""
         return dapo(*credited(trainer_logprobs, anchor_logprobs, advantages, mask), self.clip_low, self.clip_high)
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Return where the clip takes the gradient away (R, T, bool)."""
+        """Return where the clip removes the gradient (R, T, bool)."""
         ratio = importance_ratio(trainer_logprobs, anchor_logprobs)
         return pessimistic_clips(ratio, advantages, self.clip_low, self.clip_high)
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, the interval that bounds the ratio, and what clipping does to the gradient."""
+        """Return the parameters, the bounds of the ratio, and that clipped tokens lose their gradient."""
         return {
             **super().semantics(),
             "ratio_interval": [1 - self.clip_low, 1 + self.clip_high],

@@ -1,4 +1,4 @@
-"""PPO: the pessimistic clipped surrogate with a symmetric interval; GRPO's too."""
+"""PPO: the pessimistic clipped surrogate with a symmetric interval, which GRPO uses as well."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class PPO(Loss):
         self.clip, _ = clip_bounds(clip, clip, names=("clip", "clip"))
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Return the loss (R, T) by `ppo`, with 0 for whatever stands outside the mask."""
+        """Return the loss (R, T) of `ppo`; 0 outside the mask."""
         return ppo(*credited(trainer_logprobs, anchor_logprobs, advantages, mask), self.clip)
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Return where the clip takes the gradient away (R, T, bool)."""
+        """Return where the clip removes the gradient (R, T, bool)."""
         ratio = importance_ratio(trainer_logprobs, anchor_logprobs)
         return pessimistic_clips(ratio, advantages, self.clip, self.clip)
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, the interval that bounds the ratio, and what clipping does to the gradient."""
+        """Return the parameters, the bounds of the ratio, and that clipped tokens lose their gradient."""
         return {
             **super().semantics(),
             "ratio_interval": [1 - self.clip, 1 + self.clip],

@@ -17,10 +17,10 @@ def reinforce(trainer_logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 
 class Reinforce(Loss):
-    """REINFORCE without a ratio: tokens sampled by older weights, or by another engine, count as the policy's own."""
+    """REINFORCE without a ratio: it ignores that older weights or another engine sampled the tokens."""
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Return the loss (R, T) by `reinforce`, with 0 for whatever stands outside the mask."""
+        """Return the loss (R, T) of `reinforce`; 0 outside the mask."""
         return reinforce(inside(mask, trainer_logprobs), inside(mask, advantages))
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -28,5 +28,5 @@ class Reinforce(Loss):
         return torch.zeros_like(mask, dtype=torch.bool)
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, and that every token weighs 1 in place of a ratio."""
+        """Return the parameters, and that every token has the weight 1 instead of a ratio."""
         return {**super().semantics(), "ratio_interval": [1.0, 1.0], "ratio": "none: every token weighs 1"}
