@@ -1,1 +1,1 @@
-"""Computation of one optimizer step on a batch: passes before the update, per-token credit, the terms of the loss."""
+"""One optimizer step on a batch: forward passes before the update, per-token credit, and the terms of the loss."""

@@ -1,4 +1,4 @@
-"""Forward passes without gradient that a batch needs before its first update, as the choices ask for them."""
+"""Forward passes without gradient that some design choices need before a batch's first update."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ def scored_before(
     size: PassSize,
     ranks: Ranks,
 ) -> TrainBatch:
-    """Return `rows` with `anchor_logprobs`, `reference_logprobs` and `values`, each where a choice needs it.
+    """Return `rows` with `anchor_logprobs`, `reference_logprobs` and `values` filled in if a choice needs them.
 
     Args:
         rows: this rank's rows of the batch.
-        choices: the run's design choices; they say whether an anchor is needed.
+        choices: the run's design choices, which decide whether an anchor is needed.
         policy: the policy with its weights before the update.
         reference: the frozen reference policy; None without a KL penalty.
         critic: the value model; None without a critic.
         size: upper limits of one forward pass.
-        ranks: those that train together; with a sharded model all make as many passes.
+        ranks: the ranks that train together. With a sharded model all ranks must make the same number of passes.
     """
     passes = {
         "anchor_logprobs": (lambda part: policy(part)[0]) if choices.needs_anchor else None,
         "reference_logprobs": (lambda part: reference(part)[0]) if reference is not None else None,
         "values": (lambda part: critic(part)) if critic is not None else None,
     }
-    found: dict[str, Any] = {
-        name: torch.zeros_like(rows.generator_logprobs) for name, ask in passes.items() if ask is not None
+    tables: dict[str, Any] = {
+        name: torch.zeros_like(rows.generator_logprobs) for name, forward in passes.items() if forward is not None
     }
-    for cut, part in ranks.passes(rows, size) if found else ():
-        for name, into in found.items():
+    for row_numbers, part in ranks.passes(rows, size) if tables else ():
+        for name, table in tables.items():
             values = passes[name](part)  # type: ignore[misc]
-            if cut.numel():
-                # A micro-batch is cut to its own longest completion (`TrainBatch.select`).
-                into[cut, : values.shape[1]] = values
-    return replace(rows, **found)
+            # A pass without rows only keeps this rank in step with the others; its output is dropped.
+            if row_numbers.numel():
+                # A micro-batch is only as wide as its own longest completion (`TrainBatch.select`).
+                table[row_numbers, : values.shape[1]] = values
+    return replace(rows, **tables)

@@ -1,7 +1,8 @@
-"""Group `health`: rules by which a run that has gone bad ends itself, with the reason in its status.
+"""Group `health`: rules that end a collapsed run early and record the reason in its status.
 
-arXiv 2510.13786, A.15: runs whose completions are truncated at 10 to 15% destabilise for good; compute spent after that
-says nothing of the recipe. Off by default: a collapse is a result too, and a study may want to see it whole.
+arXiv 2510.13786, A.15: runs in which 10 to 15% of completions are truncated stay unstable, so later compute tells
+nothing about the recipe. The rules are off by default, because a collapse is a result too and a study may want to see
+all of it.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from lightning_scalerl.checks import CannotGoOnError, ConfigurationError, whole_
 
 
 def at_the_limit(metrics: Mapping[str, float]) -> float:
-    """Return the share of completions truncated at the context's limit, not at a stage's of the curriculum."""
+    """Return the share of completions truncated at the context limit, without those cut by a curriculum stage."""
     return metrics["train/truncated"] - metrics.get("train/cut_by_stage", 0.0)
 
 
 class UnhealthyError(CannotGoOnError):
-    """Raised to end a run whose reward, entropy or truncation is out of bounds."""
+    """Ends a run whose reward, entropy or share of truncated completions is out of bounds."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """Bounds at which a run ends itself. No part of its identity: they decide when to stop, not what is learned.
+    """Bounds at which a run ends itself. They are not part of its identity, since they do not change what it learns.
 
     Args:
         stop: whether the bounds are enforced at all.
         window_steps: optimizer steps over which each mean is taken.
         reward_share: lower bound of the mean reward above `reward.incorrect`, as a share of its best mean so far.
         entropy: lower bound of the mean entropy, in nats per token.
-        truncated: upper bound of the mean share of completions that were truncated at the context's limit.
+        truncated: upper bound of the mean share of completions that are truncated at the context limit.
     """
 
     remarks: ClassVar[tuple[str, ...]] = ("stop", "window_steps", "reward_share", "entropy", "truncated")
@@ -57,11 +58,11 @@ class Health:
 
 
 class HealthWatch:
-    """Watches every step's record and ends the run where `health` says so; on every rank alike.
+    """Checks every step's record against the bounds of `health` and ends the run on all ranks if one is violated.
 
     Args:
         health: the bounds.
-        floor: reward of an incorrect completion, from which the reward's height is measured.
+        floor: reward of an incorrect completion; reward heights are measured from it.
     """
 
     def __init__(self, health: Health, floor: float = 0.0) -> None:
@@ -72,7 +73,7 @@ class HealthWatch:
         self._recent: dict[str, deque[float]] = {name: deque(maxlen=health.window_steps) for name in names}
 
     def check(self, record: Mapping[str, float], step: int) -> None:
-        """Add one step's record to the running means, and compare them with the bounds.
+        """Add one step's record to the running means and compare them with the bounds.
 
         Raises:
             UnhealthyError: a mean is out of bounds; the message has its value and the bound.
@@ -80,22 +81,23 @@ class HealthWatch:
         if not self._health.stop:
             return
         for name, recent in self._recent.items():
-            # An empty batch has no entropy of its own.
+            # The entropy of a batch without groups is recorded as 0, which must not count as collapsed.
             if name in record and (name != "train/entropy" or record.get("train/groups_kept", 1.0) > 0):
                 recent.append(at_the_limit(record) if name == "train/truncated" else record[name])
+        # Only full windows have a mean: the first steps decide nothing.
         means = {n: fmean(r) for n, r in self._recent.items() if len(r) == self._health.window_steps}
         over = f"on average over {self._health.window_steps} steps"
         if "train/reward" in means:
-            # With rewards of -1 and 1 a share of the mean itself would change its meaning at 0.
+            # Measured from the floor: with rewards of -1 and 1, a share of the mean itself makes no sense around 0.
             height = means["train/reward"] - self._floor
-            # What has never risen cannot collapse.
+            # A reward that has never risen above the floor cannot collapse.
             if self._best > 0 and height < self._health.reward_share * self._best:
                 raise UnhealthyError(
                     f"health: reward collapsed at step {step}: {height:.3g} {over}, below "
                     f"{self._health.reward_share:g} of its best, {self._best:.3g} (health.reward_share)"
                 )
             self._best = max(self._best, height)
-        # Defaults within the bounds: a mean without a full window yet decides nothing.
+        # The fallbacks are within the bounds, for means without a full window.
         if means.get("train/entropy", self._health.entropy) < self._health.entropy:
             raise UnhealthyError(
                 f"health: entropy died at step {step}: {means['train/entropy']:.3g} nats a token {over}, below "
@@ -112,7 +114,7 @@ class HealthWatch:
         return {"best": self._best, "recent": {name: list(values) for name, values in self._recent.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the window; if its length has changed, the newest records are kept."""
+        """Restore the window; if its configured length has changed, keep the newest records."""
         self._best = state["best"]
         for name, values in state["recent"].items():
             self._recent[name].clear()

@@ -1,4 +1,4 @@
-"""Handling of gradients that are not finite: dynamic loss scaling for FP16, and skipped updates."""
+"""Non-finite gradients: dynamic loss scaling for FP16, and skipped updates."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from lightning_scalerl.checks import CannotGoOnError
 
 # Defaults of torch.amp.GradScaler.
 START, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
+# Lower bound of the loss scale.
 SMALLEST = 2.0**-14
+# Consecutive skipped updates that end the run.
 MOST_IN_A_ROW = 3
 
 
 class LossScale:
-    """Dynamic loss scaling: gradients below FP16's smallest number, 6e-8, would be lost, so the loss is scaled up.
+    """Dynamic loss scaling: the loss is scaled up so that gradients below FP16's smallest number, 6e-8, are not lost.
 
-    The factor is halved after a gradient that overflowed, and doubled after `INTERVAL` that did not.
+    The factor is halved after an overflowing gradient and doubled after `INTERVAL` finite ones in a row.
 
     Args:
-        acts: whether the loss is scaled, as in FP16; else the factor is 1 and stays so.
+        acts: whether the loss is scaled, as in FP16; otherwise the factor stays 1.
     """
 
     def __init__(self, acts: bool) -> None:
@@ -43,7 +45,7 @@ class LossScale:
                     parameter.grad.div_(self.factor)
 
     def update(self, finite: bool) -> None:
-        """Adapt the scale after an update whose gradient was finite, or was not."""
+        """Adapt the scale after a gradient that was finite or not."""
         if not self.acts:
             return
         if not finite:
@@ -63,9 +65,10 @@ class LossScale:
 
 
 class SkippedUpdates:
-    """Counts updates whose loss or gradient was not finite: they are skipped, and several in a row end the run.
+    """Counts updates that were skipped because loss or gradient was not finite; several in a row end the run.
 
-    In FP16 overflows at a scale above 1 do not count as in a row: the scale, which begins at `START`, may be the cause.
+    In FP16, overflows at a loss scale above 1 do not count towards the run of failures: the large scale itself, which
+    starts at `START`, may be the cause.
     """
 
     def __init__(self) -> None:
@@ -73,12 +76,12 @@ class SkippedUpdates:
         self._in_a_row = 0
 
     def observe(self, finite: bool, scale: LossScale, completed_steps: int) -> None:
-        """Count one update, before it would be made.
+        """Count one update before it is made or skipped, and adapt the loss scale.
 
         Raises:
-            CannotGoOnError: too many in a row.
+            CannotGoOnError: too many updates in a row were not finite.
         """
-        # By the scale that this gradient was computed with: `update` halves it.
+        # Before `scale.update`, which halves the scale that this gradient was computed with.
         overflow = scale.acts and scale.factor > 1.0
         scale.update(finite)
         if finite:
@@ -94,7 +97,7 @@ class SkippedUpdates:
             )
 
     def metrics(self) -> dict[str, float]:
-        """Return `train/skipped_updates`, the number skipped in the run so far."""
+        """Return `train/skipped_updates`, the number of updates skipped in the run so far."""
         return {"train/skipped_updates": float(self._count)}
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Loss of a step as a list of terms, each per token, with its coefficient and its own aggregation.
+"""Loss of a step as a list of terms. Each is per token and has its own coefficient and aggregation.
 
-    policy    the surrogate of axis `loss`, on the anchor and with the weights of axis `correction`
-    value     the critic's clipped squared error
-    kl        the distance from the frozen reference
-    entropy   minus the bonus
+    policy    surrogate of axis `loss`, with the anchor and weights of axis `correction`
+    value     clipped squared error of the critic
+    kl        distance from the frozen reference
+    entropy   minus the entropy bonus
 
-All divide by the batch's global denominators, so that any split of a batch sums to the same loss and gradient.
+All terms divide by the global denominators of the batch, so any split of a batch sums to the same loss and gradient.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lightning_scalerl.rollout import Scored, TrainBatch
 
 @dataclass(frozen=True)
 class Term:
-    """Term of the loss: `per_token` (R, T), coefficient included, under `aggregation`."""
+    """Term of the loss: `per_token` computes (R, T) with the coefficient included, and `aggregation` reduces it."""
 
     name: str
     per_token: Callable[[Scored], Tensor]
     aggregation: Aggregation
 
     def reduce(self, scored: Scored) -> Tensor:
-        """Return the (micro-)batch's share of the term, a scalar. Nothing outside the loss mask is read."""
+        """Return the (micro-)batch's share of the term, a scalar. Values outside the loss mask are not read."""
         scored = scored.inside()
         return self.aggregation.reduce(self.per_token(scored), scored.batch, scored.batch.denominators)
 
@@ -42,7 +42,7 @@ def terms(choices: Choices) -> list[Term]:
     """Return the terms of a run's loss, the policy's first.
 
     Raises:
-        ConfigurationError: the `aggregation` of a term is unknown.
+        ConfigurationError: the `aggregation` that a term names is unknown.
     """
 
     def policy(scored: Scored) -> Tensor:
@@ -52,8 +52,9 @@ def terms(choices: Choices) -> list[Term]:
         weights = choices.correction.weights(batch)
         if weights is not None:
             per_token = per_token * weights
-        for added in choices.own.values():
-            per_token = added.adjust_loss(per_token, batch, logprobs)
+        # Axes of the user's own come last, so they see the corrected loss.
+        for choice in choices.own.values():
+            per_token = choice.adjust_loss(per_token, batch, logprobs)
         return per_token
 
     def kl(scored: Scored) -> Tensor:
@@ -62,10 +63,10 @@ def terms(choices: Choices) -> list[Term]:
     def entropy(scored: Scored) -> Tensor:
         return -choices.entropy.coefficients(scored.batch.pass_rates).unsqueeze(1) * scored.entropies
 
-    def own(choice: KL | Entropy | ValueNetwork) -> Aggregation:
+    def aggregation_of(choice: KL | Entropy | ValueNetwork) -> Aggregation:
         return named_aggregation(f"{choice.axis}.aggregation", choice.aggregation) or choices.aggregation
 
-    found = [Term("policy", policy, choices.aggregation)]
+    active = [Term("policy", policy, choices.aggregation)]
     critic = choices.critic
     if isinstance(critic, ValueNetwork):
 
@@ -74,16 +75,16 @@ def terms(choices: Choices) -> list[Term]:
             assert scored.values is not None and batch.values is not None and batch.returns is not None
             return critic.coefficient * critic.per_token(scored.values, batch.values, batch.returns)
 
-        found.append(Term("value", value, own(critic)))
+        active.append(Term("value", value, aggregation_of(critic)))
     if choices.kl.where == "loss":
-        found.append(Term("kl", kl, own(choices.kl)))
+        active.append(Term("kl", kl, aggregation_of(choices.kl)))
     if choices.entropy.acts:
-        found.append(Term("entropy", entropy, own(choices.entropy)))
-    return found
+        active.append(Term("entropy", entropy, aggregation_of(choices.entropy)))
+    return active
 
 
 def distances(scored: Scored, choices: Choices) -> Tensor:
-    """Return k3 of each token (R, T) to the reference, in the type that the precision axis keeps it in."""
+    """Return the k3 distance of each token (R, T) to the reference, in the type that axis `precision` chooses."""
     reference = scored.batch.reference_logprobs
     assert reference is not None
     kept, fp32 = choices.precision.kept, choices.precision.fp32_kl
@@ -91,18 +92,19 @@ def distances(scored: Scored, choices: Choices) -> Tensor:
 
 
 def loss_weights(batch: TrainBatch, trainer_logprobs: Tensor, choices: Choices) -> Tensor:
-    """Return d loss / d (trainer_logprobs, entropies), (2, all rollouts of the groups, T): the tokens' update weights.
+    """Return the tokens' weights in the update: d loss / d (trainer_logprobs, entropies), shape (2, all rollouts, T).
 
-    Rollouts without credit weigh zero. Tokens are laid out by `batch.row`, so that two batches of the
-    same groups can be compared whatever each has kept. The critic's own loss does not move the policy.
+    Rows are numbered as in `batch.row`, over all rollouts of the groups, so two batches of the same groups can be
+    compared even if they keep different rollouts. Rollouts without credit have weight zero. The value term is left out,
+    since it does not move the policy.
     """
     logprobs = trainer_logprobs.detach().requires_grad_(True)
-    # The bonus is linear in the entropies, so any values give its gradient.
+    # The bonus is linear in the entropies, so its gradient does not depend on their values.
     entropies = torch.zeros_like(logprobs).requires_grad_(True)
     scored = Scored(batch, logprobs, entropies)
-    moving = [term for term in terms(choices) if term.name != "value"]
-    loss = torch.stack([term.reduce(scored) for term in moving]).sum()
-    # Without an entropy bonus the entropies are in no term.
+    policy_terms = [term for term in terms(choices) if term.name != "value"]
+    loss = torch.stack([term.reduce(scored) for term in policy_terms]).sum()
+    # `allow_unused`: without an entropy bonus, no term depends on the entropies.
     gradients = torch.autograd.grad(loss, (logprobs, entropies), allow_unused=True)
     total = sum(len(group.rollouts) for group in batch.groups)
     longest = max(len(rollout.tokens) for group in batch.groups for rollout in group.rollouts) if total else 0

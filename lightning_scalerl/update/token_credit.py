@@ -1,6 +1,6 @@
 """Per-token credit after the forward passes: rewards and values -> advantages and returns -> normalization.
 
-What rewards alone decide was done before (`stream.credit`); where the estimator is of that kind, nothing happens here.
+Advantages that depend on rewards alone were computed in `stream.credit`. For those only the precision is applied here.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from lightning_scalerl.update.terms import distances
 
 
 def token_credit(rows: TrainBatch, choices: Choices, sums: Sums, remember: bool = False) -> TrainBatch:
-    """Return `rows` with the advantages that are trained on, and with returns where there is a critic.
+    """Return `rows` with the advantages that are trained on, and with returns if there is a critic.
 
-    A pure function but for `remember`, so that a mechanism counter can credit a batch a second time.
+    Without `remember` this is a pure function, so that a mechanism counter can credit a batch a second time.
 
     Args:
         rows: this rank's rows of the batch, with the results of `scored_before`.
         choices: the run's design choices.
-        sums: adds numbers up over all ranks.
-        remember: whether a normalization with a memory takes in this batch; once a step.
+        sums: sums a tensor over all ranks.
+        remember: whether a normalization with a memory records this batch; True once per step.
     """
     advantages, returns = rows.advantages, rows.returns
     if choices.advantage.after_forward:
@@ -32,11 +32,12 @@ def token_credit(rows: TrainBatch, choices: Choices, sums: Sums, remember: bool 
         if choices.kl.where == "reward":
             assert rows.anchor_logprobs is not None
             coefficients = choices.kl.coefficients(rows.pass_rates).unsqueeze(1)
-            # `distances` reads no entropies: any table of that shape does in their place.
+            # `distances` does not read entropies, so any tensor of the right shape can stand in for them.
             gaps = distances(Scored(rows, rows.anchor_logprobs, rows.anchor_logprobs).inside(), choices)
             rewards = rewards - coefficients * gaps * rows.loss_mask
         advantages, returns = choices.advantage.estimate_tokens(rewards, rows.values, rows.loss_mask)
         if remember:
+            # A name of its own for the closure: `advantages` is rebound below.
             unscaled = advantages
             choices.normalization.remember(lambda: Moments.of(unscaled[rows.loss_mask > 0], sums))
         advantages = choices.normalization.scale_tokens(advantages, rows.loss_mask, sums)

@@ -1,4 +1,4 @@
-"""The trained policy as rank 0 uses it between passes: to score rollouts, to publish weights, to try others."""
+"""Access of rank 0 to the trained policy between passes: to score rollouts, publish weights, and try changed ones."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from lightning_scalerl.model.head import eval_mode
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollout import TrainBatch
 
-# Noise on weights as a share of their own size; at least `LEAST_SIZE`, so that zero weights (a bias, half of an
-# adapter) move as well. With this much, a layer's effect on a log-probability changes by more than any rounding.
+# Noise on weights as a share of their root mean square, which counts as at least `LEAST_SIZE`, so that zero weights (a
+# bias, half of an adapter) move as well. This is enough for a layer's effect on log-probabilities to exceed rounding.
 MOVE, LEAST_SIZE = 0.3, 0.05
 
 
 class TrainedPolicy:
-    """Access to the policy's log-probabilities and weights for rank 0, which alone judges and publishes them.
+    """Gives rank 0 the policy's log-probabilities and weights; only rank 0 scores and publishes them.
 
-    Where each rank has the whole model, rank 0 helps itself. A sharded one computes on all ranks together: what rank 0
-    calls here, within the work that it does for all (`Ranks.share`), the others do as well, by `answer`.
+    If each rank has the whole model, rank 0 works alone. A sharded model needs all ranks: whatever rank 0 calls here
+    during `Ranks.share`, the other ranks repeat through `answer`.
 
     Args:
-        policy: `Policy`, which is called with a batch and keeps its language model in `model`.
-        ranks: returns the ranks of the run as they are now.
-        load: loads the language model whole, where the policy's weights are in their folder still.
+        policy: the `Policy`, whose language model is in `policy.model`.
+        ranks: returns the current ranks of the run.
+        load: loads the whole language model, for when the policy's weights have not been read from their folder.
     """
 
     def __init__(self, policy: Policy, ranks: Callable[[], Ranks], load: Callable[[], nn.Module] | None = None) -> None:
@@ -45,44 +45,46 @@ class TrainedPolicy:
         self._before: dict[str, Tensor] = {}
 
     def answer(self, request: Sequence[Any]) -> None:
-        """Do what rank 0 has asked for, together with it: the name of a method here, and its arguments."""
+        """Join rank 0 in a call; `request` is the name of a method of this class and its arguments."""
         name, *arguments = request
         getattr(self, f"_{name}")(*arguments)
 
     def _together(self, name: str, *arguments: Any) -> Any:
+        """Call a method here and, with a sharded model, on all other ranks as well."""
         ranks = self._ranks()
         if ranks.sharded:
             ranks.ask((name, *arguments))
         return getattr(self, f"_{name}")(*arguments)
 
     def logprobs(self, batch: TrainBatch, precision: Precision | None = None) -> Tensor:
-        """Return log-probabilities (R, T) of a batch without gradient and dropout, in the policy's types or others."""
+        """Return log-probabilities (R, T) of a batch without gradient or dropout; `precision` None is the policy's."""
         types = None if precision is None else precision.parameters()
-        found: Tensor = self._together("score", replace(batch, groups=[]), types)
-        return found
+        # The groups are not needed for scoring, and would be sent to the other ranks.
+        logprobs: Tensor = self._together("score", replace(batch, groups=[]), types)
+        return logprobs
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the model's weights by name, an adapter merged in; of a sharded one whole copies on the host."""
-        found: dict[str, Tensor] = self._together("gather")
-        return found
+        """Return the model's weights by name, with an adapter merged; whole copies on the host if it is sharded."""
+        weights: dict[str, Tensor] = self._together("gather")
+        return weights
 
     def weight(self, name: str) -> Tensor:
-        """Return a weight of the model by its name, without its adapter; of a sharded one a whole copy on the host."""
-        found: Tensor = self._together("gather_one", name)
-        return found
+        """Return one weight by name, without merging an adapter; a whole copy on the host if the model is sharded."""
+        weight: Tensor = self._together("gather_one", name)
+        return weight
 
     def adapter_weights(self) -> dict[str, Tensor]:
-        """Return the trained weights of an adapted model by name; of a sharded one whole copies on the host."""
-        found: dict[str, Tensor] = self._together("gather_adapter")
-        return found
+        """Return the trained weights of an adapted model by name; whole copies on the host if it is sharded."""
+        weights: dict[str, Tensor] = self._together("gather_adapter")
+        return weights
 
     def whole_model(self, device: torch.device | str = "cpu") -> nn.Module:
-        """Return the language model whole, without adapter; on rank 0.
+        """Return the whole language model without adapter, on rank 0.
 
-        It is the policy's own, unless that has an adapter, or is or will be sharded: then a copy on the device.
+        This is the policy's own model, or a copy on `device` if that model has an adapter, is sharded, or will be.
         """
         model: nn.Module = self.policy.model
-        if is_blank(model):
+        if is_blank(model):  # its weights are still in their folder
             assert self._load is not None
             model = self._load()
         elif has_adapter(model):
@@ -92,7 +94,7 @@ class TrainedPolicy:
             model = type(sharded)(sharded.config)
             model.load_state_dict(weights)
             model.generation_config = sharded.generation_config
-        elif self._ranks().sharded:
+        elif self._ranks().sharded:  # the policy's own model is about to be sharded
             model = copy.deepcopy(model)
         else:
             return model
@@ -100,7 +102,10 @@ class TrainedPolicy:
 
     @contextmanager
     def moved(self, names: Sequence[str]) -> Iterator[None]:
-        """Add noise to these weights, each tensor by `MOVE` of its own size, and restore them bit for bit."""
+        """Add noise to these weights for the `with` block, then restore them bit for bit.
+
+        The noise of a tensor is `MOVE` times its root mean square.
+        """
         try:
             self._together("move", list(names))
             yield
@@ -126,7 +131,8 @@ class TrainedPolicy:
 
     def _gather_adapter(self) -> dict[str, Any]:
         ranks, model = self._ranks(), self.policy.model
-        trained = {name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
+        parameters = model.named_parameters(remove_duplicate=False)
+        trained = {name for name, parameter in parameters if parameter.requires_grad}
         state = {name: value for name, value in model.state_dict().items() if name in trained}
         return gathered(state, ranks.leads) if ranks.sharded else state
 
@@ -137,8 +143,10 @@ class TrainedPolicy:
         for name in names:
             parameter = parameters[name]
             noise = noise or torch.Generator(parameter.device).manual_seed(0)
+            # Each rank saves only its own part, on the host.
             self._before[name] = _own(parameter).to("cpu", copy=True)
             size = whole_tensor(parameter.square().mean()).sqrt().clamp(min=LEAST_SIZE)
+            # Drawn for the whole tensor on every rank with one seed, so that the ranks' parts fit together.
             drawn = torch.randn(parameter.shape, generator=noise, device=parameter.device).to(parameter.dtype)
             parameter.add_(part_like(drawn, parameter), alpha=MOVE * float(size))
 
@@ -151,6 +159,6 @@ class TrainedPolicy:
 
 
 def _own(parameter: Tensor) -> Tensor:
-    """Return the part of a weight that this rank keeps: all of it unless it is sharded."""
+    """Return this rank's part of a weight, which is all of it unless the weight is sharded."""
     detached = parameter.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
