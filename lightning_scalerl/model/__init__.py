@@ -1,1 +1,1 @@
-"""Policy of a run: any causal language model of transformers, and its head."""
+"""The trained model: any causal language model of transformers, how it is loaded, run, adapted, sharded and saved."""

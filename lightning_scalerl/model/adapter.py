@@ -1,9 +1,9 @@
-"""Low-rank adapters (LoRA) of peft in a model of transformers, and the plain model that such a model stands for.
+"""Low-rank adapters (LoRA) of peft in transformers models, and the equivalent plain model with the adapter merged.
 
-An adapted model computes y = W x + s B A x in place, under the names `...q_proj.base_layer.weight` (W),
+An adapted layer computes y = W x + s B A x, with the weights `...q_proj.base_layer.weight` (W),
 `...q_proj.lora_A.NAME.weight` and `...lora_B.NAME.weight`. Everything outside the trainer (generator, reference,
-critic, export) gets the plain model, in which `...q_proj.weight` is W + s B A: there the adapter costs nothing, and
-nobody needs peft.
+critic, export) gets the plain model, in which `...q_proj.weight` is W + s B A. There the adapter costs nothing and peft
+is not needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_scalerl.axes.adapter import ALL_LINEAR, Adapter, LoRA
 from lightning_scalerl.checks import ConfigurationError, said
 from lightning_scalerl.model.recompute import recompute_like
 
-# A begins with the same numbers in every run, as the model's own weights do; the run's own random numbers stay.
+# A starts with the same numbers in every run, like the model's own weights. The run's random state is not touched.
 _SEED = 0
 _LORA = (".lora_A.", ".lora_B.")
 _MERGE = "or merge it and train all weights: model.merge_and_unload()"
@@ -49,33 +49,34 @@ def of_adapter(name: str) -> bool:
 def add_lora(
     model: nn.Module, rank: int, alpha: float, targets: str | Sequence[str], modules_to_save: Sequence[str] = ()
 ) -> None:
-    """Put low-rank weights beside the target layers of a model, in place, and freeze all others but those to save.
+    """Add low-rank weights to the target layers of a model, in place, and freeze all other weights.
 
     Args:
         model: a causal language model without an adapter.
-        rank: of the low-rank weights.
+        rank: rank of the low-rank weights.
         alpha: numerator of their scale, alpha / rank.
-        targets: "all-linear", or names as the layers' end in.
-        modules_to_save: names, as they end in, of other modules, whose own weights are trained.
+        targets: "all-linear", or the last parts of the layers' names.
+        modules_to_save: last parts of the names of other modules whose own weights stay trainable.
 
     Raises:
-        ConfigurationError: peft is not installed, the model has an adapter, a target names no linear layer of it, or a
-            module to save none with other weights.
+        ConfigurationError: peft is not installed, the model already has an adapter, a target does not name a linear
+            layer, or a module to save does not name another module with weights.
     """
     if has_adapter(model):
         raise ConfigurationError(
             f"adapter: the model has a LoRA adapter already; choose adapter=none to train that one, {_MERGE}"
         )
     peft = _peft()
-    # Named one by one: of a mixture peft's own "all-linear" takes the tables of its experts too, which are no layers.
-    chosen = _linear_layers(model) if isinstance(targets, str) else _checked(model, targets)
-    kept = _modules_to_save(model, modules_to_save)
+    # Name the layers one by one: peft's own "all-linear" also takes the weight tables of experts in a mixture model,
+    # which are not linear layers.
+    target_names = _linear_layers(model) if isinstance(targets, str) else _checked(model, targets)
+    saved_modules = _modules_to_save(model, modules_to_save)
     config = peft.LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=chosen, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"
+        r=rank, lora_alpha=alpha, target_modules=target_names, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"
     )
     try:
         with _same_random_numbers(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a Conv1D, whose layout peft sees by itself
+            warnings.simplefilter("ignore")  # about GPT-2's Conv1D, whose transposed layout peft handles correctly
             peft.inject_adapter_in_model(config, model)
     except ValueError as error:
         raise ConfigurationError(
@@ -90,48 +91,53 @@ def add_lora(
             f"{_listed(model)}"
         )
     check_adapter(model)
-    # In place, not by peft's wrapper: that keeps a second copy of each module, and is no output head to whoever looks.
-    for module in kept:
+    # Not with peft's wrapper, which keeps a second copy of each module and hides an output head from other code.
+    for module in saved_modules:
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(True)
 
 
 def _modules_to_save(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Return the modules that a list names, unless one names nothing, or a layer that would be a target.
+    """Return the modules with weights of their own whose names end in one of `names`.
 
     Raises:
-        ConfigurationError: it does; with the names that there are.
+        ConfigurationError: a name matches no module, or a linear layer, which belongs in `targets`.
     """
     linear, kind = {*_linear_layers(model)}, type(model).__name__
-    whole = {
+    others = {
         name: module
         for name, module in model.named_modules()
         if name not in linear and next(module.parameters(recurse=False), None) is not None
     }
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for end in names:
-        matches = [module for name, module in whole.items() if _ends_in(name, end)]
+        matches = [module for name, module in others.items() if _ends_in(name, end)]
         if layer := next((name for name in linear if _ends_in(name, end)), None):
             raise ConfigurationError(
                 f"adapter.modules_to_save: {end!r} matches {layer}, a linear layer of {kind}'s body; give it "
                 "as one of adapter.targets"
             )
         if not matches:
-            there = ", ".join(sorted({name.rpartition(".")[2] for name in whole}))
+            valid = ", ".join(sorted({name.rpartition(".")[2] for name in others}))
             raise ConfigurationError(
                 f"adapter.modules_to_save: {end!r} matches no module of {kind} with weights of its own; those "
-                f"there: {there}"
+                f"there: {valid}"
             )
-        found += matches
-    return found
+        modules += matches
+    return modules
 
 
 def _ends_in(name: str, end: str) -> bool:
+    """Return whether the last parts of a dotted name are `end`."""
     return name == end or name.endswith(f".{end}")
 
 
 def _checked(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Return the targets, unless one matches nothing, or anything but linear layers of the model's body."""
+    """Return the targets as a list.
+
+    Raises:
+        ConfigurationError: a target matches no module, or a module that is not a linear layer of the model's body.
+    """
     head = model.get_output_embeddings()  # type: ignore[operator]
     for target in targets:
         matches = {name: module for name, module in model.named_modules() if _ends_in(name, target)}
@@ -151,25 +157,25 @@ def _checked(model: nn.Module, targets: Sequence[str]) -> list[str]:
 
 
 def _linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer with a matrix of plain numbers: `nn.Linear`, or GPT-2's `Conv1D`."""
+    """Return whether a module is `nn.Linear` or GPT-2's `Conv1D`, with floating-point (not quantized) weights."""
     weight = getattr(module, "weight", None)
     known = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     return known and isinstance(weight, Tensor) and weight.is_floating_point()
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
-    """Return the names of a model's linear layers, the output head left out."""
+    """Return the names of a model's linear layers except the output head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     return [name for name, module in model.named_modules() if _linear(module) and module is not head]
 
 
 def _listed(model: nn.Module) -> str:
-    """Return the last parts of the names of a model's linear layers."""
+    """Return the last parts of the names of a model's linear layers, as text for an error."""
     return ", ".join(sorted({name.rpartition(".")[2] for name in _linear_layers(model)})) or "none"
 
 
 def _peft() -> Any:
-    """Return the package peft.
+    """Import and return the package peft.
 
     Raises:
         ConfigurationError: it is not installed.
@@ -185,41 +191,44 @@ def _peft() -> Any:
 
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Draw the same random numbers in each such block, on the host, and leave the process's own as they are."""
+    """Seed the host's random numbers for the `with` block, then restore the process's random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         yield
 
 
 def adapt(model: nn.Module, choice: Adapter) -> None:
-    """Put the adapter of a choice on axis `adapter` into a model, in place; see `add_lora` for what is refused."""
+    """Add the adapter of a choice on axis `adapter` to a model, in place; raises like `add_lora`."""
     if isinstance(choice, LoRA):
         add_lora(model, choice.rank, choice.alpha, choice.targets, choice.modules_to_save)
 
 
 def frozen_and_trained(model: nn.Module, choice: LoRA) -> tuple[int, int]:
-    """Return how many numbers of a model `keep_in` keeps in a smaller type under an adapter, and how many it trains.
+    """Return the number of weights that `keep_in` may store in a smaller type, and the number that LoRA trains.
 
-    Nothing is put into the model, which may have no data.
+    The model is not changed and may be on the meta device.
     """
     modules = dict(model.named_modules())
     linear = {name: modules[name] for name in _linear_layers(model)}
     names = linear if isinstance(choice.targets, str) else _checked(model, choice.targets)
     targets = [name for name in linear if any(_ends_in(name, end) for end in names)]
     frozen = sum(parameter.numel() for module in linear.values() for parameter in module.parameters(recurse=False))
-    whole = {
+    # A set, because a tied weight is in several modules but is trained once.
+    saved = {
         parameter for module in _modules_to_save(model, choice.modules_to_save) for parameter in module.parameters()
     }
+    # A (rank, in) and B (out, rank).
     low_rank = sum(choice.rank * sum(linear[name].weight.shape) for name in targets)
-    return frozen, low_rank + sum(parameter.numel() for parameter in whole)
+    return frozen, low_rank + sum(parameter.numel() for parameter in saved)
 
 
 def modules_saved(model: nn.Module) -> list[str]:
-    """Return the names of the modules of an adapted model whose own weights are trained beside its adapter.
+    """Return the names of the modules of an adapted model whose own weights are trained as well.
 
-    A weight that is tied counts for each of its places.
+    If a weight is tied, all modules that have it are named.
     """
-    trained = (name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad)
+    parameters = model.named_parameters(remove_duplicate=False)
+    trained = (name for name, parameter in parameters if parameter.requires_grad)
     return sorted({name.rpartition(".")[0] for name in trained if not of_adapter(name)})
 
 
@@ -227,14 +236,15 @@ def modules_saved(model: nn.Module) -> list[str]:
 
 
 def _of_peft(model: nn.Module) -> bool:
+    """Return whether a model's class comes from peft, such as `PeftModel`."""
     return any(kind.__module__.partition(".")[0] == "peft" for kind in type(model).__mro__)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model of transformers inside of a `PeftModel`, with its adapter in place; others as they are.
+    """Return the transformers model inside a `PeftModel`, with its adapter in place; return other models unchanged.
 
     Raises:
-        ConfigurationError: its adapter is of another kind than those that can be trained here.
+        ConfigurationError: the adapter is of a kind that cannot be trained here.
     """
     configs = getattr(model, "peft_config", None)
     if not _of_peft(model):
@@ -250,7 +260,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _kind(config: Any) -> str:
-    """Return the name of a method of peft, as its configurations bear it."""
+    """Return the name of the peft method of an adapter configuration, such as "LORA"."""
     return str(getattr(config.peft_type, "value", config.peft_type)).upper()
 
 
@@ -262,10 +272,10 @@ def _refused(what: str, why: str) -> ConfigurationError:
 
 
 def check_adapter(model: nn.Module) -> None:
-    """Refuse a model whose adapter does more than W x + s B A x, or whose weights would not be trained.
+    """Refuse a model whose adapter computes more than W x + s B A x, or whose low-rank weights are frozen.
 
     Raises:
-        ConfigurationError: what it is, and what to do.
+        ConfigurationError: the adapter cannot be trained here; the message names the reason and the remedy.
     """
     kind = type(model).__name__
     configs = dict(getattr(model, "peft_config", None) or {})
@@ -308,7 +318,7 @@ def check_adapter(model: nn.Module) -> None:
 
 
 def described(model: nn.Module) -> dict[str, Any]:
-    """Return what an adapted model's adapter is, as plain values: its ranks, scales and layers."""
+    """Return a model's adapter as plain values: its ranks, scales, targets and number of layers."""
     layers = adapted_layers(model)
     ranks = sorted({int(layer.r[_active(layer)]) for layer in layers.values()})
     scales = sorted({float(layer.scaling[_active(layer)]) for layer in layers.values()})
@@ -322,6 +332,7 @@ def described(model: nn.Module) -> dict[str, Any]:
 
 
 def _active(layer: Any) -> str:
+    """Return the name of a layer's only adapter."""
     (name,) = layer.active_adapters
     return str(name)
 
@@ -330,20 +341,20 @@ def _active(layer: Any) -> str:
 
 
 class _Kept(nn.Linear):
-    """Linear layer whose weights are kept in a smaller type than its inputs may have."""
+    """Linear layer whose weights are stored in a smaller type than its input may have."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return W x + b in the type of autocast, else in that of the input."""
+        """Return W x + b in autocast's type, or in the input's type without autocast."""
         if torch.is_autocast_enabled(x.device.type):
             return F.linear(x, self.weight, self.bias)
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 def keep_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep the linear layers of a model's body in a type, in place, and everything else of it in FP32.
+    """Store the linear layers of a model's body in `dtype`, in place, and all other weights in FP32.
 
-    Low-rank weights, embeddings, norms and the output head stay FP32. Under autocast to the same type nothing that is
-    computed changes: it casts these weights in each pass.
+    Low-rank weights, embeddings, norms and the output head stay FP32. Under autocast to the same type the results do
+    not change, because autocast casts these weights in each pass anyway.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     for name, module in model.named_modules():
@@ -363,8 +374,9 @@ def merge(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of the plain model: W + s B A in FP32 under the layer's own name, without the adapter.
 
     Args:
-        state: whole tensors of the adapted model, by name; empty on a rank that does not want them.
-        model: the adapted model, which says where its adapter is and how it is scaled; its weights may be sharded.
+        state: whole tensors of the adapted model, by name; empty on a rank that does not need the result.
+        model: the adapted model, for the places and scales of its adapter. Its weights are not read, so they may be
+            sharded.
     """
     if not state:
         return {}
@@ -383,13 +395,14 @@ def plain_copy(model: nn.Module, weights: Mapping[str, Tensor] | None = None) ->
 
     Args:
         model: an adapted model.
-        weights: merged, as `merge` returns them; None to merge those that the model has now.
+        weights: merged weights as returned by `merge`; None to merge the model's current weights.
     """
-    old: Any = model
-    with torch.random.fork_rng(devices=[]):  # its first weights are drawn, and then replaced
-        copied: Any = type(old)(old.config)
+    adapted: Any = model
+    # The constructor draws initial weights, which are replaced; the run's random state must not notice.
+    with torch.random.fork_rng(devices=[]):
+        copied: Any = type(adapted)(adapted.config)
     copied.load_state_dict(merge(model.state_dict(), model) if weights is None else weights)
-    copied.generation_config = old.generation_config
-    recompute_like(copied, old)
-    whole: nn.Module = copied.train(model.training)
-    return whole
+    copied.generation_config = adapted.generation_config
+    recompute_like(copied, adapted)
+    plain: nn.Module = copied.train(model.training)
+    return plain

@@ -1,7 +1,7 @@
-"""Work of other people's programs in a process of its own, under a limit of time, memory and length.
+"""Runs untrusted templates in a forked process with limits on time, memory and output length.
 
-A chat template is a program that came with a model. Its sandbox keeps it from files and from Python's insides; it ends
-neither an endless loop nor a text of gigabytes.
+A chat template is a program that comes with a model. Jinja's sandbox keeps it from files and Python internals, but
+stops neither an endless loop nor an output of gigabytes.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from sweeps.process import die_with_parent, end
 
 T = TypeVar("T")
 
-# For one item: wall clock, a busy machine's delays included, and characters of its text.
+# Limits for one item: wall-clock seconds (generous, since the machine may be busy) and characters of output.
 LIMIT_S = 20.0
 MOST_CHARACTERS = 2**24
-# For all together, beyond what the process holds when it is forked.
+# Limit for all items together, on top of the memory that the process has when it is forked.
 MEMORY_BYTES = 2**30
 
 _TOKENIZERS = "TOKENIZERS_PARALLELISM"
 
 
 class BoundedError(Exception):
-    """Raised when the work on one item did not succeed.
+    """Failure of the work on one item.
 
     Attributes:
-        number: place of the item.
-        limit: whether it went beyond a limit; else the work raised an exception, which is in the message.
+        number: index of the item.
+        limit: whether a limit was exceeded. If not, the work raised an exception, whose text is the message.
     """
 
     def __init__(self, message: str, number: int, limit: bool) -> None:
@@ -46,10 +46,10 @@ class BoundedError(Exception):
 
 
 def bounded(work: Callable[[T], str], items: Sequence[T]) -> Iterator[str]:
-    """Yield the text that `work` makes of each item, computed in a fork of this process.
+    """Yield the text `work(item)` for each item, computed in a fork of this process.
 
     Raises:
-        BoundedError: the work on an item raised, or took more than `LIMIT_S`, `MEMORY_BYTES` or `MOST_CHARACTERS`.
+        BoundedError: `work` raised, or exceeded `LIMIT_S`, `MEMORY_BYTES` or `MOST_CHARACTERS`.
     """
     if not items:
         return
@@ -64,12 +64,12 @@ def bounded(work: Callable[[T], str], items: Sequence[T]) -> Iterator[str]:
             if not answers.poll(LIMIT_S):
                 raise BoundedError(f"it has not ended after {LIMIT_S:g} s", number, True)
             try:
-                said = json.loads(answers.recv_bytes())
-            except EOFError:
+                answer = json.loads(answers.recv_bytes())
+            except EOFError:  # the child ended without an answer, because it had no memory to send one
                 raise BoundedError(_MEMORY, number, True) from None
-            if isinstance(said, dict):
-                raise BoundedError(said["error"], number, said["limit"])
-            yield said
+            if isinstance(answer, dict):
+                raise BoundedError(answer["error"], number, answer["limit"])
+            yield answer
     finally:
         end(child, (0.0, signal.SIGKILL))
         answers.close()
@@ -79,22 +79,22 @@ _MEMORY = f"it takes more than {MEMORY_BYTES // 2**20} MiB"
 
 
 def _work(parent: int, answers: Connection[Any, Any], work: Callable[[T], str], items: Sequence[T]) -> NoReturn:
-    """Do the work in the child, and end it: nothing that it shares with its parent is to be cleaned up twice."""
+    """Do the work in the child and exit, without the clean-up handlers that the child shares with its parent."""
     try:
         die_with_parent(parent)
         _limit_memory()
-        gc.freeze()  # a garbage collection would look through, and so copy, all that the parent holds
+        gc.freeze()  # a garbage collection would touch, and thereby copy, all memory shared with the parent
         for item in items:
-            said = _said(work, item)
-            answers.send_bytes(json.dumps(said).encode())
-            if isinstance(said, dict):
+            answer = _answer(work, item)
+            answers.send_bytes(json.dumps(answer).encode())
+            if isinstance(answer, dict):
                 break
     finally:
         os._exit(0)
 
 
-def _said(work: Callable[[T], str], item: T) -> str | dict[str, Any]:
-    """Return the text of one item, or what went wrong."""
+def _answer(work: Callable[[T], str], item: T) -> str | dict[str, Any]:
+    """Return the text of one item, or a mapping with the error."""
     try:
         text = work(item)
     except MemoryError:
@@ -107,7 +107,7 @@ def _said(work: Callable[[T], str], item: T) -> str | dict[str, Any]:
 
 
 def _limit_memory() -> None:
-    """Limit the address space to what this process has, and `MEMORY_BYTES` more, where the system can do that."""
+    """Limit the address space to its current size plus `MEMORY_BYTES`, on systems that support it."""
     with suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + MEMORY_BYTES
@@ -117,7 +117,7 @@ def _limit_memory() -> None:
 
 @contextmanager
 def _quiet_fork() -> Iterator[None]:
-    """Fork without the warnings of Python and of tokenizers: the child runs on alone, and tokenizes nothing."""
+    """Suppress fork warnings of Python and tokenizers: the child has one thread and does not tokenize."""
     before = os.environ.get(_TOKENIZERS)
     os.environ.setdefault(_TOKENIZERS, "true")
     try:

@@ -1,7 +1,7 @@
 """Rendering of prompts for a model, and of completions for a verifier.
 
-A conversation is rendered with the model's own chat template, a plain text gets what its tokenizer puts before one
-(BOS). What a model thinks is told apart from what it answers by the marker that ends its thinking.
+A conversation is rendered with the model's chat template. A plain text gets the prefix that its tokenizer adds (BOS).
+The answer of a completion is the text after the marker that ends its thinking.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from lightning_scalerl.rollout import Rollout
 from lightning_scalerl.verify.grade import Sample
 
 END_OF_THINKING = "</think>"
-# Default date of Llama's templates. Today's would change the prompts every day.
+# The default date of Llama's templates. With today's date, prompts would change every day.
 DATE = datetime(2024, 7, 26)
-# Special tokens that are named at the start; a model may have hundreds that are reserved.
+# Most special tokens to list at the start; a model may have hundreds of reserved ones.
 NAMED = 24
-# Counts changes of how a text becomes tokens: what was cached by earlier rules is not read.
+# Version of the tokenisation rules; cached tokens of other versions are not read.
 RULES = 2
-# Tokenisation that took longer than this is cached on disk.
+# Tokenisation that takes longer than this is cached on disk.
 WORTH_KEEPING_S = 0.5
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Settings for the form of prompts, and for the part of a completion that is its answer.
+    """Settings for rendering prompts and for finding the answer in a completion.
 
     Args:
-        template: "auto", the model's own chat template if it has one; "none", prompts as plain text; or a file with a
-            Jinja template.
-        system: a system prompt before every conversation that has none of its own.
-        thinking: value of the template's `enable_thinking`; None to leave it at the template's default.
-        stop: texts that end a completion, beside the model's end-of-sequence tokens.
-        end_of_thinking: text that ends the thinking; None for that of `length_control`, or `</think>`.
+        template: "auto" for the model's own chat template if it has one, "none" for prompts as plain text, or a file
+            with a Jinja template.
+        system: system prompt for every conversation without one.
+        thinking: value of the template's `enable_thinking`; None for the template's default.
+        stop: texts that end a completion, in addition to the model's end-of-sequence tokens.
+        end_of_thinking: text that ends the thinking; None for the one of axis `length_control`, or `</think>`.
     """
 
     neutral: ClassVar[Mapping[str, Any] | None] = {
@@ -72,7 +72,7 @@ class Chat:
 
     @staticmethod
     def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the digest of a template file, which stands for it in a run's identity; empty without a file."""
+        """Return the digest of a template file for the run's identity; empty without a file."""
         path = Path(str(parameters.get("template", "auto"))).expanduser()
         if str(path) in ("auto", "none") or not path.is_file():
             return {}
@@ -80,16 +80,16 @@ class Chat:
 
 
 class Rendering:
-    """Tokenizer with a chat's settings: prompt -> text -> tokens, and completion -> what is graded.
+    """Tokenizer with chat settings: prompt -> text -> tokens, and completion -> sample to grade.
 
     Args:
         tokenizer: the model's tokenizer.
-        chat: settings of the rendering.
+        chat: the chat settings.
         stop_tokens: token ids that end a completion.
-        end_of_thinking: marker of the axis `length_control`; empty if it has none.
+        end_of_thinking: marker of axis `length_control`; empty if it has none.
 
     Raises:
-        ConfigurationError: a setting that this model's template does not know.
+        ConfigurationError: the model's template does not support a setting.
     """
 
     def __init__(self, tokenizer: Any, chat: Chat, stop_tokens: Sequence[int] = (), end_of_thinking: str = "") -> None:
@@ -97,20 +97,21 @@ class Rendering:
         self.chat = chat
         self.stop_tokens = frozenset(stop_tokens)
         self.marker = chat.end_of_thinking or end_of_thinking or END_OF_THINKING
-        known = tokenizer.convert_tokens_to_ids(self.marker)
-        # Id of the marker if it is one token: as a special token it is missing from a completion's text.
-        self._marker_id = known if isinstance(known, int) and known != tokenizer.unk_token_id else None
-        self._template = self._chosen()
-        # Whether a prompt's text ends in the beginning of thinking, by a digest of the prompt: asked for completions.
+        marker_id = tokenizer.convert_tokens_to_ids(self.marker)
+        # The id is needed if the marker is a special token, because decoding then drops it from the text.
+        self._marker_id = marker_id if isinstance(marker_id, int) and marker_id != tokenizer.unk_token_id else None
+        self._template = self._chosen_template()
+        # By digest of a prompt, whether its text ends by opening the thinking. Needed to find a completion's answer.
         self._opening: dict[bytes, bool] = {}
 
-    def _chosen(self) -> str | None:
-        """Return the Jinja template that prompts are rendered with; None for plain text."""
+    def _chosen_template(self) -> str | None:
+        """Return the Jinja template for prompts; None for plain text."""
         chat = self.chat
         template: str | None = None
         if chat.template == "auto":
-            found = getattr(self.tokenizer, "chat_template", None)
-            template = found.get("default") if isinstance(found, Mapping) else found
+            # Some tokenizers have several named templates.
+            templates = getattr(self.tokenizer, "chat_template", None)
+            template = templates.get("default") if isinstance(templates, Mapping) else templates
         elif chat.template != "none":
             template = Path(chat.template).expanduser().read_text(encoding="utf-8")
         if chat.system is not None and template is None:
@@ -123,7 +124,7 @@ class Rendering:
         return template
 
     def to_save(self) -> Any:
-        """Return the tokenizer to save, with a template file as its own: the model is then served as it was trained."""
+        """Return the tokenizer to save. It includes a template file, so that the model is served as it was trained."""
         if self._template is None or self.chat.template == "auto":
             return self.tokenizer
         saved = copy.copy(self.tokenizer)
@@ -132,7 +133,7 @@ class Rendering:
 
     @property
     def describes(self) -> str:
-        """One line on how prompts are rendered."""
+        """Description of how prompts are rendered, in one line."""
         if self._template is None:
             return "plain text, no chat template"
         whose = "the model's chat template" if self.chat.template == "auto" else f"the template of {self.chat.template}"
@@ -140,30 +141,30 @@ class Rendering:
         return f"{whose}{', with a system prompt' if self.chat.system else ''}{thinking}"
 
     def text(self, prompt: Prompt) -> str:
-        """Return the text that the model reads, special tokens of the template included; see `texts`."""
+        """Return the text that the model reads, including the template's special tokens; see `texts`."""
         return self.texts([prompt])[0]
 
     def texts(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Return the texts that the model reads. A template is somebody's program: it runs apart, under limits.
+        """Return the texts that the model reads. The template is untrusted, so it runs in a limited process.
 
         Raises:
-            ConfigurationError: the template refuses a conversation, goes beyond a limit, or there is none for it.
+            ConfigurationError: the template refuses a conversation or exceeds a limit, or a conversation has none.
         """
         if self._template is None:
             return [self._plain(prompt) for prompt in prompts]
         try:
             return list(bounded(self._rendered, prompts))
         except BoundedError as error:
-            said = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split())[:200]
             prompt = prompts[error.number]
-            whose = self.chat.template if self.chat.template != "auto" else self.tokenizer.name_or_path or "the model"
+            owner = self.chat.template if self.chat.template != "auto" else self.tokenizer.name_or_path or "the model"
             if error.limit:
                 raise ConfigurationError(
-                    f"chat.template: the template of {whose} cannot be used, for {said} on prompt "
+                    f"chat.template: the template of {owner} cannot be used, for {reason} on prompt "
                     f"{prompt.prompt_id!r}; give chat.template a file of yours, or chat.template=none"
                 ) from error
             raise ConfigurationError(
-                f"chat.template: it does not take the conversation of prompt {prompt.prompt_id!r} ({said}); mend the "
+                f"chat.template: it does not take the conversation of prompt {prompt.prompt_id!r} ({reason}); mend the "
                 "prompt, leave out chat.system if it knows none, or give chat.template a file of yours"
             ) from error
 
@@ -185,6 +186,7 @@ class Rendering:
         return rendered
 
     def _plain(self, prompt: Prompt) -> str:
+        """Return a prompt as plain text; a conversation must be a single message of the user."""
         if not prompt.messages:
             return prompt.text
         (first, *rest) = prompt.messages
@@ -200,8 +202,8 @@ class Rendering:
         return self._tokens([self.text(prompt)])[0]
 
     def encode_all(self, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, list[list[int]]]:
-        """Return the tokens of whole sets: in one batch, which is many times faster, or from the disk cache."""
-        prompts = [prompt for those in sets.values() for prompt in those]
+        """Return the tokens of whole sets, from the disk cache or in one batch, which is many times faster."""
+        prompts = [prompt for pool in sets.values() for prompt in pool]
         digests = [_digest(prompt) for prompt in prompts]
         path = cache_dir() / "prompts" / f"{self._key(prompts)}.npz"
         tokens, opening = _read(path)
@@ -212,56 +214,57 @@ class Rendering:
             if time.perf_counter() - began > WORTH_KEEPING_S:
                 _write(path, tokens, opening)
         self._opening |= zip(digests, opening, strict=True)
-        found, start = {}, 0
-        for name, those in sets.items():
-            found[name] = tokens[start : start + len(those)]
-            start += len(those)
-        return found
+        tokens_of, start = {}, 0
+        for name, pool in sets.items():
+            tokens_of[name] = tokens[start : start + len(pool)]
+            start += len(pool)
+        return tokens_of
 
     def _opens(self, text: str) -> bool:
-        """Return whether a prompt's text ends in the beginning of thinking."""
+        """Return whether a prompt's text ends by opening the thinking (`<think>`)."""
         opening = self.marker.replace("</", "<", 1)
         return opening != self.marker and text.rstrip().endswith(opening)
 
     def _key(self, prompts: Sequence[Prompt]) -> str:
-        """Return a digest of everything that decides the tokens, as the key of the disk cache."""
+        """Return a digest of everything that determines the tokens, as the key of the disk cache."""
         digest = hashlib.sha256()
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         about = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
         special = {str(name): str(value) for name, value in self.tokenizer.special_tokens_map.items()}
         settings = {**asdict(self.chat), "template": self._template, "marker": self.marker, "rules": RULES}
         for part in (type(self.tokenizer).__name__, about, json.dumps([special, settings], default=str)):
-            digest.update(part.encode() + b"\0")  # ends the part: none can run into the next
+            digest.update(part.encode() + b"\0")  # a separator, so that different parts cannot join to the same bytes
         for prompt in prompts:
             digest.update(_digest(prompt))
         return digest.hexdigest()[:24]
 
     def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each text, which begins with BOS once where its model knows one.
+        """Return the token ids of each text, with a single BOS at the start if the model uses one.
 
-        A template writes all special tokens itself; before a plain text the tokenizer puts its own, unless the text
-        begins with them. What a tokenizer appends is taken off: the model would see a text that has ended.
+        A template writes all special tokens itself. To a plain text the tokenizer adds its prefix, unless the text
+        already starts with it. An EOS that the tokenizer appends is removed: the model would take the text as ended.
         """
         if not texts:
             return []
         bare: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         bos, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         if self._template is not None:
-            # The template's BOS, and that of a message which was rendered before.
+            # A second BOS comes from a message that had already been rendered.
             return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in bare]
+        # A tokenizer that adds nothing to "a" adds nothing to any text.
         if self.tokenizer("a")["input_ids"] == self.tokenizer("a", add_special_tokens=False)["input_ids"]:
             return bare
-        found: list[list[int]] = self.tokenizer(list(texts))["input_ids"]
-        for ids, own in zip(found, bare, strict=True):
-            if ids[-len(own) - 1 :] == [*own, end]:
+        encoded: list[list[int]] = self.tokenizer(list(texts))["input_ids"]
+        for ids, bare_ids in zip(encoded, bare, strict=True):
+            if ids[-len(bare_ids) - 1 :] == [*bare_ids, end]:
                 ids.pop()
-            added = len(ids) - len(own)
-            if own[:added] == ids[:added]:
+            added = len(ids) - len(bare_ids)
+            if bare_ids[:added] == ids[:added]:
                 del ids[:added]
-        return found
+        return encoded
 
     def notes(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Return lines on what rewards do not see of a completion; `prompts` were encoded by `encode_all`."""
+        """Return notes on tokens of a completion that rewards do not see; `prompts` must have gone to `encode_all`."""
         lines = []
         if dropped := self._dropped():
             more = f" and {len(dropped) - NAMED} more" if len(dropped) > NAMED else ""
@@ -278,7 +281,7 @@ class Rendering:
         return lines
 
     def _dropped(self) -> list[str]:
-        """Return the tokens that `decode` leaves out, besides those that end a completion; reserved ones last."""
+        """Return the special tokens that `decode` drops, except stop tokens; reserved ones come last."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         ids = {*self.tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
         special = [
@@ -299,7 +302,7 @@ class Rendering:
         return Sample(prompt, completion, answer, tuple(tokens), rollout.truncated, step)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Decode completion tokens, without special tokens and without the text or token that ended them."""
+        """Decode completion tokens, without special tokens and without the stop text or stop token."""
         if tokens and tokens[-1] in self.stop_tokens:
             tokens = tokens[:-1]
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
@@ -307,11 +310,11 @@ class Rendering:
         return text[: min(ends)] if ends else text
 
     def _answer(self, prompt: Prompt, tokens: Sequence[int], completion: str) -> str:
-        """Return the text after the end of thinking; empty where thinking was begun and has not ended."""
+        """Return the text after the end of thinking; empty if thinking has started and not ended."""
         if self.marker in completion:
             return completion.rpartition(self.marker)[2]
         if self._marker_id is not None and self._marker_id in tokens:
-            # As a special token it is not in the text: the last one among the ids.
+            # A special token is not in the text: take everything after its last occurrence among the ids.
             return self.decode(tokens[len(tokens) - list(tokens)[::-1].index(self._marker_id) :])
         opening = self.marker.replace("</", "<", 1)
         if opening == self.marker:
@@ -326,41 +329,41 @@ class Rendering:
 
 @dataclass(frozen=True)
 class StopTexts:
-    """Test for a text that ends a completion. It runs after every token, so it decodes the last few only."""
+    """Test whether a completion contains a stop text. It runs after every token, so it decodes only the last few."""
 
     tokenizer: Any
     texts: tuple[str, ...]
 
     @property
     def window(self) -> int:
-        """Number of last tokens to decode: one holds a character at least, except pieces of one, hence the margin."""
+        """Number of last tokens to decode: one per character, plus a margin for characters of several tokens."""
         return max(map(len, self.texts)) + 8
 
     def __call__(self, tokens: Sequence[int]) -> bool:
-        """Return whether a completion's tokens so far, or its last ones, hold such a text."""
-        said: str = self.tokenizer.decode(list(tokens[-self.window :]), skip_special_tokens=True)
-        return any(text in said for text in self.texts)
+        """Return whether the last of these tokens contain a stop text."""
+        tail: str = self.tokenizer.decode(list(tokens[-self.window :]), skip_special_tokens=True)
+        return any(text in tail for text in self.texts)
 
 
 def _digest(prompt: Prompt) -> bytes:
-    """Return a digest of what of a prompt is rendered."""
-    content = json.dumps([prompt.text, [dict(each) for each in prompt.messages]])
+    """Return a digest of the parts of a prompt that are rendered: its text and messages."""
+    content = json.dumps([prompt.text, [dict(message) for message in prompt.messages]])
     return hashlib.blake2b(content.encode(), digest_size=16).digest()
 
 
 def _read(path: Path) -> tuple[list[list[int]], list[bool]]:
-    """Read cached tokens, and which prompts begin thinking; both empty if there is nothing that can be read."""
+    """Read cached tokens and flags of prompts that open the thinking; both are empty if the file cannot be read."""
     try:
-        with np.load(path) as kept:
-            tokens = [part.tolist() for part in np.split(kept["tokens"], np.cumsum(kept["lengths"])[:-1])]
-            return tokens, kept["opening"].tolist()
+        with np.load(path) as cached:
+            tokens = [part.tolist() for part in np.split(cached["tokens"], np.cumsum(cached["lengths"])[:-1])]
+            return tokens, cached["opening"].tolist()
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return [], []
 
 
 def _write(path: Path, tokens: Sequence[Sequence[int]], opening: Sequence[bool]) -> None:
-    """Write tokens to the cache; a disk that cannot be written is ignored."""
-    # Written beside and renamed, for several runs share the cache. `savez` would add .npz to a name without it.
+    """Write tokens to the cache; errors of the disk are ignored."""
+    # Written to another name and renamed, because several runs share the cache. `savez` appends .npz to other names.
     unfinished = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.part.npz")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -373,6 +376,6 @@ def _write(path: Path, tokens: Sequence[Sequence[int]], opening: Sequence[bool])
 
 
 def told_of(rendering: Rendering) -> dict[str, str]:
-    """Return the lines of a model's card about its prompts and stop texts."""
+    """Return the lines of a model card on prompts and stop texts."""
     stop = rendering.chat.stop
     return {"prompts": rendering.describes, **({"completions end at": ", ".join(map(repr, stop))} if stop else {})}

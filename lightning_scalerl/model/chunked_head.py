@@ -1,8 +1,9 @@
-"""Log-probabilities and entropies from hidden states in chunks of tokens: logits of all tokens are never there.
+"""Log-probabilities and entropies from hidden states in chunks of tokens, without logits of all tokens at once.
 
-At a real vocabulary the logits are the largest tensor of a step. Each chunk's are made, read and dropped in the forward
-pass, and made again in the backward pass, where their gradient is written over them: beyond inputs, weights and their
-gradients one chunk is alive. With y the logits, p = softmax(y) and H the entropy
+With a real vocabulary the logits are the largest tensor of a step. The forward pass computes, reads and drops the
+logits of one chunk at a time. The backward pass computes them again and overwrites them with their gradient. So only
+one chunk of logits exists at a time, besides inputs, weights and their gradients. With logits y, p = softmax(y) and
+entropy H:
 
     d log p_t / dy = onehot(t) - p        dH / dy = -p (log p + H)
 """
@@ -19,14 +20,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scaling:
-    """From a head's product z to the logits: cap tanh(factor z / cap) / temperature, or factor z / temperature."""
+    """Map from a head's product z to logits: cap tanh(factor z / cap) / temperature, or factor z / temperature.
+
+    Cohere and Granite models have a factor, Gemma models a cap.
+    """
 
     factor: float = 1.0
     cap: float | None = None
     temperature: float = 1.0
 
     def over(self, product: Tensor) -> Tensor:
-        """Write the logits over the head's product, and return them."""
+        """Overwrite the head's product with the logits and return them."""
         if self.factor != 1:
             product.mul_(self.factor)
         if self.cap is not None:
@@ -34,9 +38,10 @@ class Scaling:
         return product if self.temperature == 1 else product.div_(self.temperature)
 
     def back(self, gradient: Tensor, logits: Tensor | None) -> Tensor:
-        """Turn a gradient of the logits into one of the product, in place; a cap needs the logits for it."""
+        """Turn the gradient of the logits into that of the product, in place; with a cap the logits are needed."""
         if self.cap is not None:
             assert logits is not None
+            # d tanh(u) / du = 1 - tanh(u)^2, and tanh(u) = logits * temperature / cap.
             gradient.mul_(1 - (logits * (self.temperature / self.cap)).square_())
         return gradient.mul_(self.factor / self.temperature)
 
@@ -55,12 +60,12 @@ def chunked_scores(
 
     Args:
         hidden: states before the head, (N, width).
-        weight, bias: of the head, (V, width) and (V,) or None.
+        weight, bias: parameters of the head, (V, width) and (V,) or None.
         targets: token ids, (N,).
-        scaling: from the head's product to logits.
+        scaling: map from the head's product to logits.
         dtype: type of the head's product.
-        chunk: tokens at a time.
-        entropy_gradient: whether the entropies have a gradient, too.
+        chunk: tokens per chunk.
+        entropy_gradient: whether the entropies have a gradient as well.
     """
     scored: tuple[Tensor, Tensor] = _Scores.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, scaling, dtype, chunk, entropy_gradient
@@ -69,6 +74,8 @@ def chunked_scores(
 
 
 class _Scores(torch.autograd.Function):
+    """Autograd function of `chunked_scores`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -82,7 +89,7 @@ class _Scores(torch.autograd.Function):
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies, norms = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
-        # Without autocast, which would multiply in the policy's type whatever `dtype` is.
+        # Autocast would override `dtype` with the policy's type.
         with torch.autocast(hidden.device.type, enabled=False):
             head = weight.to(dtype), None if bias is None else bias.to(dtype)
             for start in range(0, len(hidden), chunk):
@@ -91,9 +98,9 @@ class _Scores(torch.autograd.Function):
                 norm = norms[part] = logits.logsumexp(-1)
                 logprobs[part] = logits.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1) - norm
                 # H = log sum exp y - sum p y
-                share = (logits - norm.unsqueeze(-1)).exp_()
-                entropies[part] = norm - torch.einsum("nv,nv->n", share, logits)
-                del logits, share  # before the next chunk's are made
+                probabilities = (logits - norm.unsqueeze(-1)).exp_()
+                entropies[part] = norm - torch.einsum("nv,nv->n", probabilities, logits)
+                del logits, probabilities  # free them before the next chunk is computed
         ctx.save_for_backward(hidden, weight, bias, targets, norms, entropies)
         ctx.settings = scaling, dtype, chunk, entropy_gradient
         if not entropy_gradient:
@@ -101,34 +108,35 @@ class _Scores(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, of_logprobs: Tensor, of_entropies: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, norms, entropies = ctx.saved_tensors
         scaling, dtype, chunk, entropy_gradient = ctx.settings
-        of_hidden = torch.empty_like(hidden)
+        grad_hidden = torch.empty_like(hidden)
         # A frozen head has no gradient.
-        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         with torch.autocast(hidden.device.type, enabled=False):
             head = weight.to(dtype), None if bias is None else bias.to(dtype)
             for start in range(0, len(hidden), chunk):
                 part = slice(start, start + chunk)
-                states, given = hidden[part].to(dtype), of_logprobs[part].unsqueeze(-1)
+                states, grad_part = hidden[part].to(dtype), grad_logprobs[part].unsqueeze(-1)
                 logits = scaling.over(F.linear(states, *head).float())
-                kept = None if scaling.cap is None else logits.clone()
-                share = logits.sub_(norms[part].unsqueeze(-1))
+                capped = None if scaling.cap is None else logits.clone()
+                # In place from here on, so `log_p` (and `logits`) become probabilities, then the gradient.
+                log_p = logits.sub_(norms[part].unsqueeze(-1))
                 if entropy_gradient:
-                    factor = share + entropies[part].unsqueeze(-1)
-                    gradient = share.exp_().mul_(factor.mul_(of_entropies[part].unsqueeze(-1)).add_(given).neg_())
+                    factor = log_p + entropies[part].unsqueeze(-1)
+                    gradient = log_p.exp_().mul_(factor.mul_(grad_entropies[part].unsqueeze(-1)).add_(grad_part).neg_())
                 else:
-                    gradient = share.exp_().mul_(-given)
-                gradient.scatter_add_(-1, targets[part].unsqueeze(-1), given)
-                gradient = scaling.back(gradient, kept).to(dtype)
-                of_hidden[part] = gradient @ head[0]
-                if of_weight is not None and of_weight.dtype == dtype:
-                    of_weight.addmm_(gradient.T, states)
-                elif of_weight is not None:
-                    of_weight.add_(gradient.T @ states)
-                if of_bias is not None:
-                    of_bias.add_(gradient.sum(0))
-                del logits, share, gradient, kept  # before the next chunk's are made
-        return of_hidden, of_weight, of_bias, None, None, None, None, None
+                    gradient = log_p.exp_().mul_(-grad_part)
+                gradient.scatter_add_(-1, targets[part].unsqueeze(-1), grad_part)
+                gradient = scaling.back(gradient, capped).to(dtype)
+                grad_hidden[part] = gradient @ head[0]
+                if grad_weight is not None and grad_weight.dtype == dtype:
+                    grad_weight.addmm_(gradient.T, states)
+                elif grad_weight is not None:
+                    grad_weight.add_(gradient.T @ states)
+                if grad_bias is not None:
+                    grad_bias.add_(gradient.sum(0))
+                del logits, log_p, gradient, capped  # free them before the next chunk is computed
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None

@@ -1,4 +1,4 @@
-"""Weights of a model as they lie in a folder of safetensors, read part by part into a model that has none yet."""
+"""Weights in a folder of safetensors, read tensor by tensor into a model on the meta device."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class WeightFiles:
     """Weights of a model in its folder.
 
     Attributes:
-        file_of: by name of a tensor in the folder, its file.
-        names: by name of a weight of the model, that of its tensor; tied weights have one.
+        file_of: the file of each tensor in the folder, by the tensor's name.
+        names: the name of the tensor for each weight of the model; tied weights share one tensor.
     """
 
     file_of: Mapping[str, Path]
     names: Mapping[str, str]
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor:
-        """Return a weight of the model on the host, in FP32: whole, or a part of it, of which no more is read."""
+        """Return a weight of the model, or only a part of it, on the host in FP32; nothing else is read."""
         from safetensors import safe_open
 
         stored = self.names[name]
@@ -40,18 +40,18 @@ class WeightFiles:
 
 
 def is_blank(model: nn.Module) -> bool:
-    """Return whether a model has weights without data, on the meta device."""
+    """Return whether a model has weights on the meta device, which have no data."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def load_blank(path: str) -> tuple[nn.Module, WeightFiles] | str:
-    """Make a model from its folder without reading weights: parameters are on the meta device, all else is in place.
+    """Make a model from its folder without reading weights: parameters are on the meta device, buffers are computed.
 
     Args:
-        path: of the model: a folder, or a hub id.
+        path: folder or hub id of the model.
 
     Returns:
-        The model, and where its weights are read from; or why it is to be loaded whole, in a few words.
+        The model and its weight files, or a short reason why the model must be loaded whole.
     """
     model: Any = load_model(path, blank=True)
     file_of = _files(_folder(path))
@@ -69,10 +69,10 @@ def load_blank(path: str) -> tuple[nn.Module, WeightFiles] | str:
 
 
 def _folder(path: str) -> Path:
-    """Return the folder of a model that has been loaded: its own, or the hub's copy of it on this machine."""
-    own = Path(model_path(path))
-    if own.is_dir():
-        return own
+    """Return the folder of a model that has been loaded, which may be the hub's cache on this machine."""
+    local = Path(model_path(path))
+    if local.is_dir():
+        return local
     from huggingface_hub import try_to_load_from_cache
 
     return Path(str(try_to_load_from_cache(path, "config.json"))).parent
@@ -92,32 +92,34 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _names(model: nn.Module, file_of: Mapping[str, Path]) -> dict[str, str] | str:
-    """Return the tensor in the folder for each weight of a model, or why that is not plain."""
-    own: Mapping[str, Tensor] = model.state_dict()
+    """Return the tensor in the folder for each weight of a model, or the reason why there is no simple mapping."""
+    weights: Mapping[str, Tensor] = model.state_dict()
     tied = _tied(model)
-    if tied != _tied(blank_copy(model)):  # transformers compares the two, and ties them if they are alike
+    # transformers unties weights that the folder has twice with different values; we would have to read both to know.
+    if tied != _tied(blank_copy(model)):
         return "its folder has tied weights twice"
     names: dict[str, str] = {}
-    for together in tied:
-        there = [name for name in together if name in file_of]
-        if len(there) != 1:
-            return f"its folder has {together[0]} {'twice' if there else 'under another name'}"
-        names |= dict.fromkeys(together, there[0])
-    return {name: names[name] for name in own}
+    for tied_names in tied:
+        stored = [name for name in tied_names if name in file_of]
+        if len(stored) != 1:
+            return f"its folder has {tied_names[0]} {'twice' if stored else 'under another name'}"
+        names |= dict.fromkeys(tied_names, stored[0])
+    return {name: names[name] for name in weights}
 
 
 def _tied(model: nn.Module) -> list[list[str]]:
-    """Return the names of a model's weights, those of one weight together."""
-    together: dict[int, list[str]] = {}
+    """Return the names of a model's weights, grouped by weight: tied names are in one list."""
+    groups: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        together.setdefault(id(value), []).append(name)
-    return list(together.values())
+        groups.setdefault(id(value), []).append(name)
+    return list(groups.values())
 
 
 def _make_buffers(model: Any) -> str | None:
-    """Compute buffers that no file holds (rotary tables), as transformers does; return why that is not known how."""
+    """Compute buffers that no file has (rotary tables), as transformers does; return the reason if that fails."""
     made: list[list[Tensor]] = []
     owners = _owners(model)
+    # Fill the buffers twice with different values: one that `_init_weights` does not compute keeps its fill value.
     for value in (0, 1):
         filled: list[Tensor] = []
         for module, owner in owners:
@@ -131,20 +133,19 @@ def _make_buffers(model: Any) -> str | None:
                     owner._init_weights(module)
             filled += [module._buffers[name] for name in names]
         made.append(filled)
-    # What was not computed is as it was filled.
-    same = all(torch.equal(one, other) for one, other in zip(*made, strict=True))
-    return None if same else "its family computes tables in a way of its own"
+    all_computed = all(torch.equal(first, second) for first, second in zip(*made, strict=True))
+    return None if all_computed else "its family computes tables in a way of its own"
 
 
 def _owners(model: Any) -> list[tuple[Any, Any]]:
-    """Return all modules, each with the model of transformers that it is the nearest part of."""
-    found: list[tuple[Any, Any]] = []
+    """Return all modules, each with the innermost transformers model that contains it."""
+    pairs: list[tuple[Any, Any]] = []
 
-    def look(module: Any, owner: Any) -> None:
+    def visit(module: Any, owner: Any) -> None:
         owner = module if hasattr(module, "_init_weights") else owner
-        found.append((module, owner))
+        pairs.append((module, owner))
         for child in module.children():
-            look(child, owner)
+            visit(child, owner)
 
-    look(model, model)
-    return found
+    visit(model, model)
+    return pairs

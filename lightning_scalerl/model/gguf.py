@@ -1,7 +1,7 @@
-"""Models in GGUF, the format of llama.cpp: their weights are dequantised once, into a folder of the cache.
+"""Models in GGUF, the format of llama.cpp: their weights are dequantised once into a folder of the cache.
 
-The folder has the form that `save_pretrained` writes, with weights in FP32. Its name is the digest of the GGUF file.
-Dequantised weights are as coarse as the quantised ones were.
+The folder is in the format of `save_pretrained`, with weights in FP32, and is named by the digest of the GGUF file.
+Dequantising does not restore precision: the weights are as coarse as the quantised ones.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MADE_OF = "made_of.json"
 
 
 def gguf_file(path: str) -> Path | None:
-    """Return the GGUF file that a model's path names, or that its folder holds; None if there is none.
+    """Return the GGUF file that a model path names, or the one in the folder that it names; None for other models.
 
     Raises:
-        ConfigurationError: there is no such file, or its folder holds several.
+        ConfigurationError: the file does not exist, or the folder has several GGUF files.
     """
     place = Path(path).expanduser()
     if path.endswith(SUFFIX) and not place.is_dir():
@@ -49,12 +49,12 @@ def gguf_file(path: str) -> Path | None:
 
 
 def digest(file: Path) -> str:
-    """Return the SHA-256 of a file, which stands for the model in an identity and in the cache."""
-    about = file.stat()
-    return _digest(file.resolve(), about.st_size, about.st_mtime_ns)
+    """Return the SHA-256 of a file, which identifies the model in run identities and in the cache."""
+    stat = file.stat()
+    return _digest(file.resolve(), stat.st_size, stat.st_mtime_ns)
 
 
-# Size and time of change are part of the cache's key: a file that was written anew is read anew.
+# Size and modification time are part of the cache key, so that a rewritten file is read again.
 @lru_cache(maxsize=64)
 def _digest(file: Path, size: int, changed_ns: int) -> str:
     with file.open("rb") as handle:
@@ -62,7 +62,7 @@ def _digest(file: Path, size: int, changed_ns: int) -> str:
 
 
 def converted(file: Path) -> Path:
-    """Return the folder that a GGUF file was converted into: at the first call it is made, in about a minute.
+    """Return the folder of a converted GGUF file. The first call converts it, which takes about a minute.
 
     Raises:
         ConfigurationError: the package gguf is missing, or transformers cannot convert the file.
@@ -92,20 +92,20 @@ def _convert(file: Path, folder: Path) -> None:
         raise ConfigurationError(
             f"model.path: {str(file)!r} is read by the package gguf, which is not installed; pip install gguf"
         )
-    shown = Bar(f"converting {file.name} (once)", 3)
+    progress = Bar(f"converting {file.name} (once)", 3)
     about: dict[str, Any] = {}
     try:
         about = _about(file)
-        shown.update(1)
+        progress.update(1)
         _write_model(file, folder)
-        shown.update(2)
+        progress.update(2)
         from transformers import AutoTokenizer
 
         AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name).save_pretrained(folder)
-        shown.update(3)
+        progress.update(3)
     except MemoryError:
         raise
-    except Exception as error:  # of gguf and transformers: of every kind
+    except Exception as error:  # gguf and transformers raise all kinds of errors
         import transformers
 
         shutil.rmtree(folder, ignore_errors=True)
@@ -115,12 +115,12 @@ def _convert(file: Path, folder: Path) -> None:
             "give a file of another architecture or quantisation, or the model's own folder of safetensors"
         ) from error
     finally:
-        shown.close()
+        progress.close()
     (folder / MADE_OF).write_text(json.dumps({"file": file.name, "sha256": digest(file), **about}, indent=1))
 
 
 def _about(file: Path) -> dict[str, Any]:
-    """Return a file's architecture, and the number of its tensors by their type."""
+    """Return a file's architecture, and the number of its tensors by type."""
     from gguf import GGUFReader
 
     reader = GGUFReader(file)
@@ -131,14 +131,14 @@ def _about(file: Path) -> dict[str, Any]:
 
 
 def _write_model(file: Path, folder: Path) -> None:
-    """Dequantise a file's weights, and write them as a model of their architecture that knows nothing of GGUF."""
+    """Dequantise a file's weights and write them as a plain transformers model."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging, quantization_config
 
-    # Recent versions may keep weights packed, where they find a kernel for it.
-    chosen = getattr(quantization_config, "GgufConfig", None)
-    options = {} if chosen is None else {"quantization_config": chosen(dequantize=True)}
+    # Recent versions of transformers keep weights packed if they find a kernel for that.
+    gguf_config = getattr(quantization_config, "GgufConfig", None)
+    options = {} if gguf_config is None else {"quantization_config": gguf_config(dequantize=True)}
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -148,7 +148,7 @@ def _write_model(file: Path, folder: Path) -> None:
         )
         config = read.config
         if hasattr(config, "quantization_config"):
-            del config.quantization_config  # with it, saving and loading would refuse the model as a quantised one
+            del config.quantization_config  # otherwise saving and loading refuse the model as quantised
         with torch.device("meta"):
             plain = type(read)(config)
         plain.load_state_dict(read.state_dict(), assign=True)

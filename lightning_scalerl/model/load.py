@@ -1,4 +1,4 @@
-"""Loading of models and tokenizers from a folder or hub id."""
+"""Loading of models and tokenizers from a folder or a hub id."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def load_model(path: str, blank: bool = False) -> nn.Module:
 
     Args:
         path: a local directory in the transformers format, or a hub id.
-        blank: leave its tensors on the meta device, without data.
+        blank: leave the model's tensors on the meta device, without data.
 
     Raises:
-        ConfigurationError: nothing loadable there.
+        ConfigurationError: there is no loadable model at `path`.
     """
-    # Before transformers, which takes seconds to import.
+    # Check the path before the import of transformers, which takes seconds.
     options, path = load_options(path), model_path(path)
     if blank:
         options["device_map"] = "meta"
     from transformers import AutoModelForCausalLM
 
     try:
-        with _without_bar_of_weights():
+        with _without_weights_bar():
             model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
     except (OSError, ValueError) as error:
         raise ConfigurationError(_unusable("model", path, error)) from error
@@ -45,8 +45,8 @@ def load_model(path: str, blank: bool = False) -> nn.Module:
 
 
 @contextmanager
-def _without_bar_of_weights() -> Iterator[None]:
-    """Hide transformers' bar of loading weights, not the hub's of a download; both are as before afterwards."""
+def _without_weights_bar() -> Iterator[None]:
+    """Hide transformers' progress bar for loading weights, but not the hub's for downloads; restore both afterwards."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from transformers.utils import logging
 
@@ -54,6 +54,7 @@ def _without_bar_of_weights() -> Iterator[None]:
         yield
         return
     downloads = not are_progress_bars_disabled()
+    # This also disables the hub's bars.
     logging.disable_progress_bar()
     if downloads:
         enable_progress_bars()
@@ -66,12 +67,12 @@ def _without_bar_of_weights() -> Iterator[None]:
 
 
 def check_attention(model: nn.Module) -> None:
-    """Check that a model's attention computes what its configuration says.
+    """Check that a model's attention implementation honours its configuration.
 
-    transformers passes a soft cap of attention logits to every implementation, and `sdpa`, its default, drops it.
+    transformers passes the soft cap of attention logits to every implementation, but its default, `sdpa`, ignores it.
 
     Raises:
-        ConfigurationError: `sdpa`, and a configuration with such a setting.
+        ConfigurationError: the model uses `sdpa` and its configuration has such a setting.
     """
     if ignored := _ignored_settings(model):
         raise ConfigurationError(
@@ -81,13 +82,13 @@ def check_attention(model: nn.Module) -> None:
         )
 
 
-# Settings that transformers' sdpa takes and drops. The others that it lacks, such as attention sinks, belong to
-# families that declare no support for sdpa; transformers gives those eager attention by itself.
+# Settings that transformers' sdpa accepts and ignores. Other unsupported features, such as attention sinks, belong to
+# model families that declare no support for sdpa; transformers uses eager attention for those.
 _IGNORED_BY_SDPA = ("attn_logit_softcapping",)
 
 
 def _ignored_settings(model: nn.Module) -> list[str]:
-    """Return the settings of a model's configuration that its attention implementation drops, with their values."""
+    """Return the settings that a model's attention implementation ignores, as NAME=VALUE."""
     config = text_config(model)
     if getattr(config, "_attn_implementation", None) != "sdpa":
         return []
@@ -95,26 +96,27 @@ def _ignored_settings(model: nn.Module) -> list[str]:
 
 
 def blank_copy(model: Any) -> Any:
-    """Return a model of the same class and configuration on the meta device: shapes and names, without data."""
+    """Return a model of the same class and configuration on the meta device: names and shapes without data."""
     with torch.device("meta"):
         copied = type(model)(copy.deepcopy(model.config))
     copied.generation_config = model.generation_config
-    if hasattr(model, "_weight_conversions"):  # how the names of its files become those of its weights
+    if hasattr(model, "_weight_conversions"):  # map from names in its files to names of its weights
         copied._weight_conversions = model._weight_conversions
     return copied
 
 
 def check_weights(model: nn.Module) -> None:
-    """Check that the master weights are FP32, whatever type the policy computes in.
+    """Check that the master weights are FP32, independent of the type that the policy computes in.
 
-    The frozen weights below an adapter may have any type that can be computed with: they are no master weights.
+    The frozen weights under an adapter are not master weights, so they may have another floating-point type.
 
     Raises:
-        ConfigurationError: some are not.
+        ConfigurationError: some master weights are not FP32.
     """
     adapted = has_adapter(model)
-    masters = [each for each in model.parameters() if each.is_floating_point() and (each.requires_grad or not adapted)]
-    others = sorted({str(each.dtype) for each in masters if each.dtype != torch.float32})
+    floating = [weight for weight in model.parameters() if weight.is_floating_point()]
+    masters = [weight for weight in floating if weight.requires_grad or not adapted]
+    others = sorted({str(weight.dtype) for weight in masters if weight.dtype != torch.float32})
     if others:
         raise ConfigurationError(
             f"model: weights in {', '.join(others)}; master weights are FP32: load it with dtype=torch.float32 (the "
@@ -123,17 +125,17 @@ def check_weights(model: nn.Module) -> None:
 
 
 def fingerprint(model: nn.Module, read: Callable[[str], Tensor] | None = None) -> str:
-    """Return a digest of all weights' bytes, the same on any device; about a second for every gigabyte.
+    """Return a digest of the bytes of all weights, the same on any device. It takes about a second per gigabyte.
 
     Args:
-        model: whose weights these are.
-        read: returns a weight by its name, one after the other, where the model has no data.
+        model: the model to digest.
+        read: returns a weight by name, for a model on the meta device; it is called for one weight after the other.
     """
     digest = hashlib.sha256()
     for name, held in model.state_dict().items():
         weights: Any = held if read is None else read(name)
         digest.update(f"{name} {tuple(weights.shape)} {weights.dtype};".encode())
-        # Viewed as bytes: numpy has no bfloat16.
+        # Viewed as bytes because numpy has no bfloat16.
         digest.update(weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
@@ -142,9 +144,9 @@ def load_tokenizer(path: str) -> Any:
     """Load the tokenizer that belongs to the model at `path`.
 
     Raises:
-        ConfigurationError: nothing loadable there, or it has no end-of-sequence token.
+        ConfigurationError: there is no loadable tokenizer at `path`, or it has no end-of-sequence token.
     """
-    # Before transformers, which takes seconds to import.
+    # Check the path before the import of transformers, which takes seconds.
     options, path = load_options(path), model_path(path)
     from transformers import AutoTokenizer
 
@@ -158,9 +160,9 @@ def load_tokenizer(path: str) -> Any:
 
 
 def stop_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
-    """Return every id that ends a completion: the tokenizer's and all of the model's generation configuration.
+    """Return all token ids that end a completion, from the tokenizer and the model's generation configuration.
 
-    A chat model ends its turn with another token than a text: both are in `generation_config.json`.
+    A chat model ends a turn and a text with different tokens. Both are in `generation_config.json`.
     """
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     listed = configured if isinstance(configured, list | tuple) else [configured]
@@ -168,6 +170,7 @@ def stop_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
 
 
 def _unusable(what: str, path: str, error: Exception) -> str:
+    """Return the message for a path without a loadable model or tokenizer, with the first line of the error."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     place = "a folder without a" if Path(path).is_dir() else "neither a folder nor a reachable hub id of a"
     return f"model.path: {path!r} is {place} loadable {what} ({first})"

@@ -1,12 +1,12 @@
-"""Forward pass over rows laid one behind the other, in one sequence of real tokens: no padding is computed.
+"""Forward pass over rows that are concatenated into one sequence, without padding.
 
-Position ids that begin anew at each row tell the model where one ends. transformers masks attention across rows by
-them (`masking_utils.find_packed_sequence_indices`), in every attention that it has a mask for, windows included; what
-reads the sequence in another way, such as a recurrent layer, does not. So each model is tried.
+Position ids restart at each row. From them transformers derives a mask that blocks attention across rows
+(`masking_utils.find_packed_sequence_indices`), for every kind of attention that it has a mask for, including windows.
+Layers that read the sequence in another way, such as recurrent ones, ignore it. Therefore each model is tried first.
 
-Under such a mask attention costs the square of the whole sequence. A model that attends by torch's
-`scaled_dot_product_attention`, to all that goes before in rows as long as these, is given `RowMask` in its place: each
-row then costs its own square, as with FlashAttention's kernels for rows of unlike length.
+With such a mask, attention costs the square of the whole sequence. A model that uses torch's
+`scaled_dot_product_attention` without windows shorter than the rows gets a `RowMask` instead: each row then costs only
+its own square, as with FlashAttention's kernels for variable lengths.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from lightning_scalerl.model.shared_prompt import SAME, sequences
 from lightning_scalerl.model.windows import attention_windows
 from lightning_scalerl.rollout import TrainBatch
 
-# `SAME` where the model computes in 16 bit: some roundings of BF16, 2^-8 each. Rows that see each other differ by more.
+# The tolerance `SAME` for models that compute in 16 bit: a few roundings of BF16, 2^-8 each. If rows attend to each
+# other, their states differ by more.
 SAME_IN_16_BIT = 3e-2
 
 
 class RowMask(Tensor):
-    """Causal attention within rows: a mask (1, 1, N, N) without content, which computes the attention row by row.
+    """Attention mask (1, 1, N, N) without data that makes torch compute causal attention row by row.
 
-    A tensor, and so handed through any model to the function of torch that it stands in; there it takes over. A model
-    that reads it otherwise sees everything masked, and what it computes is not that of padded rows.
+    As a tensor it passes through any model to `scaled_dot_product_attention`, where `__torch_function__` replaces the
+    call. A model that reads the mask's values sees everything masked. Its states then differ from those of padded rows,
+    which `packs_rows` detects.
     """
 
     lengths: list[int]
@@ -43,57 +45,61 @@ class RowMask(Tensor):
         if func is not F.scaled_dot_product_attention or not isinstance(mask, RowMask):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         options |= {"attn_mask": None, "is_causal": True}
-        rows = zip(*(each.split(mask.lengths, dim=-2) for each in args), strict=True)
+        # Query, key and value, split into the rows along the sequence.
+        rows = zip(*(table.split(mask.lengths, dim=-2) for table in args), strict=True)
         return torch.cat([func(*row, **options) for row in rows], dim=-2)
 
 
 def row_mask(inner: nn.Module, lengths: Sequence[int], device: torch.device) -> RowMask | None:
-    """Return the mask for packed rows of these lengths; None where transformers has to make one of the positions."""
+    """Return the mask for packed rows of these lengths; None if transformers must derive one from the position ids."""
     config, longest = text_config(inner), max(lengths)
     if getattr(config, "_attn_implementation", None) != "sdpa":
         return None
     if any(window.size < longest for window in attention_windows(config)):
         return None
-    nothing = torch.zeros((), dtype=torch.bool, device=device)
-    mask = nothing.expand(1, 1, sum(lengths), sum(lengths)).as_subclass(RowMask)
+    # An expanded scalar: the full shape without its memory.
+    scalar = torch.zeros((), dtype=torch.bool, device=device)
+    mask = scalar.expand(1, 1, sum(lengths), sum(lengths)).as_subclass(RowMask)
     mask.lengths = list(lengths)
     return mask
 
 
 def token_states(inner: nn.Module, batch: TrainBatch, row: Tensor, position: Tensor, by_row: bool = True) -> Tensor:
-    """Return hidden states (N, width) of the tokens at `position` (N,) of the rows `row` (N,), packed if the batch is.
+    """Return hidden states (N, width) of the tokens at `position` (N,) of the rows `row` (N,).
 
-    A row's last token goes through no model: there is nothing behind it to predict. Without `batch.packed` rows are
-    padded to the longest. Unless `by_row`, the mask is transformers' in any case.
+    The last token of a row is not run through the model, because it predicts nothing. Rows are packed if
+    `batch.packed`, else padded to the longest. Without `by_row`, packed rows always use transformers' mask.
     """
     tokens = batch.tokens[:, :-1]
     if not batch.packed:
-        # No mask is needed: rows are left-aligned, and padding stands behind everything it could disturb.
+        # No mask is needed: rows are left-aligned, so under causal attention padding comes after all real tokens.
         padded: Tensor = inner(input_ids=tokens, use_cache=False).last_hidden_state
         return padded[row, position]
     lengths = batch.lengths - 1
     column = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     real = column < lengths.unsqueeze(1)
-    # No cache: with one, transformers does not look for rows in the positions.
-    line: Tensor = inner(
+    # No cache: with one, transformers does not derive a mask from the position ids.
+    states: Tensor = inner(
         input_ids=tokens[real].unsqueeze(0),
         position_ids=column[real].unsqueeze(0),
         attention_mask=row_mask(inner, lengths.tolist(), tokens.device) if by_row else None,
         use_cache=False,
     ).last_hidden_state
-    return line[0, (lengths.cumsum(0) - lengths)[row] + position]
+    # Start of the row in the sequence, plus the position in the row.
+    return states[0, (lengths.cumsum(0) - lengths)[row] + position]
 
 
 @torch.no_grad()
 def packs_rows(model: nn.Module, dtype: torch.dtype = torch.float32) -> bool:
-    """Return whether a model gives a row the same states in a packed sequence as in one of its own.
+    """Return whether a model computes the same states for a row in a packed sequence as for the row alone.
 
-    Tried on three short rows. False as well where what holds for short rows fails for long ones: chunks of attention
-    (Llama 4) are cut where they lie in the packed sequence, and a mask kept as a table (GPT-Neo) has an end.
+    The model is tried on three short rows. The result is also False for models that would pass this but fail on long
+    rows: chunked attention (Llama 4) cuts chunks by the position in the packed sequence, and a mask stored as a table
+    (GPT-Neo) is too short for it.
 
     Args:
         model: a causal language model.
-        dtype: that it is run in; in 16 bit the same are states that differ by rounding.
+        dtype: type to run it in. In 16 bit, states that differ by rounding count as the same.
     """
     config = text_config(model)
     if any(window.field == "attention_chunk_size" for window in attention_windows(config)):
@@ -111,11 +117,11 @@ def packs_rows(model: nn.Module, dtype: torch.dtype = torch.float32) -> bool:
             batch.packed = False
             expected = token_states(backbone(model), batch, row, position).float()
             batch.packed = True
-            # Long rows of a model with windows go the second way.
-            ways = (True, False) if attention_windows(config) else (True,)
-            packed = [token_states(backbone(model), batch, row, position, by_row).float() for by_row in ways]
+            # In a model with windows, rows longer than the window use transformers' mask, so both masks are tried.
+            masks = (True, False) if attention_windows(config) else (True,)
+            packed = [token_states(backbone(model), batch, row, position, by_row).float() for by_row in masks]
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        return False  # no positions can be given
+        return False  # for example because the model does not take position ids
     gap = (torch.stack(packed) - expected).abs().max()
-    same = SAME if dtype == torch.float32 else SAME_IN_16_BIT
-    return bool(gap <= same * expected.abs().max().clamp(min=1.0))
+    tolerance = SAME if dtype == torch.float32 else SAME_IN_16_BIT
+    return bool(gap <= tolerance * expected.abs().max().clamp(min=1.0))

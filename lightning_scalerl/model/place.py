@@ -1,4 +1,4 @@
-"""Location of a model: a local folder or a hub id, told apart before a library that could load it is imported."""
+"""Location of a model: a local folder, a GGUF file or a hub id. It is checked before transformers is imported."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from lightning_scalerl.checks import ConfigurationError, looks_local, said
 from lightning_scalerl.model.gguf import converted, digest, gguf_file
 
-# Seconds for one answer of the hub, and how often it is asked: transformers asks for each file six times, in vain for
-# minutes where there is no network.
+# Timeout of one request to the hub, and number of attempts. transformers itself asks six times for each file, which
+# takes minutes without a network.
 HUB_TIMEOUT_S = 10.0
 HUB_TRIES = 2
 
 
 def model_path(path: str) -> str:
-    """Return the path that a model is loaded from: what `model=path` builds, as other files in `conf/model/` do.
+    """Return the path that a model is loaded from; `conf/model/path.yaml` has this function as its target.
 
-    It is the path itself, but for a model in GGUF: then it is the folder of the cache that it was converted into.
+    It is the given path, or for a GGUF model the cache folder that the model is converted into.
 
     Raises:
-        ConfigurationError: it looks like a local path and nothing is there, or it cannot be converted.
+        ConfigurationError: a local path has no model, or a GGUF model cannot be converted.
     """
     if (file := gguf_file(path)) is not None:
         return str(converted(file))
@@ -44,13 +44,14 @@ def model_path(path: str) -> str:
 
 
 def load_options(path: str) -> dict[str, Any]:
-    """Return the options of `from_pretrained` that keep it from waiting for a hub that does not answer.
+    """Return options for `from_pretrained` that keep it from waiting for a hub that does not answer.
 
     Args:
         path: a folder or a hub id.
 
     Raises:
-        ConfigurationError: a folder without a model, a hub id that is unknown there, or no hub and nothing downloaded.
+        ConfigurationError: a folder has no model, the hub does not know the id, or the hub cannot be reached and the
+            model has not been downloaded.
     """
     if Path(model_path(path)).is_dir():
         return {}
@@ -84,33 +85,33 @@ def _ask(address: str) -> tuple[int | None, str]:
     for _ in range(HUB_TRIES):
         try:
             return get_session().head(address, headers=build_hf_headers(), timeout=HUB_TIMEOUT_S).status_code, ""
-        except Exception as error:  # of whichever library it asks with
+        except Exception as error:  # depends on the HTTP library that huggingface_hub uses
             why = said(error)
     return None, why
 
 
 def _content(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fingerprints of a local model's files, which stand for it in an identity, wherever they lie."""
+    """Return fingerprints of a local model's files for run identities, independent of where the files are."""
     if (file := gguf_file(str(parameters["path"]))) is not None:
         return {"path": {"gguf": digest(file)}}
     folder = Path(model_path(str(parameters["path"])))
     if not folder.is_dir():
         return {}
     files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    about = {path: path.stat() for path in files}
-    return {"path": {path.name: _fingerprint(path, a.st_size, a.st_mtime_ns) for path, a in about.items()}}
+    stats = {path: path.stat() for path in files}
+    return {"path": {path.name: _fingerprint(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}}
 
 
 model_path.content = _content  # type: ignore[attr-defined]
 
-# Weights are many gigabytes: of a larger file only this many samples of this many bytes are read.
+# Number and size in bytes of the samples that are read from a large file. Reading all weights would take too long.
 _SAMPLES, _SAMPLE = 256, 2**16
 
 
-# Size and time of change are part of the cache's key: a file that was written anew is read anew.
+# Size and modification time are part of the cache key, so that a rewritten file is read again.
 @lru_cache(maxsize=256)
 def _fingerprint(path: Path, size: int, changed_ns: int) -> str:
-    """Return a digest of a file's size and bytes; of a large file, of samples at even distances from first to last."""
+    """Return a digest of a file's size and bytes; for a large file, of evenly spaced samples of its bytes."""
     whole = size <= _SAMPLES * _SAMPLE
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as handle:

@@ -1,4 +1,4 @@
-"""Policy of a run: any causal language model of transformers, its log-probabilities, and its head's precision."""
+"""Policy of a run: log-probabilities of any causal language model of transformers, with a head of chosen precision."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from lightning_scalerl.model.shared_prompt import states as completion_states
 from lightning_scalerl.rollout import TrainBatch
 from sweeps.run.activity import activity
 
-# Above this many logits (tokens x vocabulary) the head works in chunks (`chunked_head`). 2^27 FP32 logits are 0.5 GB.
+# With more logits (tokens x vocabulary) than this, the head works in chunks (`chunked_head`). 2^27 FP32 logits take
+# 0.5 GB.
 MAX_LOGITS = 2**27
 
 
@@ -37,7 +38,7 @@ class Policy(nn.Module):
     Args:
         model: a causal language model of transformers; its weights stay FP32.
         precision: types of the forward pass (autocast) and of the head.
-        temperature: that of sampling; with another one the importance ratio would not start at 1.
+        temperature: the sampling temperature. With another one the importance ratio would not start at 1.
     """
 
     def __init__(self, model: nn.Module, precision: Precision, temperature: float = 1.0) -> None:
@@ -45,24 +46,26 @@ class Policy(nn.Module):
         self.model = model
         self.precision = precision
         self.temperature = temperature
-        # Meaning of the model's adapter: a choice's semantics, or `adapter.described` of one that it came with.
+        # The adapter's semantics, from the design choice or, for an adapter that came with the model, `described`.
         self.adapter: Mapping[str, Any] | None = None
-        # Whether rows go through the model packed (`model.packed`): it is asked to, and can (`session.models`).
+        # Whether rows are packed (`model.packed`): the recipe asks for it and the model can (`session.models`).
         self.packs = False
-        # Whether its model has been run on a few tokens (`session.trials`).
+        # Whether the model has been tried on a few tokens (`session.trials`).
         self.tried = False
         self._shares: bool | None = None
-        # Ranks that share a sharded policy gather its layers in lockstep, and agree on each pass's way through them.
+        # With a sharded policy, all ranks must make the same forward calls. `agree` returns whether all of them can
+        # share prompts in this pass.
         self.agree: Callable[[bool], bool] | None = None
 
     def autocast(self, precision: Precision) -> AbstractContextManager[Any]:
-        """Return the policy type's autocast on this policy's device; a null context for FP32."""
+        """Return autocast to the policy's type on this policy's device; a null context for FP32."""
         device = next(self.model.parameters()).device.type
         dtype = precision.policy_dtype
         if dtype == torch.float32:
             return nullcontext()
-        # The cache keeps the 16-bit copies of all weights to the end of the pass. Where layers are whole, or have
-        # activations, for a moment only, that would be most of the memory, and no layer is used twice.
+        # Autocast's cache keeps 16-bit copies of all weights until the end of the pass. With sharding or gradient
+        # checkpointing, where layers or activations exist only briefly, the copies would take most of the memory. The
+        # cache would not help either, since each layer is used once.
         momentary = self.agree is not None or any(
             getattr(part, "gradient_checkpointing", False) for part in self.modules()
         )
@@ -72,7 +75,7 @@ class Policy(nn.Module):
     def shares_prompts(self) -> bool:
         """Return whether a prompt goes through the model once for all of its completions.
 
-        Not in training mode, where dropout acts, or layers recompute what a cache would have to keep.
+        False in training mode, in which dropout is active or layers recompute what a cache would have to keep.
         """
         if any(module.training for module in self.model.modules()):
             return False
@@ -83,14 +86,12 @@ class Policy(nn.Module):
     def forward(
         self, batch: TrainBatch, precision: Precision | None = None, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities of the completion, with gradient, and entropies, with one only if asked for.
-
-        Shapes: (R, T) each, zero beyond a completion's end.
+        """Return log-probabilities and entropies of the completion tokens, (R, T) each, zero after a completion's end.
 
         Args:
             batch: the sequences to score.
-            precision: types to compute in, to compare two; None for the policy's own.
-            entropy_gradient: whether the entropies have a gradient, too.
+            precision: types to compute in; None for the policy's own.
+            entropy_gradient: whether the entropies have a gradient, as the log-probabilities do.
         """
         activity.note("train")
         precision = precision or self.precision
@@ -98,11 +99,13 @@ class Policy(nn.Module):
         column = torch.arange(width, device=batch.tokens.device)
         real = column < (batch.lengths - batch.completion_start).unsqueeze(1)
         row = torch.arange(rollouts, device=real.device).unsqueeze(1).expand(-1, width)[real]
-        # The state at a token predicts the next one. Prompts and padding are left out: no logits are made for them.
+        # The state at a token predicts the next token. No logits are computed for prompts and padding.
         position = (batch.completion_start.unsqueeze(1) - 1 + column)[real]
         share = self.shares_prompts and worthwhile(batch)
         if self.agree is not None:
-            share = self.agree(share and width > 1)  # one token of a shared prompt takes one pass, more take two
+            # With a shared prompt, completions of one token take one forward call and longer ones two. All ranks must
+            # make the same number.
+            share = self.agree(share and width > 1)
         with self.autocast(precision):
             if share:
                 hidden = completion_states(self.model, batch)[real]
@@ -110,17 +113,17 @@ class Policy(nn.Module):
                 hidden = token_states(backbone(self.model), batch, row, position)
         targets = batch.tokens[row, position + 1]
         logprobs, entropies = self._score(hidden, targets, precision, entropy_gradient)
-        # masked_scatter fills in row-major order, the order in which `[real]` has taken them.
-        shape = batch.generator_logprobs
+        # masked_scatter fills in row-major order, like the indexing with `[real]`.
+        like = batch.generator_logprobs
         return (
-            torch.zeros_like(shape).masked_scatter(real, logprobs),
-            torch.zeros_like(shape).masked_scatter(real, entropies),
+            torch.zeros_like(like).masked_scatter(real, logprobs),
+            torch.zeros_like(like).masked_scatter(real, entropies),
         )
 
     def _score(
         self, hidden: Tensor, targets: Tensor, precision: Precision, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities of `targets` (N,) and entropies (N,), from hidden states (N, width)."""
+        """Return log-probabilities of `targets` (N,) and entropies (N,) from hidden states (N, width)."""
         dtype = precision.head_dtype(precision.fp32_head_trainer)
 
         def score(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,8 +135,11 @@ class Policy(nn.Module):
         if (whole := head_weights(self.model)) is not None:
             scaling = scaling_of(self.model, self.temperature)
             return chunked_scores(hidden, *whole, targets, scaling, dtype, chunk, entropy_gradient)
-        # Split over the vocabulary: its reductions are repeated as the chunk is recomputed.
-        own, types = local_weights(self.model), (dtype, self.temperature, entropy_gradient)
+        # A head that is split over the vocabulary: checkpoint each chunk. Its reductions over ranks are repeated when
+        # the chunk is recomputed.
+        head, types = local_weights(self.model), (dtype, self.temperature, entropy_gradient)
         pieces = zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True)
-        parts = [checkpoint(scores_in_parts, self.model, *own, *each, *types, use_reentrant=False) for each in pieces]
+        parts = [
+            checkpoint(scores_in_parts, self.model, *head, *piece, *types, use_reentrant=False) for piece in pieces
+        ]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])

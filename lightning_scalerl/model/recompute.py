@@ -1,7 +1,7 @@
-"""Gradient checkpointing of a model of transformers: a layer's activations are computed again in the backward pass.
+"""Gradient checkpointing of transformers models: a layer's activations are recomputed in the backward pass.
 
-What is kept of each layer is its input. With `hooks` that is kept elsewhere, such as on the host by torch's
-`save_on_cpu`, until the layer is computed again. transformers' own setting for that is of 5.17 and fails without a GPU.
+Only each layer's input is kept. With `hooks` the inputs are kept elsewhere, such as on the host by torch's
+`save_on_cpu`. transformers has a setting for that since 5.17, but it fails without a GPU.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-# Context within which tensors are saved for the backward pass, elsewhere than where they are.
+# Context manager in which tensors for the backward pass are saved in another place.
 Hooks = Callable[[], AbstractContextManager[Any]]
 
 
 def can_recompute(model: nn.Module) -> bool:
-    """Return whether the model's class has gradient checkpointing."""
+    """Return whether the model's class supports gradient checkpointing."""
     return bool(getattr(model, "supports_gradient_checkpointing", False))
 
 
 def recompute(model: nn.Module, hooks: Hooks | None = None) -> None:
-    """Turn gradient checkpointing on; it acts in the layers that `set_mode` leaves in training mode.
+    """Turn gradient checkpointing on. It is active in the layers that `set_mode` leaves in training mode.
 
     Args:
-        model: of transformers.
-        hooks: say where the inputs of the layers are kept; None for the device.
+        model: a transformers model.
+        hooks: where to keep the inputs of the layers; None for the device.
     """
     checkpointed: Any = model
     checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
@@ -41,7 +41,7 @@ def recompute(model: nn.Module, hooks: Hooks | None = None) -> None:
 
 
 def recompute_like(model: nn.Module, other: nn.Module) -> None:
-    """Recompute a model's activations as another's of its class are, if they are."""
+    """Set up gradient checkpointing as in another model of the same class, if that model has it."""
     if not getattr(other, "is_gradient_checkpointing", False):
         return
     ways: list[Any] = [getattr(part, "_gradient_checkpointing_func", None) for part in other.modules()]
@@ -49,19 +49,20 @@ def recompute_like(model: nn.Module, other: nn.Module) -> None:
 
 
 def _kept_elsewhere(hooks: Hooks, function: Callable[..., Any], *args: Any) -> Any:
-    # Only a checkpoint's inputs are saved within these hooks: it has hooks of its own for what its function saves.
+    """Checkpoint a layer, with its inputs saved by `hooks`."""
+    # The hooks see only the checkpoint's inputs: `checkpoint` has hooks of its own for tensors inside its function.
     with hooks():
         return checkpoint(function, *args, use_reentrant=False)
 
 
 def on_host() -> AbstractContextManager[Any]:
-    """Return hooks that keep tensors on the host, in memory from which a GPU copies while it computes."""
+    """Return hooks that keep tensors on the host; with a GPU in pinned memory, so that copies overlap with compute."""
     return save_on_cpu(pin_memory=torch.cuda.is_available())
 
 
 def set_mode(model: nn.Module, dropout: bool) -> None:
-    """Put a model into the mode that it is trained in: dropout on or off, and activations recomputed where they are."""
+    """Set a model's mode for training: dropout on or off, with gradient checkpointing active if it is turned on."""
     model.train(dropout)
     for part in model.modules():
-        # Layers that recompute their activations do so in training mode only; what is in them stays as it is.
+        # Layers recompute only in training mode. Their submodules, such as dropout, keep the mode set above.
         part.training = part.training or bool(getattr(part, "gradient_checkpointing", False))

@@ -1,4 +1,4 @@
-"""Export of a trained model as a folder for `from_pretrained`: weights, tokenizer, and a card with its provenance."""
+"""Export of a trained model as a folder for `from_pretrained`: weights, tokenizer, and a model card with provenance."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from lightning_scalerl.axes.precision import DTYPES
 from lightning_scalerl.checks import ConfigurationError
 from sweeps.redact import redact
 
-# Size of a file of weights where they are fetched one after the other.
+# Size of one weight file when weights are fetched one after the other.
 FILE_BYTES = 4 * 10**9
 
 
 def save_model(
     model: Any, tokenizer: Any, directory: str | Path, dtype: str = "fp32", card: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write model, generation configuration, tokenizer (chat template included) and README.md; all of it or nothing.
+    """Write model, generation configuration, tokenizer (with chat template) and README.md; all of it or nothing.
 
     Args:
-        model: a model of transformers; it is not changed.
+        model: a transformers model; it is not changed.
         tokenizer: the model's tokenizer.
-        directory: folder to make; one that exists must be empty, and fills file by file.
-        dtype: type of the saved weights: "fp32" as they were trained, "bf16" or "fp16" as they are served.
-        card: lines of the model card, by name; None for the type of the weights alone.
+        directory: folder to create. If it exists it must be empty, and files are then moved into it one by one.
+        dtype: type of the saved weights: "fp32" as trained, "bf16" or "fp16" for serving.
+        card: lines of the model card, by name; None for only the type of the weights.
 
     Returns:
         The directory.
 
     Raises:
-        ConfigurationError: something is there already, the type is unknown, or the model cannot be saved.
+        ConfigurationError: the directory is not empty, the type is unknown, or the model cannot be saved.
     """
     with _model_folder(model, tokenizer, directory, dtype, card) as (unfinished, target):
         saved = model if dtype == "fp32" else copy.deepcopy(model).to(DTYPES[dtype])
@@ -58,26 +58,26 @@ def save_in_parts(
     card: Mapping[str, Any] | None = None,
     most_bytes: int = FILE_BYTES,
 ) -> Path:
-    """Write what `save_model` does of a model that is nowhere whole, one file of weights after the other.
+    """Write the same files as `save_model` for a sharded model, one weight file after the other.
 
-    Held at once are the weights of one file, and those of the layer that is fetched for it.
+    In memory at any time are the weights of one file and of the layer that is being fetched for it.
 
     Args:
         blank: the model on the meta device; it is changed.
-        weight: returns a weight of the model by its name, whole and on the host.
-        tokenizer, directory, dtype, card: as of `save_model`.
-        most_bytes: size of a file of weights, unless a single one is larger.
+        weight: returns a whole weight of the model by name, on the host.
+        tokenizer, directory, dtype, card: as in `save_model`.
+        most_bytes: largest size of a weight file, unless a single weight is larger.
 
     Returns:
         The directory.
 
     Raises:
-        ConfigurationError: something is there already, the type is unknown, or the model cannot be saved.
+        ConfigurationError: the directory is not empty, the type is unknown, or the model cannot be saved.
     """
     with _model_folder(blank, tokenizer, directory, dtype, card) as (unfinished, target):
         blank = blank.to(DTYPES[dtype])
         with _consistent(blank):
-            blank.save_pretrained(unfinished, state_dict={})  # all but the weights
+            blank.save_pretrained(unfinished, state_dict={})  # everything except the weights
         for empty in unfinished.glob("*.safetensors"):
             empty.unlink()
         _stream(blank, weight, unfinished, most_bytes)
@@ -88,7 +88,7 @@ def save_in_parts(
 def _model_folder(
     model: Any, tokenizer: Any, directory: str | Path, dtype: str, card: Mapping[str, Any] | None
 ) -> Iterator[tuple[Path, Path]]:
-    """Yield a folder to write a model into, and what it becomes; tokenizer and card follow at the end of the block."""
+    """Yield a temporary folder for the model and its final path; add tokenizer and card at the end of the block."""
     check_dtype(dtype)
     if not hasattr(model, "save_pretrained"):
         raise ConfigurationError(f"model: {type(model).__name__} has no save_pretrained; models of transformers do")
@@ -99,7 +99,7 @@ def _model_folder(
 
 
 def _stream(blank: Any, weight: Callable[[str], Tensor], folder: Path, most_bytes: int) -> None:
-    """Write a model's weights as transformers lays them out: without the tied ones, under the names of its files."""
+    """Write a model's weights in transformers' layout: without tied duplicates, under the names used in files."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -107,8 +107,8 @@ def _stream(blank: Any, weight: Callable[[str], Tensor], folder: Path, most_byte
     own = remove_tied_weights_from_state_dict(dict(blank.state_dict()), blank)
     for name in blank._keys_to_ignore_on_save or ():
         own.pop(name, None)
-    # A family that joins weights when they are loaded (experts, of one layer) parts them again: layer by layer. In all
-    # others each weight is by itself.
+    # Some families join weights of a layer on loading (experts) and must split them again on saving, so weights are
+    # grouped by layer. In all other families each weight is saved by itself.
     layers: dict[str, list[str]] = {}
     for name in own:
         numbered = re.match(r"(.*?\.\d+)\.", name)
@@ -117,7 +117,8 @@ def _stream(blank: Any, weight: Callable[[str], Tensor], folder: Path, most_byte
     layer_of: dict[str, list[str]] = {}
     for names in layers.values():
         parts = revert_weight_conversion(blank, {name: own[name] for name in names})
-        saved |= {name: torch.empty_like(part) for name, part in parts.items()}  # of its own size, also of a view
+        # `empty_like` has the size of the tensor itself, even if `part` is a view of a larger one.
+        saved |= {name: torch.empty_like(part) for name, part in parts.items()}
         alone = parts.keys() == {*names}
         layer_of |= {name: [name] if alone else names for name in parts}
     split = split_torch_state_dict_into_shards(
@@ -125,6 +126,7 @@ def _stream(blank: Any, weight: Callable[[str], Tensor], folder: Path, most_byte
     )
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
+        """Return the tensors to save for these weights of the model."""
         parts: dict[str, Tensor] = revert_weight_conversion(
             blank, {name: weight(name).to(own[name].dtype) for name in names}
         )
@@ -152,34 +154,34 @@ def save_adapter(
     card: Mapping[str, Any] | None = None,
     modules_to_save: Sequence[str] = (),
 ) -> Path:
-    """Write an adapter as `PeftModel.from_pretrained` loads it onto its model; all of it or nothing.
+    """Write an adapter in the format of `PeftModel.from_pretrained`; all of it or nothing.
 
     Args:
-        config: a configuration of peft.
-        weights: of the adapter, by the names that they have in the model.
-        directory, dtype, card: as of `save_model`.
-        modules_to_save: names of the modules whose own weights are among those of the adapter.
+        config: a peft configuration.
+        weights: weights of the adapter, by their names in the model.
+        directory, dtype, card: as in `save_model`.
+        modules_to_save: names of the modules whose own weights are saved with the adapter.
 
     Returns:
         The directory.
 
     Raises:
-        ConfigurationError: something is there already, or the type is unknown.
+        ConfigurationError: the directory is not empty, or the type is unknown.
     """
     check_dtype(dtype)
     config = copy.deepcopy(config)
     config.inference_mode = True
-    # By their full names: peft takes any module whose name ends in these letters, `norm` for each layernorm.
+    # Full names, because peft matches any module whose name ends in these letters: `norm` would match each layernorm.
     config.modules_to_save = list(modules_to_save) or None
     base = (card or {}).get("trained from")
     config.base_model_name_or_path = str(base) if base else config.base_model_name_or_path
-    # The name of an adapter stands in its weights' names in a model, and not in a file.
+    # Names of weights contain the adapter's name in a model, but not in a file.
     named = {re.sub(r"(\.lora_[AB])\.[^.]+\.weight$", r"\1.weight", name): value for name, value in weights.items()}
     with _whole(free(directory)) as (unfinished, target):
         unfinished.mkdir()
         config.save_pretrained(unfinished)
         saved = {
-            # A copy, for what is tied here: peft has it twice, one for each module.
+            # Copied, because a weight that is tied here is saved once per module for peft.
             f"base_model.model.{name}": value.detach().to("cpu", DTYPES[dtype], copy=True).contiguous()
             for name, value in named.items()
         }
@@ -189,61 +191,61 @@ def save_adapter(
 
 
 def check_dtype(dtype: str) -> None:
-    """Refuse a type that weights cannot be saved in."""
+    """Raise a ConfigurationError if weights cannot be saved in this type."""
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype: {dtype!r} is unknown; valid: {', '.join(DTYPES)}")
 
 
 @contextmanager
 def _whole(target: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield a folder to fill, and the target that it becomes once the `with` block has ended without an error."""
+    """Yield a folder to fill and the target that it becomes if the `with` block ends without an error."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so on its file system: the rename is atomic there.
+    # Next to the target, so on the same file system, where renaming is atomic.
     unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.part")
     try:
         yield unfinished, target
         if not target.exists():
             unfinished.rename(target)
-        else:  # it may be somebody's working directory, which must stay
+        else:  # an existing folder is kept, since it may be the working directory of a process
             for path in unfinished.iterdir():
                 path.rename(target / path.name)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-# Settings of sampling, which transformers does not save without `do_sample`.
+# Sampling settings that transformers refuses to save without `do_sample`.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 @contextmanager
 def _consistent(model: Any) -> Iterator[None]:
-    """Make the generation configuration valid for saving in the `with` block: many hold an unused temperature."""
-    before = getattr(model, "generation_config", None)
-    if before is not None and before.do_sample is not True:
-        model.generation_config = copy.deepcopy(before)
+    """Make the generation configuration valid for saving in the `with` block; many have an unused temperature."""
+    original = getattr(model, "generation_config", None)
+    if original is not None and original.do_sample is not True:
+        model.generation_config = copy.deepcopy(original)
         for name in _SAMPLING:
             setattr(model.generation_config, name, None)
     try:
         yield
     finally:
-        if before is not None:
-            model.generation_config = before
+        if original is not None:
+            model.generation_config = original
 
 
 def free(directory: str | Path) -> Path:
-    """Return the path of a folder that is new or empty.
+    """Return the absolute path of a folder that is new or empty.
 
     Raises:
-        ConfigurationError: something is there already.
+        ConfigurationError: the path exists and is not an empty folder.
     """
-    target = Path(directory).resolve()  # a link's own folder; `.` has a name then
+    target = Path(directory).resolve()  # follows links, and gives `.` a name
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(f"{target}: something is there already; give a folder that is new or empty")
     return target
 
 
 def _card(facts: Mapping[str, Any], library: str = "transformers") -> str:
-    """Return the model card: YAML for the hub, a table for people. Values are one line each, without secrets."""
+    """Return the model card: YAML for the hub and a table for readers. Values are single lines without secrets."""
     rows = [(name, redact(" ".join(str(value).split())).replace("|", "\\|")) for name, value in facts.items()]
     lines = [
         "---",

@@ -1,7 +1,7 @@
-"""Forward pass over a prompt once for all of its completions, with gradient: exact, and a fraction of the work.
+"""Forward pass over each prompt once for all of its completions, with exact gradients.
 
-The prompts of a batch are computed once each, their keys and values repeated for the rollouts that share them, and the
-completions computed behind them. The gradient of a prompt is then the sum of what its rollouts send back.
+First the distinct prompts of a batch are computed. Their keys and values are then repeated for the rollouts that share
+them, and the completions are computed with this cache. The gradients of the rollouts add up in their prompt.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from lightning_scalerl.model.head import backbone, eval_mode, text_config
 from lightning_scalerl.model.windows import attention_windows
 from lightning_scalerl.rollout import Denominators, TrainBatch
 
-# Two forward passes in place of one pay off if at least this share of all tokens need not be computed again.
+# Two forward passes instead of one pay off if they save at least this share of all tokens.
 WORTH = 0.15
-# Relative tolerance in FP32 between two ways through a model, where they compute the same.
+# Relative tolerance in FP32 between two computations of the same states.
 SAME = 1e-4
 
 
 def worthwhile(batch: TrainBatch) -> bool:
-    """Return whether rollouts that share prompts would save at least `WORTH` of a batch's tokens.
+    """Return whether sharing prompts would save at least `WORTH` of a batch's tokens.
 
-    Prompts and completions are padded then, which packed rows are not: beside those it counts as tokens.
+    Shared prompts and their completions are padded. Compared with packed rows, this padding counts as tokens.
     """
     if batch.group is None or not batch.rollouts:
         return False
@@ -36,43 +36,43 @@ def worthwhile(batch: TrainBatch) -> bool:
 
 
 def prompts_of(group: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first rollout of each group (U,), and for each rollout (R,) the index of its group's there."""
-    _, of = torch.unique(group, return_inverse=True)
+    """Return the first rollout of each of the U groups (U,), and for each rollout (R,) its index into them."""
+    _, index = torch.unique(group, return_inverse=True)
     rows = torch.arange(len(group), device=group.device)
-    # The smallest row of each group: `torch.unique` does not say where a value occurs first.
-    first = torch.full((int(of.max()) + 1,), len(group), device=group.device)
-    first.scatter_reduce_(0, of, rows, "amin")
-    return first, of
+    # The smallest row of each group; `torch.unique` does not return first occurrences.
+    first = torch.full((int(index.max()) + 1,), len(group), device=group.device)
+    first.scatter_reduce_(0, index, rows, "amin")
+    return first, index
 
 
 def states(model: nn.Module, batch: TrainBatch) -> Tensor:
-    """Return hidden states before the head, (R, T, width): those at column t predict a completion's token t.
+    """Return hidden states before the head, (R, T, width); the state at column t predicts the completion's token t.
 
     Args:
         model: a model for which `shares_prompts` is true.
-        batch: sequences, with `group` set: rollouts of one group share a prompt.
+        batch: sequences with `group` set; rollouts of one group share a prompt.
     """
     assert batch.group is not None
-    first, of = prompts_of(batch.group)
+    first, index = prompts_of(batch.group)
     inner = backbone(model)
     starts = batch.completion_start
     width, length = batch.generator_logprobs.shape[1], int(starts.max())
     cache = DynamicCache()
-    # A shorter prompt is followed by its completion here; the mask below hides those keys from the completions.
+    # Rows with a shorter prompt include part of their completion here. The mask below hides its keys.
     prompts = inner(input_ids=batch.tokens[first, :length], past_key_values=cache, use_cache=True).last_hidden_state
-    # The state of a prompt's last token predicts the completion's first.
-    last: Tensor = prompts[torch.arange(len(first), device=of.device), starts[first] - 1][of].unsqueeze(1)
+    # The state of a prompt's last token predicts the completion's first token.
+    last: Tensor = prompts[torch.arange(len(first), device=index.device), starts[first] - 1][index].unsqueeze(1)
     if width < 2:
         return last
     for layer in cache.layers:
-        # Through FP32, so that the backward pass sums the rollouts' gradients of a prompt in it.
-        layer.keys, layer.values = (kept.float()[of].to(kept.dtype) for kept in (layer.keys, layer.values))
-    position = starts.unsqueeze(1) + torch.arange(width - 1, device=of.device)
-    # Clamped: beyond a sequence's end any token will do, its states are not used.
+        # Indexed in FP32, so that the backward pass sums the rollouts' gradients of a prompt in FP32.
+        layer.keys, layer.values = (table.float()[index].to(table.dtype) for table in (layer.keys, layer.values))
+    position = starts.unsqueeze(1) + torch.arange(width - 1, device=index.device)
+    # Clamped: after a sequence's end any token will do, because its state is not used.
     tokens = batch.tokens.gather(1, position.clamp(max=batch.tokens.shape[1] - 1))
-    seen = torch.arange(length, device=of.device) < starts.unsqueeze(1)
-    # The mask covers keys only: causality within the completion is applied by the model.
-    mask = None if bool(seen.all()) else torch.cat([seen, torch.ones_like(tokens, dtype=torch.bool)], dim=1)
+    is_prompt = torch.arange(length, device=index.device) < starts.unsqueeze(1)
+    # The mask only hides keys; the model itself makes attention within the completion causal.
+    mask = None if bool(is_prompt.all()) else torch.cat([is_prompt, torch.ones_like(tokens, dtype=torch.bool)], dim=1)
     later = inner(
         input_ids=tokens, position_ids=position, attention_mask=mask, past_key_values=cache, use_cache=True
     ).last_hidden_state
@@ -81,9 +81,10 @@ def states(model: nn.Module, batch: TrainBatch) -> Tensor:
 
 @torch.no_grad()
 def shares_prompts(model: nn.Module) -> bool:
-    """Return whether a model gives the same states from cached keys and values as from the prompt itself.
+    """Return whether a model computes the same states from cached keys and values as from the prompt itself.
 
-    Tried on one short batch. False where a layer has an attention window, or state other than keys and values.
+    The model is tried on one short batch. The result is False if a layer has an attention window, or state other than
+    keys and values.
     """
     if attention_windows(text_config(model)):
         return False
@@ -97,7 +98,7 @@ def shares_prompts(model: nn.Module) -> bool:
             plain = backbone(model)(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
             shared = states(model, batch)
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        return False  # another kind of cache
+        return False  # for example because the model has another kind of cache
     column = torch.arange(shared.shape[1], device=device)
     real = column < (lengths - starts).unsqueeze(1)
     expected = plain.gather(1, (starts.unsqueeze(1) - 1 + column).clamp(max=4).unsqueeze(2).expand_as(shared))
@@ -106,10 +107,10 @@ def shares_prompts(model: nn.Module) -> bool:
 
 
 def sequences(tokens: Tensor, starts: Tensor, lengths: Tensor, group: Tensor) -> TrainBatch:
-    """Build a batch of which only the sequences matter."""
+    """Build a batch for a forward pass, with zeros in all tensors except the sequences."""
     width = int((lengths - starts).max())
-    nothing, none = torch.zeros(len(lengths), width), torch.zeros(len(lengths))
+    table, column = torch.zeros(len(lengths), width), torch.zeros(len(lengths))
     return TrainBatch(
-        tokens, lengths, starts, nothing, nothing, nothing, nothing, nothing, none, none, none, none, none,
+        tokens, lengths, starts, table, table, table, table, table, column, column, column, column, column,
         Denominators(0.0, 0.0, 0.0, 0.0), group=group,
     )  # fmt: skip

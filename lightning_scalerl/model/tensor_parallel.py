@@ -1,8 +1,8 @@
-"""Tensor parallelism: each layer of a model split over some ranks, by the plan that its class in transformers has.
+"""Tensor parallelism: each layer of a model is split over several ranks, by the plan of its transformers class.
 
 The plan names the linear layers that are split by output features (`colwise`) or by input features (`rowwise`). The
-embedding and the output head are split over the vocabulary. All other weights, such as norms, are whole on each rank,
-and have one gradient. Between the layers every partner has the same activations.
+embedding and the output head are split over the vocabulary. All other weights, such as norms, are whole on each rank
+and have the same gradient everywhere. Between the layers all ranks have the same activations.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ FIELD = "strategy.tensor_parallel"
 
 
 class _Whole(ParallelStyle):
-    """Style of a layer that every partner computes with whole weights, from the same activations."""
+    """Style of a layer that every rank computes with whole weights, from the same activations."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, None, self._enter, self._leave)  # type: ignore[arg-type]
 
     @staticmethod
     def _enter(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        def common(value: Any) -> Any:
+        def replicated(value: Any) -> Any:
             plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
             return DTensor.from_local(value, mesh, [Replicate()], run_check=False) if plain else value
 
-        return tuple(common(value) for value in inputs)
+        return tuple(replicated(value) for value in inputs)
 
     @staticmethod
     def _leave(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         return output.to_local() if isinstance(output, DTensor) else output
 
 
-# Styles of transformers' plans, in torch's terms.
+# torch's equivalents of the styles in transformers' plans.
 STYLES: dict[str, ParallelStyle] = {
     "colwise": ColwiseParallel(),
     "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
     "rowwise": RowwiseParallel(),
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
     "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
-    # Norms of one attention head each: a partner sees its own heads only, so gradients are summed. As if the rows were
-    # split, for they are never what is normalized over.
+    # Norms that act on one attention head at a time. Each rank sees only its own heads, so gradients must be summed.
+    # SequenceParallel does that; dimension 0, the rows, is never normalized over.
     "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=0, use_local_output=True),
 }
 
 
 def check_tensor_parallel(model: nn.Module, size: int) -> None:
-    """Check that a causal language model can be split over so many ranks; nothing is changed.
+    """Check that a causal language model can be split over `size` ranks, without changing it.
 
     Raises:
-        ConfigurationError: it cannot, or has an adapter.
+        ConfigurationError: it cannot be split, or has an adapter.
     """
     config = text_config(model)
     for name in ("num_attention_heads", "num_key_value_heads"):
@@ -77,14 +77,14 @@ def check_tensor_parallel(model: nn.Module, size: int) -> None:
 
 
 def parallelize(root: nn.Module, mesh: DeviceMesh) -> None:
-    """Split a model over the ranks of a mesh of one dimension: all of its weights become sharded tensors of it.
+    """Split a model over the ranks of a one-dimensional mesh: all of its weights become DTensors on it.
 
     Args:
-        root: `Policy` or `ValueModel`, before it is sharded over other ranks.
-        mesh: of the ranks that share each layer.
+        root: `Policy` or `ValueModel`, before it is sharded by FSDP.
+        mesh: the ranks that share each layer.
 
     Raises:
-        ConfigurationError: the model has no plan, or one that we cannot follow.
+        ConfigurationError: the model has no plan, or a plan that is not supported.
     """
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in root.modules():
@@ -94,33 +94,33 @@ def parallelize(root: nn.Module, mesh: DeviceMesh) -> None:
     frozen = {id(parameter) for parameter in root.parameters() if not parameter.requires_grad}
     parallelize_module(root, mesh, _styles(root, mesh.size()), src_data_rank=None)
     for place, parts in owners.items():
-        # torch has made new parameters: what was one weight in two places, or frozen, is so again.
+        # torch has made new parameters: restore tied weights and frozen flags.
         made: list[Any] = [module._parameters[name] for module, name in parts]
-        assert all(each.placements == made[0].placements for each in made)
+        assert all(parameter.placements == made[0].placements for parameter in made)
         made[0].requires_grad_(place not in frozen)
         for module, name in parts[1:]:
             module._parameters[name] = made[0]
 
 
 def narrow(model: nn.Module, size: int) -> None:
-    """Make a model without data what one of so many ranks has of it, in shapes alone; its pass is then that rank's.
+    """Reduce a model on the meta device to the shapes that one of `size` ranks has, to measure that rank's pass.
 
-    What ranks send each other has a buffer here as it has there.
+    Tensors that ranks exchange get buffers of the same sizes as on a real rank.
 
     Raises:
-        ConfigurationError: it cannot be split over so many.
+        ConfigurationError: the model cannot be split over `size` ranks.
     """
     check_tensor_parallel(model, size)
-    made: dict[int, nn.Parameter] = {}  # of tied weights there is one
+    made: dict[int, nn.Parameter] = {}  # by id of the original, so that tied weights stay tied
     for name, style in _styles(model, size).items():
         module = model.get_submodule(name)
         rows = isinstance(style, RowwiseParallel) and isinstance(module, nn.Linear)
         if not isinstance(style, ColwiseParallel | RowwiseParallel):
             continue
         for key, parameter in list(module.named_parameters(recurse=False)):
-            if not (rows and key == "bias"):
-                own = parameter.chunk(size, dim=int(rows))[0]
-                module._parameters[key] = made.setdefault(id(parameter), nn.Parameter(torch.empty_like(own)))
+            if not (rows and key == "bias"):  # a bias is added after the sum over ranks, so it is not split
+                part = parameter.chunk(size, dim=int(rows))[0]
+                module._parameters[key] = made.setdefault(id(parameter), nn.Parameter(torch.empty_like(part)))
         if style is STYLES["rowwise_split_input"]:
             module.register_forward_pre_hook(lambda _, inputs: (inputs[0].chunk(size, dim=-1)[0], *inputs[1:]))
         if style is STYLES["colwise_gather_output"] and module is not model.get_output_embeddings():  # type: ignore[operator]
@@ -130,7 +130,11 @@ def narrow(model: nn.Module, size: int) -> None:
 
 
 def _styles(root: nn.Module, size: int) -> dict[str, ParallelStyle]:
-    """Return the style of each layer that has weights, by its name in `root`."""
+    """Return the style of each layer with weights, by its name in `root`.
+
+    Raises:
+        ConfigurationError: the plan is missing, or does not cover the model.
+    """
     owner: tuple[str, Any] = next((name, module) for name, module in root.named_modules() if hasattr(module, "tp_plan"))
     prefix, model = f"{owner[0]}." if owner[0] else "", owner[1]
     plan: dict[str, str] = {f"{prefix}{name}": style for name, style in (model.tp_plan or {}).items()}
@@ -139,35 +143,39 @@ def _styles(root: nn.Module, size: int) -> dict[str, ParallelStyle]:
         raise _refused(size, f"{kind} has no plan of how its layers are split")
     if unknown := sorted(set(plan.values()) - STYLES.keys()):
         raise _refused(size, f"the plan of {kind} splits layers in ways not supported here ({', '.join(unknown)})")
-    found: dict[str, ParallelStyle] = {}
+    styles: dict[str, ParallelStyle] = {}
     for name, module in root.named_modules():
-        weights = [f"{name}.{of}" for of, _ in module.named_parameters(recurse=False)]
+        weights = [f"{name}.{weight}" for weight, _ in module.named_parameters(recurse=False)]
         if not weights:
             continue
         if next(module.children(), None) is not None or any(_wildcard(weight) in plan for weight in weights):
             raise _refused(size, f"{kind} has weights outside of plain layers ({weights[0]})")
-        if (ends := _end(model, module)) is not None:
+        if (vocabulary_style := _vocabulary_style(model, module)) is not None:
             divided = module.get_parameter("weight").shape[0] % size == 0
-            found[name] = STYLES[ends] if divided else _Whole()
+            styles[name] = STYLES[vocabulary_style] if divided else _Whole()
         elif (style := plan.get(_wildcard(name))) is not None:
             _check_layer(f"{kind}'s {name}", module, style, size)
-            found[name] = STYLES[style]
-        elif any(style == "colwise" and _beside(of) == _beside(_wildcard(name)) for of, style in plan.items()):
-            # It may see this rank's features alone: its gradient would be a part of the whole, without a sign of it.
+            styles[name] = STYLES[style]
+        elif any(style == "colwise" and _parent(layer) == _parent(_wildcard(name)) for layer, style in plan.items()):
+            # The layer may see only this rank's features. Its gradient would silently be only a part of the whole.
             raise _refused(size, f"the plan of {kind} splits layers beside {name}, of which it says nothing")
         else:
-            found[name] = _Whole()
-    return found
+            styles[name] = _Whole()
+    return styles
 
 
-def _end(model: Any, module: nn.Module) -> str | None:
-    """Return the style of the embedding and of the head, whatever the plan says: they may be one weight; else None."""
+def _vocabulary_style(model: Any, module: nn.Module) -> str | None:
+    """Return the style of the embedding or the output head; None for other layers.
+
+    It overrides the plan, because both must be split alike if their weight is tied.
+    """
     if module is model.get_output_embeddings() and isinstance(module, nn.Linear):
         return "colwise_gather_output"
     return "embedding_rowwise" if module is model.get_input_embeddings() and isinstance(module, nn.Embedding) else None
 
 
 def _check_layer(name: str, module: nn.Module, style: str, size: int) -> None:
+    """Raise a ConfigurationError if the layer cannot be split in this style over `size` ranks."""
     if style == "replicated_with_grad_allreduce":
         return
     if not isinstance(module, nn.Linear):
@@ -181,10 +189,10 @@ def _refused(size: int, why: str) -> ConfigurationError:
     return ConfigurationError(f"{FIELD}: {size}, and {why}; give {FIELD}=1")
 
 
-def _beside(name: str) -> str:
+def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
 def _wildcard(name: str) -> str:
-    """Return a name as plans have it, with a star for the number of a layer."""
+    """Return a module's name as plans write it, with a star for the number of a layer."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -1,4 +1,4 @@
-"""Value network: the body of a causal language model with a linear head that gives one number a token."""
+"""Value network: the body of a causal language model with a linear head that returns one number per token."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_scalerl.rollout import TrainBatch
 
 
 class ValueModel(nn.Module):
-    """Value network V(s_t): the state is the prompt and the completion up to, and without, token t.
+    """Value network V(s_t), where the state s_t is the prompt and the completion before token t.
 
     Args:
         model: a causal language model; its body is copied, its head is not.
-        precision: gives the type that the critic computes in; its weights are FP32.
+        precision: defines the type that the critic computes in; its weights are FP32.
     """
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
@@ -26,13 +26,13 @@ class ValueModel(nn.Module):
         width = output_head(model).weight.shape[1]
         self.body = copy.deepcopy(backbone(model))
         self.head = nn.Linear(width, 1, device=output_head(model).weight.device)
-        # The first values are zero whatever the seed, and no random number is drawn for them.
+        # Zeros, so that the first values do not depend on a seed.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.precision = precision
 
     def forward(self, batch: TrainBatch) -> Tensor:
-        """Return values (R, T) in FP32, zero beyond a completion's end."""
+        """Return values (R, T) in FP32, zero after a completion's end."""
         rollouts, width = batch.generator_logprobs.shape
         dtype = self.precision.value_dtype
         device = self.head.weight.device
@@ -42,7 +42,7 @@ class ValueModel(nn.Module):
             column = torch.arange(width, device=device)
             real = column < (batch.lengths - batch.completion_start).unsqueeze(1)
             row = torch.arange(rollouts, device=device).unsqueeze(1).expand(-1, width)[real]
-            # One place before token t, whose value must not know the token itself.
+            # The state one position before token t, since V(s_t) must not depend on token t.
             position = (batch.completion_start.unsqueeze(1) - 1 + column)[real]
             values = self.head(token_states(self.body, batch, row, position)).squeeze(-1).float()
         return torch.zeros_like(batch.generator_logprobs).masked_scatter(real, values)

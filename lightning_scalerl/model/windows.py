@@ -1,4 +1,4 @@
-"""Attention windows: layers whose tokens see a part of what goes before them, as a model's configuration names them."""
+"""Attention windows: which layers attend only to a part of the preceding tokens, from a model's configuration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# By the name of a layer's kind in `layer_types` (GPT-Neo: `attention_layers`), the field that has its window.
+# The configuration field with the window size, by the layer's kind in `layer_types` (GPT-Neo: `attention_layers`).
 _FIELDS = {
     "sliding_attention": "sliding_window",
     "hybrid_sliding": "sliding_window",
@@ -18,10 +18,10 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class Window:
-    """Number of layers that share one window of attention.
+    """An attention window and the number of layers that have it.
 
     Attributes:
-        field: field of the model's configuration that holds the size, such as `sliding_window`.
+        field: configuration field with its size, such as `sliding_window`.
         size: length of the window in tokens.
         layers: number of layers that have it.
     """
@@ -31,29 +31,29 @@ class Window:
     layers: int
 
     def seen(self, tokens: int) -> int:
-        """Return how many tokens the first `tokens` of a sequence attend to in one layer, all added up.
+        """Return the number of (query, key) pairs of the first `tokens` tokens of a sequence in one layer.
 
-        A token sees itself. A sliding window holds the last `size` tokens; chunks do not overlap.
+        A token attends to itself. A sliding window covers the last `size` tokens; chunks do not overlap.
         """
         if self.field == "attention_chunk_size":
-            whole, rest = divmod(tokens, self.size)
-            return whole * _triangle(self.size) + _triangle(rest)
+            chunks, remainder = divmod(tokens, self.size)
+            return chunks * _triangle(self.size) + _triangle(remainder)
         inside = min(tokens, self.size)
         return _triangle(inside) + (tokens - inside) * self.size
 
 
 def _triangle(tokens: int) -> int:
-    """Return 1 + 2 + ... + tokens: the tokens attended to under causal attention without a window."""
+    """Return 1 + 2 + ... + tokens, the (query, key) pairs of causal attention without a window."""
     return tokens * (tokens + 1) // 2
 
 
 def attention_windows(config: Any) -> tuple[Window, ...]:
-    """Return the windows that a language model's layers have, none for a model that attends to everything.
+    """Return the attention windows of a language model's layers; empty if all layers attend to everything.
 
-    Where a configuration does not list its layers (Mistral, Mixtral, Phi-3), a window that it names is that of all.
+    If a configuration does not list its layers (Mistral, Mixtral, Phi-3), all layers have the window that it names.
 
     Args:
-        config: configuration of the language model, of a multimodal model its text decoder's (`head.text_config`).
+        config: configuration of the language model (`head.text_config`).
     """
     kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     if kinds:
@@ -65,15 +65,15 @@ def attention_windows(config: Any) -> tuple[Window, ...]:
 
 
 def _size(config: Any, field: str) -> int:
-    """Return a window's size; 0 where there is none, or where it is switched off."""
+    """Return a window's size; 0 if it does not exist or is switched off."""
     value = getattr(config, field, None)
     return value if isinstance(value, int) and value > 0 else 0
 
 
 def outside(windows: Sequence[Window], start: int, end: int) -> int:
-    """Return how many tokens the tokens from `start` to before `end` of a sequence do not attend to for the windows.
+    """Return the number of (query, key) pairs that windows exclude, for queries from `start` to before `end`.
 
-    Counted for each token and layer: 0 where no sequence is longer than any window.
+    Pairs are summed over layers. The result is 0 if no window is shorter than `end`.
     """
     return sum(
         window.layers * (_triangle(end) - _triangle(start) - window.seen(end) + window.seen(start))
