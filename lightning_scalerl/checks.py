@@ -1,6 +1,6 @@
 """Checks of configuration values, and the one-line error that they raise.
 
-Light: the command line answers without importing Lightning.
+This module does not import Lightning, so that the command line answers quickly.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ ONE_TRAINER = "trainer: one for a whole study; take it out of the grid, and laun
 
 
 class ConfigurationError(ValueError):
-    """Error about a configuration that cannot run, in one line: the field, the value and what is valid."""
+    """Error about a configuration that cannot run, in one line: the field, its value and the valid values."""
 
 
 class CannotGoOnError(RuntimeError):
-    """Condition that training cannot continue from and that its user can fix; one line."""
+    """Error that ends training and that the user can fix, in one line."""
 
 
 def said(error: BaseException) -> str:
@@ -61,38 +61,38 @@ def whole_number(field: str, value: Any, least: int = 1) -> int:
     return value
 
 
-# --- what a constructor's annotations say of its settings -------------------------------------------------------
+# --- settings against the annotations of a constructor ----------------------------------------------------------
 
 _EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 _ELEMENTS = re.compile(r"(?:Sequence|list|tuple)\[([^\[\],]+)(?:, \.\.\.)?\]|(?:Mapping|dict)\[str, ([^\[\],]+)\]")
 
 
 def check_arguments(field: str, target: Callable[..., Any], values: Mapping[str, Any]) -> None:
-    """Check settings against the annotations of what is called with them, before it computes.
+    """Check settings against the annotations of the class or function that will be called with them.
 
-    A truth value is no number and a text is none, though Python takes `True` for 1. Only parameters that are annotated
-    as numbers or truth values, alone or in a list or mapping, are looked at: all else is left to `target` itself.
+    Only parameters annotated as numbers or booleans are checked, alone or in a list or mapping; `target` must check the
+    others itself. A boolean does not count as a number, although `True == 1` in Python.
 
     Args:
-        field: where the settings stand, such as `optimizer`.
-        target: the class or function that is called with them.
-        values: settings by name, in plain values; Hydra's own keys (`_target_`) are passed over.
+        field: name of the configuration group, such as `optimizer`.
+        target: the class or function that will be called.
+        values: plain values by parameter name. Hydra's own keys (`_target_`) are skipped.
 
     Raises:
-        ConfigurationError: a name that `target` does not take, or a value that its annotation rules out.
+        ConfigurationError: `target` has no such parameter, or its annotation excludes the value.
     """
     try:
         parameters = inspect.signature(target).parameters
-    except (TypeError, ValueError):  # nothing is known of it
+    except (TypeError, ValueError):  # no signature, for example a builtin
         return
-    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    takes_any_name = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     for name, value in values.items():
         if name.startswith("_") and name.endswith("_"):
             continue
         if name in parameters:
             for where, item, expected in _mismatches(f"{field}.{name}", parameters[name].annotation, value):
                 raise ConfigurationError(f"{where}: {shown(item)} must be {expected}")
-        elif not anything:
+        elif not takes_any_name:
             raise ConfigurationError(
                 f"{field}.{name}: no such setting{did_you_mean(name, parameters, f'{field}.')}; valid: "
                 f"{', '.join(parameters)}"
@@ -100,7 +100,7 @@ def check_arguments(field: str, target: Callable[..., Any], values: Mapping[str,
 
 
 def _mismatches(field: str, annotation: Any, value: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield each place where a value does not fit its annotation: the field, the value there, and what it must be."""
+    """Yield each mismatch between a value and its annotation as (field, value, expected kind)."""
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     if (container := _ELEMENTS.fullmatch(text)) is not None:
         inner = container[1] or container[2]
@@ -127,35 +127,35 @@ def _mismatches(field: str, annotation: Any, value: Any) -> Iterator[tuple[str, 
 
 
 def shown(value: Any) -> str:
-    """Return a value as its user wrote it: `true` and `null` as in YAML, texts in quotes."""
+    """Return a value as the user would write it: `true` and `null` as in YAML, strings in quotes."""
     words = {True: "true", False: "false"}
     return words[value] if isinstance(value, bool) else "null" if value is None else repr(value)
 
 
 def did_you_mean(name: str, valid: Sequence[str] | Mapping[str, Any], before: str = "") -> str:
-    """Return `; did you mean ...?` with the nearest valid name, behind `before`; empty if none is near."""
+    """Return `; did you mean ...?` with the closest valid name, prefixed by `before`; empty if none is close."""
     close = get_close_matches(name, list(valid), n=1)
     return f"; did you mean {before}{close[0]}?" if close else ""
 
 
 def looks_local(path: str) -> bool:
-    """Return whether a path can be meant for this machine's files only, and for no name on a hub.
+    """Return whether a path can only mean a local file or folder, not a name on the hub.
 
-    A name there is one word, or two with a slash; of two, the first may also be a folder that is here.
+    A hub name is NAME or OWNER/NAME. The second form counts as local if OWNER is a folder here.
     """
-    first, _, rest = path.partition("/")
-    return path.startswith((".", "/", "~")) or "/" in rest or (bool(rest) and Path(first).is_dir())
+    owner, _, name = path.partition("/")
+    return path.startswith((".", "/", "~")) or "/" in name or (bool(name) and Path(owner).is_dir())
 
 
 def check_scale(scaled_for: str | None, made_for_it: bool) -> None:
-    """Refuse settings that were made for one model on another, unless their user asked for that.
+    """Refuse settings that were made for another model, unless the user set `scaled_for=null`.
 
     Args:
-        scaled_for: dotted name of the model that the settings were made for; None for any.
-        made_for_it: the model is the one in question.
+        scaled_for: dotted name of the model that the settings were made for; None if they are for any model.
+        made_for_it: whether the run's model is that model.
 
     Raises:
-        ConfigurationError: with how to ask for it.
+        ConfigurationError: they were made for another model.
     """
     if scaled_for is not None and not made_for_it:
         raise ConfigurationError(

@@ -1,8 +1,8 @@
 """A design choice is a Lightning callback that names its axis.
 
-Each axis module derives one abstract class from `DesignChoice` that declares the axis: its name, its neutral choice,
-the one method that the run calls, and how one sees in a step that two of its choices differ. Thin classes below it
-carry the pure functions beside them. `choices` has the record of a run's choices.
+Each axis module derives one abstract class from `DesignChoice`. It declares the axis: its name, its neutral choice, the
+method that the run calls, and how to detect in a step that two choices differ. Thin subclasses call the pure functions
+of their module. A run's choices are collected in `choices.Choices`.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from torch import Tensor
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollout import Group, Rollout, TrainBatch
 
-# exp(20) is far outside every clip interval; beyond it float32 would overflow to inf and poison the gradient.
+# Bound on log-ratios before exp. exp(20) is far outside every clip interval; much larger ones would overflow FP32 to
+# inf and make the gradient NaN.
 MAX_LOG_RATIO = 20.0
 
 C = TypeVar("C", bound="DesignChoice")
 
 
 class ObservedStep(Protocol):
-    """One optimizer step, before it is taken, as the mechanism counters see it."""
+    """One optimizer step before its update, as the mechanism counters see it."""
 
     @property
     def batch(self) -> TrainBatch:
-        """Batch that is trained on, with all groups that were sampled for it."""
+        """Batch to train on, with all groups that were sampled for it."""
         ...
 
     @property
     def decode(self) -> Callable[[list[int]], str]:
-        """Decoder from tokens to text, special tokens included."""
+        """Function from token ids to text, including special tokens."""
         ...
 
     @property
@@ -48,7 +49,7 @@ class ObservedStep(Protocol):
 
     @property
     def groups_per_step(self) -> int:
-        """Number of groups in a step's batch (P)."""
+        """Number of groups per step (P)."""
         ...
 
     @property
@@ -58,26 +59,26 @@ class ObservedStep(Protocol):
 
     @property
     def completions(self) -> int:
-        """Number of rollouts a group, on average."""
+        """Average number of rollouts per group."""
         ...
 
     @property
     def reward_sums(self) -> Sequence[Sequence[str]]:
-        """Names of the rewards in each weighted sum that the task grades by, the one that decides a pass first."""
+        """Reward names in each weighted sum that the task grades by; the first one decides a pass."""
         ...
 
     def histories(self) -> Sequence[Sequence[float]]:
-        """Return the pass rates of each prompt's groups so far, one sequence a prompt."""
+        """Return the pass rates of each prompt's groups so far, one sequence per prompt."""
         ...
 
     def probe_logprobs(self, precision: Any) -> Tensor:
-        """Return the policy's log-probabilities (R, T) of a few rollouts of the batch in this precision; R may be 0."""
+        """Return log-probabilities (R, T) of a few rollouts of the batch, computed in this precision; R may be 0."""
         ...
 
     def loss_weights_differ(self, theirs: DesignChoice, rounding: bool = False) -> bool:
-        """Return whether the tokens' weights in the update would differ with `theirs` in place of the run's choice.
+        """Return whether the tokens' weights in the update would differ with `theirs` instead of the run's choice.
 
-        With `rounding` the threshold is so low that the rounding error of a 16-bit type counts as a difference.
+        With `rounding` the threshold is low enough to detect the rounding error of a 16-bit type.
         """
         ...
 
@@ -85,19 +86,19 @@ class ObservedStep(Protocol):
 class DesignChoice(Callback):
     """One value on one axis of the design space.
 
-    The abstract class of an axis sets `axis` and, if there is one, `neutral`. Its choices implement the axis's method.
-    Constructor arguments are the choice's parameters and the keys of its YAML file, and are kept under their names.
-    A choice with memory overrides Lightning's `state_dict` / `load_state_dict`.
+    The abstract class of an axis sets `axis` and, if the axis has one, `neutral`. Its choices implement the axis's
+    method. Constructor arguments are the choice's parameters and the keys of its YAML file, and are stored as
+    attributes of the same names. A choice with memory overrides Lightning's `state_dict` / `load_state_dict`.
 
-    An axis of your own, one that `Choices` has no field for, must have a neutral choice. It acts through Lightning's
-    hooks, or through one of `adjust_reward`, `adjust_advantages`, `adjust_loss`, which only such axes are asked for.
+    An axis of your own (one without a field in `Choices`) must have a neutral choice. It acts through Lightning's hooks
+    or through `adjust_reward`, `adjust_advantages` or `adjust_loss`, which are called for such axes only.
 
     Attributes:
         axis: name of the axis, of its configuration group and of its column in tables.
         neutral: semantics of the choice that changes nothing, such as `{"choice": "NoFilter"}`; None if every choice
-            means something. A configuration with it and one without the axis are the same run.
-        added: parameters that came after identities were frozen, each with the value at which nothing changes; at
-            that value they are left out of identities.
+            has an effect. A configuration with the neutral choice and one without the axis are the same run.
+        added: parameters that were added after run identities were frozen, each with its neutral value. At that value
+            they are left out of identities, so that older identities stay valid.
     """
 
     axis: ClassVar[str]
@@ -105,25 +106,25 @@ class DesignChoice(Callback):
     added: ClassVar[Mapping[str, Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Lightning sets the module's `log` on each callback; pickled with it, the whole module would go along.
+        # Lightning sets the module's `log` methods on each callback. Pickling them would pickle the whole module.
         return {name: value for name, value in vars(self).items() if name not in ("log", "log_dict")}
 
     @property
     def state_key(self) -> str:
-        """Checkpoint key from axis and class: a checkpoint of one choice never restores into another."""
+        """Checkpoint key made of axis and class, so that one choice's state is never restored into another."""
         return f"{self.axis}:{type(self).__name__}"
 
     def semantics(self) -> dict[str, Any]:
-        """Return the choice's name and parameters with every default resolved; stored with the run."""
+        """Return the choice's name and parameters, including defaults; they are stored with the run."""
         return {"choice": type(self).__name__, **self.parameters()}
 
     def parameters(self) -> dict[str, Any]:
-        """Return the constructor's arguments, which a choice keeps under their names (plain values)."""
+        """Return the constructor arguments by name, as plain values."""
         names = list(inspect.signature(type(self)).parameters)
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def same_as(self, other: DesignChoice) -> bool:
-        """Return whether both choices have the same semantics, whatever their classes."""
+        """Return whether both choices have the same semantics; their classes may differ."""
         return self.semantics() == other.semantics()
 
     @classmethod
@@ -131,52 +132,53 @@ class DesignChoice(Callback):
         """Build the axis's neutral choice; return None if it has none.
 
         Raises:
-            ConfigurationError: its class is in no module that was imported.
+            ConfigurationError: no imported module defines its class.
         """
         if cls.neutral is None:
             return None
         name, parameters = cls.neutral["choice"], {k: v for k, v in cls.neutral.items() if k != "choice"}
-        root = next(one for one in reversed(cls.__mro__) if "axis" in vars(one))
-        found = next((one for one in (root, *_descendants(root)) if one.__name__ == name), None)
-        if found is None:
+        # The abstract class of the axis, from which a search by name covers all of its choices.
+        root = next(base for base in reversed(cls.__mro__) if "axis" in vars(base))
+        neutral_class = next((kind for kind in (root, *_descendants(root)) if kind.__name__ == name), None)
+        if neutral_class is None:
             raise ConfigurationError(
                 f"{cls.axis}: its neutral choice, {name}, is not to be found; define it in the axis's own module"
             )
-        neutral: C = found(**parameters)
+        neutral: C = neutral_class(**parameters)
         return neutral
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
-        """Return one line if this choice cannot be combined with the others (by axis), else None."""
+        """Return a one-line error if this choice cannot be combined with the others (by axis), else None."""
         return None
 
     def differs(self, theirs: Any, step: ObservedStep) -> bool:
-        """Return whether `theirs`, another choice on this axis, would have changed anything in the step.
+        """Return whether `theirs`, another choice on this axis, would have changed the step.
 
-        By default: the tokens' weights in the update would differ. An axis that acts elsewhere overrides this.
+        By default this compares the tokens' weights in the update. An axis with another effect overrides it.
         """
         return step.loss_weights_differ(theirs)
 
-    # --- for axes that the project does not have ----------------------------------------------------------
+    # --- for axes of the user's own -----------------------------------------------------------------------
 
     def adjust_reward(self, reward: float, rollout: Rollout) -> float:
-        """Return the reward that is trained on, from the verifier's after length control. Called once a rollout."""
+        """Return the reward to train on, given the reward after length control. Called once per rollout."""
         return reward
 
     def adjust_advantages(self, advantages: list[Tensor], groups: Sequence[Group]) -> list[Tensor]:
-        """Return normalized advantages, one (G,) tensor a group that passed the filter.
+        """Return adjusted advantages, given the normalized ones: one (G,) tensor per group that passed the filter.
 
-        A pure function: mechanism counters call it again. What a choice remembers moves in Lightning's hooks.
+        Must be a pure function, because mechanism counters call it again. Update any memory in Lightning's hooks.
         """
         return advantages
 
     def adjust_loss(self, per_token_loss: Tensor, batch: TrainBatch, trainer_logprobs: Tensor) -> Tensor:
-        """Return the per-token loss (R, T) before aggregation. A pure function, as `adjust_advantages`."""
+        """Return the adjusted per-token loss (R, T) before aggregation. Must be a pure function."""
         return per_token_loss
 
-    # --- Lightning's --------------------------------------------------------------------------------------
+    # --- Lightning's hook ---------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Refuse a module that is no ScaleRL: the choice would silently do nothing there."""
+        """Refuse a module other than ScaleRL, where the choice would silently do nothing."""
         if not hasattr(pl_module, "choices"):
             raise ConfigurationError(
                 f"callbacks: {type(self).__name__} (axis {self.axis}) needs a ScaleRL module, "
@@ -185,6 +187,6 @@ class DesignChoice(Callback):
 
 
 def _descendants(root: type[Any]) -> list[type[Any]]:
-    """Return all subclasses of a class, the nearest first."""
-    found = root.__subclasses__()
-    return found + [each for one in found for each in _descendants(one)]
+    """Return all direct and indirect subclasses of a class, direct ones first."""
+    children = root.__subclasses__()
+    return children + [descendant for child in children for descendant in _descendants(child)]

@@ -1,7 +1,7 @@
-"""A run's choices as one record, with one field an axis.
+"""A run's design choices as one record, with one field per axis.
 
-A new axis is a module in `axes/`, a folder in `conf/`, public names and a field here, which names the file of its
-neutral choice: `conf/train.yaml` and recipes that say nothing of an axis have that. Light: importing this does not
+To add an axis, add a module in `axes/`, a folder in `conf/`, public names and a field here. The field names the file of
+the neutral choice, which `conf/train.yaml` and recipes that do not mention the axis use. Importing this module does not
 import Lightning.
 """
 
@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Passes:
-    """Number of passes over a batch in one step; an update is forward and backward, forwards precede the first."""
+    """Numbers of passes over a batch in one step.
+
+    An update is a forward and a backward pass. The extra forward passes come before the first update.
+    """
 
     policy_updates: int = 1
     value_updates: int = 0
@@ -47,16 +50,16 @@ class Passes:
 
     @property
     def relative(self) -> float:
-        """Total in units of one update of the policy; a forward pass is a third of it."""
+        """Total cost in units of one policy update; a forward pass counts as a third of an update."""
         return self.policy_updates + self.value_updates + (self.policy_forwards + self.value_forwards) / 3
 
 
 @dataclass(frozen=True)
 class Choices:
-    """One choice on every axis, in the order of the data path, and those on axes of the user's own.
+    """One choice on every axis, in the order of the data path, and choices on the user's own axes.
 
-    The metadata names the file in `conf/<axis>/` of an axis's neutral choice; None where every choice means something,
-    and a recipe must name one.
+    A field's metadata names the file of the neutral choice in `conf/<axis>/`. It is None if every choice has an effect;
+    then a recipe must name one.
     """
 
     resampling: Resampling = field(metadata={"neutral": "uniform"})
@@ -81,32 +84,32 @@ class Choices:
 
     @classmethod
     def of(cls, choices: Iterable[DesignChoice]) -> Choices:
-        """Complete a set of choices: an axis that is left open gets its neutral choice.
+        """Complete a set of choices: an axis without a choice gets its neutral choice.
 
         Raises:
-            ConfigurationError: an axis without a choice and without a neutral one, one with two, an unknown one, or
-                choices that contradict each other; what and which, in one line.
+            ConfigurationError: an axis has neither a choice nor a neutral one, or has two choices; an axis is unknown;
+                or two choices contradict each other.
         """
-        found = by_axis(choices)
+        chosen = by_axis(choices)
         for axis in AXES:
-            if axis not in found and (neutral := axis_class(axis).neutral_choice()) is not None:
-                found[axis] = neutral
-        missing = [axis for axis in AXES if axis not in found]
+            if axis not in chosen and (neutral := axis_class(axis).neutral_choice()) is not None:
+                chosen[axis] = neutral
+        missing = [axis for axis in AXES if axis not in chosen]
         if missing:
             raise ConfigurationError(
                 f"axes: nothing chosen for {', '.join(missing)}; a recipe names every axis that has no neutral choice "
                 f"(override /{missing[0]}: NAME, of conf/{missing[0]}/)"
             )
-        for choice in found.values():
-            problem = choice.conflict(found)
+        for choice in chosen.values():
+            problem = choice.conflict(chosen)
             if problem:
                 raise ConfigurationError(problem)
-        own = {axis: found[axis] for axis in sorted(found.keys() - set(AXES))}
-        named: dict[str, Any] = {axis: found[axis] for axis in AXES}
+        own = {axis: chosen[axis] for axis in sorted(chosen.keys() - set(AXES))}
+        named: dict[str, Any] = {axis: chosen[axis] for axis in AXES}
         return cls(**named, own=own)
 
     def __iter__(self) -> Iterator[DesignChoice]:
-        """Iterate over every choice, in the order of the data path, then the user's own axes by name."""
+        """Iterate over all choices in the order of the data path, then over those on the user's own axes by name."""
         yield from (getattr(self, axis) for axis in AXES)
         yield from self.own.values()
 
@@ -115,7 +118,7 @@ class Choices:
         return [(choice.axis, choice) for choice in self]
 
     def on(self, axis: str) -> DesignChoice | None:
-        """Return the choice on an axis; None on one of the user's own that is left open."""
+        """Return the choice on an axis; None for an axis of the user's own without a choice."""
         choice: DesignChoice | None = getattr(self, axis) if axis in AXES else self.own.get(axis)
         return choice
 
@@ -126,7 +129,7 @@ class Choices:
 
     @property
     def passes(self) -> Passes:
-        """Number of updates and forward passes that one step makes of policy and critic."""
+        """Numbers of updates and forward passes of policy and critic in one step."""
         return Passes(
             policy_updates=self.epochs.count,
             value_updates=self.epochs.count if self.critic.has_values else 0,
@@ -142,25 +145,25 @@ class Choices:
         return replace(self, own={**self.own, choice.axis: choice})
 
 
-# Every axis of the project, in the order of the data path, with the file of its neutral choice, if it has one.
+# The project's axes in the order of the data path, each with the file of its neutral choice or None.
 NEUTRAL: dict[str, str | None] = {axis.name: axis.metadata["neutral"] for axis in fields(Choices) if axis.metadata}
 AXES = tuple(NEUTRAL)
 
 
 def axis_class(axis: str) -> type[DesignChoice]:
-    """Return the abstract class of one of the project's axes, by its field's annotation."""
-    (name,) = (str(each.type) for each in fields(Choices) if each.name == axis)
-    found: type[DesignChoice] = getattr(import_module(f"lightning_scalerl.axes.{axis}"), name)
-    return found
+    """Return the abstract class of one of the project's axes; the annotation of its field names it."""
+    (name,) = (str(entry.type) for entry in fields(Choices) if entry.name == axis)
+    axis_type: type[DesignChoice] = getattr(import_module(f"lightning_scalerl.axes.{axis}"), name)
+    return axis_type
 
 
 def by_axis(choices: Iterable[DesignChoice]) -> dict[str, DesignChoice]:
     """Return the choices keyed by axis.
 
     Raises:
-        ConfigurationError: an unknown axis, or two choices on one axis (both are named).
+        ConfigurationError: an axis is unknown, or has two choices (the message names both).
     """
-    found: dict[str, DesignChoice] = {}
+    chosen: dict[str, DesignChoice] = {}
     for choice in choices:
         axis = getattr(choice, "axis", None)
         if axis not in AXES and (choice.neutral is None or not isinstance(axis, str)):
@@ -168,9 +171,9 @@ def by_axis(choices: Iterable[DesignChoice]) -> dict[str, DesignChoice]:
                 f"axis: {axis!r} of {type(choice).__name__} is unknown; valid: {', '.join(AXES)}; an axis of your own "
                 "declares its neutral choice (DesignChoice.neutral)"
             )
-        if axis in found:
+        if axis in chosen:
             raise ConfigurationError(
-                f"{axis}: two choices on one axis, {type(found[axis]).__name__} and {type(choice).__name__}; keep one"
+                f"{axis}: two choices on one axis, {type(chosen[axis]).__name__} and {type(choice).__name__}; keep one"
             )
-        found[axis] = choice
-    return found
+        chosen[axis] = choice
+    return chosen

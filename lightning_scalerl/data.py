@@ -1,4 +1,4 @@
-"""Lightning datamodule of a run: a task, and the stream of batches that the policy itself produces."""
+"""Lightning datamodule of a run: a task, and the batches that the policy itself generates."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ class RolloutDataModule(LightningDataModule):
 
     Args:
         task: a `Task`, or the name of one in `conf/task/`.
-        seed: of prompt order and sampling.
-        config_dir: a folder of yours where tasks are looked for too (docs/guide/extend.md).
-        predict: prompts that `Trainer.predict` samples completions of: texts, lists of messages, rows of a
-            `DatasetTask`'s form, or `Prompt`s; None for the first held-out set. A text that is a prompt of the task is
-            graded as that one.
-        samples: completions that `Trainer.predict` samples of each.
+        seed: seed of the prompt order and of sampling.
+        config_dir: your own folder, in which tasks are looked up as well (docs/guide/extend.md).
+        predict: prompts for `Trainer.predict`: texts, lists of messages, rows of a `DatasetTask`'s form, or `Prompt`s;
+            None for the first held-out set. A text that equals a prompt of the task is graded as that prompt.
+        samples: completions per prompt in `Trainer.predict`.
 
     Raises:
-        ConfigurationError: an unknown task, or one without prompts or verifier; or prompts of no form.
+        ConfigurationError: the task is unknown or has no prompts or verifier, or a prompt has none of these forms.
     """
 
     def __init__(
@@ -57,15 +56,15 @@ class RolloutDataModule(LightningDataModule):
         self.seed = seed
 
     def train_dataloader(self) -> _StreamLoader:
-        """Return the loader of batches from the module's rollout stream."""
+        """Return the loader of training batches from the module's rollout stream."""
         return _StreamLoader(self)
 
     def val_dataloader(self) -> _HeldOutLoader:
-        """Return a loader of one batch, the held-out sets' names: for `Trainer.validate` and fits that evaluate."""
+        """Return a loader of one batch, the names of the held-out sets, for `Trainer.validate` and `Evaluate`."""
         return _HeldOutLoader(list(self.task.eval_sets()))
 
     def predict_dataloader(self) -> _PlaceLoader:
-        """Return a loader of the places of the prompts that `Trainer.predict` samples completions of."""
+        """Return a loader of the indices of the prompts for `Trainer.predict`."""
         return _PlaceLoader(len(self.predicted.prompts))
 
     @cached_property
@@ -73,47 +72,50 @@ class RolloutDataModule(LightningDataModule):
         """The task with the prompts of `Trainer.predict` as its held-out set.
 
         Raises:
-            ConfigurationError: a prompt of no form.
+            ConfigurationError: a prompt has none of the valid forms.
         """
         if self._predict is None and not self.task.eval_sets():
             raise ConfigurationError("predict: the task has no held-out prompts; give predict=[...], such as texts")
         if self._predict is None:
             return PredictedTask(self.task, list(next(iter(self.task.eval_sets().values()))), frozenset())
-        given = self._predict
-        if isinstance(given, str) or not len(given):
-            raise ConfigurationError(f"predict: {given!r} must be a list of prompts, such as ['What is 2 + 2?']")
+        entries = self._predict
+        if isinstance(entries, str) or not len(entries):
+            raise ConfigurationError(f"predict: {entries!r} must be a list of prompts, such as ['What is 2 + 2?']")
         pools = [self.task.train_prompts(), *self.task.eval_sets().values()]
         known = {text: prompt for pool in pools for prompt in pool for text in (prompt.text, prompt.question) if text}
-        made = [self._prompt(number, each, known) for number, each in enumerate(given)]
+        made = [self._prompt(number, entry, known) for number, entry in enumerate(entries)]
         prompts = [replace(prompt, prompt_id=f"predict {number}") for number, (prompt, _) in enumerate(made)]
-        strange = frozenset(prompt.prompt_id for prompt, (_, own) in zip(prompts, made, strict=True) if not own)
-        return PredictedTask(self.task, prompts, strange)
+        unknown = frozenset(prompt.prompt_id for prompt, (_, graded) in zip(prompts, made, strict=True) if not graded)
+        return PredictedTask(self.task, prompts, unknown)
 
-    def _prompt(self, number: int, given: Any, known: Mapping[str, Prompt]) -> tuple[Prompt, bool]:
-        """Return a prompt, and whether the task can grade completions of it."""
-        if isinstance(given, Prompt):
-            return given, True
-        if isinstance(given, str):
-            return known.get(given, Prompt("", given)), given in known
-        if isinstance(given, Mapping) and isinstance(self.task, DatasetTask):
-            return self.task.read([given])[0], True
-        if isinstance(given, list | tuple) and given and all(isinstance(each, Mapping) for each in given):
-            messages = tuple(dict(each) for each in given)
+    def _prompt(self, number: int, entry: Any, known: Mapping[str, Prompt]) -> tuple[Prompt, bool]:
+        """Return the prompt of one entry, and whether the task can grade completions of it."""
+        if isinstance(entry, Prompt):
+            return entry, True
+        if isinstance(entry, str):
+            return known.get(entry, Prompt("", entry)), entry in known
+        if isinstance(entry, Mapping) and isinstance(self.task, DatasetTask):
+            return self.task.read([entry])[0], True
+        if isinstance(entry, list | tuple) and entry and all(isinstance(message, Mapping) for message in entry):
+            messages = tuple(dict(message) for message in entry)
             return Prompt("", str(messages[-1].get("content", "")), messages=messages), False
         raise ConfigurationError(
-            f"predict: entry {number}, {str(given)[:60]!r}, must be a text, a list of messages, or a row of a "
+            f"predict: entry {number}, {str(entry)[:60]!r}, must be a text, a list of messages, or a row of a "
             "DatasetTask's form"
         )
 
 
 class PredictedTask:
-    """A task as it is, with the prompts of `Trainer.predict` as its one held-out set."""
+    """A task whose only held-out set is the prompts of `Trainer.predict`; everything else is the task's own.
+
+    `unknown` has the ids of prompts whose completions the task cannot grade.
+    """
 
     def __init__(self, task: Task, prompts: Sequence[Prompt], unknown: frozenset[str]) -> None:
         self._task, self.prompts, self.unknown = task, prompts, unknown
 
     def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """Return the prompts, as a set called `predict`."""
+        """Return the prompts as a set named `predict`."""
         return {PREDICT: self.prompts}
 
     def __getattr__(self, name: str) -> Any:
@@ -121,7 +123,7 @@ class PredictedTask:
 
 
 class _PlaceLoader:
-    """Loader of the places of prompts, one a batch: all are sampled together, and handed out one by one."""
+    """Loader of prompt indices, one per batch: all prompts are sampled together and returned one by one."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -134,10 +136,10 @@ class _PlaceLoader:
 
 
 class _StreamLoader:
-    """Loader of training batches, over which Lightning iterates.
+    """Loader of training batches for Lightning's loop.
 
-    It has a length because Lightning reads one batch ahead of a loader without one: every batch would be a step
-    staler than the mode says, and a checkpoint would lose the batch that was read ahead.
+    It has a length because Lightning prefetches one batch from a loader without one. Every batch would then be a step
+    staler than the async mode says, and a checkpoint would lose the prefetched batch.
     """
 
     def __init__(self, owner: RolloutDataModule) -> None:
@@ -160,15 +162,15 @@ class _StreamLoader:
             yield batch
 
     def state_dict(self) -> dict[str, object]:
-        """Return nothing: the module's registry holds the stream's state. Lightning warns on resume without this."""
+        """Return an empty state: the module's registry saves the stream. Lightning warns if this method is missing."""
         return {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Do nothing: the module's registry restores the stream."""
+        """Do nothing: the module's registry restores the stream's state."""
 
 
 class _HeldOutLoader:
-    """Loader of one batch: the names of the held-out sets, which `ScaleRL.validation_step` evaluates together."""
+    """Loader of a single batch: the names of the held-out sets, which `ScaleRL.validation_step` evaluates."""
 
     def __init__(self, names: list[str]) -> None:
         self._names = names

@@ -2,15 +2,15 @@
 
 prompts -> generator -> length control -> reward                       (rollout_stream, virtual_driver)
         -> filter -> advantage, normalization -> truncated -> TrainBatch               (credit)
-        -> passes before the update -> credit a token                                  (update.before, token_credit)
+        -> passes before the update -> per-token credit                                (update.before, token_credit)
         -> trainer logprobs -> terms of the loss (per token) -> aggregation -> optimizer step   (here, update.terms)
         -> weights to the generator                                                    (virtual_driver)
 
-With several ranks, rank 0 does what stands in other files and hands the batch to all; each trains on its rows of
-it, and their gradients add up to the batch's (distributed).
+With several ranks, rank 0 does the parts that are in other files and shares the batch. Each rank trains on its rows of
+the batch, and their gradients add up to the batch's gradient (`distributed`).
 
-What a run under Lightning's Trainer needs besides (set-up, data path, checkpoints, records) is in `session`; the hooks
-by which Lightning asks for it are at the end of the class.
+Everything else that a run under Lightning's Trainer needs (set-up, data path, checkpoints, records) is in `session`.
+Lightning's hooks are at the end of the class and call it.
 """
 
 from __future__ import annotations
@@ -85,27 +85,27 @@ from sweeps.run.interruption import interruption
 class ScaleRL(LightningModule):
     """RL post-training with verifiable rewards; every design choice is a callback.
 
-    Holds the models, the recipe, and what `session` sets for a run (`session.parts`). The recipe supplies a choice for
-    each axis that no callback of the Trainer claims. With several ranks only rank 0 (`ranks.leads`) has `generator`,
-    `prompts`, `mechanism` and `alarm`, and only its records are made.
+    The module holds the models, the recipe and the state that `session` sets up for a run. The recipe supplies a choice
+    for each axis that no callback of the Trainer covers. With several ranks only rank 0 (`ranks.leads`) has
+    `generator`, `prompts`, `mechanism` and `alarm`, and only rank 0 writes records.
 
-    `Trainer.fit` again, with a larger `max_steps`, goes on from where the last one ended. `Trainer.validate` evaluates.
+    Calling `Trainer.fit` again with a larger `max_steps` continues the run. `Trainer.validate` evaluates.
 
     Args:
         model: a local folder or hub id of a causal language model, or the model itself.
         recipe: a name in `conf/recipe/`, or a built recipe.
         overrides: Hydra overrides of a named recipe, such as "optimizer.lr=1e-3".
-        config_dir: a folder of yours where recipes and choices are looked for too (docs/guide/extend.md).
+        config_dir: your own folder, in which recipes and choices are looked up as well (docs/guide/extend.md).
         tokenizer: needed if `model` is not a path.
-        streamed: leave the weights of a model's folder where they are until `Trainer(strategy="fsdp2")` shards it: each
-            rank then reads its own part, and none has the whole. Where that cannot be, the model is loaded at once.
+        streamed: do not read the model's weights until `Trainer(strategy="fsdp2")` shards it. Each rank then reads only
+            its own part. If the model does not allow that, it is loaded at once.
 
     Raises:
-        ConfigurationError: an unknown recipe, key or value, a model that cannot be loaded, or settings that were made
-            for another one.
+        ConfigurationError: a recipe, key or value is unknown, the model cannot be loaded, or the settings were made for
+            another model.
     """
 
-    # Set by `setup`, on rank 0 alone but for the stream: elsewhere a stand-in for it counts the steps.
+    # Set by `setup`, on rank 0 only, except the stream: other ranks have a substitute that counts the steps.
     stream: RolloutStream
     sampling: Sampling
     prompts: PromptSource
@@ -133,26 +133,26 @@ class ScaleRL(LightningModule):
         made = make(model, recipe, overrides, tokenizer, config_dir, streamed)
         self.recipe, self.tokenizer, self.stop_tokens = made.recipe, made.tokenizer, made.stop_tokens
         self.arguments = made.arguments
-        # Models that are trained and saved. The reference is neither, and hidden from `nn.Module`.
+        # Models that are trained and saved. The reference model is neither, so it is hidden from `nn.Module`.
         self.policy = made.policy
         self.critic: ValueModel | None = None
-        # Where the policy's weights are as long as it has none, or why each rank reads the whole model.
+        # The files of a policy whose weights are not read yet, or the reason why each rank reads the whole model.
         self.files = made.files if isinstance(made.files, WeightFiles) else None
         self.read_whole = made.files if isinstance(made.files, str) else None
         self.reference_model = Reference(made.arguments.get("model"), self.files)
-        # What `setup` settles anew for every fit.
+        # Set anew by `setup` for every fit.
         self.choices = made.recipe.choices
         self.ranks = Ranks()
         self.trained = TrainedPolicy(self.policy, lambda: self.ranks, lambda: load_model(made.arguments["model"]))
         self.stream = Follower()  # type: ignore[assignment]  # no step is completed yet
-        self.memory = ""  # what a fit takes of its device's
+        self.memory = ""  # a line on the fit's use of device memory
         self.data_path: DataPath | None = None
         self.terms: list[Term] = []
         self.loss_scale = LossScale(acts=False)
         self.skipped = SkippedUpdates()
         self.health = HealthWatch(self.recipe.health, self.recipe.reward.incorrect)
         self.optimizer: torch.optim.Optimizer | None = None
-        # What outlasts a fit.
+        # Kept from one fit to the next.
         self.continuation = Continuation()
         self.records = Records()
         self.exhausted: str | None = None
@@ -161,8 +161,8 @@ class ScaleRL(LightningModule):
     # --- the path of one training step -------------------------------------------------------------------
 
     def next_batch(self) -> TrainBatch | None:
-        """Generate until a batch is due: on rank 0, for all. Return None where the pool is exhausted: the fit ends."""
-        # Before the step begins, so that whoever looks at its beginning (LearningRateMonitor) sees its own rate.
+        """Generate on rank 0 until a batch is ready for all ranks. Without prompts left, return None to end the fit."""
+        # Before the step starts, because callbacks such as LearningRateMonitor read the rate at its start.
         set_learning_rates(self)
         with self.meter.phase("generate"):
             batch = self.ranks.share_batch(lambda: batch_or_why_none(self))
@@ -172,7 +172,7 @@ class ScaleRL(LightningModule):
         return batch if batch is not None else stop_between_steps(self)
 
     def training_step(self, batch: TrainBatch, batch_index: int) -> None:
-        """Take one training step: as many updates of the weights on one batch as axis `epochs` says."""
+        """Take one training step on a batch, with one update per pass of axis `epochs`."""
         batch = replace(batch.to(self.device), packed=self.policy.packs)
         optimizer = self.optimizers()
         with self.meter.phase("train"):
@@ -180,15 +180,17 @@ class ScaleRL(LightningModule):
             batch = self.ranks.gather_rows(batch, rows)
             passes: list[Pass] = []
             for number in range(self.choices.epochs.count):
-                # None, not zero: AdamW skips parameters without a gradient, so an empty batch moves nothing, not even
-                # by momentum.
+                # None, not zero: AdamW skips parameters without a gradient, so after an empty batch not even momentum
+                # moves the weights.
                 optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
                 done = self._backward(batch, rows)
                 passes.append(done)
+                # Only the first pass runs with the weights before the update, which the generator may have as well.
                 if number == 0:
                     gaps = self.ranks.share(lambda: generator_gaps(self, batch, passes[0]))
+                # All updates but the last bypass Lightning, which would count each of them as a global step.
                 if number + 1 < self.choices.epochs.count:
-                    self.optimizers(use_pl_optimizer=False).step()  # type: ignore[union-attr]  # Lightning counts batches
+                    self.optimizers(use_pl_optimizer=False).step()  # type: ignore[union-attr]
             self.ranks.share(lambda: count_mechanisms(self, batch, passes))
             optimizer.step()  # type: ignore[union-attr]
             self.meter.trained(batch, self.choices.passes)
@@ -200,7 +202,7 @@ class ScaleRL(LightningModule):
         self.health.check(recorded, self.completed_steps)
 
     def _credited(self, rows: TrainBatch) -> TrainBatch:
-        """Return the rows with per-token credit, after the forward passes before the first update."""
+        """Make the forward passes before the first update, and return the rows with per-token credit."""
         size = self.recipe.batch.a_pass
         rows = scored_before(rows, self.choices, self.policy, self.reference, self.critic, size, self.ranks)
         return token_credit(rows, self.choices, self.ranks.sum, remember=True)
@@ -217,13 +219,14 @@ class ScaleRL(LightningModule):
                 losses = torch.stack([term.reduce(scored) for term in self.terms])
                 self.manual_backward(self.loss_scale.scaled(losses.sum()))
                 totals += losses.detach()
-                if numbers.numel():  # else a pass beside other ranks' of a sharded model, which weighs nothing
+                # A pass without rows weighs nothing: it keeps a sharded model's ranks in step.
+                if numbers.numel():
                     parts.append((micro_batch, logprobs.detach(), entropies.detach()))
         self.ranks.sum_gradients(self.parameters())
         totals = self.ranks.sum(totals)
         gathered = self.ranks.gather_parts(batch, parts)
         self.loss_scale.unscale(self.parameters())
-        # Without a clip the bound is infinite: the norm is measured, and the gradient stays as it is.
+        # Without clipping the bound is infinite: the norm is measured and the gradient stays unchanged.
         clip = math.inf if self.recipe.optimizer.clip_norm is None else self.recipe.optimizer.clip_norm
         norms = {"gradient_norm": whole_tensor(nn.utils.clip_grad_norm_(self.policy.parameters(), clip))}
         if self.critic is not None:
@@ -234,11 +237,11 @@ class ScaleRL(LightningModule):
             self.optimizers().zero_grad(set_to_none=True)  # type: ignore[union-attr]
         return Pass(gathered, {term.name: total for term, total in zip(self.terms, totals, strict=True)}, norms, finite)
 
-    # --- what callbacks and scripts ask of a run ---------------------------------------------------------
+    # --- interface for callbacks and scripts -------------------------------------------------------------
 
     @property
     def task(self) -> Task:
-        """Task of the datamodule, whose prompts are trained on."""
+        """Task of the datamodule, whose prompts the run trains on."""
         task: Task = self.trainer.datamodule.task  # type: ignore[attr-defined]
         return task
 
@@ -249,27 +252,27 @@ class ScaleRL(LightningModule):
 
     @property
     def completed_steps(self) -> int:
-        """Number of optimizer steps done, which is the version of the weights."""
+        """Number of completed optimizer steps, which is also the version of the weights."""
         return self.stream.completed_steps
 
     @property
     def reference(self) -> Policy | None:
-        """Frozen reference model of axis `kl`, or None; kept out of the module's own parameters."""
+        """Frozen reference model of axis `kl`, or None. It is not among the module's parameters."""
         return self.reference_model.policy if self.choices.kl.where else None
 
     @property
     def stop_reason(self) -> str | None:
-        """Reason to stop at the next clean border, from the launcher or a signal to Lightning; None without one."""
+        """Reason to stop at the next clean point, from the launcher or a signal to Lightning; None to continue."""
         return interruption.reason or ("SIGTERM" if self.trainer.received_sigterm else None)
 
     @property
     def eval_sets(self) -> dict[str, PromptSet]:
-        """Held-out prompts that are evaluated, by the name of their set."""
+        """Held-out prompts for evaluation, by name of the set."""
         return self.sampling.eval_sets
 
     @property
     def began(self) -> list[str]:
-        """Lines to show once at the start of a fit: memory, prompts and their lengths, the verifier's trial."""
+        """Lines to show once at the start of a fit: memory, prompts and their lengths, trial of the verifier."""
         return lines_at_start(self)
 
     def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
@@ -277,7 +280,7 @@ class ScaleRL(LightningModule):
         return self.sampling.rendering.sample(prompt, rollout, self.completed_steps)
 
     def generating(self) -> AbstractContextManager[Generator]:
-        """Lend the run's generator with nothing in flight, for other work than training; rollouts in flight wait."""
+        """Lend the run's generator for work other than training; training's rollouts in flight are set aside."""
         return self.sampling.generating()
 
     def verifying(self) -> AbstractContextManager[Verifiers]:
@@ -285,17 +288,17 @@ class ScaleRL(LightningModule):
         return self.sampling.verifying()
 
     def save_pretrained(self, directory: str | Path, dtype: str = "fp32", adapter: bool = False) -> Path:
-        """Write the policy as a folder that `AutoModelForCausalLM.from_pretrained` loads, with tokenizer and a card.
+        """Write the policy as a folder for `AutoModelForCausalLM.from_pretrained`, with tokenizer and model card.
 
-        All ranks call it, and rank 0 writes. A critic stays behind. An adapter is merged into the model's weights.
+        All ranks must call it; rank 0 writes. A critic is not saved. An adapter is merged into the model's weights.
 
         Args:
-            directory: new or empty.
-            dtype: of the saved weights: "fp32", "bf16" or "fp16".
-            adapter: write the adapter alone, as `PeftModel.from_pretrained` loads it onto the model it was trained on.
+            directory: a new or empty folder.
+            dtype: type of the saved weights: "fp32", "bf16" or "fp16".
+            adapter: write only the adapter, in the form that `PeftModel.from_pretrained` loads onto its base model.
 
         Raises:
-            ConfigurationError: something is there already, the type is unknown, or there is no adapter to write.
+            ConfigurationError: the folder is not empty, the type is unknown, or there is no adapter to write.
             RuntimeError: the merged model computes something else than the trained policy.
         """
         return export(self, directory, dtype, adapter)
@@ -310,11 +313,11 @@ class ScaleRL(LightningModule):
         weights_only: bool | None = None,
         **arguments: Any,
     ) -> Self:
-        """Make a module with the weights of a checkpoint of either form: a file, or a folder of shards.
+        """Make a module with the weights of a checkpoint, which is a file or a folder of shards.
 
         Args:
-            checkpoint_path, map_location, hparams_file, strict, weights_only: as of Lightning's own.
-            arguments: of this class, in place of those that the checkpoint holds.
+            checkpoint_path, map_location, hparams_file, strict, weights_only: as in Lightning's method.
+            arguments: arguments of this class that override those in the checkpoint.
 
         Raises:
             ConfigurationError: the folder lacks a part, or an argument is missing.
@@ -327,33 +330,33 @@ class ScaleRL(LightningModule):
     # --- Lightning's hooks, in the order in which they are called ----------------------------------------
 
     def configure_callbacks(self) -> Sequence[Callback]:
-        """Return the recipe's choices for axes that the Trainer's callbacks leave open; the same ones each time."""
+        """Return the recipe's choices for axes that no callback of the Trainer covers; the same objects each time."""
         return supplied_choices(self)
 
     def setup(self, stage: str) -> None:
-        """Resolve the choices and build the data path; every mistake surfaces here, before any compute."""
+        """Resolve the choices and build the data path. Configuration errors are raised here, before any compute."""
         set_up(self, stage)
 
     def configure_model(self) -> None:
-        """Shard the models over the ranks, where the strategy does that."""
+        """Shard the models over the ranks, if the strategy shards."""
         shard_models(self)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the run from a checkpoint in `fit`; elsewhere its weights alone are taken."""
+        """Restore the run from a checkpoint in `fit`; other Trainer methods restore only the weights."""
         load_state(self, checkpoint)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the recipe's optimizer, that of the last fit if there was one; the schedule is applied in the step."""
+        """Return the recipe's optimizer, reused from the last fit if there was one; each step applies the schedule."""
         if self.optimizer is None:
             self.optimizer = build_optimizer(self)
         return self.optimizer
 
     def on_fit_start(self) -> None:
-        """Check that all ranks resume at the same step; make an evaluation after the last step that is still due."""
+        """Check that all ranks resume at the same step, and make a final evaluation that is still due."""
         begin_fit(self)
 
     def on_train_start(self) -> None:
-        """Start the compute meter; publish the current weights to the generator of a fresh run."""
+        """Start the compute meter, and publish the weights of a fresh run to the generator."""
         begin_training(self)
 
     def validation_step(self, sets: list[str], batch_index: int) -> None:
@@ -361,19 +364,19 @@ class ScaleRL(LightningModule):
         validate(self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the run beside its weights. All ranks call it."""
+        """Add the run's state to a checkpoint. All ranks call it."""
         save_state(self, checkpoint)
 
     def on_fit_end(self) -> None:
-        """Stop the compute meter; time between two fits is not charged."""
+        """Stop the compute meter: time between two fits is not counted."""
         end_fit(self)
 
     def failed(self, error: BaseException) -> None:
-        """Stop the meter after an error; unless it was a clean interruption, the next fit needs a checkpoint."""
+        """Stop the meter after an error. Unless it was a clean interruption, the next fit needs a checkpoint."""
         fail(self, error)
 
     def teardown(self, stage: str) -> None:
-        """Close generators with processes or memory of their own; another fit starts them again."""
+        """Close generators that hold processes or memory; another fit starts them again."""
         if stage == "fit":
             close_engines(self)
 
@@ -381,7 +384,7 @@ class ScaleRL(LightningModule):
         """Do nothing: `setup` refuses Trainer.test and names what to use instead."""
 
     def on_predict_start(self) -> None:
-        """Sample completions of all prompts of `Trainer.predict`, and have them graded."""
+        """Sample and grade completions of all prompts of `Trainer.predict`."""
         self._predictions = predicted(self)
 
     def predict_step(self, place: int) -> Prediction:

@@ -1,4 +1,4 @@
-"""Optimizer and learning-rate schedules of the policy; clipping and micro-batches are the module's."""
+"""Optimizer and learning-rate schedules of the policy. `module` handles clipping and micro-batches."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ from lightning_scalerl.checks import ConfigurationError, positive, whole_number
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW, and the bound on the gradient norm that is applied before it.
+    """AdamW and the gradient clipping that precedes it.
 
-    The paper's rate is 5e-7 for 8 billion parameters, with eps 1e-15 and weight decay 0.01; betas and clip are
-    not stated there.
+    The ScaleRL paper uses a rate of 5e-7 for 8 billion parameters, with eps 1e-15 and weight decay 0.01. It does not
+    state betas and clipping.
 
-    `clip_norm` bounds the norm of the whole gradient; None leaves it as it is, and it is measured all the same.
-
-    `dropout` lets the model's own dropout act in training. It is off: with it, the policy that is trained would differ
-    in every step from the one that sampled.
+    Attributes:
+        lr: learning rate.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay.
+        clip_norm: bound on the norm of the whole gradient. With None it is not clipped, but still measured.
+        dropout: whether the model's own dropout acts in training. Off by default: the trained policy would otherwise
+            differ in every step from the policy that sampled.
     """
 
     added: ClassVar[Mapping[str, Any]] = {"dropout": False}
@@ -53,7 +58,7 @@ class AdamW:
                 raise ConfigurationError(f"optimizer.{field}: {getattr(self, field)!r} must be in [0, 1)")
 
     def build(self, parameters: Iterable[nn.Parameter] | list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Build the optimizer for parameters, or for parameter groups with their own rates."""
+        """Build the optimizer for parameters, or for parameter groups with their own learning rates."""
         return torch.optim.AdamW(
             parameters,
             lr=self.lr,
@@ -74,16 +79,16 @@ class ConstantSchedule:
             raise ConfigurationError(f"schedule.warmup_steps: {self.warmup_steps!r} must be 0 or more")
 
     def factor(self, completed_steps: int) -> float:
-        """Return the factor on the learning rate in the next step."""
+        """Return the factor on the learning rate for the next step."""
         return min(1.0, (completed_steps + 1) / (self.warmup_steps + 1))
 
 
 @dataclass(frozen=True)
 class CosineSchedule(ConstantSchedule):
-    """Linear warm-up over `warmup_steps`, then half a cosine down to `final` of the rate at `total_steps`.
+    """Linear warm-up over `warmup_steps`, then half a cosine down to `final` times the rate at `total_steps`.
 
-    The curve depends on where it ends, so `total_steps` belongs to the run's identity: unlike under a constant rate, a
-    larger budget is another run.
+    The learning curve depends on `total_steps`, so it is part of the run's identity. Unlike with a constant rate, a
+    run with a larger budget is another run.
     """
 
     total_steps: int
@@ -100,7 +105,7 @@ class CosineSchedule(ConstantSchedule):
             raise ConfigurationError(f"schedule.final: {self.final!r} must be in [0, 1]")
 
     def factor(self, completed_steps: int) -> float:
-        """Return the factor on the learning rate in the next step: warm-up times cosine decay."""
+        """Return the factor on the learning rate for the next step: warm-up times cosine decay."""
         progress = (completed_steps - self.warmup_steps) / (self.total_steps - self.warmup_steps)
         decay = 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, progress))))
         return super().factor(completed_steps) * (self.final + (1 - self.final) * decay)
@@ -108,13 +113,13 @@ class CosineSchedule(ConstantSchedule):
 
 @dataclass(frozen=True)
 class SqrtBatchSchedule(ConstantSchedule):
-    """Warm-up, then constant, times the square root of (rollouts a step / `reference`): one rate for all batch sizes.
+    """Warm-up, then constant, times sqrt(rollouts per step / `reference`): one `optimizer.lr` for all batch sizes.
 
     Args:
-        warmup_steps: of the linear warm-up.
-        prompts, completions: of a step; their product is its rollouts.
-        reference: rollouts a step at which `optimizer.lr` is meant as it stands.
-        rollouts: a step, if the batch is given so.
+        warmup_steps: steps of the linear warm-up.
+        prompts, completions: prompts per step and rollouts per prompt; their product is the rollouts per step.
+        reference: rollouts per step at which the factor is 1.
+        rollouts: rollouts per step if the batch is given that way; it overrides the product.
     """
 
     prompts: int
@@ -130,6 +135,6 @@ class SqrtBatchSchedule(ConstantSchedule):
             whole_number("schedule.rollouts", self.rollouts)
 
     def factor(self, completed_steps: int) -> float:
-        """Return the factor on the learning rate in the next step: warm-up times the square root for the batch size."""
+        """Return the factor on the learning rate for the next step: warm-up times the batch-size factor."""
         rollouts = self.prompts * self.completions if self.rollouts is None else self.rollouts
         return super().factor(completed_steps) * math.sqrt(rollouts / self.reference)

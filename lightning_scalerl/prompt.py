@@ -1,4 +1,4 @@
-"""The prompt record, which the data path begins with; apart from the others, as verifier processes need no torch."""
+"""The prompt record. It has a module of its own so that verifier processes can import it without torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class Prompt:
     """One problem whose answer can be verified.
 
     Attributes:
-        prompt_id: unique in its pool.
-        text: what is asked, as plain text; of a conversation its last message.
-        answer: whatever the task's verifier needs.
+        prompt_id: identifier, unique in its pool.
+        text: the prompt as plain text; the last message if it is a conversation.
+        answer: the reference answer, in the form that the task's verifier needs.
         difficulty: a label such as a number of digits, for metrics by difficulty.
-        messages: the conversation, {"role", "content"} each; empty if the prompt is plain text.
-        columns: every column of the row that it comes from, by name.
-        source: the data set it comes from, in a mixture of several.
-        question: what is asked, without what its task puts before and behind it; empty if that is `text`.
+        messages: the conversation as {"role", "content"} mappings; empty if the prompt is plain text.
+        columns: all columns of the data row it comes from, by name.
+        source: name of the data set it comes from, in a mixture of several.
+        question: the text without the instructions that the task adds before and after it; empty if there are none.
     """
 
     prompt_id: str

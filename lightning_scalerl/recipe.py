@@ -1,4 +1,4 @@
-"""Recipe of a run: everything that decides how it learns, composed from `conf/`."""
+"""Recipe of a run: all settings that decide how it learns, composed from `conf/`."""
 
 from __future__ import annotations
 
@@ -21,21 +21,28 @@ from lightning_scalerl.update.health import Health
 from lightning_scalerl.update.terms import terms
 from lightning_scalerl.verify.verification import Verification
 
-# Beyond this many parameters the activations of one long row take more memory than all states of the model.
+# From this many parameters on, the activations of one long row take more memory than all states of the model.
 RECOMPUTE_FROM = 2**28
 
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """Size of one optimizer step: `prompts` groups (P) of `completions` rollouts (G), `micro_batch` rollouts a pass.
+    """Size of one optimizer step and of its forward passes.
 
-    With `rollouts`, the step's total, `prompts` becomes `rollouts / completions`, whatever value it was given. With
-    `micro_tokens` a pass has at most so many tokens too, padding included; a rollout that is longer goes alone. With
-    `recompute` a layer's activations are computed again in the backward pass instead of kept (gradient checkpointing);
-    None for models of `RECOMPUTE_FROM` parameters or more. With `offload` they are, and what is kept for that, each
-    layer's input, is kept on the host. With `packed` the rollouts of a pass go through a model one
-    behind the other in one sequence, without padding, which `micro_tokens` does not count then; a model that cannot do
-    that is given padded ones, with a warning. None of these changes a result but by rounding.
+    The settings from `micro_batch` on, except `rollouts`, change results by rounding only.
+
+    Attributes:
+        prompts: groups per step (P).
+        completions: rollouts per group (G).
+        micro_batch: largest number of rollouts per forward pass.
+        rollouts: rollouts per step. If given, it sets `prompts` to `rollouts / completions`.
+        micro_tokens: largest number of tokens per forward pass, including padding unless `packed`. A longer rollout
+            gets a pass of its own.
+        recompute: whether to recompute a layer's activations in the backward pass instead of keeping them (gradient
+            checkpointing); None to do so for models of `RECOMPUTE_FROM` parameters or more.
+        offload: recompute, and keep the layers' inputs on the host.
+        packed: concatenate the rollouts of a pass into one sequence without padding. Models that cannot do that get
+            padded rollouts, with a warning.
     """
 
     added: ClassVar[Mapping[str, Any]] = {
@@ -82,13 +89,13 @@ class BatchSettings:
 
     @property
     def a_pass(self) -> PassSize:
-        """Return what one forward pass takes of a batch at most."""
+        """Upper limits of one forward pass."""
         return PassSize(self.micro_batch, self.micro_tokens)
 
 
 @dataclass(frozen=True)
 class ContextSettings:
-    """Token limits, the policy for longer prompts ("refuse" the run, or "drop" them), and the temperature."""
+    """Token limits, the treatment of longer prompts ("refuse" the run or "drop" them), and the temperature."""
 
     added: ClassVar[Mapping[str, Any]] = {"too_long": "refuse"}
 
@@ -108,9 +115,9 @@ class ContextSettings:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Named set of choices with the settings that go with them; `scaled_for` is the model that these are for.
+    """Named set of choices with the settings that go with them.
 
-    `evaluation` holds the arguments of `Evaluate` that a script leaves out, by name.
+    `scaled_for` is the model that the settings were made for. `evaluation` has default arguments for `Evaluate`.
     """
 
     name: str
@@ -130,13 +137,13 @@ class Recipe:
     evaluation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def check_scale(self, made_for_it: bool) -> None:
-        """Refuse settings that were made for one model on another, unless their user asked for that.
+        """Refuse settings that were made for another model, unless the user set `scaled_for=null`.
 
         Args:
-            made_for_it: the model is the one in question.
+            made_for_it: whether the run's model is the one that they were made for.
 
         Raises:
-            ConfigurationError: with how to ask for it.
+            ConfigurationError: they were made for another model.
         """
         check_scale(self.scaled_for, made_for_it)
 
@@ -144,7 +151,7 @@ class Recipe:
         """Refuse choices that cannot run with these settings.
 
         Raises:
-            ConfigurationError: what contradicts what, in one line.
+            ConfigurationError: a choice contradicts a setting.
         """
         control = choices.length_control
         problems = [
@@ -156,4 +163,4 @@ class Recipe:
         ]
         for problem in filter(None, problems):
             raise ConfigurationError(problem)
-        terms(choices)
+        terms(choices)  # raises if a term names an unknown aggregation

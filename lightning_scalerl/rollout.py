@@ -1,7 +1,7 @@
-"""The records that travel along the data path: Prompt -> Rollout -> Group -> TrainBatch.
+"""Records of the data path: Prompt -> Rollout -> Group -> TrainBatch.
 
-Axis sizes in shapes: P groups (prompts), G rollouts of one prompt, R rollouts of a batch, T completion tokens, S prompt
-+ completion tokens.
+Sizes in shapes: P groups (prompts) per batch, G rollouts per prompt, R rollouts per batch, T completion tokens, S
+prompt + completion tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_scalerl.prompt import Prompt
 
-# A rollout's per-token lists, and the types that hold them without loss.
+# A rollout's per-token lists, and the types that store them without loss.
 _PER_TOKEN = {
     "tokens": np.int32,
     "weight_versions": np.int32,
@@ -30,13 +30,20 @@ _PER_TOKEN = {
 class Rollout:
     """One completion as the generator sampled it.
 
-    tokens, generator_logprobs, weight_versions, forced: lists of length T. `generator_logprobs` are taken at
-    sampling time, `weight_versions[t]` is the number of optimizer steps behind the weights that sampled token
-    t, and `forced[t]` marks tokens that were inserted, not sampled (in neither loss nor ratio).
-    `finish_reason` is "stop" (end of sequence) or "length" (truncated). `outcome` is what became of its grading:
-    "score", "abstain" or "error"; `grade` is its verifier's own reward, before anything is made of it; `parts` and
-    `extra` are the numbers and texts that its grader gave beside it, `terms` those of a weighted sum of rewards.
-    `staged`: the curriculum has weighed these terms otherwise than the task.
+    Attributes:
+        tokens: token ids, a list of length T like the next three.
+        generator_logprobs: log-probabilities at sampling time.
+        weight_versions: for each token, the version of the weights that sampled it: their number of optimizer steps.
+        forced: for each token, whether it was inserted, not sampled. Forced tokens enter neither loss nor ratio.
+        finish_reason: "stop" (end of sequence) or "length" (truncated).
+        reward: the reward that is trained on.
+        correct: whether the completion passes.
+        outcome: result of grading: "score", "abstain" or "error".
+        grade: the verifier's reward, before length control and other adjustments.
+        parts: numbers that the grader reported along with the grade.
+        extra: texts that the grader reported along with the grade.
+        terms: the weighted terms, if the grade is a sum of several rewards.
+        staged: whether a curriculum has weighted these terms differently from the task.
     """
 
     tokens: list[int]
@@ -60,17 +67,18 @@ class Rollout:
 
 
 def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Pack rollouts into a few flat tensors: nested lists of millions of numbers take a checkpoint half a minute.
+    """Pack rollouts into a few flat tensors.
 
-    Per token, of all rollouts one after the other: tokens, weight_versions, generator_logprobs, forced; per rollout:
-    lengths, reward, correct, finish_reason, outcome, grade, parts, extra, terms, staged.
+    Per-token fields are concatenated over all rollouts: tokens, weight_versions, generator_logprobs, forced. Fields
+    with one entry per rollout: lengths, reward, correct, finish_reason, outcome, grade, parts, extra, terms, staged.
     """
-    every = {
+    # Flat tensors because a checkpoint needs half a minute for nested lists of millions of numbers.
+    per_token = {
         name: torch.from_numpy(np.fromiter(chain.from_iterable(getattr(rollout, name) for rollout in rollouts), kind))
         for name, kind in _PER_TOKEN.items()
     }
     return {
-        **every,
+        **per_token,
         "lengths": torch.tensor([len(rollout.tokens) for rollout in rollouts], dtype=torch.int64),
         "reward": torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64),
         "correct": torch.tensor([rollout.correct for rollout in rollouts], dtype=torch.bool),
@@ -85,17 +93,17 @@ def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def unpacked(state: dict[str, Any]) -> list[Rollout]:
-    """Unpack what `packed` has made, to the last bit."""
+    """Restore exactly the rollouts that `packed` was given."""
     lengths = state["lengths"].tolist()
-    parts = {name: [part.tolist() for part in torch.split(state[name], lengths)] for name in _PER_TOKEN}
+    per_token = {name: [part.tolist() for part in torch.split(state[name], lengths)] for name in _PER_TOKEN}
     count = len(lengths)
-    # Checkpoints of earlier versions lack the later fields: hence the defaults.
+    # Checkpoints of earlier versions lack these fields.
     outcomes, grades = state.get("outcome", ["score"] * count), state.get("grade", [0.0] * count)
     parts_of, extra_of = state.get("parts", [{}] * count), state.get("extra", [{}] * count)
     terms_of, staged = state.get("terms", [{}] * count), state.get("staged", [False] * count)
     return [
         Rollout(
-            **{name: of_all[number] for name, of_all in parts.items()},
+            **{name: values[number] for name, values in per_token.items()},
             finish_reason=reason,
             reward=float(state["reward"][number]),
             correct=bool(state["correct"][number]),
@@ -112,11 +120,15 @@ def unpacked(state: dict[str, Any]) -> list[Rollout]:
 
 @dataclass
 class Group:
-    """All rollouts of one prompt: admitted together, rewarded and credited together.
+    """All rollouts of one prompt, which are admitted, rewarded and credited together.
 
-    `admission` counts groups in order of admission (from 0) and is unique within a run. `history` holds the pass
-    rates of the prompt's groups that were complete when this one was admitted. `rollouts` are those that have a score;
-    those without one are `ungraded`, and count as if they had not been sampled.
+    Attributes:
+        admission: number of the group in order of admission, from 0; unique within a run.
+        prompt: the prompt.
+        prompt_tokens: its token ids.
+        rollouts: the rollouts with a score.
+        history: pass rates of the prompt's groups that were complete when this one was admitted.
+        ungraded: the rollouts without a score, which count as not sampled.
     """
 
     admission: int
@@ -128,7 +140,7 @@ class Group:
 
     @property
     def rewards(self) -> Tensor:
-        """Rewards of the scored rollouts, (G,), float64: there are few, so exactness is cheap."""
+        """Rewards of the scored rollouts, (G,), in float64."""
         return torch.tensor([rollout.reward for rollout in self.rollouts], dtype=torch.float64)
 
     @property
@@ -143,7 +155,7 @@ class Group:
 
     @property
     def comparable(self) -> bool:
-        """Return whether enough rollouts have a score: two where some could not be graded, else one."""
+        """Return whether enough rollouts have a score: at least two if some could not be graded, else one."""
         return len(self.rollouts) >= (2 if self.ungraded else 1)
 
     @property
@@ -155,7 +167,7 @@ class Group:
 
     @property
     def pass_rate_so_far(self) -> float:
-        """Mean pass rate of the prompt's groups up to this one: how easy the prompt has been."""
+        """Mean pass rate of the prompt's groups up to and including this one, a measure of how easy the prompt is."""
         rates = [*self.history, *([self.pass_rate] if self.rollouts else [])]
         return sum(rates) / max(1, len(rates))
 
@@ -164,9 +176,15 @@ class Group:
 class Denominators:
     """Divisors of the aggregations, counted over the *global* batch of one optimizer step.
 
-    Passed as an argument everywhere, never recomputed for a rank or micro-batch, so any split of a batch gives
-    the same gradient. `prompts`, `samples` and `tokens` are those that carry credit; `sampled` are all rollouts of the
-    step, with credit or without, and `max_tokens` is the completion limit.
+    They are always passed in and never recomputed for a rank or micro-batch, so any split of a batch gives the same
+    gradient.
+
+    Attributes:
+        prompts: groups that carry credit.
+        samples: rollouts that carry credit.
+        tokens: tokens that carry credit.
+        max_tokens: the completion limit.
+        sampled: all rollouts of the step, with or without credit.
     """
 
     prompts: float
@@ -178,9 +196,9 @@ class Denominators:
 
 @dataclass(frozen=True)
 class PassSize:
-    """Upper limits of one forward pass: its rollouts, and its tokens; None for as many as these have.
+    """Upper limits of one forward pass, in rollouts and in tokens; None for no limit on tokens.
 
-    Padding counts among the tokens, unless the batch is `packed`.
+    Padding counts as tokens unless the batch is `packed`.
     """
 
     rollouts: int
@@ -189,20 +207,33 @@ class PassSize:
 
 @dataclass
 class TrainBatch:
-    """The batch of one optimizer step (or a micro-batch of it): tensors plus the groups they came from.
+    """The batch of one optimizer step, or a micro-batch of it: tensors and the groups they came from.
 
-    tokens (R, S) int64: prompt then completion, left-aligned, padded at the right. `completion_start` (R,) is
-    the prompt's length. The (R, T) tensors are aligned to the completion's first token: generator_logprobs,
-    weight_versions, loss_mask (sampled, credited tokens), forced_mask, advantages. `sample_tokens` and
-    `group_tokens` (R,) count loss-mask tokens of the rollout and of its whole group. `row` (R,) is the
-    rollout's place in the flattened `groups`. `rewards` (R,) are what is trained on, `pass_rates` (R,) those of the
-    prompt's groups so far, this one among them. Micro-batches keep `denominators` of the whole batch.
+    Tensors of shape (R, T) are aligned to the first token of the completion.
 
-    group (R,) numbers the groups: rollouts of one share a prompt. None where it is not known, and nothing shared.
-    `packed`: models are given the rows one behind the other, without their padding (`model.packed`).
-
-    What forward passes before the update add, where a choice asks for it, (R, T): `anchor_logprobs` and `values` of the
-    weights before the update, `reference_logprobs` of the frozen reference, `returns` that values are to meet.
+    Attributes:
+        tokens: (R, S) int64, prompt then completion, left-aligned and padded on the right.
+        lengths: (R,), tokens of prompt and completion.
+        completion_start: (R,), tokens of the prompt.
+        generator_logprobs: (R, T).
+        weight_versions: (R, T).
+        loss_mask: (R, T), 1 for sampled tokens that carry credit.
+        forced_mask: (R, T), 1 for forced tokens.
+        advantages: (R, T).
+        sample_tokens: (R,), loss-mask tokens of the rollout.
+        group_tokens: (R,), loss-mask tokens of the rollout's whole group.
+        row: (R,), the rollout's index in the flattened `groups`.
+        rewards: (R,), rewards that are trained on.
+        pass_rates: (R,), mean pass rate of the prompt's groups so far, including this one.
+        denominators: counts over the whole batch, also in a micro-batch.
+        groups: all groups of the batch, with or without credit.
+        anchor_logprobs: (R, T), the trainer's log-probabilities before the update; None unless a choice needs them.
+        reference_logprobs: (R, T), log-probabilities of the frozen reference; None without a KL penalty.
+        values: (R, T), the critic's values before the update; None without a critic.
+        returns: (R, T), the targets of the values; None without a critic.
+        group: (R,), number of the rollout's group. Rollouts of one group share a prompt. None if unknown, in which
+            case no prompt is shared.
+        packed: whether models get the rows concatenated without padding (`model.packed`).
     """
 
     tokens: Tensor
@@ -233,7 +264,7 @@ class TrainBatch:
         return int(self.tokens.shape[0])
 
     def select(self, rows: Tensor) -> TrainBatch:
-        """Return the rollouts `rows` as a smaller batch, cut to their longest member; denominators stay global."""
+        """Return the rollouts `rows` as a smaller batch, as wide as their longest; denominators stay global."""
         values: dict[str, Any] = {}
         width = int(self.lengths[rows].max()) if rows.numel() else 0
         completion = int((self.lengths[rows] - self.completion_start[rows]).max()) if rows.numel() else 0
@@ -247,7 +278,7 @@ class TrainBatch:
         return TrainBatch(**values)
 
     def blank(self) -> TrainBatch:
-        """Return a batch of one row of one completion token that weighs nothing, its loss and gradient exactly zero."""
+        """Return a batch of one row with one completion token, whose loss and gradient are exactly zero."""
         values: dict[str, Any] = {"groups": [], "denominators": self.denominators, "packed": self.packed}
         for entry in fields(self):
             value = getattr(self, entry.name)
@@ -256,7 +287,7 @@ class TrainBatch:
                 values[entry.name] = value.new_zeros((1, columns) if value.dim() == 2 else (1,))
         values["lengths"] += 2
         values["completion_start"] += 1
-        # Aggregations divide by them.
+        # At least 1, because aggregations divide by them.
         values["sample_tokens"] += 1
         values["group_tokens"] += 1
         values["row"] -= 1
@@ -265,20 +296,21 @@ class TrainBatch:
     def cut(self, size: PassSize) -> Iterator[Tensor]:
         """Yield the row numbers of micro-batches of at most this size.
 
-        Those of a group stand together, so that they can share their prompt's forward pass, and groups of similar
-        length, so that little is padding. Packed rows fill a pass one after the other in that order.
+        Rows of a group are adjacent, so that they can share the forward pass of their prompt. Groups are sorted by
+        length, so that little is padding. Packed rows fill a pass in the same order.
         """
         order = torch.argsort(self.lengths, descending=True, stable=True)
         if self.group is not None and self.rollouts:
             longest = self.lengths.new_zeros(int(self.group.max()) + 1)
             longest.scatter_reduce_(0, self.group, self.lengths, "amax")
+            # Stable sorts, the most important key last: length of the group's longest row, then group, then length.
             order = order[torch.argsort(self.group[order], stable=True)]
             order = order[torch.argsort(longest[self.group[order]], descending=True, stable=True)]
         start, widest, total = 0, 0, 0
         lengths = self.lengths[order].tolist() if size.tokens is not None else [0] * self.rollouts
         for end, length in enumerate(lengths):
             rollouts = end - start + 1
-            # Rows of a pass are padded to its longest, so that one costs as much as the others.
+            # Padded rows all cost as much as the longest row of the pass.
             tokens = total + length if self.packed else rollouts * max(widest, length)
             too_many = size.tokens is not None and tokens > size.tokens
             if end > start and (rollouts > size.rollouts or too_many):
@@ -302,23 +334,23 @@ class TrainBatch:
         return TrainBatch(**values)
 
 
-# Tensors (R, T) that a batch gets after its layout and before the update.
+# Tensors (R, T) that are filled in after the batch is laid out and before the update.
 BEFORE_UPDATE = ("advantages", "anchor_logprobs", "reference_logprobs", "values", "returns")
 
 
 def inside(mask: Tensor, table: Tensor) -> Tensor:
-    """Return `table` with 0 for whatever stands outside the mask, a NaN or infinity among it. Shapes: both (R, T).
+    """Return `table` with 0 outside the mask, even where it holds NaN or infinity. Shapes: both (R, T).
 
-    Arithmetic comes after it: multiplied with a mask of 0 a NaN stays one, in the value as in the gradient.
+    Must come before any arithmetic: multiplying by a mask of 0 keeps a NaN, in the value and in the gradient.
     """
     return torch.where(mask > 0, table, 0.0)
 
 
 @dataclass
 class Scored:
-    """Output of policy and critic for a (micro-)batch: (R, T) each, zero beyond a completion's end.
+    """Output of policy and critic for a (micro-)batch; each tensor is (R, T) and zero after a completion's end.
 
-    `entropies` have a gradient only where a term asks for it; `values` are the critic's, None without one.
+    `entropies` have a gradient only if a term needs it. `values` is None without a critic.
     """
 
     batch: TrainBatch
@@ -327,10 +359,10 @@ class Scored:
     values: Tensor | None = None
 
     def inside(self) -> Scored:
-        """Return the same with 0 outside the loss mask, in what the models say and in what the batch holds of a token.
+        """Return a copy with 0 outside the loss mask, in the models' outputs and in the batch's per-token tensors.
 
-        Every computation on credited tokens starts from here, so that no value (such as NaN) of a forced or masked
-        token can reach it.
+        Every computation on credited tokens starts from this copy, so that no value of a forced or masked token (such
+        as NaN) can reach it.
         """
         batch, mask = self.batch, self.batch.loss_mask
         tables = {name: getattr(batch, name) for name in ("generator_logprobs", *BEFORE_UPDATE)}
@@ -343,16 +375,17 @@ class Scored:
         )
 
 
-# A micro-batch with the trainer's log-probabilities and entropies of it, (R, T) each.
+# A micro-batch with the trainer's log-probabilities and entropies, (R, T) each.
 Part = tuple[TrainBatch, Tensor, Tensor]
 
 
 def whole(batch: TrainBatch, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
-    """Put log-probabilities and entropies (R, T) of the batch together from its parts; zero in rows without one."""
+    """Assemble the batch's log-probabilities and entropies (R, T) from its parts; rows in no part are zero."""
     logprobs, entropies = torch.zeros_like(batch.generator_logprobs), torch.zeros_like(batch.generator_logprobs)
+    # `row` identifies a rollout in batch and parts, but need not be sorted in the batch.
     order = torch.argsort(batch.row)
-    for micro_batch, of_logprobs, of_entropies in parts:
+    for micro_batch, part_logprobs, part_entropies in parts:
         rows = order[torch.searchsorted(batch.row[order], micro_batch.row)]
-        logprobs[rows, : of_logprobs.shape[1]] = of_logprobs
-        entropies[rows, : of_entropies.shape[1]] = of_entropies
+        logprobs[rows, : part_logprobs.shape[1]] = part_logprobs
+        entropies[rows, : part_entropies.shape[1]] = part_entropies
     return logprobs, entropies

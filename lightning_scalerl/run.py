@@ -1,4 +1,4 @@
-"""Interface of a run for callbacks and measurements: the part of `ScaleRL` that others rely on."""
+"""Interface of a run for callbacks and measurements: the attributes of `ScaleRL` that they may use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_scalerl.verify.verification import Verifiers
 
 
 class Run(Protocol):
-    """A run under way, as callbacks see it. `stream` and `mechanism` are rank 0's alone."""
+    """A run in progress, as callbacks see it. Only rank 0 has `stream` and `mechanism`."""
 
     recipe: Recipe
     choices: Choices
@@ -36,21 +36,21 @@ class Run(Protocol):
     meter: ComputeMeter
     mechanism: MechanismCounters
     stream: RolloutStream
-    exhausted: str | None  # why the fit ended before its budget, with no prompts left to train on; None of any other
+    exhausted: str | None  # the reason if the fit ended before its budget because no prompts were left, else None
 
     @property
     def task(self) -> Task:
-        """Task whose prompts are trained on."""
+        """Task whose prompts the run trains on."""
         ...
 
     @property
     def seed(self) -> int:
-        """Seed of prompt order and of sampling."""
+        """Seed of the prompt order and of sampling."""
         ...
 
     @property
     def completed_steps(self) -> int:
-        """Number of optimizer steps done, which is the version of the weights."""
+        """Number of completed optimizer steps, which is also the version of the weights."""
         ...
 
     @property
@@ -60,7 +60,7 @@ class Run(Protocol):
 
     @property
     def eval_sets(self) -> dict[str, PromptSet]:
-        """Held-out prompts that are evaluated, with their tokens, by the name of their set."""
+        """Held-out prompts for evaluation, with their tokens, by name of the set."""
         ...
 
     def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
@@ -68,21 +68,21 @@ class Run(Protocol):
         ...
 
     def verifying(self) -> AbstractContextManager[Verifiers]:
-        """Open the verifiers that grade completions, for the duration of a `with` block."""
+        """Open the verifiers that grade completions for the duration of a `with` block."""
         ...
 
     @property
     def began(self) -> list[str]:
-        """Lines that a user is shown once, at the start; rank 0's alone."""
+        """Lines to show the user once at the start of a fit; only on rank 0."""
         ...
 
     def generating(self) -> AbstractContextManager[Generator]:
-        """Lend the run's generator with nothing in flight, for other work than training; rollouts in flight wait."""
+        """Lend the run's generator for work other than training; training's rollouts in flight are set aside."""
         ...
 
     @property
     def stop_reason(self) -> str | None:
-        """Reason why the run is to stop at its next clean border; None if it is not."""
+        """Reason to stop at the next clean point (after a step, or between two); None to continue."""
         ...
 
 
@@ -90,7 +90,7 @@ def run_of(module: object) -> Run:
     """Return the run behind a Lightning module.
 
     Raises:
-        ConfigurationError: it is no ScaleRL module.
+        ConfigurationError: it is not a ScaleRL module.
     """
     if not hasattr(module, "choices"):
         raise ConfigurationError(f"callbacks: they need a ScaleRL module, got {type(module).__name__}")

@@ -1,4 +1,4 @@
-"""Registry of everything that must survive a checkpoint besides weights, optimizer and callbacks."""
+"""Registry of the state that a checkpoint must hold besides weights, optimizer and callbacks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from lightning_scalerl.checks import ConfigurationError, said
 
 
 class Stateful(Protocol):
-    """Something with state made of plain types and tensors (loadable with `weights_only=True`)."""
+    """Object with state made of plain types and tensors (loadable with `weights_only=True`)."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as a copy, not as a view of objects that go on changing."""
+        """Return the state as a copy, not as a view of objects that keep changing."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from what `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         ...
 
 
 class StateRegistry:
-    """Named parts of a run's state. A part that is not registered here is not resumable, by construction."""
+    """Named parts of a run's state. A part that is not registered here is not saved or restored."""
 
     def __init__(self) -> None:
         self._parts: dict[str, Stateful] = {}
@@ -32,7 +32,7 @@ class StateRegistry:
         """Add a part of the run under a unique name.
 
         Raises:
-            ValueError: the name is taken.
+            ValueError: the name is already in use.
         """
         if name in self._parts:
             raise ValueError(f"state: {name!r} is registered twice")
@@ -43,11 +43,11 @@ class StateRegistry:
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any], later: Collection[str] = ()) -> None:
-        """Restore every registered part from a checkpoint, but for those that are restored `later` by themselves.
+        """Restore the registered parts from a checkpoint, except those in `later`, which are restored separately.
 
         Raises:
-            ConfigurationError: the parts saved and the parts registered differ (both lists are named), or one of them
-                was saved by a run that had something else there.
+            ConfigurationError: saved and registered parts differ (the message lists both), or a saved state does not
+                fit its part.
         """
         if set(state) != set(self._parts):
             raise ConfigurationError(
@@ -67,7 +67,7 @@ class StateRegistry:
 
 
 class TorchRandomState:
-    """Torch's global random state, as a part of a checkpoint: dropout draws from it."""
+    """Torch's global random state as a part of a checkpoint, because dropout draws from it."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the CPU generator and, if there is a GPU, of the current CUDA device's."""
@@ -77,6 +77,6 @@ class TorchRandomState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the CPU generator and, where saved and present, the current CUDA device's."""
         torch.set_rng_state(state["cpu"])
-        # The run may resume without a GPU, or with another number of them.
+        # The run may resume on a machine without a GPU.
         if state["cuda"] and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"][0])

@@ -1,7 +1,7 @@
 """`python -m lightning_scalerl.train OVERRIDES...`: compose, check, fit. With `--multirun`, a study.
 
-Asked to stop by SIGUSR2 or SIGTERM, a single run saves itself at the next clean border (docs/guide/training.md) and
-exits with 85; the same command continues it. slurm/single_run.sbatch requeues its job then.
+On SIGUSR2 or SIGTERM a single run saves a checkpoint at the next clean point (docs/guide/training.md) and exits with
+code 85. The same command continues it. slurm/single_run.sbatch requeues its job on that code.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from sweeps.terminal import open_streams
 
 EXIT_INTERRUPTED = 85
 EXIT_CTRL_C = 130
+# Clusters that a single run accepts, since it runs in this process.
 HERE = ("cluster=local", "cluster=debug")
-# With these nothing is trained.
+# Options that only print something.
 SHOWING = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 
 
 def main() -> None:
-    """Run the command line; a user's mistake is one line and exit code 1, never a traceback."""
+    """Run the command line. A user's mistake is reported in one line with exit code 1, without a traceback."""
     open_streams()
-    # Ours, not Hydra's: short for the launcher's setting.
+    # Our option, not Hydra's: a short form of the launcher's setting.
     words = ["hydra.launcher.detach=true" if word == "--detach" else word for word in sys.argv[1:]]
     sys.argv[1:] = _options_first(words)
-    # Hydra prints tracebacks of its own and exits unless told to pass exceptions on.
+    # Without this, Hydra prints its own traceback and exits instead of raising.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     _single_runs.clear()
     try:
-        folders, overrides = _given()
+        folders, overrides = _folders_and_overrides()
         if (file := study_file(_config_name(), folders)) is not None:
             _run_commands(file)
             return
@@ -55,7 +56,7 @@ def main() -> None:
         if _config_name() is None and {"--help", "-h"} & set(sys.argv[1:]):
             print(help_text(folders))
             return
-        # Before a member of one trainer is composed with a key of the other's.
+        # Checked before composition, which would complain about a key that the other trainer does not have.
         if any(word.lstrip("+").startswith("trainer=") and "," in word for word in overrides):
             raise ConfigurationError(ONE_TRAINER)
         if any(word in ("--cfg", "-c") or word.startswith("--cfg=") for word in sys.argv[1:]):
@@ -74,52 +75,52 @@ def main() -> None:
     except (ConfigurationError, UserError, CannotGoOnError) as error:
         sys.exit(_complain(str(error)))
     except (HydraException, OmegaConfBaseException) as error:
-        folders, overrides = _given()
-        other = study_file(_config_name(), folders) is not None
-        sys.exit(_complain(explain_other(error) if other else explain(error, folders, overrides)))
+        folders, overrides = _folders_and_overrides()
+        other_trainer = study_file(_config_name(), folders) is not None
+        sys.exit(_complain(explain_other(error) if other_trainer else explain(error, folders, overrides)))
     except OSError as error:
         if isinstance(error, BrokenPipeError) and SHOWING & {word.partition("=")[0] for word in sys.argv[1:]}:
-            # The reader (`head`, a pager) has seen enough; Python must not complain at exit either.
+            # The reader (`head`, a pager) has closed the pipe. /dev/null keeps Python from failing to flush at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return
-        # A file that is missing is a matter of the program that opens it: a task's, a verifier's.
-        if (told := of_the_system(error, missing=False)) is None:
+        # A missing file is an error of the program that opens it (a task, a verifier): keep its traceback.
+        if (message := of_the_system(error, missing=False)) is None:
             raise
-        sys.exit(_complain(told))
+        sys.exit(_complain(message))
 
 
 def _check_shown() -> None:
-    """Check a configuration before Hydra shows it with --cfg: what is shown must be what would run."""
+    """Check a configuration before Hydra shows it with --cfg, as it would be checked before a run."""
     from lightning_scalerl.member.identify import check_shown
 
-    folders, overrides = _given()
+    folders, overrides = _folders_and_overrides()
     if not any(word in ("--multirun", "-m") for word in sys.argv[1:]):
         check_shown(overrides, folders)
 
 
 def _options_first(words: Sequence[str]) -> list[str]:
-    """Return a command line with its options before its overrides: Hydra takes all overrides in one place only."""
+    """Return a command line with its options before its overrides, because Hydra needs all overrides together."""
     options: list[str] = []
     overrides: list[str] = []
-    taking = {name: action for action in get_args_parser()._actions for name in action.option_strings}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
+    actions = {name: action for action in get_args_parser()._actions for name in action.option_strings}
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
         if not word.startswith("-"):
             overrides.append(word)
             continue
         options.append(word)
-        if (action := taking.get(word)) is None or not rest:
+        if (action := actions.get(word)) is None or not remaining:
             continue
-        if action.nargs is None or (action.nargs == "?" and rest[0] in (action.choices or ())):
-            options.append(rest.pop(0))
-        elif action.nargs == "?":  # or it would take the first override
+        if action.nargs is None or (action.nargs == "?" and remaining[0] in (action.choices or ())):
+            options.append(remaining.pop(0))
+        elif action.nargs == "?":  # spell out its default, or it would take the first override as its value
             options[-1] = f"{action.option_strings[0]}={action.const}"
     return [*options, *overrides]
 
 
-def _given() -> tuple[list[str], list[str]]:
-    """Return the user's folders and overrides, from a command line that Hydra could not compose."""
+def _folders_and_overrides() -> tuple[list[str], list[str]]:
+    """Return the user's configuration folders and overrides from the command line, without Hydra."""
     words = sys.argv[1:]
     folders = [words[at + 1] for at, word in enumerate(words[:-1]) if word in ("--config-dir", "-cd")]
     folders += [word.partition("=")[2] for word in words if word.startswith("--config-dir=")]
@@ -128,7 +129,7 @@ def _given() -> tuple[list[str], list[str]]:
 
 
 def _config_name() -> str | None:
-    """Return what `--config-name` names on the command line; None if it is not given."""
+    """Return the value of `--config-name` on the command line, or None."""
     words = sys.argv[1:]
     named = [words[at + 1] for at, word in enumerate(words[:-1]) if word in ("--config-name", "-cn")]
     named += [word.partition("=")[2] for word in words if word.startswith("--config-name=")]
@@ -136,13 +137,13 @@ def _config_name() -> str | None:
 
 
 def _run_commands(file: Path) -> None:
-    """Run a study, or a single member, that is another trainer's command."""
+    """Run a study, or a single member, of another trainer's command."""
     sys.argv[1:] = named_study(sys.argv[1:], file)
-    # Its own folder is the program's: no other file of that name is meant.
+    # The file's folder is the program's main folder, so that no other file of the same name is found first.
     try:
         with shared_groups():
             hydra.main(version_base="1.3", config_path=str(file.parent), config_name=file.stem)(_note_single)()
-    except ValueError as error:  # Hydra's own, of a group that is given a number
+    except ValueError as error:  # raised by Hydra if a group is set to a number
         if "Config group override" not in str(error):
             raise
         raise ConfigurationError(f"{error}; give cluster= and hydra/...= the name of a file") from error
@@ -153,12 +154,13 @@ def _run_commands(file: Path) -> None:
 
 
 def _complain(message: str) -> int:
+    """Print an error in one line to stderr, and return exit code 1."""
     print(f"scalerl train: {' '.join(message.split())}", file=sys.stderr)
     return 1
 
 
-# Hydra reads the command line (and answers --help and --cfg); the work is done outside of it, where its own
-# reports cannot get in the way of ours.
+# Hydra reads the command line and answers --help and --cfg. The training happens after Hydra has returned, so that its
+# error reports do not replace ours.
 _single_runs: list[tuple[list[str], list[str]]] = []
 
 
@@ -168,12 +170,14 @@ def _hydra_main(config: DictConfig) -> None:
 
 
 def _note_single(config: DictConfig) -> None:
-    given = HydraConfig.get()
-    _single_runs.append((list(given.overrides.task), user_folders(given)))
+    """Record a single run's overrides and folders for `main`, which trains after Hydra has returned."""
+    hydra_config = HydraConfig.get()
+    _single_runs.append((list(hydra_config.overrides.task), user_folders(hydra_config)))
 
 
 def _train(overrides: list[str], folders: list[str]) -> None:
-    # Heavy: only once the command line is known to be one that composes.
+    """Train a single run in this process, with TRL if the overrides say `trainer=trl`."""
+    # A slow import, made only after the command line has composed.
     from lightning_scalerl.member.identify import plan_members
 
     elsewhere = [word for word in overrides if word.startswith("cluster=") and word not in HERE]
@@ -191,14 +195,14 @@ def _train(overrides: list[str], folders: list[str]) -> None:
 
 
 def _run_ours(run_dir: Path, progress: bool) -> None:
-    # Heavy: torch, which a run that is done does not need.
+    # Imports torch, which is slow and not needed for a run that is already done.
     from lightning_scalerl.member.run import run_member
 
     run_member(run_dir, progress)
 
 
 def _run_alone(spec: RunSpec, run_member: Callable[[Path, bool], None]) -> None:
-    """Run a member in this process, unless it is done already."""
+    """Run a member in this process, unless it is already done."""
     run_dir = Path(spec.config["output_dir"]) / "runs" / spec.run
     check_own(run_dir, spec.run)
     if is_done(run_dir, spec.steps, spec.run):
