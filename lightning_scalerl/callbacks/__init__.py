@@ -1,4 +1,4 @@
-"""Callbacks around the training step: evaluation, the journal, checkpoints."""
+"""Callbacks around the training step: evaluation, journal, checkpoints, progress, races."""
 
 from lightning_scalerl.callbacks.base import Recorder
 

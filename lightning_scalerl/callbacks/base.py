@@ -1,4 +1,4 @@
-"""Base class of callbacks that receive a run's records, and the filter of Lightning's tips."""
+"""Base class of callbacks that receive a run's records, and a filter that drops Lightning's tips from the log."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from lightning.pytorch import Callback
 
 
 class Recorder(Callback):
-    """Callback that receives every record of a run; with several ranks only rank 0's is called."""
+    """Callback that receives every record of a run, on rank 0 only."""
 
     @abstractmethod
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Take one record: `kind` is "train" or "eval", `step` counts completed optimizer steps."""
+        """Receive one record; `kind` is "train" or "eval", `step` is the number of completed optimizer steps."""
 
 
 def without_tips() -> None:
-    """Drop Lightning's advice to install litlogger and litmodels from what it logs, from now on.
+    """Drop Lightning's advice to install litlogger and litmodels from its log, from now on.
 
-    A Trainer logs the first of them when it is made. The module may be made later, but callbacks are made before it.
+    A Trainer logs the first tip in its constructor. The module may be constructed later, so our callbacks, which are
+    constructed earlier, call this function as well.
     """
-    # Both packages log by the logger of the one that was imported last.
+    # Both packages use the logger of the one that was imported last.
     for package in ("lightning.pytorch", "pytorch_lightning"):
         logging.getLogger(f"{package}.utilities.rank_zero").addFilter(is_no_tip)
 
 
 def is_no_tip(record: logging.LogRecord) -> bool:
-    """Return False for the two messages that are dropped."""
+    """Return False for the two messages to drop."""
     return not re.search(r"Tip: For seamless .*\[lit(logger|models)\]", record.getMessage())

@@ -1,6 +1,6 @@
-"""Checkpoint files: written without a second copy in memory, checked to the last bit before they are trusted.
+"""Checkpoint files, which are written without a second copy in memory and fully checked before they are used.
 
-That of a sharded run is a folder (`distributed.checkpoint_folder`), whose parts are files like these.
+The checkpoint of a sharded run is a folder of such files (`distributed.checkpoint_folder`).
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ from lightning_scalerl.distributed.checkpoint_folder import META, checksums, dam
 from lightning_scalerl.distributed.sharded import ShardedStrategy
 from sweeps.run.activity import activity
 
-# Key in a checkpoint, beside Lightning's own, for the identity of its run.
+# Key in a checkpoint, next to Lightning's keys, for the identity of its run.
 IDENTITY = "scalerl_run"
-AT_ONCE = 1 << 30  # bytes
+# Bytes to write before they are synchronised to the disk, and bytes to read at a time.
+AT_ONCE = 1 << 30
 READ_AT_ONCE = 1 << 22
 
 
 class DirectCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint straight into its file, and returns once it is on the disk.
+    """Writes a checkpoint directly into its file and returns when it is on the disk.
 
-    Lightning's own makes the whole file in memory first and then in the node's temporary folder: for a model of 8B
-    parameters with its optimizer that is 100 GB twice, where a node may have neither.
+    Lightning's own class first builds the whole file in memory and then in the node's temporary folder. For a model of
+    8B parameters with its optimizer, that is 100 GB each, which a node may not have.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write the checkpoint to `path`, which must not exist yet, and wait until it is on the disk.
 
         Raises:
-            OSError: it could not be written; what there is of it stays.
+            OSError: it could not be written; the incomplete file stays.
         """
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         with checksums(), target.open("xb") as handle:
-            # torch hands over views of the tensors' own memory, one tensor of a GPU at a time.
+            # torch passes views of the tensors' memory. Tensors on a GPU are copied to the host one at a time.
             file = _File(handle)
             torch.save(checkpoint, cast("BinaryIO", file))
             if file.failure is not None:
@@ -52,19 +53,19 @@ class DirectCheckpointIO(TorchCheckpointIO):
 
 
 class _File:
-    """File for torch's writer that keeps its first failure: torch raises an error of its own, which hides a full disk.
+    """File for torch's writer that keeps its first error, because torch raises one of its own that hides a full disk.
 
-    Data goes to the disk in pieces of `AT_ONCE`, not all at the end: the node's page cache would fill up with it, and
-    a slow file server could not be told from one that hangs.
+    Data is synchronised to the disk in pieces of `AT_ONCE` bytes. Doing this only at the end would fill the node's page
+    cache, and a slow file server would look like one that hangs.
     """
 
     def __init__(self, handle: BinaryIO) -> None:
         self._handle = handle
-        self._waiting = 0  # bytes that may be in the node's memory only
+        self._waiting = 0  # bytes that may still be only in the node's memory
         self.failure: OSError | None = None
 
     def write(self, content: memoryview) -> int:
-        """Write as a file does; after the first failure, discard everything."""
+        """Write like a file; after the first error, discard everything."""
         if self.failure is None:
             try:
                 self._handle.write(content)
@@ -77,7 +78,7 @@ class _File:
         return content.nbytes
 
     def flush(self) -> None:
-        """Do nothing when torch flushes; `to_disk` does it at a fixed number of bytes."""
+        """Do nothing when torch flushes; `to_disk` runs after every `AT_ONCE` bytes."""
 
     def to_disk(self) -> None:
         """Wait until everything written is on the disk."""
@@ -89,7 +90,7 @@ class _File:
 
 @contextmanager
 def written_directly(trainer: Trainer) -> Iterator[None]:
-    """Have `DirectCheckpointIO` write what is saved in the `with` block, whatever the Trainer uses elsewhere."""
+    """Make the Trainer save with `DirectCheckpointIO` in the `with` block."""
     strategy = trainer.strategy
     usual = strategy.checkpoint_io
     strategy.checkpoint_io = DirectCheckpointIO()
@@ -100,82 +101,84 @@ def written_directly(trainer: Trainer) -> Iterator[None]:
 
 
 class EitherCheckpointIO(CheckpointIO):
-    """Reads checkpoints of both forms, folders of shards whole; writes files as the Trainer did before.
+    """Reads checkpoint files and folders of shards; writes with the Trainer's own `CheckpointIO`.
 
     Args:
-        usual: the Trainer's own.
+        usual: the Trainer's own `CheckpointIO`.
     """
 
     def __init__(self, usual: CheckpointIO) -> None:
         self._usual = usual
 
-    def save_checkpoint(self, *given: Any, **named: Any) -> None:
-        """Write as the Trainer did before."""
-        self._usual.save_checkpoint(*given, **named)
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Write with the Trainer's own `CheckpointIO`."""
+        self._usual.save_checkpoint(*args, **kwargs)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of either form; a folder's tensors are whole, and on the host."""
+        """Read a checkpoint file or folder; the tensors of a folder are assembled on the host."""
         if is_folder(path):
             from lightning_scalerl.distributed.shard_files import read_whole
 
             return read_whole(Path(path), weights_only is not False)
-        named = {} if map_location is None else {"map_location": map_location}
-        return self._usual.load_checkpoint(path, weights_only=weights_only, **named)
+        options = {} if map_location is None else {"map_location": map_location}
+        return self._usual.load_checkpoint(path, weights_only=weights_only, **options)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint as the Trainer did before."""
+        """Remove a checkpoint with the Trainer's own `CheckpointIO`."""
         self._usual.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """End what the Trainer's own has under way."""
+        """Tear down the Trainer's own `CheckpointIO`."""
         self._usual.teardown()
 
 
 def read_either(trainer: Trainer) -> None:
-    """Let a Trainer go on from folders of shards, under a strategy that knows files alone. Done for every fit."""
+    """Let a Trainer whose strategy reads only files also resume from folders of shards. Called for every fit."""
     strategy = trainer.strategy
     if not isinstance(strategy, ShardedStrategy) and not isinstance(strategy.checkpoint_io, EitherCheckpointIO):
         strategy.checkpoint_io = EitherCheckpointIO(strategy.checkpoint_io)
 
 
 def damage(path: Path) -> str | None:
-    """Return a line on the damage to a checkpoint's bytes; None if each record matches its stored checksum.
+    """Return a one-line description of the damage to a checkpoint, or None if every record matches its checksum.
 
-    torch stores one for each tensor and never checks it on loading. Reads the whole file once, some MiB at a time.
+    torch stores a checksum for each tensor and never checks it on loading. This reads the whole file once.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     if is_folder(path):
         if not (path / META).is_file():
             return f"a folder without {META}"
         return damage(path / META) or damaged(path, _damage)
-    # Opening a FIFO waits for a writer that never comes.
+    # Opening a FIFO would wait forever for a writer.
     if not stat.S_ISREG(path.stat().st_mode):
         return "no regular file"
     return _damage(path)
 
 
 def _damage(file: Path | BinaryIO) -> str | None:
+    """Return a one-line description of the damage to one file of torch's zip format, or None."""
     try:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
             bad = next((record.filename for record in records if not _is_sound(archive, record)), None)
     except OSError:
         raise
-    except Exception as error:  # zipfile raises many types for a corrupt directory
+    except Exception as error:  # zipfile raises many kinds of errors for a corrupt directory
         return f"damaged: no whole file of torch's ({error})"
     if bad is not None:
         return f"damaged: the checksum of {bad} does not match"
-    # The zip directory itself has no checksum, but torch writes the same into each entry except name, offset, size and
-    # checksum. Compared, since torch would silently read nothing of an entry that a flipped bit marks as a folder.
+    # The zip directory itself has no checksum. But all fields of its entries are equal, except name, offset, size and
+    # checksum, so a flipped bit shows as a difference. torch would silently read nothing from an entry that a flipped
+    # bit marks as a folder.
     if any(record.file_size != record.compress_size for record in records) or len({*map(_alike, records)}) > 1:
         return "damaged: the entries of its directory do not match"
     return None
 
 
 def _is_sound(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
-    """Check one record's checksum as `ZipFile.testzip` does, with heartbeats: no other step of a run takes as long."""
+    """Check one record's checksum like `ZipFile.testzip`, but with heartbeats, since this may take minutes."""
     try:
         with archive.open(record) as content:
             while content.read(READ_AT_ONCE):
@@ -186,6 +189,7 @@ def _is_sound(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
 
 
 def _alike(record: zipfile.ZipInfo) -> tuple[Any, ...]:
+    """Return the fields of a directory entry that are equal in all entries of a file written by torch."""
     made = (record.create_system, record.create_version, record.extract_version, record.reserved, record.date_time)
     flags = record.flag_bits | 8  # bit 3, sizes after the data, is unset for empty tensors only; ignored
     return (*made, flags, record.compress_type, record.internal_attr, record.external_attr, record.volume)

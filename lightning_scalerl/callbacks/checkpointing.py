@@ -1,4 +1,4 @@
-"""Checkpoints from which a run resumes bit for bit, written so that a partial file is never taken for a whole one."""
+"""Checkpoints from which a run resumes bit for bit. An incomplete file is never mistaken for a complete one."""
 
 from __future__ import annotations
 
@@ -32,29 +32,31 @@ UNRECORDED = ".unrecorded"
 
 
 class ResumableCheckpoint(Checkpoint):
-    """Saves the whole run every n optimizer steps, when it is asked to stop, and at the end; keeps the newest two.
+    """Saves the whole run every n optimizer steps, on a request to stop, and at the end; keeps the newest two.
 
-    Beside those two there is at most one `.part`, of a save that was killed, until the next process of the run saves,
-    and what a run fell back from, as `.void`, until its next checkpoint is there. What lies behind a broken line of its
-    journal stays, as `.unrecorded`.
+    Besides these two checkpoints the directory may contain:
 
-    Lightning calls a `Checkpoint` after all other callbacks, so the step's records are written before they are
-    declared durable. With several ranks rank 0 writes; each writes its own part where the model is sharded, and the
-    checkpoint is a folder.
+    - one `.part` of a save that was killed, until the next process of the run saves;
+    - `.void` checkpoints, which could not be used on resuming, until the next checkpoint is saved;
+    - `.unrecorded` checkpoints, whose records come after a broken line of the journal; these are kept.
 
-    This is where a request to stop (`sweeps.run.interruption`, or a SIGTERM that Lightning has taken) to any of the
-    ranks is honoured: once the step it came in is saved, `Trainer.fit` raises `RunInterruptedError` on all of them. One
-    that reaches rank 0 in the middle of a generation or an evaluation is honoured there: the one is saved as it is, the
-    other is made again.
+    Lightning calls a `Checkpoint` after all other callbacks, so a step's records are written before the checkpoint that
+    covers them. With several ranks rank 0 writes. If the model is sharded, the checkpoint is a folder and each rank
+    writes its own part.
+
+    This callback also handles requests to stop (`sweeps.run.interruption`, or a SIGTERM that Lightning received) on any
+    rank: after the current step is saved, `Trainer.fit` raises `RunInterruptedError` on all ranks. If rank 0 gets the
+    request during a generation, the unfinished generation is saved. An evaluation is abandoned and made again on
+    resuming.
 
     Args:
-        directory: of the checkpoint files.
+        directory: folder of the checkpoints.
         every_n_steps: optimizer steps between checkpoints.
-        guard: called before a checkpoint takes its place; raises if another process has taken the run over.
+        guard: called before a checkpoint gets its final name; raises if another process has taken over the run.
     """
 
     KEEP = 2
-    best_model_path = ""  # Lightning asks every `Checkpoint` for it; there is no best one here
+    best_model_path = ""  # Lightning reads it from every `Checkpoint`; we have no best one
 
     def __init__(self, directory: str | Path, every_n_steps: int, guard: Callable[[], None] | None = None) -> None:
         without_tips()
@@ -63,28 +65,29 @@ class ResumableCheckpoint(Checkpoint):
         self._guard = guard or (lambda: None)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Set newer checkpoints aside, and stop without another save if that was asked before the first step."""
+        """Set newer checkpoints aside, and stop at once if a request to stop came before the first step."""
         run = run_of(pl_module)
         run.ranks.share(lambda: self._set_aside(run.completed_steps))
         self._stop_if_asked(run, run.ranks.agree(run.stop_reason))
 
     def _set_aside(self, step: int) -> None:
+        # The guard comes first, since the files may belong to another process by now.
         if any(_step(path) > step for path in checkpoints(self.directory)):
             self._guard()
             set_aside(self.directory, step)
 
     def _make_room(self) -> None:
-        """Delete the `.part` files of killed processes: several of them could leave no room for a whole checkpoint."""
-        if halves := list(self.directory.glob("step-*.part")):
+        """Delete the `.part` files of killed processes, which could fill the disk."""
+        if unfinished := list(self.directory.glob("step-*.part")):
             self._guard()
-        for half in halves:
-            remove(half)
+        for path in unfinished:
+            remove(path)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save if it is time; stop if the run is asked to, unless it has reached its end anyway."""
+        """Save if a checkpoint is due; on a request to stop, save and stop, unless this was the last step anyway."""
         run = run_of(pl_module)
         step = run.completed_steps
-        # An evaluation of the last step that was broken off is still to be made.
+        # If the evaluation of the last step was interrupted, the run must resume to make it.
         last = step >= trainer.max_steps and not owed(trainer, step)
         reason = run.ranks.agree(run.stop_reason)
         if last or trainer.should_stop or reason is not None or step % self.every_n_steps == 0:
@@ -93,14 +96,14 @@ class ResumableCheckpoint(Checkpoint):
             self._stop_if_asked(run, reason)
 
     def save(self, trainer: Trainer, run: Run) -> None:
-        """Save the run as it is, at the end of a fit that ends before `max_steps`."""
+        """Save the run at the end of a fit that ends before `max_steps`."""
         self._save(trainer, run, run.completed_steps)
 
     def stop_between_steps(self, trainer: Trainer, run: Run) -> None:
-        """Save the stream in the middle of a generation, where a stop is requested between two steps.
+        """Save the run in the middle of a generation, after a request to stop between two steps.
 
         Raises:
-            RunInterruptedError: saved.
+            RunInterruptedError: always, once the run is saved.
         """
         reason = run.ranks.agree(run.stop_reason)
         self._save(trainer, run, run.completed_steps)
@@ -113,25 +116,27 @@ class ResumableCheckpoint(Checkpoint):
 
     def _save(self, trainer: Trainer, run: Run, step: int) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return  # as Lightning's own
+            return  # like Lightning's own checkpoint callback
         with run.meter.phase("checkpoint"):
-            # A unique name: a process that has lost the run's lease to this one may still be writing its own.
+            # A unique name, since a process that has lost the run's lease may still be writing a checkpoint.
             unfinished = self.directory / f"step-{step:08d}.{uuid.uuid4().hex[:8]}.part"
             failure: Exception | None = None
             run.ranks.share(self._make_room)
             try:
                 with written_directly(trainer):
-                    trainer.save_checkpoint(unfinished, weights_only=False)  # said, or Lightning says so each time
+                    # `weights_only` is explicit, because Lightning logs a message each time if it is not given.
+                    trainer.save_checkpoint(unfinished, weights_only=False)
             except Exception as error:
-                # The other ranks wait at Lightning's barrier after the write: join it, then tell them of the failure.
+                # The other ranks wait at Lightning's barrier after the write: join it, then share the error.
                 failure = error
                 trainer.strategy.barrier("Trainer.save_checkpoint")
-            elsewhere = run.ranks.agree(None if failure is None else said(failure))
-            if failure is None and elsewhere is not None:
-                failure = RuntimeError(f"checkpoint: a rank could not write its part, {elsewhere}")
+            first_failure = run.ranks.agree(None if failure is None else said(failure))
+            if failure is None and first_failure is not None:
+                failure = RuntimeError(f"checkpoint: a rank could not write its part, {first_failure}")
             run.ranks.share(lambda: self._put_in_place(trainer, unfinished, step, failure))
 
     def _put_in_place(self, trainer: Trainer, unfinished: Path, step: int, failure: Exception | None) -> None:
+        """Rename a written checkpoint to its final name, record it in the journal, and delete old ones."""
         try:
             if failure is not None:
                 raise failure
@@ -156,13 +161,13 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def check_whole(path: Any) -> None:
-    """Refuse a file left by an interrupted save, and a checkpoint that a run has fallen back from.
+    """Refuse to load a file left by an interrupted save, or a checkpoint that was set aside as unusable.
 
     Args:
-        path: of a checkpoint that is to be loaded by name; None if there is none.
+        path: path of the checkpoint to load; None if there is none.
 
     Raises:
-        ConfigurationError: it is one of these.
+        ConfigurationError: the path is one of these.
     """
     if str(path or "").endswith((".part", VOID)):
         raise ConfigurationError(
@@ -171,10 +176,10 @@ def check_whole(path: Any) -> None:
 
 
 def set_aside(directory: Path, step: int, suffix: str = VOID) -> None:
-    """Rename checkpoints beyond the step that a run resumes from: they are no longer its own.
+    """Rename checkpoints newer than the step that a run resumes from, since the run will make these steps again.
 
-    `VOID` is for those that cannot be used: they go with the next that is saved. `UNRECORDED` stays until somebody
-    cleans up: of a sound one only the records are lost, and they may turn up.
+    The suffix `VOID` is for unusable checkpoints, which are deleted after the next save. `UNRECORDED` is for intact
+    checkpoints whose records are lost. They are kept, because the records may be recovered.
     """
     for path in checkpoints(directory):
         if _step(path) > step:
@@ -187,26 +192,27 @@ def _step(path: Path) -> int:
 
 @dataclass(frozen=True)
 class Newest:
-    """Newest usable checkpoint, or None; and the newer unusable ones, with the reasons."""
+    """Newest usable checkpoint or None, and the newer unusable ones with the reasons."""
 
     path: Path | None
     passed_over: tuple[PassedOver, ...] = ()
 
 
 def newest_checkpoint(directory: str | Path, run: str | None = None, at_most: int | None = None) -> Newest:
-    """Find the newest whole checkpoint of a run; each newer one that is passed over is named on stderr.
+    """Find the newest intact checkpoint of a run; newer ones that are skipped are reported on stderr.
 
-    All of it is read once: every record must have the checksum that it was written with. Where the folder above holds
-    the run's journal, a checkpoint must be recorded there: else the run would go on beyond records that were lost.
+    The whole checkpoint is read once, and every record must match its checksum. If the parent folder has the run's
+    journal, the journal must record the checkpoint. Otherwise the run would continue after records that were lost.
 
     Args:
-        directory: of the checkpoint files.
-        run: identity of the run; a checkpoint that is of another one is passed over. One that does not say whose it
-            is (of an earlier version, of a script) is taken.
-        at_most: the latest step that may be used; None for what the journal says, any if there is none.
+        directory: folder of the checkpoints.
+        run: identity of the run; checkpoints of another run are skipped. A checkpoint without an identity (from an
+            earlier version or a script) is accepted.
+        at_most: the latest step that may be used; None for the last one that the journal records, or any step if there
+            is no journal.
 
     Raises:
-        OSError: the machine's trouble, not the file's: what is fine must not be passed over.
+        OSError: reading failed because of the machine, so the checkpoint may be intact and must not be skipped.
     """
     beyond = f"beyond step {at_most}"
     if at_most is None:
@@ -215,27 +221,31 @@ def newest_checkpoint(directory: str | Path, run: str | None = None, at_most: in
     if at_most is not None and at_most < 0:
         beyond = f"not recorded in {JOURNAL_FILE}"
     passed_over = []
-    found = None
+    newest = None
     for path in checkpoints(Path(directory)):
         why = beyond if at_most is not None and _step(path) > at_most else unusable(path, run)
         if why is None:
-            found = path
+            newest = path
             break
         passed_over.append(PassedOver(path.name, why))
     if process_rank() == 0:
-        instead = "no older one is left" if found is None else f"{found.name} in its place"
-        for each in passed_over:
-            print(f"checkpoint {each.checkpoint} is passed over, {each.why}; {instead}", file=sys.stderr, flush=True)
-    return Newest(found, tuple(passed_over))
+        instead = "no older one is left" if newest is None else f"{newest.name} in its place"
+        for skipped in passed_over:
+            print(
+                f"checkpoint {skipped.checkpoint} is passed over, {skipped.why}; {instead}", file=sys.stderr, flush=True
+            )
+    return Newest(newest, tuple(passed_over))
 
 
 def unusable(path: Path, run: str | None = None) -> str | None:
-    """Return the reason why a checkpoint cannot be used, read to its last bit; None if it can.
+    """Return the reason why a checkpoint cannot be used, or None; the whole checkpoint is read.
 
-    Arguments as of `newest_checkpoint`.
+    Args:
+        path: the checkpoint.
+        run: identity of the run, as in `newest_checkpoint`.
 
     Raises:
-        OSError: the machine's trouble, not the file's.
+        OSError: reading failed because of the machine, so the checkpoint may be intact.
     """
     try:
         why = damage(path)
@@ -250,6 +260,6 @@ def unusable(path: Path, run: str | None = None) -> str | None:
         if getattr(error, "errno", None) in (errno.EIO, errno.ESTALE, errno.ENOMEM):
             raise
         return f"cannot be read: {said(error)}"
-    theirs = saved.get(IDENTITY)
-    theirs = theirs.get("run") if isinstance(theirs, dict) else None
-    return f"of another run, {theirs}" if None not in (run, theirs) and run != theirs else None
+    identity = saved.get(IDENTITY)
+    owner = identity.get("run") if isinstance(identity, dict) else None
+    return f"of another run, {owner}" if None not in (run, owner) and run != owner else None

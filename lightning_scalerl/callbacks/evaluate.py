@@ -1,4 +1,4 @@
-"""Evaluation on fixed held-out prompts: n samples each, the exact current weights, a seed of its own."""
+"""Evaluation on fixed held-out prompts: n samples each, with the exact current weights and a separate seed."""
 
 from __future__ import annotations
 
@@ -26,25 +26,27 @@ from sweeps.run.passes import Passes, digest
 
 # Used where neither a script nor a recipe sets a value.
 _DEFAULTS: Mapping[str, Any] = {"every_n_steps": 10, "samples": 4, "seed": 0, "prompts": None}
-# Stands for "not given": None already means all prompts. A text, which LightningCLI can write down.
+# Default of `prompts`, for "not given", because None already means all prompts. A string, so that LightningCLI can save
+# it.
 _RECIPES: Literal["recipe"] = "recipe"
 
 
 class Evaluate(Callback):
     """Pass rate on held-out prompts before the first step, every n steps, and after the last.
 
-    Each evaluation is a validation of Lightning's, so that EarlyStopping and ModelCheckpoint act after it.
-    Records `eval/<set>/pass_rate` with its standard error within prompts (the set being fixed), and pass rates
-    by difficulty. It is metered apart, on no compute axis, and every recipe sees the same random numbers.
+    Each evaluation is a Lightning validation, so that EarlyStopping and ModelCheckpoint act after it. It records
+    `eval/<set>/pass_rate` with its standard error for this fixed set of prompts, and pass rates by difficulty. Its
+    compute is metered separately and is not part of any compute axis. All recipes get the same random numbers.
 
-    What is not given is the recipe's (the group `evaluation` of its configuration, which a scale may set), as it is for
-    `scalerl train`; without a recipe's it is every 10 steps, 4 samples, seed 0 and all prompts.
+    Arguments that are not given come from the recipe (its configuration group `evaluation`, which a scale may set), as
+    in `scalerl train`. If the recipe does not set them either, they are 10 steps, 4 samples, seed 0 and all prompts.
 
     Args:
         every_n_steps: optimizer steps between evaluations.
-        samples: completions a prompt.
-        seed: of the evaluation's sampling, beside the run's: runs of one seed share these random numbers.
-        prompts: at most this many prompts of each set, the first ones; None for all.
+        samples: completions per prompt.
+        seed: seed of the evaluation's sampling, combined with the run's seed. Runs with equal seeds share these random
+            numbers.
+        prompts: evaluate at most this many prompts of each set, the first ones; None for all.
     """
 
     def __init__(
@@ -61,16 +63,16 @@ class Evaluate(Callback):
             self._given["prompts"] = prompts
         self._taken: dict[str, Any] = {}
         self.follow({})
-        self.passes: dict[str, Passes] = {}  # of the last evaluation, by set
+        self.passes: dict[str, Passes] = {}  # results of the last evaluation, by set
         self._last_step = -1
 
     def follow(self, settings: Mapping[str, Any]) -> None:
-        """Take what was not given from a recipe's settings (`Recipe.evaluation`).
+        """Take the arguments that were not given from a recipe's settings (`Recipe.evaluation`).
 
         Raises:
-            ConfigurationError: a value that cannot be.
+            ConfigurationError: a value is invalid.
         """
-        # An attribute that was assigned since the last call counts as given.
+        # An attribute that a script has assigned since the last call counts as given.
         self._given |= {name: getattr(self, name) for name, was in self._taken.items() if getattr(self, name) != was}
         values = {**_DEFAULTS, **{name: settings[name] for name in _DEFAULTS if name in settings}, **self._given}
         self.every_n_steps = whole_number("evaluation.every_n_steps", values["every_n_steps"])
@@ -82,16 +84,16 @@ class Evaluate(Callback):
 
     @property
     def state_key(self) -> str:
-        """Key of the callback's state in a checkpoint."""
+        """Key of this callback's state in a checkpoint."""
         return "evaluate"
 
     def owes(self, step: int, max_steps: int, last: bool = False) -> bool:
-        """Return whether the weights of `step` are to be evaluated and have not been; `last`: no step follows."""
+        """Return whether an evaluation of the weights of `step` is due and not yet made; `last`: no step follows."""
         due = last or step == 0 or step % self.every_n_steps == 0 or step == max_steps
         return due and step != self._last_step
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Evaluate the starting point (R0), or repeat an evaluation that a stop interrupted."""
+        """Evaluate the initial weights (R0), or repeat an evaluation that was interrupted by a stop."""
         self._evaluate(trainer, run_of(pl_module))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -99,11 +101,11 @@ class Evaluate(Callback):
         self._evaluate(trainer, run_of(pl_module))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last step evaluated, so that a resumed run does not repeat it."""
+        """Return the last evaluated step, so that a resumed run does not repeat it."""
         return {"last_step": self._last_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the last step evaluated from a checkpoint."""
+        """Restore the last evaluated step from a checkpoint."""
         self._last_step = state_dict["last_step"]
 
     def _evaluate(self, trainer: Trainer, run: Run) -> None:
@@ -111,12 +113,12 @@ class Evaluate(Callback):
             validate_now(trainer)
 
     def measure(self, run: Run, in_fit: bool = True) -> dict[str, float]:
-        """Evaluate the current weights: pass rates of every held-out set, and their cost. All ranks call it.
+        """Evaluate the current weights, and return pass rates of every held-out set and the cost. All ranks call it.
 
-        Outside of a fit nothing is remembered of it: a fit that follows makes its own starting evaluation.
+        Outside of a fit the step is not marked as evaluated, so a later fit makes its own initial evaluation.
 
         Raises:
-            EvaluationStoppedError: the run was asked to stop; nothing is recorded, and the evaluation is still owed.
+            EvaluationStoppedError: a stop was requested. Nothing is recorded, and the evaluation is still due.
         """
         metrics = run.ranks.share(lambda: self._measure(run))
         if metrics is None:
@@ -126,8 +128,8 @@ class Evaluate(Callback):
         return metrics
 
     def _measure(self, run: Run) -> dict[str, float] | None:
-        """Evaluate on rank 0 while the others wait. Return None if the run is asked to stop meanwhile."""
-        # Training's rollouts in flight are set aside, and the current weights are published first.
+        """Evaluate on rank 0 while the other ranks wait. Return None if a stop is requested meanwhile."""
+        # `generating` sets training's rollouts in flight aside.
         with run.meter.phase("evaluate"), run.generating() as generator, run.verifying() as verifiers:
             generator.publish(run.trained.weights(), run.completed_steps)
             metrics = {"eval/weight_version": float(run.completed_steps)}
@@ -143,9 +145,15 @@ class Evaluate(Callback):
     def _pass_rates(
         self, name: str, number: int, sets: PromptSet, run: Run, generator: Generator, verifiers: Verifiers
     ) -> dict[str, float] | None:
+        """Return the metrics of one held-out set, or None if a stop is requested.
+
+        Raises:
+            RewardError: no completion has a score.
+        """
         prompts = sets.prompts[: self.prompts]
-        # The run's seed too: seeds that shared this noise would bend alike, and a fit takes that for the curve's own
-        # shape. Recipes still share it, seed by seed, so that their differences are paired.
+        # The key includes the run's seed: if all seeds had the same noise, their curves would bend alike, and a fit
+        # would take the noise for the curve's shape. Recipes with the same seed share the noise, so that their
+        # differences are paired.
         requests = [
             GroupRequest(
                 place,
@@ -161,9 +169,9 @@ class Evaluate(Callback):
         passed = torch.zeros(len(prompts), dtype=torch.float64)
         scored = torch.zeros(len(prompts), dtype=torch.float64)
         watch = ErrorWatch(run.recipe.verify)
-        for each in tickets:
-            assert each.ticket is not None
-            place, outcome = each.place, verifiers.wait(each.ticket)
+        for submitted in tickets:
+            assert submitted.ticket is not None
+            place, outcome = submitted.place, verifiers.wait(submitted.ticket)
             watch.observe(prompts[place], outcome)
             if outcome.kind == "score":
                 scored[place] += 1
@@ -176,28 +184,28 @@ class Evaluate(Callback):
     def _rates(
         self, name: str, prompts: Sequence[Prompt], passed: torch.Tensor, scored: torch.Tensor
     ) -> dict[str, float]:
-        """Return pass rates over prompts with a score; an ungraded completion counts as not sampled."""
-        left = torch.nonzero(scored).flatten().tolist()
-        rates = passed[left] / scored[left]
-        asked = digest((prompt.text, prompt.answer) for prompt in prompts)
-        counts = (tuple(map(int, each.tolist())) for each in (passed, scored))
-        self.passes[name] = Passes(asked, *counts)
+        """Return pass rates over the prompts with a score; an ungraded completion counts as not sampled."""
+        graded = torch.nonzero(scored).flatten().tolist()
+        rates = passed[graded] / scored[graded]
+        prompts_digest = digest((prompt.text, prompt.answer) for prompt in prompts)
+        counts = (tuple(map(int, count.tolist())) for count in (passed, scored))
+        self.passes[name] = Passes(prompts_digest, *counts)
         metrics = {
             f"eval/{name}/pass_rate": float(rates.mean()),
-            f"eval/{name}/pass_rate_se": standard_error(rates, self.samples, scored[left]),
+            f"eval/{name}/pass_rate_se": standard_error(rates, self.samples, scored[graded]),
         }
         if (missing := len(prompts) * self.samples - int(scored.sum())) > 0:
             metrics[f"eval/{name}/ungraded"] = missing / (len(prompts) * self.samples)
         for difficulty in sorted({prompt.difficulty for prompt in prompts} - {""}):
-            chosen = [number for number, place in enumerate(left) if prompts[place].difficulty == difficulty]
-            if chosen:
-                metrics[f"eval/{name}/pass_rate_{difficulty}"] = float(rates[chosen].mean())
+            matching = [number for number, place in enumerate(graded) if prompts[place].difficulty == difficulty]
+            if matching:
+                metrics[f"eval/{name}/pass_rate_{difficulty}"] = float(rates[matching].mean())
         return metrics
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """Completion that was sampled: the place of its prompt, and the ticket of its outcome; None if it has none."""
+    """A sampled completion, with the index of its prompt and the ticket of its outcome (None if it is not graded)."""
 
     place: int
     sample: Sample
@@ -213,41 +221,43 @@ def sampled(
     purpose: str,
     ungraded: Collection[int] = (),
 ) -> list[Submitted] | None:
-    """Sample completions of prompts, and have them graded while others are still sampled.
+    """Sample completions of prompts, and grade them while others are still being sampled.
 
     Args:
-        run: whose generator has its current weights.
-        prompts: those that `requests` count by their place.
-        requests: a group of completions for each.
-        generator, verifiers: of the run.
-        purpose: what they are sampled for, for errors.
-        ungraded: places of prompts that the task cannot grade.
+        run: the run; its generator must have the current weights.
+        prompts: the prompts; the key of a request is an index into them.
+        requests: one request for a group of completions per prompt.
+        generator, verifiers: the run's generator and verifiers.
+        purpose: description of the purpose, for errors.
+        ungraded: indices of prompts that the task cannot grade.
 
     Returns:
-        What was sampled, in the order in which it is graded; None if the run was asked to stop meanwhile.
+        The completions in the order of grading; None if a stop was requested meanwhile.
 
     Raises:
-        OtherWeightsError: the generator has sampled with other weights than the run's.
+        OtherWeightsError: the generator used other weights than the run's.
     """
     grader, sizes = run.task.grader(), {request.key: request.completions for request in requests}
     for request in requests:
         generator.submit(request)
     submitted: list[Submitted] = []
-    ended: dict[int, dict[int, Sample]] = {}
+    # Finished samples by prompt and by index in the group.
+    finished_of: dict[int, dict[int, Sample]] = {}
     while generator.in_flight:
         if run.stop_reason is not None:
-            verifiers.forget(each.ticket for each in submitted if each.ticket is not None)
+            verifiers.forget(entry.ticket for entry in submitted if entry.ticket is not None)
             return None
         report = generator.step()
         run.meter.on_event(Event("decode", 0.0, report))
         for finished in report.finished:
             _check_version(purpose, finished.rollout, run.completed_steps)
             place, sample = finished.key, run.sample(prompts[finished.key], finished.rollout)
-            group = ended.setdefault(place, {})
+            group = finished_of.setdefault(place, {})
             group[finished.index] = sample
             if place in ungraded:
                 submitted.append(Submitted(place, sample, None))
                 continue
+            # Some graders compare the completions of a prompt, so they need the whole group.
             if not needs_group(grader, prompts[place]):
                 bundle = [sample]
             elif len(group) == sizes[place]:
@@ -255,19 +265,19 @@ def sampled(
             else:
                 continue
             tickets = submit_bundle(verifiers, bundle)
-            submitted += [Submitted(place, each, ticket) for each, ticket in zip(bundle, tickets, strict=True)]
+            submitted += [Submitted(place, member, ticket) for member, ticket in zip(bundle, tickets, strict=True)]
     return submitted
 
 
 class OtherWeightsError(RuntimeError):
-    """Point measured on other weights than those of its step: it belongs to no curve."""
+    """Evaluation with other weights than those of its step, which must not become a point of a curve."""
 
 
 def _check_version(purpose: str, rollout: Rollout, version: int) -> None:
-    """Check that every token of an evaluation was sampled by the weights under evaluation.
+    """Check that the current weights sampled every token of a rollout.
 
     Raises:
-        OtherWeightsError: one is not.
+        OtherWeightsError: other weights sampled a token.
     """
     others = sorted(set(rollout.weight_versions) - {version})
     if others:
@@ -278,25 +288,27 @@ def _check_version(purpose: str, rollout: Rollout, version: int) -> None:
 
 
 def evaluation_of(trainer: Trainer) -> Evaluate | None:
-    """Return the run's evaluation callback, or None."""
-    return next((each for each in trainer.callbacks if isinstance(each, Evaluate)), None)  # type: ignore[attr-defined]
+    """Return the Trainer's evaluation callback, or None."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if isinstance(callback, Evaluate)), None)
 
 
 def owed(trainer: Trainer, step: int, last: bool = False) -> bool:
-    """Return whether the weights of `step` are to be evaluated in this run and have not been; see `Evaluate.owes`."""
+    """Return whether an evaluation of the weights of `step` is due and not yet made; see `Evaluate.owes`."""
     evaluation = evaluation_of(trainer)
     return evaluation is not None and evaluation.owes(step, trainer.max_steps, last)
 
 
 class EvaluationStoppedError(Exception):
-    """Raised when an evaluation is broken off because the run is asked to stop."""
+    """Ends an evaluation because a stop of the run is requested."""
 
 
 def validate_now(trainer: Trainer) -> bool:
-    """Run Lightning's validation loop, with all its hooks, inside of `fit`; False if it was broken off."""
+    """Run Lightning's validation loop with all its hooks inside `fit`; return False if it was stopped early."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     connector = trainer._logger_connector
-    inside = connector._first_loop_iter
+    # The validation loop overwrites this state of the training loop's logging.
+    first_loop_iter = connector._first_loop_iter
     loop.restarting = False
     trainer.validating = True
     try:
@@ -306,17 +318,18 @@ def validate_now(trainer: Trainer) -> bool:
         return False
     finally:
         trainer.training = True
-        connector._first_loop_iter = inside
+        connector._first_loop_iter = first_loop_iter
     return True
 
 
 def standard_error(rates: torch.Tensor, samples: int, scored: torch.Tensor | None = None) -> float:
-    """Standard error of the mean of per-prompt pass rates (N,), the prompts being fixed.
+    """Return the standard error of the mean of per-prompt pass rates (N,), for a fixed set of prompts.
 
-    Only sampling varies: sum of p (1 - p) / samples over prompts, unbiased for few samples. Never zero: with all
-    rates at 0 or 1 it is that of one more pass or failure (add-one smoothing over the whole set).
+    Only the sampling noise counts: the sum of p (1 - p) / samples over prompts, unbiased for few samples. The result is
+    never zero: if all rates are 0 or 1, it is computed with one pass and one failure added to the whole set.
     """
     count = rates.numel()
+    # Bessel's correction: dividing by samples - 1 makes the estimate of each p (1 - p) unbiased.
     if scored is None or bool((scored == samples).all()):
         spread = (rates * (1 - rates)).sum() / max(1, samples - 1)
     else:

@@ -1,4 +1,4 @@
-"""Completions of prompts under a module's current weights, with their rewards: what `Trainer.predict` returns."""
+"""Results of `Trainer.predict`: completions of prompts under the current weights, with their rewards."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from lightning_scalerl.stream.random_streams import PREDICTION_STREAM
 from lightning_scalerl.task.base import passes
 from lightning_scalerl.verify.grade import Outcome, Sample
 
-# Name of the set of prompts that `Trainer.predict` samples completions of.
+# Name of the set of prompts of `Trainer.predict`.
 PREDICT = "predict"
 
 
-# Not frozen: Lightning goes through the fields of what `predict_step` returns.
+# Not frozen, because Lightning rebuilds the dataclasses that `predict_step` returns by setting their fields.
 @dataclass
 class Completion:
     """One sampled completion of a prompt, with its reward.
 
     Attributes:
-        text: the whole of it, without special tokens.
-        answer: what follows the end of thinking.
-        reward: by the task's rewards; None where it abstains, cannot grade, or knows nothing of the prompt.
-        correct: whether it counts as a pass; None where there is no reward.
-        truncated: whether it hit the limit of `context.max_new_tokens`.
-        why: reason why there is no reward.
+        text: the whole completion without special tokens.
+        answer: the text after the end of thinking.
+        reward: the task's reward; None if the grader abstains or fails, or the task does not know the prompt.
+        correct: whether it counts as a pass; None without a reward.
+        truncated: whether it hit the limit `context.max_new_tokens`.
+        why: the reason if there is no reward.
     """
 
     text: str
@@ -42,11 +42,11 @@ class Completion:
 
 @dataclass
 class Prediction:
-    """Prompt with the completions that were sampled of it.
+    """A prompt with its sampled completions.
 
     Attributes:
-        prompt: as it was given: the text, of a conversation the last message.
-        completions: as many as were asked for.
+        prompt: the text of the prompt; the last message if it is a conversation.
+        completions: the sampled completions, `RolloutDataModule.samples` of them.
     """
 
     prompt: str
@@ -54,8 +54,8 @@ class Prediction:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Prediction:
-        """Return the prediction that `asdict` has made plain."""
-        return cls(plain["prompt"], tuple(Completion(**each) for each in plain["completions"]))
+        """Return the prediction that `asdict` has turned into plain values."""
+        return cls(plain["prompt"], tuple(Completion(**fields) for fields in plain["completions"]))
 
 
 UNKNOWN = Outcome(
@@ -65,28 +65,29 @@ UNKNOWN = Outcome(
 
 
 def predicted(module: Any) -> Sequence[Prediction]:
-    """Return the predictions for the prompts that a module's Trainer was given, the same on every rank."""
+    """Return the predictions for the prompts of the Trainer's datamodule; all ranks get the same."""
     data = module.trainer.datamodule
+    # Shared between ranks as plain values.
     plain = module.ranks.share(
         lambda: [
-            asdict(each)
-            for each in predictions(module, module.eval_sets[PREDICT], data.predicted.unknown, data.samples)
+            asdict(prediction)
+            for prediction in predictions(module, module.eval_sets[PREDICT], data.predicted.unknown, data.samples)
         ]
     )
-    return [Prediction.of(each) for each in plain]
+    return [Prediction.of(values) for values in plain]
 
 
 def predictions(run: Run, prompts: PromptSet, unknown: Collection[str], samples: int) -> list[Prediction]:
-    """Sample completions of each prompt, and grade those of prompts that the task knows. On rank 0.
+    """Sample completions of each prompt on rank 0, and grade them if the task knows the prompt.
 
     Args:
-        run: with the weights to sample from.
-        prompts: with their tokens.
-        unknown: ids of those that the task knows nothing of.
-        samples: completions a prompt.
+        run: the run with the weights to sample from.
+        prompts: the prompts and their tokens.
+        unknown: ids of the prompts that the task does not know.
+        samples: completions per prompt.
 
     Raises:
-        EvaluationStoppedError: the run was asked to stop.
+        EvaluationStoppedError: a stop was requested.
     """
     requests = [
         GroupRequest(place, tuple(tokens), samples, (PREDICTION_STREAM, place, run.completed_steps, run.seed))
@@ -99,10 +100,10 @@ def predictions(run: Run, prompts: PromptSet, unknown: Collection[str], samples:
         submitted = sampled(run, prompts.prompts, requests, generator, verifiers, "predict", ungraded)
         if submitted is None:
             raise EvaluationStoppedError(f"step {run.completed_steps}: asked to stop in the middle of a prediction")
-        for each in submitted:
-            outcome = UNKNOWN if each.ticket is None else verifiers.wait(each.ticket)
-            completions[each.place].append(_completion(run, each.sample, outcome))
-    return [Prediction(prompt.text, mine) for prompt, mine in zip(prompts.prompts, completions, strict=True)]
+        for entry in submitted:
+            outcome = UNKNOWN if entry.ticket is None else verifiers.wait(entry.ticket)
+            completions[entry.place].append(_completion(run, entry.sample, outcome))
+    return [Prediction(prompt.text, group) for prompt, group in zip(prompts.prompts, completions, strict=True)]
 
 
 def _completion(run: Run, sample: Sample, outcome: Outcome) -> Completion:

@@ -1,4 +1,4 @@
-"""Progress bar of a run: step of steps, pass rate, reward, compute spent, time left."""
+"""Progress bar of a run: steps, pass rate, reward, compute spent, time left."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sweeps.terminal import Bar, device_time
 
 
 class StepProgress(Recorder, ProgressBar):
-    """Counts optimizer steps; it takes the place of Lightning's own bar, which counts epochs.
+    """Progress bar over optimizer steps; it replaces Lightning's own bar, which counts epochs.
 
-    A bar on a terminal, a line every half minute elsewhere. `Trainer(enable_progress_bar=False)` is without.
+    On a terminal it is a bar, elsewhere a line every half minute. `Trainer(enable_progress_bar=False)` turns it off.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class StepProgress(Recorder, ProgressBar):
         self._shown: dict[str, str] = {}
 
     def enable(self) -> None:
-        """Turn the bar on, as Lightning asks for."""
+        """Turn the bar on, for Lightning."""
         self._enabled = True
 
     def disable(self) -> None:
-        """Turn the bar off; Lightning does so on all ranks but the first."""
+        """Turn the bar off; Lightning calls this on all ranks except the first."""
         self._enabled = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -49,21 +49,21 @@ class StepProgress(Recorder, ProgressBar):
             name, rate = next((key, value) for key, value in metrics.items() if key.endswith("/pass_rate"))
             self._shown["eval"] = f"{name.split('/')[1]} {rate:.3f} (step {step})"
         else:
-            said = {"pass rate": "train/pass_rate", "reward": "train/reward"}
-            # A batch of which nothing has a score has neither.
-            parts = [f"{name} {metrics[key]:.3f}" for name, key in said.items() if key in metrics]
+            shown = {"pass rate": "train/pass_rate", "reward": "train/reward"}
+            # A batch in which no completion has a score has neither metric.
+            parts = [f"{name} {metrics[key]:.3f}" for name, key in shown.items() if key in metrics]
             self._shown["train"] = ", ".join(parts) or "no completion has a score"
         spent = device_time(metrics["compute/device_hours"])
         self._shown["spent"] = f"{metrics['compute/flops']:.2e} FLOPs, {spent}"
-        known = ("eval", "train", "spent")
-        self._bar.update(step, *(self._shown[part] for part in known if part in self._shown))
+        order = ("eval", "train", "spent")
+        self._bar.update(step, *(self._shown[part] for part in order if part in self._shown))
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Close the bar and leave its last state on the terminal."""
+        """Close the bar, leaving its last state on the terminal."""
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Close the bar, so that the error message gets the terminal."""
+        """Close the bar, so that it does not overwrite the error message."""
         self._close()
 
     def _close(self) -> None:

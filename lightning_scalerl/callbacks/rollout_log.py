@@ -1,4 +1,4 @@
-"""Log of sampled groups for people to read, in `rollouts.jsonl` beside the journal."""
+"""Human-readable log of sampled groups in `rollouts.jsonl`, next to the journal."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sweeps.run.rollouts import cut_groups, write_groups
 
 
 class RolloutLog(Callback):
-    """Writes groups of every n-th step: ones with ungraded rollouts first, then others at random.
+    """Writes some groups of every n-th step: first those with ungraded rollouts, then others at random.
 
     Args:
         run_dir: the run's directory.
-        groups: of a step; 0 for none at all.
-        every_n_steps: optimizer steps between them.
-        guard: called before anything is written; raises if another process has taken the run over.
+        groups: groups per logged step; 0 to log nothing.
+        every_n_steps: optimizer steps between logged steps.
+        guard: called before every write; raises if another process has taken over the run.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RolloutLog(Callback):
         self._guard = guard or (lambda: None)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Cut off groups of steps beyond the one that the run resumes from: those steps are made again."""
+        """Remove groups of steps after the one that the run resumes from, since these steps are made again."""
         run = run_of(pl_module)
         if run.ranks.leads and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             cut_groups(self.run_dir, run.completed_steps, self._guard)
@@ -44,7 +44,7 @@ class RolloutLog(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: TrainBatch, batch_idx: int
     ) -> None:
-        """Write this step's groups if it is time; on rank 0, which alone has them."""
+        """Write this step's groups if they are due, on rank 0, which is the only rank that has groups."""
         run = run_of(pl_module)
         step = run.completed_steps
         due = step == 1 or step % self.every_n_steps == 0
@@ -55,8 +55,10 @@ class RolloutLog(Callback):
         write_groups(self.run_dir, [entry(group, run, step) for group in self._chosen(batch.groups, run, step)])
 
     def _chosen(self, groups: Sequence[Group], run: Run, step: int) -> list[Group]:
-        drawn = random.Random(f"{run.seed} {step}").sample(list(groups), len(groups))
-        chosen = sorted(drawn, key=lambda group: not group.ungraded)[: self.groups]
+        """Return the groups to log, in order of admission."""
+        shuffled = random.Random(f"{run.seed} {step}").sample(list(groups), len(groups))
+        # The sort is stable, so the order is random among groups with and without ungraded rollouts.
+        chosen = sorted(shuffled, key=lambda group: not group.ungraded)[: self.groups]
         return sorted(chosen, key=lambda group: group.admission)
 
 
@@ -77,7 +79,7 @@ def entry(group: Group, run: Run, step: int) -> dict[str, Any]:
 
 
 def _rollout(sample: Sample, rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout's record; `answer`, the text after the thinking, only where it is not the whole."""
+    """Return a rollout's record. It has `answer`, the text after the thinking, only if that is not the whole text."""
     return {
         "completion": sample.completion,
         **({} if sample.answer == sample.completion else {"answer": sample.answer}),

@@ -1,4 +1,4 @@
-"""Journal of a run: every record, flushed as it comes, under a header that identifies the run."""
+"""Journal of a run: a header that identifies the run, then every record, flushed at once."""
 
 from __future__ import annotations
 
@@ -24,34 +24,38 @@ from sweeps.run.provenance import code_changes, code_facts, own_files, said
 
 log = logging.getLogger(__name__)
 
-# Read at import: a member may be forked long after that, when the files on disk are no longer what this process runs.
+# Read at import, because a member may be forked long after that, when the files on disk may have changed.
 _IMPORTED = own_files()
 
 
 @dataclass(frozen=True)
 class PassedOver:
-    """Checkpoint that could not be used, with the reason."""
+    """A checkpoint that could not be used, and the reason."""
 
     checkpoint: str
     why: str
 
 
 class RunLog(Recorder):
-    """The journal `metrics.jsonl` in `run_dir`, beside it `semantics.json`, `passes.jsonl` (which held-out prompts were
-    passed) and, until the run is finished, the meter's heartbeat `compute.json`. With several ranks rank 0 writes.
+    """Writes the files of a run's directory, on rank 0.
 
-    A run that fails gets an `end` record with its reason. One that was interrupted gets none, since it goes on, and
-    neither does one that ends by an exception with the attribute `leave_journal = True`: the journal is no longer
-    this process's to write.
+    - `metrics.jsonl`: the journal with all records;
+    - `semantics.json`: the run's choices with all defaults resolved;
+    - `passes.jsonl`: which held-out prompts passed in each evaluation;
+    - `compute.json`: the compute meter's heartbeat, until the run is finished.
+
+    A failed run gets an `end` record with the reason. An interrupted run gets none, since it will continue. A run that
+    ends with an exception whose attribute `leave_journal` is True gets none either, because another process owns the
+    journal by then.
 
     Args:
         run_dir: the run's directory; created if missing.
-        identity: fields of the header (run, curve, recipe, seed, ...); a script of one's own may leave it out.
-        guard: called before anything is written; raises if another process has taken the run over.
-        announce: print what the run's names mean when it begins.
-        passed_over: checkpoints that this process could not go on from (`newest_checkpoint` names them).
-        code: folders and files of the user's own whose Python counts as the run's code, beside ours.
-        strict_code: refuse to go on with other code than the run was made with; else that is a warning.
+        identity: fields of the header (run, curve, recipe, seed, ...); optional in scripts.
+        guard: called before every write; raises if another process has taken over the run.
+        announce: print the meaning of the run's choices at its start.
+        passed_over: checkpoints that this process could not resume from (reported by `newest_checkpoint`).
+        code: the user's folders and files whose Python code counts as the run's code, in addition to ours.
+        strict_code: refuse to continue a run with changed code; otherwise only warn.
     """
 
     def __init__(
@@ -79,31 +83,32 @@ class RunLog(Recorder):
 
     @property
     def journal(self) -> Journal:
-        """Open journal, for writing; the guard is asked on every access."""
+        """Journal, open for writing; every access calls the guard."""
         self._guard()
         if self._journal is None:
             self._journal = Journal(self.run_dir)
         return self._journal
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Write the header, or a note that the run resumes from a checkpoint and what the interruption discarded."""
-        # What is written depends on the step the run goes on from.
+        """Write the header, or a note of the resumed checkpoint and of the discarded compute."""
         run = run_of(pl_module)
         self._trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         if self._trial:
-            return  # nothing that the real run would find here
+            return  # a trial must not leave files that the real run would find
+        # All ranks must resume at one step before anything that depends on it is written.
         run.ranks.check_alike("checkpoint: completed steps", run.completed_steps)
-        # A checkpoint of step 0 was made in the first generation or evaluation: what is recorded stays.
+        # A checkpoint of step 0 was saved during the first generation or evaluation; its records stay valid.
         goes_on = run.completed_steps > 0 or trainer.ckpt_path is not None
         run.ranks.share(lambda: self._begin(run, goes_on))
 
     def _begin(self, run: Run, goes_on: bool) -> None:
+        """Check the earlier journal, if there is one, and write the files of a run that starts or continues."""
         from lightning_scalerl.measure.semantics import effective, header_fields, write_semantics
 
         self._last_step = run.completed_steps
         header = header_fields(run, self.identity)
         earlier = self._earlier()
-        # A fresh start repeats the starting evaluation, so the recorded one (step 0) is void as well: -1.
+        # A fresh start repeats the initial evaluation, so the recorded one (step 0) is void as well. Hence -1.
         goes_on_from = self._last_step if goes_on else -1
         facts = code_facts(self._code, _IMPORTED)
         if earlier is not None:
@@ -127,22 +132,22 @@ class RunLog(Recorder):
             self.journal.header(**{**header, "code": facts})
         else:
             run.meter.spent_by_then(self._spent(earlier))
-        passed_over, self._passed_over = self._passed_over, ()  # another fit does not fall back again
+        passed_over, self._passed_over = self._passed_over, ()  # recorded once, not for later fits
         mended = None if earlier is None else earlier.mended
         fell_back: dict[str, Any] = {"passed_over": [asdict(each) for each in passed_over]} if passed_over else {}
         if mended:
             fell_back["mended"] = {key: mended.get(key) for key in ("line", "kept", "step")}
         if earlier is not None or self._last_step or fell_back:
             self.journal.resume(goes_on_from, code=facts, **fell_back)
-        # Started now: until the first record, only the heartbeat holds what an interruption has cost.
+        # Start the heartbeat now: until the first record, only it knows the compute that an interruption would waste.
         self._heartbeat = MeterHeartbeat(self.run_dir, run.meter, self._guard)
 
     def _spent(self, earlier: JournalView) -> dict[str, float]:
-        """Return the largest known cost of the run up to now, over all records and the last heartbeat."""
-        known = [record.metrics for record in earlier.records if record.step > self._last_step]
-        known.append((earlier.mended or {}).get("metrics", {}))
-        spent = [*map(spent_in, known), spent_by_heartbeat(self.run_dir)]
-        return {name: max(each.get(name, 0.0) for each in spent) for name in WASTED}
+        """Return the largest known cost of the run so far, over discarded records and the last heartbeat."""
+        discarded = [record.metrics for record in earlier.records if record.step > self._last_step]
+        discarded.append((earlier.mended or {}).get("metrics", {}))
+        costs = [*map(spent_in, discarded), spent_by_heartbeat(self.run_dir)]
+        return {name: max(cost.get(name, 0.0) for cost in costs) for name in WASTED}
 
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """Write one record to the journal."""
@@ -152,7 +157,7 @@ class RunLog(Recorder):
         self.journal.record(kind, step, metrics)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Write which held-out prompts were passed, beside the evaluation's record."""
+        """Write which held-out prompts passed, in addition to the evaluation's record."""
         evaluation = evaluation_of(trainer)
         if trainer.state.fn == "fit" and evaluation is not None and not self._trial:
             run = run_of(pl_module)
@@ -167,7 +172,10 @@ class RunLog(Recorder):
         self.journal.checkpoint(step)
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """End the journal as finished. Not `on_train_end`: a run resumed at its very end has nothing left to train."""
+        """End the journal as finished.
+
+        This is not in `on_train_end`, because Lightning skips that hook for a run that resumes with no steps left.
+        """
         run = run_of(pl_module)
         done = run.completed_steps >= trainer.max_steps
         if self._journal is not None and (done or trainer.should_stop):
@@ -177,7 +185,7 @@ class RunLog(Recorder):
         self._close(finished=done or trainer.should_stop)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Write the reason of a failure into the journal. Never raises: that would hide the first error."""
+        """Write the reason of a failure to the journal. Never raise, which would hide the first error."""
         if self._journal is None:
             return
         leave = isinstance(exception, RunInterruptedError) or getattr(exception, "leave_journal", False)
@@ -191,11 +199,11 @@ class RunLog(Recorder):
             self._journal = None
 
     def _earlier(self) -> JournalView | None:
-        """Return the journal of an earlier process, or None. Opening it has already cut off a torn last line."""
+        """Return the journal of an earlier process, or None; opening it has already removed an incomplete last line."""
         return read_journal(self.run_dir) if self.journal.path.stat().st_size else None
 
     def _check_same_run(self, earlier: JournalView, header: Mapping[str, Any], goes_on: bool) -> None:
-        """Refuse to write over another run's journal, or over a finished one from the start."""
+        """Raise a ConfigurationError if the journal is another run's, or a finished one that would start again."""
         for field in ("run", "recipe", "seed"):
             if earlier.header.get(field) != header[field]:
                 self._close()
@@ -211,7 +219,7 @@ class RunLog(Recorder):
             )
 
     def _check_same_code(self, earlier: JournalView, facts: Mapping[str, Any], step: int) -> None:
-        """Refuse, or warn about, resuming with other code: the numbers would not show that the experiment changed."""
+        """Warn or raise if the run resumes with changed code, since its records would not show the change."""
         changes = code_changes(earlier.code_before(step), facts)
         if not changes:
             return

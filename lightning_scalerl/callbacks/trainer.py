@@ -1,8 +1,8 @@
-"""Lightning's Trainer around a run: which of its settings conflict with the recipe, and when its callbacks act.
+"""Lightning's Trainer around a run: checks of its settings, and when its callbacks act.
 
-An optimizer step of RL takes seconds to minutes, and a run is one pass over a stream without end: Lightning's epoch
-says nothing here. So what Lightning does at the end of an epoch is done at every evaluation, and what monitors a
-metric of training (`train/...`) acts at every optimizer step.
+An optimizer step of RL takes seconds to minutes, and a run is one pass over an endless stream, so Lightning's epochs
+have no meaning. Callbacks that act at the end of an epoch therefore act after every evaluation. Callbacks that monitor
+a training metric (`train/...`) act after every optimizer step.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from lightning_scalerl.prompt import Prompt
 
 log = logging.getLogger("lightning.pytorch.callbacks.model_summary")  # the logger whose level the user sets
 
-# Lightning's default, made for steps of milliseconds; here it means every step.
+# Lightning's default for `log_every_n_steps`, meant for steps of milliseconds. We treat it as "every step".
 LOG_EVERY = 50
 NEVER = sys.maxsize
 EVALUATE = "leave it at its default and say when and how much with Evaluate(every_n_steps=..., prompts=...)"
-# Beginnings of the names of metrics that a run logs besides those of held-out sets.
+# Prefixes of the metrics that a run logs, besides those of held-out sets.
 _LOGGED = tuple(
     f"{kind}/" for kind in ("train", "compute", "time", "live", "virtual", "verify", "mechanism", "rank", "eval_cost")
 )
@@ -50,7 +50,7 @@ def check_trainer(trainer: Trainer) -> None:
     """Check the settings of Lightning's Trainer before anything is built.
 
     Raises:
-        ConfigurationError: which cannot, and what to use instead.
+        ConfigurationError: a setting conflicts with the recipe or has no meaning here; the message has the replacement.
     """
     if not hasattr(getattr(trainer, "datamodule", None), "task"):
         raise ConfigurationError("datamodule: ScaleRL needs a RolloutDataModule; pass datamodule= to Trainer.fit")
@@ -79,6 +79,7 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 def _check_fit(trainer: Trainer) -> None:
+    """Check the settings that matter in `Trainer.fit`; raises like `check_trainer`."""
     if trainer.max_steps < 1:
         raise ConfigurationError("max_steps: the rollout stream has no end; give Trainer(max_steps=...)")
     if trainer.accumulate_grad_batches != 1:
@@ -127,15 +128,15 @@ def _check_fit(trainer: Trainer) -> None:
 
 
 def _check_monitor(trainer: Trainer, callback: Any) -> None:
-    """Refuse a metric that nobody logs: Lightning itself finds out after the first evaluation.
+    """Refuse a metric that is never logged, which Lightning itself would notice only after the first evaluation.
 
     Raises:
-        ConfigurationError: with the names of what can be monitored.
+        ConfigurationError: the metric is never logged; the message lists valid names.
     """
     name, sets = str(callback.monitor), trainer.datamodule.task.eval_sets()  # type: ignore[attr-defined]
-    valid = [name for each, prompts in sets.items() for name in _measured(each, prompts)]
+    valid = [metric for set_name, prompts in sets.items() for metric in _measured(set_name, prompts)]
     if name.startswith("eval/"):
-        unknown = name not in (*valid, "eval/weight_version", *(f"eval/{each}/ungraded" for each in sets))
+        unknown = name not in (*valid, "eval/weight_version", *(f"eval/{set_name}/ungraded" for set_name in sets))
     else:
         unknown = not name.startswith(_LOGGED) and not _logs_more(trainer)
     if unknown:
@@ -146,28 +147,28 @@ def _check_monitor(trainer: Trainer, callback: Any) -> None:
 
 
 def _measured(name: str, prompts: Sequence[Prompt]) -> list[str]:
-    """Return the metrics of a held-out set."""
+    """Return the names of a held-out set's metrics."""
     difficulties = sorted({prompt.difficulty for prompt in prompts} - {""})
     ends = ["pass_rate", "pass_rate_se", *(f"pass_rate_{difficulty}" for difficulty in difficulties)]
     return [f"eval/{name}/{end}" for end in ends]
 
 
 def _logs_more(trainer: Trainer) -> bool:
-    """Return whether something of the user's is in the run, a callback or the module's class, which may log too."""
+    """Return whether the run has a callback or module class of the user's own, which may log more metrics."""
     parts = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
-    return any(not type(each).__module__.startswith(("lightning.", "lightning_scalerl.")) for each in parts)
+    return any(not type(part).__module__.startswith(("lightning.", "lightning_scalerl.")) for part in parts)
 
 
 def monitoring(trainer: Trainer) -> list[Any]:
-    """Return Lightning's callbacks that monitor a metric."""
-    given = [each for each in trainer.callbacks if isinstance(each, EarlyStopping | ModelCheckpoint)]  # type: ignore[attr-defined]
-    return [callback for callback in given if callback.monitor]
+    """Return the Trainer's EarlyStopping and ModelCheckpoint callbacks that monitor a metric."""
+    callbacks = [each for each in trainer.callbacks if isinstance(each, EarlyStopping | ModelCheckpoint)]  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if callback.monitor]
 
 
 def without_anonymous(trainer: Trainer) -> None:
-    """Remove `anonymous=None` from what Lightning's W&B logger passes to `wandb.init`.
+    """Remove `anonymous=None` from the arguments that Lightning's W&B logger passes to `wandb.init`.
 
-    wandb warns of that setting as deprecated whenever it is given. Lightning gives it even if the user did not.
+    wandb warns that this setting is deprecated whenever it is passed, and Lightning passes it even if the user did not.
     """
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger) and logger._wandb_init.get("anonymous", "") is None:
@@ -175,26 +176,26 @@ def without_anonymous(trainer: Trainer) -> None:
 
 
 def prepare_trainer(trainer: Trainer) -> None:
-    """Set Lightning's callbacks to act when a metric is new. Done for every fit, with the same result."""
+    """Set up Lightning's callbacks to act when a new metric is available. Idempotent; called for every fit."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if trainer.log_every_n_steps == LOG_EVERY:  # type: ignore[attr-defined]
         trainer.log_every_n_steps = 1  # type: ignore[attr-defined]
     trainer.num_sanity_val_steps = 0
-    # Lightning advises to save the weights before each step, for modules whose metrics are from before the step; ours
-    # are saved with the weights that they were measured on.
+    # This warning is for modules whose metrics are measured before the step. Our checkpoints hold the weights that the
+    # metrics were measured on.
     warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
-    # Lightning's own use of what torch deprecates, in its loop over the data.
+    # Lightning's data loop uses a deprecated function of torch.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`", category=FutureWarning)
     if evaluation_of(trainer) is not None:
-        # Lightning itself never validates: `Evaluate` runs its validation loop, and callbacks act after that.
+        # Keep Lightning from validating by itself: `Evaluate` runs the validation loop, and callbacks act after that.
         trainer.check_val_every_n_epoch = NEVER
     else:
-        trainer.limit_val_batches = 0  # or Lightning would validate once, at the end
+        trainer.limit_val_batches = 0  # otherwise Lightning would validate once at the end
     for callback in monitoring(trainer):
         if str(callback.monitor).startswith("train/"):
             _at_every_step(callback)
     if not any(isinstance(each, StepHooks) for each in callbacks):
-        # In front, so that a checkpoint of this step holds the state of EarlyStopping and ModelCheckpoint after it.
+        # First in the list, so that EarlyStopping and ModelCheckpoint act on a step before its checkpoint is saved.
         callbacks.insert(0, StepHooks())
     for place, callback in enumerate(callbacks):
         if type(callback) in (RichProgressBar, TQDMProgressBar):
@@ -204,7 +205,7 @@ def prepare_trainer(trainer: Trainer) -> None:
 
 
 def _at_every_step(callback: Any) -> None:
-    """Let a callback act at the end of an epoch, which `StepHooks` calls after each step, unless its user chose."""
+    """Make a callback act in its end-of-epoch hook, unless the user set that. `StepHooks` calls it after each step."""
     if isinstance(callback, EarlyStopping) and callback._check_on_train_epoch_end is None:
         callback._check_on_train_epoch_end = True
     if isinstance(callback, ModelCheckpoint) and callback._save_on_train_epoch_end is None:
@@ -212,17 +213,17 @@ def _at_every_step(callback: Any) -> None:
 
 
 def count_from(trainer: Trainer, steps: int) -> None:
-    """Set a new Trainer's step counter: it starts at zero, but `max_steps` and callbacks count all steps."""
+    """Set a new Trainer's step counter, which starts at zero, because `max_steps` and callbacks count all steps."""
     loop = trainer.fit_loop.epoch_loop
     total = loop.manual_optimization.optim_step_progress.total
     total.ready = total.completed = loop._batches_that_stepped = max(total.completed, steps)
 
 
 class ParameterSummary(ModelSummary):
-    """Lightning's table of the module's parts, without its FLOPs and without how many are in train mode.
+    """Lightning's table of the module's parts, without FLOPs and without counts of modules in train mode.
 
-    Lightning counts them on an example input, which a module that samples its own has not: it prints 0 for each part.
-    Those of a run are `compute/flops`. The policy changes its mode as it samples and trains.
+    Lightning measures FLOPs on an example input. Our module has none, so it would print 0 for each part; the metric
+    `compute/flops` has the run's FLOPs. The policy switches modes between sampling and training.
     """
 
     @staticmethod
@@ -235,7 +236,7 @@ class ParameterSummary(ModelSummary):
         total_flops: int,
         **summarize_kwargs: Any,
     ) -> None:
-        """Log the table as Lightning does, without the rows and column of FLOPs and the rows of modes."""
+        """Log Lightning's table without the rows and the column of FLOPs and the rows of modes."""
         columns = [column for column in summary_data if column[0] != "FLOPs"]
         table = _format_summary_table(
             total_parameters, trainable_parameters, model_size, total_training_modes, total_flops, *columns
@@ -245,20 +246,20 @@ class ParameterSummary(ModelSummary):
 
 
 class StepHooks(Callback):
-    """Calls EarlyStopping and ModelCheckpoint that monitor `train/...` after every optimizer step.
+    """Calls EarlyStopping and ModelCheckpoint callbacks that monitor `train/...` after every optimizer step.
 
-    At the end of Lightning's epoch they are disabled: they have seen that step.
+    At the end of Lightning's epoch they are disabled, because they have already acted on the last step.
     """
 
     def __init__(self) -> None:
         self._held: list[tuple[Any, str]] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Check that the run can resume, before any other callback writes."""
+        """Check that the run can resume before another callback writes anything."""
         pl_module.continuation.check_checkpoint(trainer.ckpt_path)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Disable the monitoring callbacks at the end of Lightning's epoch: they have seen that step already."""
+        """Disable the monitoring callbacks at the end of Lightning's epoch: they have acted on the last step."""
         for callback in monitoring(trainer):
             for flag in ("_check_on_train_epoch_end", "_save_on_train_epoch_end"):
                 if str(callback.monitor).startswith("train/") and getattr(callback, flag, False):
@@ -272,21 +273,22 @@ class StepHooks(Callback):
         self._held.clear()
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Tell the module of the failure: its state may be in the middle of something."""
+        """Notify the module of the error, since its state may be inconsistent."""
         pl_module.failed(exception)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Call the callbacks that monitor `train/...`: to them, a step is an epoch."""
+        """Call the callbacks that monitor `train/...`, for which a step is an epoch."""
         for callback in monitoring(trainer):
             if str(callback.monitor).startswith("train/"):
                 callback.on_train_epoch_end(trainer, pl_module)
 
 
 def warn_of_pytorch_lightning() -> None:
-    """Log that Trainers and callbacks of the package `pytorch_lightning` cannot be used, where it is imported.
+    """Log a warning if `pytorch_lightning` is imported, because its Trainers and callbacks cannot be used.
 
-    The two packages are copies of one another whose classes know nothing of each other. Such a Trainer raises a
-    TypeError (ScaleRL is not a LightningModule of its own) before it calls any hook of our module.
+    The packages `pytorch_lightning` and `lightning.pytorch` are copies of each other with unrelated classes. A Trainer
+    of `pytorch_lightning` raises a TypeError (ScaleRL is not a subclass of its LightningModule) before it calls any of
+    our hooks.
     """
     if "pytorch_lightning" in sys.modules:
         logging.getLogger(__name__).warning(
