@@ -156,8 +156,8 @@ class ResumableCheckpoint(Checkpoint):
 
 def checkpoints(directory: Path) -> list[Path]:
     """Return the paths of complete checkpoints, newest first."""
-    found = [path for path in directory.glob("step-*.ckpt") if NAME.fullmatch(path.name)]
-    return sorted(found, reverse=True)
+    paths = [path for path in directory.glob("step-*.ckpt") if NAME.fullmatch(path.name)]
+    return sorted(paths, reverse=True)
 
 
 def check_whole(path: Any) -> None:

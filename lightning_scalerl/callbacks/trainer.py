@@ -96,15 +96,17 @@ def _check_fit(trainer: Trainer) -> None:
         raise ConfigurationError(
             f"limit_train_batches: {trainer.limit_train_batches!r} has no meaning on a stream; use max_steps"
         )
-    if given := trainer.overfit_batches:  # type: ignore[attr-defined]
-        raise ConfigurationError(f"overfit_batches: {given!r} has no meaning on a stream; give a task with few prompts")
+    if batches := trainer.overfit_batches:  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            f"overfit_batches: {batches!r} has no meaning on a stream; give a task with few prompts"
+        )
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     evaluates = evaluation_of(trainer) is not None
     for field, default in (("val_check_interval", 1.0), ("check_val_every_n_epoch", 1), ("limit_val_batches", 1.0)):
-        given = getattr(trainer, field)
-        if given != default and given != (NEVER if evaluates else 0):
-            raise ConfigurationError(f"{field}: {given!r} decides nothing here; {EVALUATE}")
+        value = getattr(trainer, field)
+        if value != default and value != (NEVER if evaluates else 0):
+            raise ConfigurationError(f"{field}: {value!r} decides nothing here; {EVALUATE}")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
             raise ConfigurationError(

@@ -104,19 +104,19 @@ def _stream(blank: Any, weight: Callable[[str], Tensor], folder: Path, most_byte
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    own = remove_tied_weights_from_state_dict(dict(blank.state_dict()), blank)
+    weights = remove_tied_weights_from_state_dict(dict(blank.state_dict()), blank)
     for name in blank._keys_to_ignore_on_save or ():
-        own.pop(name, None)
+        weights.pop(name, None)
     # Some families join weights of a layer on loading (experts) and must split them again on saving, so weights are
     # grouped by layer. In all other families each weight is saved by itself.
     layers: dict[str, list[str]] = {}
-    for name in own:
+    for name in weights:
         numbered = re.match(r"(.*?\.\d+)\.", name)
         layers.setdefault(numbered[1] if numbered else name, []).append(name)
     saved: dict[str, Tensor] = {}
     layer_of: dict[str, list[str]] = {}
     for names in layers.values():
-        parts = revert_weight_conversion(blank, {name: own[name] for name in names})
+        parts = revert_weight_conversion(blank, {name: weights[name] for name in names})
         # `empty_like` has the size of the tensor itself, even if `part` is a view of a larger one.
         saved |= {name: torch.empty_like(part) for name, part in parts.items()}
         alone = parts.keys() == {*names}
@@ -128,7 +128,7 @@ def _stream(blank: Any, weight: Callable[[str], Tensor], folder: Path, most_byte
     def fetch(names: list[str]) -> dict[str, Tensor]:
         """Return the tensors to save for these weights of the model."""
         parts: dict[str, Tensor] = revert_weight_conversion(
-            blank, {name: weight(name).to(own[name].dtype) for name in names}
+            blank, {name: weight(name).to(weights[name].dtype) for name in names}
         )
         return parts
 
