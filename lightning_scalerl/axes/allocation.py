@@ -33,6 +33,7 @@ class Allocation(DesignChoice):
 
     def differs(self, theirs: Allocation, step: ObservedStep) -> bool:
         """Return whether `theirs` would have given a group of the batch another size."""
+        # Evaluated without a surplus, because the surplus at a group's admission is not recorded.
         return any(
             len(group.sampled) != theirs.completions(step.completions, group.history) for group in step.batch.groups
         )

@@ -97,6 +97,7 @@ class Curriculum(DesignChoice):
         """
         if not self.by_difficulty:
             return [0] * len(pool)
+        # The sort is stable, so prompts of equal difficulty keep their order.
         order = sorted(range(len(pool)), key=lambda number: difficulty(pool[number]))
         places = [0] * len(pool)
         for place, number in enumerate(order):
@@ -261,6 +262,7 @@ class StagedRewards(Curriculum):
                     f"curriculum.stages: stage {number} names {unknown[0]!r}, which is no reward of the task; its "
                     f"rewards: {', '.join(known)}; or {FIRST}, the one that decides a pass"
                 )
+            # A reward without a factor keeps the factor 1, so a sum is empty only if all of its rewards have 0.
             factors = staged_factors(begin, self.begins, self.stages, sums)
             empty = [names for names in sums if not any(factors.get(name, 1.0) for name in names)]
             if empty:

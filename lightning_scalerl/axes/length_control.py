@@ -153,6 +153,7 @@ class Penalty(LengthControl):
         if not isinstance(theirs, Penalty):
             return super().differs(theirs, step)
         rollouts = [rollout for group in step.batch.groups for rollout in group.sampled]
+        # The penalty depends on correctness and length alone, so each pair is compared once.
         lengths = {(rollout.correct, len(rollout.tokens)) for rollout in rollouts}
         # The penalty is added to the reward, so a base reward of 0 shows every difference.
         return any(self.reward(0.0, *length) != theirs.reward(0.0, *length) for length in lengths)

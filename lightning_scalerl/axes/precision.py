@@ -110,5 +110,6 @@ class Precision(DesignChoice):
 
     def semantics(self) -> dict[str, Any]:
         """Return the effective type of every component, including master weights and loss scaling."""
+        # Without loss scaling, small FP16 gradients would be rounded to zero (`update.loss_scale`).
         scaling = {"loss_scaling": "dynamic"} if self.policy == "fp16" else {}
         return {"choice": "Precision", "master_weights": "fp32", "policy": self.policy, **self.components(), **scaling}

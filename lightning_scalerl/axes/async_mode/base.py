@@ -58,6 +58,7 @@ class AsyncMode(DesignChoice):
 
     def semantics(self) -> dict[str, Any]:
         """Return the parameters, the bound on staleness, whether the mode drains, and how it treats the KV cache."""
+        # A mode that drains has no rollout in flight when weights change, so the cache policy has no effect.
         kv = "not reached: the generator drains before new weights"
         if not self.drains:
             kv = "recomputed with the new weights" if self.recompute_kv else "stale in flight, fresh for new rollouts"
