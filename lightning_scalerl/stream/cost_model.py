@@ -1,8 +1,8 @@
-"""Cost model of a virtual cluster: the durations on which the rollout stream's discrete-event clock runs.
+"""Cost model of a virtual cluster: durations for the discrete-event clock of the rollout stream.
 
-One process on one core can neither overlap generation and training nor have 64 generators. So that an async
-mode's efficiency can show, and show deterministically, the stream computes *when* each event would happen on
-a cluster with these rates; which weights sample a token follows from that.
+A single process cannot run 64 generators, nor generate while it trains. The stream therefore computes *when* each event
+would happen on a cluster with these rates. The weights that sample each token follow from that order, so the efficiency
+and the staleness of an async mode can be studied deterministically on one core.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from lightning_scalerl.rollout import TrainBatch
 
 @dataclass(frozen=True)
 class CostModel:
-    """Rates of one device of each kind, and how many there are. All times in seconds.
+    """Speed of one generator device and one trainer device, and the number of each. All times are in seconds.
 
     Args:
         generator_devices: number of generator devices; they share the rollouts in flight evenly.
         trainer_devices: number of trainer devices; they share a batch evenly.
-        colocated: whether both kinds are the same devices, in turns; only for async modes that drain.
-        decode_s: one decoding step of a generator device, whatever it holds (reading the weights).
+        colocated: whether the same devices generate and train in turns; only for async modes that drain.
+        decode_s: fixed cost of one decoding step on a generator device (reading the weights).
         decode_rollout_s: added to a decoding step per rollout that the device decodes.
         decode_context_s: added to a decoding step per cached token that those rollouts attend to.
         prefill_token_s: prefill per prompt (or recomputed) token, on one device.
-        train_s: one optimizer step, whatever the batch.
+        train_s: fixed cost of one optimizer step.
         train_token_s: added per token (prompt and completion) of the rollouts that carry credit, on one device.
         publish_s: pause of the generators while new weights arrive.
-        grade_s: from a rollout's end to its grade; verifiers are as many as needed, and nobody waits for them.
-        tensor_parallel: number of generator devices that share one engine, and with it each decoding step.
-        tensor_parallel_s: added to a decoding step of an engine that several devices share (they exchange sums).
+        grade_s: time from the end of a rollout to its grade. Verifiers are unlimited, so rollouts never queue for one.
+        tensor_parallel: number of generator devices that form one engine and share each of its decoding steps.
+        tensor_parallel_s: added to each decoding step when `tensor_parallel` is above 1 (the all-reduce).
         source: origin of the rates, in words.
     """
 
-    # Where the rates come from changes no result, and no identity.
+    # The origin of the rates changes no result, so it is not part of a run's identity.
     remarks: ClassVar[tuple[str, ...]] = ("source",)
     added: ClassVar[dict[str, Any]] = {"grade_s": 0.0, "tensor_parallel": 1, "tensor_parallel_s": 0.0}
 
@@ -82,7 +82,7 @@ class CostModel:
 
     @property
     def devices(self) -> int:
-        """Number of devices that are paid for."""
+        """Number of devices that the run is charged for."""
         return self.generator_devices if self.colocated else self.generator_devices + self.trainer_devices
 
     def conflict(self, drains: bool) -> str | None:
@@ -92,13 +92,13 @@ class CostModel:
         return None
 
     def generator_step_s(self, report: StepReport) -> float:
-        """Return the seconds of one token for everything in flight; the fullest engine decides."""
+        """Return the seconds of one generator step (a token for each rollout in flight), set by the fullest engine."""
         engines = self.generator_devices // self.tensor_parallel
         share = math.ceil(report.decoded_tokens / engines)
         seconds = report.prefill_tokens * self.prefill_token_s / self.generator_devices
-        # A rollout's first token comes out of its prefill: a step without decoding is only that.
+        # Prefill yields a rollout's first token, so a step in which all rollouts start costs no decoding.
         if share:
-            # decode_s + n (decode_rollout_s + c decode_context_s): n rollouts an engine, attending to c tokens each.
+            # decode_s + n (decode_rollout_s + c decode_context_s): n rollouts per engine, each attending to c tokens.
             context = report.decoded_context / report.decoded_tokens
             alone_s = self.decode_s + share * (self.decode_rollout_s + context * self.decode_context_s)
             seconds += alone_s / self.tensor_parallel
@@ -107,9 +107,14 @@ class CostModel:
         return seconds
 
     def train_step_s(self, batch: TrainBatch, passes: float = 1.0) -> float:
-        """Return the seconds of one step over tokens with credit; `passes` in forward-backwards of the policy."""
+        """Return the seconds of one optimizer step.
+
+        Args:
+            batch: rollouts with credit; each of their tokens (prompt and completion) costs `train_token_s`.
+            passes: cost of the step in forward-backward passes of the policy.
+        """
         return self.train_s + float(batch.lengths.sum()) * self.train_token_s * passes / self.trainer_devices
 
     def semantics(self) -> dict[str, Any]:
-        """Return every rate of the cost model, by field."""
+        """Return all fields by name."""
         return asdict(self)

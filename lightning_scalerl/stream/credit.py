@@ -1,10 +1,10 @@
-"""Credit of groups as a TrainBatch: filter -> advantage -> normalization -> truncated -> tensors.
+"""Turn groups into a TrainBatch: filter -> advantage -> normalization -> truncated -> tensors.
 
-A pure function of the groups and the choices, so that the same batch can be credited a second time with
-another choice: that is how a mechanism counter knows whether a variant changed anything (`mechanism`).
+`assemble` is a pure function of the groups and the choices. The mechanism counters (`measure.mechanism`) rely on this:
+they assemble the same groups again with another choice, to see whether a variant changed anything.
 
-This is the credit that rewards alone decide, before any forward pass. An estimator that asks a model
-(`Advantage.after_forward`) gives its advantages later, in `update.token_credit`.
+Only rewards are used here, before any forward pass. Estimators that need a model (`Advantage.after_forward`) compute
+their advantages later, in `update.token_credit`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_scalerl.rollout import Denominators, Group, TrainBatch
 
 
 def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> TrainBatch:
-    """Assign credit to groups and lay their rollouts out as tensors.
+    """Compute advantages for groups and pack the rollouts that carry credit into tensors.
 
     Args:
         groups: the groups of one optimizer step, as sampled.
@@ -31,23 +31,26 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
     Returns:
         A batch of the rollouts that carry credit; `groups` keeps all of them.
     """
+    # Indices instead of groups: `first_row` below locates a rollout among all sampled ones, kept or not.
     kept = [number for number, group in enumerate(groups) if enters(group, choices)]
     rewards = [groups[number].rewards for number in kept]
     if choices.advantage.after_forward:
+        # Placeholders: `update.token_credit` fills them in after the forward pass.
         advantages = [torch.zeros_like(reward) for reward in rewards]
     else:
         advantages = choices.normalization.scale([choices.advantage.estimate(r) for r in rewards], rewards)
-        for own in choices.own.values():
-            advantages = own.adjust_advantages(advantages, [groups[number] for number in kept])
+        # Axes defined by the user adjust the result last.
+        for axis in choices.own.values():
+            advantages = axis.adjust_advantages(advantages, [groups[number] for number in kept])
     first_row = _offsets(groups)
     rows = []
     prompts = 0
     for number, credit in zip(kept, advantages, strict=True):
         group = groups[number]
         credited = [index for index, rollout in enumerate(group.rollouts) if choices.truncated.credits(rollout)]
-        # Sampled tokens of rollouts with credit: forced ones were not sampled, and are in no denominator.
+        # Forced tokens were not sampled, so they do not count in any denominator.
         group_tokens = sum(group.rollouts[index].forced.count(False) for index in credited)
-        # A group of which all rollouts are masked as truncated is no prompt of the loss.
+        # A group whose rollouts are all masked as truncated does not count as a prompt of the loss.
         prompts += bool(credited)
         for index in credited:
             rows.append((group, group.rollouts[index], float(credit[index]), group_tokens, first_row[number] + index))
@@ -64,15 +67,19 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
 
 
 def enters(group: Group, choices: Choices) -> bool:
-    """Return whether a group carries credit: the filter keeps it, and enough of its rollouts have a score."""
+    """Return whether a group carries credit: enough of its rollouts have a score, and the filter keeps it."""
     return group.comparable and choices.filter.keep(group)
 
 
 def remember(groups: list[Group], choices: Choices) -> None:
-    """Show a normalization with a memory the moments of the batch that is about to be assembled; once a batch."""
+    """Update a normalization that keeps running moments with those of this batch.
+
+    Called once per batch, before `assemble`, which stays pure because of this.
+    """
     if choices.advantage.after_forward:
         return
 
+    # Passed as a function: a normalization without running moments never calls it.
     def moments() -> Moments:
         kept = [choices.advantage.estimate(group.rewards) for group in groups if enters(group, choices)]
         return Moments.of(torch.cat(kept)) if kept else Moments()
@@ -81,6 +88,7 @@ def remember(groups: list[Group], choices: Choices) -> None:
 
 
 def _offsets(groups: list[Group]) -> list[int]:
+    """Return the index of each group's first rollout among all rollouts of the batch."""
     offsets, total = [], 0
     for group in groups:
         offsets.append(total)
@@ -89,9 +97,11 @@ def _offsets(groups: list[Group]) -> list[int]:
 
 
 def lay_out(rows: list[tuple[Group, Any, float, int, int]]) -> TrainBatch:
-    """Return tensors of rollouts, padded at the right; the caller fills in `groups` and `denominators`.
+    """Return rollouts as tensors, padded on the right. The caller fills in `groups` and `denominators`.
 
-    Each row is (group, rollout, advantage, loss-mask tokens of the group, place among all rollouts).
+    Args:
+        rows: one tuple per rollout: its group, the rollout, its advantage, the number of tokens of its group in the
+            loss mask, and its index among all rollouts of the batch.
     """
     count = len(rows)
     longest = max((len(rollout.tokens) for _, rollout, *_ in rows), default=0)
@@ -106,7 +116,7 @@ def lay_out(rows: list[tuple[Group, Any, float, int, int]]) -> TrainBatch:
     forced = padded([rollout.forced for rollout in rollouts], longest, torch.bool)
     lengths = torch.tensor([len(rollout.tokens) for rollout in rollouts], dtype=torch.long)
     sampled = (torch.arange(longest) < lengths.unsqueeze(1)) & ~forced
-    # In float64 until here (`Group.rewards`), rounded once.
+    # Rewards and advantages were float64 until here (`Group.rewards`): round once.
     advantages = torch.tensor([credit for _, _, credit, *_ in rows], dtype=torch.float32)
     return TrainBatch(
         tokens=padded(sequences, max(map(len, sequences), default=0), torch.long),
@@ -122,7 +132,7 @@ def lay_out(rows: list[tuple[Group, Any, float, int, int]]) -> TrainBatch:
         row=torch.tensor([row for *_, row in rows], dtype=torch.long),
         rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
         pass_rates=torch.tensor([group.pass_rate_so_far for group, *_ in rows], dtype=torch.float32),
-        # By the group's identity: a batch may hold two groups of one prompt.
+        # By object, not by prompt: a batch may hold two groups of the same prompt.
         group=torch.tensor([numbers.setdefault(id(group), len(numbers)) for group, *_ in rows], dtype=torch.long),
         denominators=Denominators(0.0, 0.0, 0.0, 0.0),
     )

@@ -1,4 +1,4 @@
-"""Settings of a rollout stream's driver: a virtual clock, or real time."""
+"""Settings of the driver of a rollout stream: virtual clock or real time."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Listeners = list[Callable[[Event], None]]
 
 @dataclass(frozen=True)
 class Virtual:
-    """Generation and training take turns in this process; a cost model gives the time of each event."""
+    """Generate and train in turns in this process; a cost model gives the time of each event."""
 
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "Virtual"}
-    # Devices of engines, which the run pays for beside the trainer's.
+    # Engines outside this process are charged in addition to the trainer's devices. Here there are none.
     engine_devices: ClassVar[int] = 0
 
     def driver(
@@ -45,18 +45,18 @@ class Virtual:
 
 @dataclass(frozen=True)
 class Live:
-    """Generators run in processes of their own, in parallel with the trainer.
+    """Generate in separate processes, in parallel with the trainer.
 
     Args:
-        generators: number of generator processes on this node, where no engines are named.
-        engines: addresses of engines (docs/reference/generators.md) in place of `generators` processes: "local", or
-            servers of vLLM, as "http://host:port", "file:/path" or "srun".
-        bucket_mib: size in MiB of the pieces in which weights are copied and sent.
+        generators: number of generator processes on this node; ignored if `engines` is set.
+        engines: addresses of engines (docs/reference/generators.md): "local", or vLLM servers as "http://host:port",
+            "file:/path" or "srun". They replace the `generators` processes.
+        bucket_mib: size in MiB of the chunks in which weights are copied and sent.
         tensor_parallel: number of GPUs that share each engine (vLLM).
-        devices: CUDA_VISIBLE_DEVICES of the processes in turn, such as ["1", "2"]; empty for the GPUs that this process
-            sees and no rank trains on, or the trainer's own if there are none.
-        silence_s: seconds without a message after which a process is taken for hung and replaced.
-        start_s: seconds that a process may take to start.
+        devices: one CUDA_VISIBLE_DEVICES per process, such as ["1", "2"]. Empty for the visible GPUs on which no rank
+            trains, or, without such GPUs, those of the trainer.
+        silence_s: seconds without a message after which a process is considered hung and replaced.
+        start_s: start-up timeout of a process, in seconds.
         probe_every: optimizer steps between two comparisons of the trainer's log-probabilities with the generators'.
     """
 
@@ -93,7 +93,7 @@ class Live:
 
     @property
     def engine_devices(self) -> int:
-        """Number of devices of all engines, which the run pays for beside the trainer's."""
+        """Number of devices of all engines. They are charged in addition to the trainer's devices."""
         return len(addresses_of(self.engines, self.generators, self.tensor_parallel)) * self.tensor_parallel
 
     def driver(
@@ -105,6 +105,6 @@ class Live:
         verifiers: Verifiers,
         listeners: Listeners,
     ) -> Driver:
-        """Build the live driver of a rollout stream; in real time the cost model is not used."""
+        """Build the live driver of a rollout stream. The cost model is unused: durations are real."""
         assert isinstance(generator, Fleet)
         return LiveDriver(stream, generator, channel, verifiers, listeners, self.probe_every)

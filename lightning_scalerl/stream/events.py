@@ -1,4 +1,4 @@
-"""Events of a rollout stream, and their place in virtual time."""
+"""Events of a rollout stream and the state of its virtual clock."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from lightning_scalerl.generator.base import StepReport
 
 @dataclass(frozen=True)
 class Event:
-    """Event in a rollout stream, at `time_s` of virtual time.
+    """Event of a rollout stream.
 
-    `kind`: `admit` a group; `decode` one token of everything in flight; `finish` a rollout; `batch` handed to the
-    trainer; `trained` an optimizer step; `publish` weights to the generator.
+    Attributes:
+        kind: `admit` (a group was admitted), `decode` (every rollout in flight gets a token), `finish` (a rollout was
+            graded), `batch` (a batch went to the trainer), `trained` (an optimizer step ended) or `publish` (weights
+            went to the generator).
+        time_s: seconds on the driver's clock: virtual, or monotonic in a live run.
+        report: the generator's report, for `decode`.
     """
 
     kind: str
@@ -22,11 +26,16 @@ class Event:
 
 @dataclass
 class VirtualClock:
-    """State of trainer and generator in seconds of virtual time.
+    """State of trainer and generator, in seconds of virtual time.
 
-    `now_s` is the last event; the trainer is busy until `trainer_until_s`, the generator until
-    `generator_until_s`, and it may not start before `generator_from_s` (weights are arriving). `*_busy_s` add up
-    what each has worked, work under way included; the generator's last step took `generator_step_s`.
+    Attributes:
+        now_s: time of the last event.
+        trainer_until_s: end of the trainer's current or last step.
+        trainer_busy_s: total work of the trainer, the current step included.
+        generator_until_s: end of the generator's current or last step.
+        generator_from_s: earliest start of the generator's next step (until then new weights are arriving).
+        generator_busy_s: total work of the generator, the current step included.
+        generator_step_s: duration of the generator's current or last step.
     """
 
     now_s: float = 0.0

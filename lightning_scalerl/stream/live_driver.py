@@ -1,8 +1,8 @@
 """Driver of the rollout stream in real time: generators run in parallel with the trainer.
 
-While the trainer takes its step, a thread of this process hears what the generators have finished, has it rewarded, and
-admits what the async mode's rules allow. The rules are the ledger's (`RolloutStream`), those of virtual time to the
-letter; what differs is who says when.
+While the trainer takes its step, a background thread collects finished rollouts, submits them for grading and admits
+new groups as the async mode allows. Both drivers share one ledger with all the rules (`RolloutStream`); only the source
+of time differs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from lightning_scalerl.verify.grade import Sample
 from lightning_scalerl.verify.verification import Verifiers, submit_bundle
 from sweeps.run.activity import activity
 
-# Interval at which a wait checks whether to stop.
+# Poll interval in seconds: each wait checks this often whether to stop.
 LOOK_S = 0.05
 
 
 @dataclass
 class _Times:
-    """Seconds of wall clock, of the trainer's work, and of all generators' work together."""
+    """Running totals in seconds: wall clock, work of the trainer, and work of all generators summed."""
 
     passed: float = 0.0
     trained: float = 0.0
@@ -37,13 +37,13 @@ class _Times:
 
 
 class LiveDriver:
-    """Hands out the TrainBatch of each optimizer step as soon as it is due.
+    """Provides the TrainBatch of each optimizer step as soon as it is due.
 
     Args:
         stream: the ledger of groups: what may be admitted, and which batch is due.
-        generator: the generator processes, which sample by themselves.
+        generator: the generator processes, which sample on their own.
         channel: publishes the trainer's weights to them.
-        verifiers: grade rollouts that have ended, while generation goes on.
+        verifiers: grade finished rollouts while generation continues.
         listeners: called with every event.
         probe_every: optimizer steps between two probes of the generators' log-probabilities.
     """
@@ -71,18 +71,18 @@ class LiveDriver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._times = _Times()
-        self._since: float | None = None  # up to when the times are counted
+        self._since: float | None = None  # the time up to which `_times` are counted; None before the first count
         self._counted_busy_s = 0.0
-        # Of each engine by itself, and of the trainer, since this process began to count.
+        # Rates per engine and of the trainer count from the first batch of this process, not of the whole run.
         self._passed_s = 0.0
-        self._before = [Work() for _ in generator.work]
+        self._work_at_start = [Work() for _ in generator.work]
         self._trained_tokens = 0
         activity.reports["engines"] = generator.places  # for `scalerl status`
 
     def next_batch(self, stop: Callable[[], bool] = lambda: False) -> TrainBatch | None:
-        """Wait until a batch is due, and hand it out; the step on the last one is over.
+        """Wait until a batch is due and return it. The call also marks the step on the previous batch as finished.
 
-        Asked to `stop`, it returns None; the next call goes on as if nothing had been.
+        Returns None once `stop` returns True; the next call then simply continues the wait.
 
         Raises:
             RewardError: a verifier failed.
@@ -98,7 +98,7 @@ class LiveDriver:
             self._thread = threading.Thread(target=self._run, name="generators", daemon=True)
             self._thread.start()
         while True:
-            # Cleared before looking: what changes after the look then ends the wait below.
+            # Clear before the check: a change after the check then ends the wait below at once.
             self._changed.clear()
             with self._lock:
                 if self._error is not None:
@@ -118,20 +118,20 @@ class LiveDriver:
             self.channel.publish(version, mode.recompute_kv)
 
     def _run(self) -> None:
-        """Run turns in a thread of its own, until the driver is closed or something fails."""
+        """Loop of the background thread, until the driver is closed or an error occurs."""
         try:
             while not self._closing.is_set():
                 with self._lock:
                     self._turn()
-                # Without the lock: the trainer may publish or take its batch meanwhile.
+                # Wait without the lock, so that the trainer can publish or take a batch meanwhile.
                 self.generator.wait(LOOK_S)
         except BaseException as error:
-            # Raised by `next_batch`, in the trainer's thread: in this one nobody would see it.
+            # An exception would be lost in this thread: `next_batch` raises it in the trainer's.
             self._error = error
             self._changed.set()
 
     def _turn(self) -> None:
-        """Take what has ended or is graded, and fill what is free."""
+        """Collect finished and graded rollouts, then admit groups into the free slots."""
         report = self.generator.collect()
         for listener in self.listeners:
             listener(Event("decode", time.monotonic(), report))
@@ -140,22 +140,24 @@ class LiveDriver:
             self._grade(self.stream.bundle((finished.key, finished.index)))
         graded = self.verifiers.done() if self._grading else ()
         for ticket, outcome in graded:
+            # Grades requested before a checkpoint was loaded are ignored.
             if ticket in self._grading:
                 self.stream.graded(self._grading.pop(ticket), outcome)
-        # Only as many as start at once: a group that waits for a slot only gets staler.
+        # Admit only groups that can start at once: waiting for a slot would only make them staler.
         while self.generator.free_slots and self.stream.may_admit():
             self.generator.submit(self.stream.admit(self.channel.version))
         if graded:
             self._changed.set()
 
     def _grade(self, bundle: Sequence[tuple[Place, Sample]]) -> None:
+        """Submit a bundle of `RolloutStream.bundle` for grading; an empty one is ignored."""
         if bundle:
             tickets = submit_bundle(self.verifiers, [sample for _, sample in bundle])
             self._grading |= {ticket: place for (place, _), ticket in zip(bundle, tickets, strict=True)}
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Hold the stream still while a checkpoint or an evaluation is made; the time is charged to nobody."""
+        """Pause the stream during a checkpoint or an evaluation. The pause counts neither as work nor as waiting."""
         with self._lock:
             self._count(trained=self.stream.training)
             try:
@@ -164,7 +166,7 @@ class LiveDriver:
                 self._since = time.monotonic()
 
     def close(self) -> None:
-        """End the thread and the generators' processes; what is in flight can still be saved."""
+        """Stop the thread and the generator processes. Rollouts in flight can still be saved afterwards."""
         self._closing.set()
         activity.reports.pop("engines", None)
         if self._thread is not None:
@@ -175,7 +177,7 @@ class LiveDriver:
 
     @property
     def may_probe(self) -> bool:
-        """Return whether the generators may be probed at this step: every `probe_every` steps."""
+        """Return whether to probe the generators at this step: every `probe_every` steps."""
         return self.stream.completed_steps % self._probe_every == 0
 
     @contextmanager
@@ -189,14 +191,14 @@ class LiveDriver:
             with self._lock:
                 self._count(trained=False)
 
-    # --- what is measured and kept -----------------------------------------------------------------------
+    # --- metrics and state -------------------------------------------------------------------------------
 
     def _count(self, trained: bool) -> None:
-        """Add the time since the last call to the trainer's work if `trained`, else to its waiting."""
+        """Count the time since the last call: as work of the trainer if `trained`, else as waiting."""
         now = time.monotonic()
         passed = 0.0 if self._since is None else now - self._since
         if self._since is None:
-            self._before = [replace(work) for work in self.generator.work]
+            self._work_at_start = [replace(work) for work in self.generator.work]
         self._since = now
         self._passed_s += passed
         self._times.passed += passed
@@ -205,19 +207,19 @@ class LiveDriver:
         self._counted_busy_s = self.generator.busy_s
 
     def metrics(self) -> dict[str, float]:
-        """Return idle shares of trainer and engines in real time, their rates, and the seconds of the last publish."""
+        """Return idle shares and token rates of trainer and engines, and the seconds of the last publish."""
         with self._lock:
             self._count(trained=self.stream.training)
             times, generators = self._times, self.generator.generators
-            own_s = max(self._passed_s, 1e-9)
+            counted_s = max(self._passed_s, 1e-9)
             engines = {}
-            for number, (work, before) in enumerate(zip(self.generator.work, self._before, strict=True)):
-                engines[f"live/engine{number}_idle"] = min(1.0, max(0.0, 1 - (work.busy_s - before.busy_s) / own_s))
-                engines[f"live/engine{number}_tokens_s"] = (work.tokens - before.tokens) / own_s
+            for number, (work, before) in enumerate(zip(self.generator.work, self._work_at_start, strict=True)):
+                engines[f"live/engine{number}_idle"] = min(1.0, max(0.0, 1 - (work.busy_s - before.busy_s) / counted_s))
+                engines[f"live/engine{number}_tokens_s"] = (work.tokens - before.tokens) / counted_s
         passed = max(times.passed, 1e-9)
         return {
             "live/trainer_idle": max(0.0, 1.0 - times.trained / passed),
-            "live/trainer_tokens_s": self._trained_tokens / own_s,
+            "live/trainer_tokens_s": self._trained_tokens / counted_s,
             "live/generator_idle": max(0.0, 1.0 - times.generated / (passed * max(1, generators))),
             "live/publish_s": self.generator.publish_s,
             "live/generators_lost": float(self.generator.lost),
@@ -225,11 +227,11 @@ class LiveDriver:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the times; what is in flight is part of the generators' own state."""
+        """Return the running totals. Rollouts in flight are part of the generators' state."""
         return asdict(self._times)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the times; what the stream holds ungraded is graded again."""
+        """Restore the running totals, and submit the stream's ungraded rollouts for grading again."""
         self._times = _Times(**state)
         self.verifiers.forget(self._grading)
         self._grading = {}

@@ -1,4 +1,7 @@
-"""Source of prompts: a finite pool, reshuffled for every epoch, opened by a curriculum, with pass rates; resumable."""
+"""Resumable source of training prompts: a finite pool, reshuffled every epoch.
+
+A curriculum decides which prompts are available yet, and resampling retires prompts by their pass rates.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ class PoolExhaustedError(CannotGoOnError):
 
 
 class PromptSource:
-    """Endless prompts: epoch after epoch over the pool, each in an order of its own.
+    """Endless source of prompts: epoch after epoch over the pool, each epoch in a new random order.
 
     Args:
-        pool: the prompts; their ids are unique.
-        random_key: seed of the orders; with an epoch's number behind it, that of the epoch's order.
+        pool: the prompts, with unique ids.
+        random_key: seed of the orders; each epoch appends its number to it.
         resampling: decides which prompts are retired; a retired prompt is never drawn again.
-        curriculum: decides which prompts may be drawn yet; None for all. An epoch is a pass over those, and a prompt
-            that is let in during an epoch takes its turn in it.
+        curriculum: decides which prompts may be drawn yet; None for all. An epoch covers these prompts, and one that is
+            let in during an epoch still gets its turn in that epoch.
 
     Raises:
         ConfigurationError: an empty pool, a prompt id that occurs twice, or a prompt without the difficulty that the
@@ -48,16 +51,17 @@ class PromptSource:
         self._pool = list(pool)
         self._by_id = {prompt.prompt_id: prompt for prompt in self._pool}
         if len(self._by_id) < len(self._pool):
-            double, _ = Counter(prompt.prompt_id for prompt in self._pool).most_common(1)[0]
-            raise ConfigurationError(f"task: prompt id {double!r} occurs twice in the pool")
+            duplicate, _ = Counter(prompt.prompt_id for prompt in self._pool).most_common(1)[0]
+            raise ConfigurationError(f"task: prompt id {duplicate!r} occurs twice in the pool")
         self._key = random_key
         self._resampling = resampling
         self._curriculum = curriculum or NoCurriculum()
-        self._place = self._curriculum.places(self._pool)
+        # The curriculum's rank of each prompt: the easiest has rank 0 and is let in first.
+        self._curriculum_rank = self._curriculum.places(self._pool)
         self._history: dict[str, list[float]] = {}
         self._retired: set[str] = set()
         self._epoch = 0
-        # In the epoch's order: everything before the position has had its turn, and of what follows these.
+        # Drawn so far in this epoch: all places of its order before `_position`, and the later ones in `_taken`.
         self._position = 0
         self._taken: set[int] = set()
         self._order = self._shuffled(0)
@@ -68,7 +72,7 @@ class PromptSource:
         return self._epoch + (self._position + len(self._taken)) / len(self._pool)
 
     def _shuffled(self, epoch: int) -> list[int]:
-        # The order follows from key and epoch alone, so that a checkpoint need not hold it.
+        # Depends on key and epoch alone, so that checkpoints need not store the order.
         source = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._key, epoch))))
         return [int(place) for place in source.permutation(len(self._pool))]
 
@@ -86,30 +90,33 @@ class PromptSource:
         # Rounded before `ceil`: 0.07 * 100 is slightly above 7 in floating point.
         allowed = math.ceil(round(self._curriculum.share(completed_steps) * len(self._pool), 6))
         if self._retired and allowed < len(self._pool):
-            # If all prompts let in so far are retired, the next easiest is let in early: else nothing could be drawn.
-            left = min(
-                p for p, prompt in zip(self._place, self._pool, strict=True) if prompt.prompt_id not in self._retired
+            # If every prompt let in so far is retired, let the next easiest in early: else nothing could be drawn.
+            easiest = min(
+                rank
+                for rank, prompt in zip(self._curriculum_rank, self._pool, strict=True)
+                if prompt.prompt_id not in self._retired
             )
-            allowed = max(allowed, left + 1)
+            allowed = max(allowed, easiest + 1)
         while True:
             if (place := self._first(allowed)) is not None:
                 return self._pool[self._order[place]]
+            # This epoch has no prompt left: start the next one.
             self._epoch += 1
             self._position = 0
             self._taken = set()
             self._order = self._shuffled(self._epoch)
 
     def _first(self, allowed: int) -> int | None:
-        """Take the first place in this epoch's order whose prompt may be drawn and was not; None without one."""
+        """Take the first undrawn place of this epoch's order whose prompt may be drawn, or return None."""
         place = self._position
         while place < len(self._order):
             number = self._order[place]
             retired = self._pool[number].prompt_id in self._retired
-            if not retired and place not in self._taken and self._place[number] < allowed:
+            if not retired and place not in self._taken and self._curriculum_rank[number] < allowed:
                 self._taken.add(place)
                 self._advance()
                 return place
-            # It never comes back: counted as taken, so that the position can pass it.
+            # A retired prompt never returns: mark it as taken, so that the position can move past it.
             if retired:
                 self._taken.add(place)
             place += 1
@@ -117,20 +124,23 @@ class PromptSource:
         return None
 
     def _advance(self) -> None:
-        # Only places beyond the position stay in the set, which a checkpoint holds.
+        # Keeps `_taken`, which is saved in checkpoints, small: only places after the position stay in it.
         while self._position in self._taken:
             self._taken.remove(self._position)
             self._position += 1
 
     def resolved(self, prompt_id: str, pass_rate: float) -> None:
-        """Record the pass rate of a complete group, used or dropped, and retire the prompt if the rule says so."""
+        """Record the pass rate of a complete group, and retire the prompt if the resampling rule says so.
+
+        Groups that the filter drops count too.
+        """
         history = self._history.setdefault(prompt_id, [])
         history.append(pass_rate)
         if self._resampling.retires(history):
             self._retired.add(prompt_id)
 
     def history(self, prompt_id: str) -> Sequence[float]:
-        """Return pass rates of the prompt's complete groups, oldest first."""
+        """Return the pass rates of a prompt's complete groups, oldest first."""
         return self._history.get(prompt_id, ())
 
     def histories(self) -> Iterable[Sequence[float]]:
@@ -144,7 +154,7 @@ class PromptSource:
 
     @property
     def retired(self) -> int:
-        """Number of prompts that have left the pool."""
+        """Number of retired prompts."""
         return len(self._retired)
 
     def by_id(self, prompt_id: str) -> Prompt:
@@ -156,7 +166,7 @@ class PromptSource:
         return self._by_id[prompt_id]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch, place in it (the order follows from the seed), and all histories."""
+        """Return the epoch, the position in it, all pass rates and the retired prompts; the order is recomputed."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -166,7 +176,7 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore epoch, place, histories and retired prompts."""
+        """Restore the epoch, the position in it, all pass rates and the retired prompts."""
         self._epoch, self._position = state["epoch"], state["position"]
         self._taken = set(state.get("taken", ()))
         self._order = self._shuffled(self._epoch)
@@ -179,7 +189,7 @@ TOO_LONG = ("refuse", "drop")
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts that fit the context, with their tokens, and the number of the set that do not."""
+    """Prompts that fit the context, their token ids, and the number of prompts that were dropped as too long."""
 
     prompts: Sequence[Prompt]
     tokens: Sequence[list[int]]
@@ -194,9 +204,9 @@ class PromptSet:
         return self._tokens_by_id[prompt.prompt_id]
 
     def describes(self, name: str) -> str:
-        """Return one line on the prompts' number and lengths."""
+        """Return one line with the number of prompts and their lengths in tokens."""
         lengths = [len(ids) for ids in self.tokens]
-        # inverted_cdf: a length that occurs, not one interpolated between two.
+        # inverted_cdf returns a length that occurs, not one interpolated between two.
         middle, most = (int(np.percentile(lengths, share, method="inverted_cdf")) for share in (50, 95))
         left = f"; {self.dropped} longer ones left out" if self.dropped else ""
         return f"{len(lengths)} {name}: {middle} tokens in the middle, {most} at 95%, {max(lengths)} the longest{left}"
@@ -208,19 +218,19 @@ def fitting(
     max_prompt_tokens: int,
     too_long: str = "refuse",
 ) -> dict[str, PromptSet]:
-    """Return the prompts of each set that fit into the context; the rule is to refuse or drop the others.
+    """Return the prompts of each set that fit the context; longer ones are refused or dropped.
 
     Args:
         sets: prompts by the name of their set.
-        tokens: token ids of each prompt, by the same names and in the same order.
+        tokens: token ids of the prompts, with the same names and order.
         max_prompt_tokens: longest prompt that fits, in tokens.
-        too_long: "refuse" to raise if any prompt is longer, "drop" to leave those out.
+        too_long: "refuse" to raise an error if any prompt is longer, "drop" to leave these prompts out.
 
     Raises:
-        ConfigurationError: prompts do not fit and are refused, a set would be empty without them, or a prompt has no
+        ConfigurationError: a prompt is too long and `too_long` is "refuse", no prompt of a set fits, or a prompt has no
             tokens.
     """
-    found, beyond = {}, []
+    fitting_sets, excess = {}, []
     longest = 0
     for name, prompts in sets.items():
         lengths = [len(ids) for ids in tokens[name]]
@@ -229,12 +239,13 @@ def fitting(
         longest = max([longest, *lengths])
         fit = [number for number, length in enumerate(lengths) if length <= max_prompt_tokens]
         if len(fit) < len(lengths):
-            beyond.append(f"{len(lengths) - len(fit)} of {len(lengths)} {name} prompts")
-        kept = [prompts[number] for number in fit], [tokens[name][number] for number in fit]
-        found[name] = PromptSet(*kept, len(lengths) - len(fit))
-    if beyond and (too_long == "refuse" or not all(each.prompts for each in found.values())):
-        raise ConfigurationError(
-            f"context.max_prompt_tokens: {' and '.join(beyond)} have more than {max_prompt_tokens} tokens, the longest "
-            f"{longest}; raise it, or leave them out with context.too_long=drop"
+            excess.append(f"{len(lengths) - len(fit)} of {len(lengths)} {name} prompts")
+        fitting_sets[name] = PromptSet(
+            [prompts[number] for number in fit], [tokens[name][number] for number in fit], len(lengths) - len(fit)
         )
-    return found
+    if excess and (too_long == "refuse" or not all(kept.prompts for kept in fitting_sets.values())):
+        raise ConfigurationError(
+            f"context.max_prompt_tokens: {' and '.join(excess)} have more than {max_prompt_tokens} tokens, the "
+            f"longest {longest}; raise it, or leave them out with context.too_long=drop"
+        )
+    return fitting_sets

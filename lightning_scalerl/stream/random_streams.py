@@ -1,8 +1,8 @@
-"""Streams of random numbers of one seed, which must never meet."""
+"""Numbers of the independent random streams that are derived from a run's seed."""
 
 from __future__ import annotations
 
-# Streams of random numbers of one seed must never meet: the first number after the seed tells them apart.
+# Second element of a random key, after the seed. Different values, so that two streams never share random numbers.
 TRAINING_STREAM = 0
 
 

@@ -1,8 +1,8 @@
-"""Rollout stream: admission, readiness and due batches of groups. A ledger without a clock.
+"""Ledger of groups, from their admission to the batch that trains on them.
 
-Prompts become groups, groups become batches; every async mode is the same ledger with other admission and publish
-rules, and the bound on staleness (docs/reference/async_modes.md) is enforced here. When things happen is a driver's
-business: in virtual time that is `virtual_driver`.
+Every async mode uses this ledger with its own rules for admission and publishing. The bound on staleness
+(docs/reference/async_modes.md) is enforced here. The ledger has no clock: a driver decides when things happen
+(`virtual_driver`, `live_driver`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from lightning_scalerl.task.base import RewardScale, Task, passes
 from lightning_scalerl.verify.grade import Outcome, Sample, needs_group
 from lightning_scalerl.verify.verification import ErrorWatch, Verification
 
-# A rollout by its group's admission and its number in it.
+# Key of a rollout: the admission number of its group, and its index in the group.
 Place = tuple[int, int]
 
 
 @dataclass
 class _OpenGroup:
-    """Admitted group whose rollouts are not all finished."""
+    """Admitted group that still waits for the outcome of some of its rollouts."""
 
     prompt: Prompt
     prompt_tokens: list[int]
-    version: int  # of the weights at admission: no token of the group can be older
-    rollouts: list[Rollout | None]  # those whose outcome is known
-    history: tuple[float, ...]  # pass rates of the prompt's earlier groups, as known at admission
-    admitted_at: int  # optimizer steps then: all rollouts of a group are rewarded by one stage of the curriculum
+    version: int  # of the weights at admission: no token of the group was sampled by older ones
+    rollouts: list[Rollout | None]  # None until the rollout is graded
+    history: tuple[float, ...]  # pass rates of the prompt's groups that were complete at admission
+    # Optimizer steps completed at admission. They pick the curriculum's stage for the rewards of the whole group.
+    admitted_at: int
 
 
 @dataclass
@@ -44,18 +45,18 @@ class RolloutStream:
     """Tracks groups from their admission to the batch that trains on them.
 
     Args:
-        prompts: source of prompts, in their order.
-        task: the task, which says which rewards are a pass.
-        encode: prompt -> its token ids.
-        sample: (prompt, rollout, completed steps) -> the sample that is graded.
+        prompts: source of prompts; its order is the order of admission.
+        task: the task; it provides the grader and decides which rewards are a pass.
+        encode: prompt -> token ids.
+        sample: (prompt, rollout, completed steps) -> the sample to grade.
         choices: the run's design choices.
-        groups_per_step: groups of a batch, P.
+        groups_per_step: groups per batch, P.
         completions: rollouts per group, on average.
         max_new_tokens: completion limit in tokens.
         seed: the run's seed.
-        reward: scale from the verifier's reward to the one that is trained on.
+        reward: scale from the verifier's reward to the training reward.
         verification: settings for completions that cannot be graded.
-        phrase_tokens: length in tokens of the phrase that ends thinking; 0 without one.
+        phrase_tokens: length in tokens of the phrase that interrupts thinking; 0 without one.
     """
 
     prompts: PromptSource
@@ -72,14 +73,14 @@ class RolloutStream:
     phrase_tokens: int = 0
     completed_steps: int = 0
     admitted: int = 0
-    dropped: int = 0  # groups that a refilling filter has dropped: each has opened one more admission
-    surplus: int = 0  # rollouts that admitted groups were given beyond the average
-    training: bool = False  # a batch is at the trainer
-    dropped_for_batch: int = 0  # the last one taken
-    _dropped_since: int = 0
-    _taken_at: int = 0
+    dropped: int = 0  # groups dropped by a refilling filter; each lets one more group be admitted
+    surplus: int = 0  # rollouts of the admitted groups beyond `completions` per group
+    training: bool = False  # the trainer is working on a batch
+    dropped_for_batch: int = 0  # dropped groups attributed to the last batch taken
+    _dropped_since: int = 0  # dropped groups not yet attributed to a batch
+    _taken_at: int = 0  # completed steps when the last batch was taken
     _open: dict[int, _OpenGroup] = field(default_factory=dict)
-    # Ended rollouts without an outcome yet, with the steps completed when they ended.
+    # Finished rollouts that wait for their grade, with the number of completed steps when they finished.
     _ungraded: dict[Place, tuple[Rollout, int]] = field(default_factory=dict)
     _ready: list[Group] = field(default_factory=list)
 
@@ -90,14 +91,14 @@ class RolloutStream:
         self._grader = self.task.grader()
 
     def step_completed(self) -> None:
-        """Count an optimizer step as computed; a driver decides when the trainer is done with it."""
+        """Count an optimizer step as computed. The driver decides when it ends (`training` becomes False)."""
         self.completed_steps += 1
 
     @property
     def _done(self) -> int:
-        """Number of steps that the trainer is done with, as far as the rules of the async mode go.
+        """Number of steps that count as finished for the rules of the async mode.
 
-        The step that a batch was taken for is not, neither while it is computed nor while its time passes.
+        The current step counts once the driver ends it: in virtual time that is later than its computation.
         """
         return self._taken_at if self.training else self.completed_steps
 
@@ -105,15 +106,18 @@ class RolloutStream:
         """Return whether the async mode admits another group now, and the pool has a prompt for it."""
         if not self._opens():
             return False
-        # With the pool exhausted, train first on what is in flight or ready; only then let `admit` raise.
+        # With the pool exhausted, first train on the groups in flight or ready; only then let `admit` raise.
         return not (self.prompts.exhausted and (self._open or len(self._ready) >= self.groups_per_step))
 
     def _opens(self) -> bool:
-        """Return whether the async mode's rule admits a group; dropped groups do not count."""
+        """Return whether the async mode's rule admits another group; dropped groups do not count as admitted."""
         return self.choices.async_mode.may_admit(self.admitted - self.dropped, self._done, self.groups_per_step)
 
     def admit(self, version: int) -> GroupRequest:
-        """Admit a group, to be sampled under weights of that version.
+        """Admit the next prompt's group and return the request for the generator.
+
+        Args:
+            version: version of the generator's weights; the group's staleness counts from it.
 
         Raises:
             PoolExhaustedError: every prompt is retired.
@@ -129,8 +133,8 @@ class RolloutStream:
         limit = self.choices.curriculum.max_new_tokens(self.max_new_tokens, self.completed_steps)
         points = self.choices.length_control.interrupt_at(count, (self.seed, INTERRUPTION_STREAM, key))
         if limit < self.max_new_tokens and points:
-            # At the same share of a stage's shorter limit, and so that phrase and a token of an answer still fit; else
-            # thinking would be cut off there, not ended.
+            # The curriculum's stage has a shorter limit: move the points to the same share of it. The phrase and one
+            # token of an answer must still fit, or thinking would be truncated instead of interrupted.
             last = max(1, limit - self.phrase_tokens - 1)
             points = tuple(min(last, max(1, point * limit // self.max_new_tokens)) for point in points)
         return GroupRequest(
@@ -143,7 +147,7 @@ class RolloutStream:
         )
 
     def ended(self, finished: FinishedRollout) -> Sample:
-        """Take a rollout that has ended and return what is to be graded of it; `graded` takes the outcome."""
+        """Record a finished rollout and return its sample for grading; pass the outcome to `graded`."""
         self._ungraded[finished.key, finished.index] = finished.rollout, self.completed_steps
         return self._sample((finished.key, finished.index))
 
@@ -151,28 +155,33 @@ class RolloutStream:
         return self.sample(self._open[place[0]].prompt, *self._ungraded[place])
 
     def by_group(self, key: int) -> bool:
-        """Return whether the rollouts of an open group are graded by one call, once all of them have ended."""
+        """Return whether an open group is graded in one call, once all of its rollouts have finished."""
         return needs_group(self._grader, self._open[key].prompt)
 
     def bundle(self, place: Place) -> list[tuple[Place, Sample]]:
-        """Return what is to be graded now that this rollout has ended: it alone, or its group with the last one."""
+        """Return the samples that can be graded now that this rollout has finished.
+
+        Usually that is this rollout. If its group is graded in one call, it is nothing until the last rollout of the
+        group has finished, and then the whole group.
+        """
         key = place[0]
         if not self.by_group(key):
             return [(place, self._sample(place))]
-        ended = sorted(each for each in self._ungraded if each[0] == key)
-        missing = sum(rollout is None for rollout in self._open[key].rollouts) - len(ended)
-        return [] if missing else [(each, self._sample(each)) for each in ended]
+        finished = sorted(other for other in self._ungraded if other[0] == key)
+        missing = sum(rollout is None for rollout in self._open[key].rollouts) - len(finished)
+        return [] if missing else [(other, self._sample(other)) for other in finished]
 
     def bundles(self) -> list[list[tuple[Place, Sample]]]:
-        """Return ended rollouts without a grade, in order, as they are graded; a resumed run grades them again."""
-        once = {(place[0], 0) if self.by_group(place[0]) else place: place for place in self._ungraded}
-        return [bundle for place in once.values() if (bundle := self.bundle(place))]
+        """Return the bundles of all finished rollouts without a grade, in order; a resumed run grades them again."""
+        # One entry per bundle: a group that is graded in one call appears once.
+        by_bundle = {(place[0], 0) if self.by_group(place[0]) else place: place for place in self._ungraded}
+        return [bundle for place in by_bundle.values() if (bundle := self.bundle(place))]
 
     def graded(self, place: Place, outcome: Outcome) -> None:
-        """Take the outcome of a rollout that has ended; its group is ready with the last one.
+        """Record the outcome of a finished rollout; the last outcome of a group completes the group.
 
         Raises:
-            RewardError: too many cannot be graded.
+            RewardError: too many rollouts cannot be graded.
         """
         key, index = place
         group, (rollout, _) = self._open[key], self._ungraded.pop(place)
@@ -185,13 +194,15 @@ class RolloutStream:
         if scored:
             rollout.grade = outcome.reward
             rollout.correct = outcome.kind == "score" and passes(self.task, outcome)
+            # In this order: the curriculum weighs the reward's terms, `reward` rescales the sum, the length penalty
+            # applies, and axes defined by the user come last.
             factors = self.choices.curriculum.reward_factors(self.reward_sums, group.admitted_at)
             weighed = weighed_sum(outcome.reward, outcome.terms, factors)
             rollout.terms, rollout.staged = dict(outcome.terms), weighed != outcome.reward
             scaled = self.reward.scale(weighed)
             rollout.reward = self.choices.length_control.reward(scaled, rollout.correct, len(rollout.tokens))
-            for own in self.choices.own.values():
-                rollout.reward = own.adjust_reward(rollout.reward, rollout)
+            for axis in self.choices.own.values():
+                rollout.reward = axis.adjust_reward(rollout.reward, rollout)
         group.rollouts[index] = rollout
         rollouts = [rollout for rollout in group.rollouts if rollout is not None]
         if len(rollouts) == len(group.rollouts):
@@ -199,9 +210,10 @@ class RolloutStream:
             self._complete(key, group, rollouts)
 
     def _complete(self, key: int, group: _OpenGroup, rollouts: list[Rollout]) -> None:
+        """Record a group's pass rate; then queue the group for training, or drop it if the filter refills."""
         scored = [rollout for rollout in rollouts if rollout.outcome == "score"]
-        rest = [rollout for rollout in rollouts if rollout.outcome != "score"]
-        complete = Group(key, group.prompt, group.prompt_tokens, scored, group.history, rest)
+        unscored = [rollout for rollout in rollouts if rollout.outcome != "score"]
+        complete = Group(key, group.prompt, group.prompt_tokens, scored, group.history, unscored)
         if complete.comparable:
             self.prompts.resolved(group.prompt.prompt_id, complete.pass_rate)
         if self.choices.filter.refills and not enters(complete, self.choices):
@@ -210,10 +222,10 @@ class RolloutStream:
             self._ready.append(complete)
 
     def _drop(self) -> None:
-        """Count a dropped group; give up where one batch has cost too many of them."""
+        """Count a dropped group, and give up if one batch has cost too many of them."""
         self.dropped += 1
         self._dropped_since += 1
-        # A mode that drains samples several batches before the first of them is taken.
+        # A mode that drains samples several batches before it trains on the first of them.
         mode = self.choices.async_mode
         batches = mode.max_staleness + 1 if mode.drains else 1
         most = self.choices.filter.most_dropped * self.groups_per_step * batches
@@ -227,11 +239,12 @@ class RolloutStream:
             )
 
     def batch_due(self) -> bool:
-        """Return whether P groups are ready, and training on them now leaves no other group too stale.
+        """Return whether P groups are ready, and training on them now lets no other group become too stale.
 
-        A mode that drains waits for everything in flight. Otherwise a group of version v must train by step v + k:
-        what this batch leaves behind has to fit into the steps that remain for it, or the trainer waits for more
-        of the oldest. Waiting for all of them always suffices, by the admission rule.
+        A mode that drains waits for everything in flight. Otherwise a group of version v must train by step v + k, with
+        k = `max_staleness`. The groups that this batch leaves out must fit into the batches up to their deadlines. If
+        they do not, the trainer waits until more of the oldest groups are ready. Waiting for all of them always
+        suffices, because of the admission rule.
         """
         if len(self._ready) < self.groups_per_step:
             return False
@@ -241,14 +254,19 @@ class RolloutStream:
             return not self._open and not more
         left = sorted(group.oldest_version for group in self._ready)[self.groups_per_step :]
         left = sorted(left + [group.version for group in self._open.values()])
-        # The n-th oldest left behind trains after s + 1 + n // P steps, and has to by v + k: so n < P (v + k - s).
+        # With s completed steps, the n-th oldest group left out (n from 0) trains at step s + 1 + n // P at the
+        # earliest. Its deadline is v + k, hence n < P (v + k - s).
         spare = mode.max_staleness - self.completed_steps
         return all(number < self.groups_per_step * (version + spare) for number, version in enumerate(left))
 
     def take(self) -> TrainBatch:
-        """Hand out the batch that is due, the oldest groups first; from now on the trainer has it."""
+        """Return the batch that is due, made of the oldest groups, and mark the trainer as busy with it.
+
+        Raises:
+            RewardError: too many rollouts of the batch could not be graded.
+        """
         self._ready.sort(key=lambda group: (group.oldest_version, group.admission))
-        # A mode that drains has sampled several batches at once: its dropped groups are shared among them.
+        # A mode that drains samples several batches at once: attribute the dropped groups to them evenly.
         batches = max(1, len(self._ready) // self.groups_per_step) if self.choices.async_mode.drains else 1
         groups, self._ready = self._ready[: self.groups_per_step], self._ready[self.groups_per_step :]
         self.training, self._taken_at = True, self.completed_steps
@@ -260,10 +278,10 @@ class RolloutStream:
         remember(groups, self.choices)
         return assemble(groups, self.choices, self.max_new_tokens)
 
-    # --- what is kept ------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters, groups in flight and groups ready; rollouts as tensors."""
+        """Return the counters, the open groups and the groups ready to train; rollouts are packed into tensors."""
         return {
             "completed_steps": self.completed_steps,
             "admitted": self.admitted,
@@ -291,7 +309,7 @@ class RolloutStream:
                 }
                 for group in self._ready
             ],
-            "rollouts": packed([*self._finished(), *(each for group in self._ready for each in group.sampled)]),
+            "rollouts": packed([*self._finished(), *(rollout for group in self._ready for rollout in group.sampled)]),
             "ungraded": packed([self._ungraded[place][0] for place in self._ended()]),
             "watch": self.watch.state_dict(),
         }
@@ -301,11 +319,11 @@ class RolloutStream:
         return [rollout for group in self._open.values() for rollout in group.rollouts if rollout is not None]
 
     def _ended(self) -> list[Place]:
-        """Return the places of ended rollouts without a grade, group by group, as they are saved."""
+        """Return the keys of finished rollouts without a grade, in the order in which they are saved."""
         return [place for key in self._open for place in self._ungraded if place[0] == key]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the stream exactly where `state_dict` was taken."""
+        """Restore the stream exactly as it was when `state_dict` was called."""
         self.completed_steps = state["completed_steps"]
         self.admitted = state["admitted"]
         self.dropped, self.dropped_for_batch, self._dropped_since = state.get("dropped", [0, 0, 0])
@@ -319,16 +337,16 @@ class RolloutStream:
         self._open, self._ungraded = {}, {}
         for key, entry in state["open"].items():
             prompt = self.prompts.by_id(entry["prompt_id"])
-            own = [next(rollouts) if finished else None for finished in entry["finished"]]
+            graded = [next(rollouts) if finished else None for finished in entry["finished"]]
             history = tuple(entry["history"])
-            # Checkpoints of earlier versions lack it: the version of the weights is nearest to it.
+            # Older checkpoints have no `admitted_at`: the version of the weights is close to it.
             at = entry.get("admitted_at", entry["version"])
-            self._open[key] = _OpenGroup(prompt, self.encode(prompt), entry["version"], own, history, at)
+            self._open[key] = _OpenGroup(prompt, self.encode(prompt), entry["version"], graded, history, at)
             self._ungraded |= {(key, index): (next(ended), at) for index, at in entry.get("ended", ())}
         self._ready = []
         for entry in state["ready"]:
             prompt = self.prompts.by_id(entry["prompt_id"])
-            done = [next(rollouts) for _ in range(entry["completions"])]
-            rest = [next(rollouts) for _ in range(entry.get("ungraded", 0))]
+            scored = [next(rollouts) for _ in range(entry["completions"])]
+            unscored = [next(rollouts) for _ in range(entry.get("ungraded", 0))]
             tokens, history = self.encode(prompt), tuple(entry["history"])
-            self._ready.append(Group(entry["admission"], prompt, tokens, done, history, rest))
+            self._ready.append(Group(entry["admission"], prompt, tokens, scored, history, unscored))

@@ -1,7 +1,7 @@
-"""Driver of the stream in virtual time: generator and trainer in parallel on a discrete-event clock.
+"""Driver of the rollout stream in virtual time: generator and trainer run in parallel on a discrete-event clock.
 
-This process does one thing after the other; when each would have happened on a cluster follows from the cost model, and
-so does which weights sample a token.
+This process does one thing after the other. The cost model gives the time at which each event would happen on a
+cluster, and the order of events decides which weights sample each token.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from lightning_scalerl.verify.verification import Verifiers, submit_bundle
 
 
 class SchedulerStuckError(RuntimeError):
-    """Raised when nothing is due, in flight or admissible: a bug in an async mode's rules."""
+    """Raised when no batch is due and no group is in flight or admissible: a bug in an async mode's rules."""
 
 
 @dataclass
 class VirtualDriver:
-    """Produces the TrainBatch of each optimizer step, one event at a time.
+    """Provides the TrainBatch of each optimizer step, simulating one event at a time.
 
     Args:
         stream: the ledger of groups: what may be admitted, and which batch is due.
-        generator: samples one token of everything in flight at a time.
-        channel: publishes the trainer's weights to it.
+        generator: samples one token of every rollout in flight per step.
+        channel: publishes the trainer's weights to the generator.
         cost_model: durations in virtual time.
-        verifiers: grade rollouts that have ended.
+        verifiers: grade finished rollouts.
         listeners: called with every event.
     """
 
-    # Phase of the compute meter for a probe: this process itself computes the generator's answer.
+    # Phase of the compute meter for a probe: the generator runs in this process, so a probe is computed here.
     probe_phase: ClassVar[str] = "train"
 
     stream: RolloutStream
@@ -49,16 +49,17 @@ class VirtualDriver:
     verifiers: Verifiers
     listeners: list[Callable[[Event], None]] = field(default_factory=list)
     clock: VirtualClock = field(default_factory=VirtualClock)
-    _decoded: StepReport | None = None  # the generator's step under way, done at `generator_until_s`
-    # Pending grades: the virtual time at which each arrives, its rollout, its ticket. Due times
-    # never fall along the queue, for every grade takes `grade_s`: the first to arrive is at its head.
+    _decoded: StepReport | None = None  # the generator's current step, which ends at `clock.generator_until_s`
+    # Pending grades: (virtual time at which the grade arrives, rollout, ticket), the earliest first. The order holds
+    # without sorting because every grade takes `grade_s`.
     _grading: deque[tuple[float, Place, int]] = field(default_factory=deque)
 
     def next_batch(self, stop: Callable[[], bool] = lambda: False) -> TrainBatch | None:
-        """Run both parties until the trainer is free and its next batch is due, and hand that out.
+        """Advance virtual time until the trainer is free and its next batch is due, and return the batch.
 
-        Between any two events everything is consistent and can be saved. Asked to `stop` there, it returns None; the
-        next call goes on as if nothing had been. In virtual time the step on a batch ends at `trainer_until_s`.
+        The state is consistent between any two events, and can be saved there. Returns None once `stop` returns True
+        between two events; the next call continues from there. In virtual time the step on the returned batch ends at
+        `clock.trainer_until_s`.
 
         Raises:
             RewardError: a verifier failed.
@@ -78,7 +79,7 @@ class VirtualDriver:
         return batch
 
     def quiet(self) -> AbstractContextManager[None]:
-        """Do nothing: between two calls of `next_batch` the stream is still anyway."""
+        """Do nothing: between two calls of `next_batch` the stream does not change."""
         return nullcontext()
 
     def close(self) -> None:
@@ -98,6 +99,7 @@ class VirtualDriver:
     def _next_event(self) -> None:
         """Handle the next event: a grade, the end of a training step, or the generator's next token."""
         stream, clock = self.stream, self.clock
+        # At equal times, grades come first, then the end of a training step, then the generator.
         others = [clock.trainer_until_s] if stream.training else []
         others += [clock.generator_until_s] if self._decoded is not None else []
         if self._grading and self._grading[0][0] <= min(others, default=self._grading[0][0]):
@@ -112,7 +114,7 @@ class VirtualDriver:
             clock.now_s = clock.generator_until_s
             report, self._decoded = self._decoded, None
             # Submit all before waiting for any, so that they are graded in parallel. Grades that take no virtual time
-            # are waited for at once; others arrive while sampling goes on.
+            # are awaited at once; the others arrive while sampling continues.
             for finished in report.finished:
                 stream.ended(finished)
                 self._grade(stream.bundle((finished.key, finished.index)), clock.now_s + self.cost_model.grade_s)
@@ -125,39 +127,44 @@ class VirtualDriver:
             )
 
     def _grade(self, bundle: Sequence[tuple[Place, Sample]], due_s: float) -> None:
+        """Submit a bundle of `RolloutStream.bundle` for grading; its grades arrive at `due_s` of virtual time."""
         if bundle:
             tickets = submit_bundle(self.verifiers, [sample for _, sample in bundle])
             self._grading += [(due_s, place, ticket) for (place, _), ticket in zip(bundle, tickets, strict=True)]
 
     def _graded(self) -> None:
+        """Wait for the next pending grade and pass it to the ledger."""
         key = self._grading[0][1][0]
-        # No checkpoint is made within a group that is graded by one call: the rest of it would be graded otherwise.
-        left = sum(place[0] == key for _, place, _ in self._grading) if self.stream.by_group(key) else 1
-        for _ in range(left):
+        # A group that is graded in one call is handled as one event. With a checkpoint in between, a resumed run would
+        # grade its remaining rollouts without the others.
+        count = sum(place[0] == key for _, place, _ in self._grading) if self.stream.by_group(key) else 1
+        for _ in range(count):
             _, place, ticket = self._grading.popleft()
             self.stream.graded(place, self.verifiers.wait(ticket))
             self._emit("finish")
 
     def _publish(self) -> None:
+        """Publish the weights if the async mode does so after this step; the generators pause meanwhile."""
         mode, version = self.stream.choices.async_mode, self.stream.completed_steps
         if not mode.publishes(version):
             return
-        # A token under way was sampled already; the swap comes behind it.
+        # The tokens of the current step were sampled with the old weights: swap after they are done.
         arrival_s = self.clock.now_s if self._decoded is None else self.clock.generator_until_s
         self.clock.generator_from_s = arrival_s + self.cost_model.publish_s
         self.channel.publish(version, mode.recompute_kv)
         self._emit("publish")
 
     def _start_generator(self) -> None:
-        """Start an idle generator: admit what may be admitted and begin the next token of everything in flight."""
+        """If the generator is idle, admit new groups and start its next step: one token per rollout in flight."""
         if self._decoded is not None:
             return
-        # Only as many as start at once: a group that waits for a slot only gets staler.
+        # Admit only groups that can start at once: waiting for a slot would only make them staler.
         while self.generator.free_slots and self.stream.may_admit():
             self.generator.submit(self.stream.admit(self.channel.version))
             self._emit("admit")
         if not self.generator.in_flight:
             return
+        # The step is computed now, but its rollouts count as finished at `generator_until_s`.
         self._decoded = self.generator.step()
         seconds = self.cost_model.generator_step_s(self._decoded)
         self.clock.generator_until_s = max(self.clock.now_s, self.clock.generator_from_s) + seconds
@@ -169,19 +176,19 @@ class VirtualDriver:
         for listener in self.listeners:
             listener(Event(kind, self.clock.now_s, report))
 
-    # --- what is measured and kept -----------------------------------------------------------------------
+    # --- metrics and state -------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Return the virtual compute axis at the end of the last step, and each party's idle share.
+        """Return the virtual device-hours up to the end of the last step, and the idle shares of trainer and generator.
 
-        The trainer's share is up to the end of that step, the generator's up to its beginning: what it did
-        meanwhile has not been computed yet. Time in which weights arrive counts as idle. Devices that do both in turns
-        are idle when they do neither.
+        The trainer's share covers the time up to the end of that step. The generator's share covers the time up to its
+        beginning, because the generator's work during the step has not been simulated yet. Time in which weights arrive
+        counts as idle. Colocated devices are idle when they neither train nor generate.
         """
         clock = self.clock
         end_s = max(clock.now_s, clock.trainer_until_s)
-        to_come_s = min(clock.generator_step_s, max(0.0, clock.generator_until_s - clock.now_s))
-        generated_s = clock.generator_busy_s - to_come_s
+        unfinished_s = min(clock.generator_step_s, max(0.0, clock.generator_until_s - clock.now_s))
+        generated_s = clock.generator_busy_s - unfinished_s
         trained = clock.trainer_busy_s / end_s if end_s else 1.0
         generated = generated_s / clock.now_s if clock.now_s else 1.0
         if self.cost_model.colocated and end_s:
@@ -193,20 +200,20 @@ class VirtualDriver:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the clock, the token under way, and the times at which pending grades arrive."""
+        """Return the clock, the generator's current step, and the times at which pending grades arrive."""
         grading = [(due_s, list(place)) for due_s, place, _ in self._grading]
         if self._decoded is None:
             return {"clock": asdict(self.clock), "decoded": None, "grading": grading}
         finished = self._decoded.finished
         decoded = {
             **{name: value for name, value in vars(self._decoded).items() if name != "finished"},
-            "finished": [(each.key, each.index) for each in finished],
-            "rollouts": packed([each.rollout for each in finished]),
+            "finished": [(done.key, done.index) for done in finished],
+            "rollouts": packed([done.rollout for done in finished]),
         }
         return {"clock": asdict(self.clock), "decoded": decoded, "grading": grading}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken; the stream's state is loaded before."""
+        """Restore the state exactly as it was when `state_dict` was called. Load the state of `stream` first."""
         self.clock = VirtualClock(**state["clock"])
         self.verifiers.forget(ticket for _, _, ticket in self._grading)
         self._grading.clear()
