@@ -1,8 +1,8 @@
-"""FLOPs by formula: two per weight and token forward, and attention over the tokens in reach.
+"""FLOPs by formula: a forward pass costs two per weight and token, plus attention over the context.
 
-Useful work only: padding is not counted, so the number does not depend on how a batch was cut. A training token
-costs three forward passes (forward, and twice that for the backward). Where a layer has a window, only tokens inside it
-count.
+Only useful work counts. Padding does not, so the result is independent of how a batch was cut into passes. A training
+token costs three forward passes: the forward itself, and twice that for the backward. In a layer with an attention
+window only the tokens inside the window count.
 """
 
 from __future__ import annotations
@@ -20,27 +20,34 @@ from lightning_scalerl.model.adapter import of_adapter
 from lightning_scalerl.model.head import backbone, eval_mode, head_sizes, output_head, text_config
 from lightning_scalerl.model.windows import Window, attention_windows, outside
 
-# One of the experts that are chosen from; most models have them in one table of three dimensions. Shared ones, which
-# every token uses, are called otherwise.
+# Matches parameters of one routed expert; most models keep all experts in one three-dimensional tensor instead. Shared
+# experts, which every token uses, have other names.
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-# A layer of the stack, in the name of a parameter of its.
+# Matches the layer in a parameter's name: "model.layers.3" in "model.layers.3.mlp.up_proj.weight".
 _LAYER = re.compile(r"\w+(\.\w+)*?\.(?P<number>\d+)(?=\.)")
+# Configuration fields, by model family: experts per token, and experts in total.
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
 class FlopModel:
-    """FLOPs of one forward pass: `per_token` * tokens + `per_layer` * (tokens attended to, over all tokens and layers).
+    """FLOPs of one forward pass: `per_token` * tokens + `per_layer` * (attended tokens, over all tokens and layers).
 
-    `head` is the part of `per_token` that the language-model head costs; of a prompt the last token alone pays it.
-    `context` is everywhere what tokens would attend to without windows, and `outside` the part of it that windows leave
-    out, summed over layers (`model.windows`).
+    In the methods, `context` is the number of attended tokens, summed over tokens, as if no layer had a window.
+    `outside` is the part of it that windows exclude, summed over layers (`model.windows`).
 
-    All of this is of the plain model, as it generates. `adapter` is what low-rank weights add to a token in the
-    trainer; `frozen` and `frozen_head` are the parts of body and head whose weights get no gradient beside them, and
-    `below` is the part of all of it whose input gets none: what comes before the first trained weight, `layers_below`
-    whole layers among it.
+    Attributes:
+        per_token: FLOPs per token in the plain model without an adapter, as the generator runs it; attention excluded.
+        head: part of `per_token` in the language-model head. A prompt needs it for the last token only.
+        per_layer: FLOPs per token and attended token in one layer.
+        layers: number of layers.
+        windows: attention windows of the layers.
+        adapter: FLOPs per token that low-rank weights add in the trainer.
+        frozen: FLOPs per token of the body's weights that get no gradient when an adapter is trained.
+        frozen_head: the same for the head.
+        below: FLOPs per token of the matrices before the first trained weight; their input needs no gradient either.
+        layers_below: number of whole layers before the first trained weight.
     """
 
     per_token: float
@@ -56,14 +63,13 @@ class FlopModel:
 
     @classmethod
     def of(cls, model: nn.Module) -> FlopModel:
-        """Count a transformer, by parameter.
+        """Count a transformer by its parameters.
 
-        A matrix costs two FLOPs a weight, whatever module holds it. Of a mixture's experts a token uses its share. What
-        is only looked up (embeddings) costs nothing, unless it is the head as well.
+        A matrix costs two FLOPs per weight and token, regardless of its module. Experts count by the share of them that
+        a token uses. Embeddings are only looked up and cost nothing, unless they are tied to the head.
 
         Raises:
-            ConfigurationError: the configuration does not say how many layers or heads there are, or how many of its
-                experts a token uses.
+            ConfigurationError: the model's configuration lacks the number of layers, of heads, or of experts per token.
         """
         try:
             return cls._of(model)
@@ -77,16 +83,16 @@ class FlopModel:
     def _of(cls, model: nn.Module) -> FlopModel:
         config = text_config(model)
         head = output_head(model).weight
-        # Of a model that also sees or hears, the part that writes.
+        # Count only the language model of a multimodal model.
         whole = model if config is model.config else model.get_decoder()  # type: ignore[operator]
-        looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} - {id(head)}
-        chosen, experts = _first(config, _CHOSEN), _first(config, _EXPERTS)
-        inside = any(parameter is head for parameter in whole.parameters())
-        per_token, adapter, frozen = 0.0 if inside else 2.0 * head.numel(), 0.0, 0.0
-        counted: dict[int, float] = {}  # by the parameter's id
+        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} - {id(head)}
+        chosen, experts = _first_number(config, _CHOSEN), _first_number(config, _EXPERTS)
+        has_head = any(parameter is head for parameter in whole.parameters())
+        per_token, adapter, frozen = 0.0 if has_head else 2.0 * head.numel(), 0.0, 0.0
+        counted: dict[int, float] = {}  # FLOPs per token by the parameter's id
         for name, parameter in whole.named_parameters():
-            # A bias that is a table has a row an expert: it is added, not multiplied with.
-            if parameter.dim() < 2 or id(parameter) in looked_up or name.endswith("bias"):
+            # A two-dimensional bias has one row per expert; it is added, not multiplied.
+            if parameter.dim() < 2 or id(parameter) in embeddings or name.endswith("bias"):
                 continue
             share = 1.0
             table = parameter.dim() == 3 and (".experts." in name or parameter.shape[0] == experts)
@@ -104,9 +110,9 @@ class FlopModel:
                 continue
             per_token += flops
             frozen += 0.0 if parameter.requires_grad or parameter is head else flops
-        heads, layers = _number(model, "num_attention_heads"), _number(model, "num_hidden_layers")
+        heads, layers = _config_number(model, "num_attention_heads"), _config_number(model, "num_hidden_layers")
         keys, values = head_sizes(config)
-        # q k^T and the weighted sum of v: 2 FLOPs each a head dimension, head, layer and token attended to.
+        # q k^T and the weighted sum of v: 2 FLOPs each per head dimension, head, layer and attended token.
         per_layer = 2.0 * heads * (keys + values)
         plain = cls(per_token, 2.0 * head.numel(), per_layer, layers, attention_windows(config))
         if not adapter:
@@ -123,42 +129,53 @@ class FlopModel:
 
     @property
     def body_per_token(self) -> float:
-        """FLOPs of a token without the head and without attention over its context."""
+        """FLOPs per token without the head and without attention."""
         return self.per_token - self.head
 
     @property
     def per_context(self) -> float:
-        """FLOPs of attending to one token of the context, in all layers."""
+        """FLOPs per token and attended token, in all layers."""
         return self.per_layer * self.layers
 
     def prefill(self, tokens: int, context: int, heads: int = 0, outside: int = 0) -> float:
-        """Return FLOPs of prompt tokens, and of the head for the first token after each of `heads` prompts."""
+        """Return the FLOPs of prompt tokens, and of the head for the first token after each of `heads` prompts."""
         return self.body_per_token * tokens + self.head * heads + self._attention(context, outside)
 
     def decode(self, tokens: int, context: int, outside: int = 0) -> float:
-        """Return FLOPs of completion tokens that go through the model, one forward pass each."""
+        """Return the FLOPs of completion tokens, each decoded by one forward pass."""
         return self.per_token * tokens + self._attention(context, outside)
 
     def body(self, lengths: list[int]) -> float:
-        """Return FLOPs of a forward pass over whole sequences, without the head."""
+        """Return the FLOPs of a forward pass over whole sequences, without the head."""
         return self.forward(lengths, lengths)
 
     def forward(self, lengths: list[int], prompt_lengths: list[int]) -> float:
-        """Return FLOPs of a forward pass over whole sequences; the head on completion tokens only."""
+        """Return the FLOPs of a forward pass over whole sequences, with the head on completion tokens only.
+
+        Args:
+            lengths: tokens of each sequence, prompt included. The last token is a target only and is not an input.
+            prompt_lengths: prompt tokens of each sequence.
+        """
         tokens = sum(length - 1 for length in lengths)
         completion = sum(length - prompt for length, prompt in zip(lengths, prompt_lengths, strict=True))
         return self.body_per_token * tokens + self.head * completion + self._attention_of(lengths)
 
     def train(self, lengths: list[int], prompt_lengths: list[int]) -> float:
-        """Return FLOPs of a forward and backward pass: three forward passes."""
+        """Return the FLOPs of a forward and backward pass: three forward passes."""
         return 3.0 * self.forward(lengths, prompt_lengths)
 
     def adapting(self, lengths: list[int], prompt_lengths: list[int], updates: int, forwards: int) -> float:
-        """Return what an adapter adds to the FLOPs of so many updates and forward passes; often less than nothing.
+        """Return the FLOPs that training an adapter adds to those of full training; usually negative.
 
-        Its own weights cost what other weights do. Of a frozen weight's three forward passes an update leaves one out:
-        there is a gradient for what goes through it, and none for itself. Before the first trained weight there is none
-        for what goes through either, nor for attention.
+        The adapter's own weights cost as much as any other weights. A frozen weight saves one of the three forward
+        passes of an update, because it needs a gradient for its input but none for itself. Before the first trained
+        weight no gradient is needed at all, which saves two, and the same holds for attention.
+
+        Args:
+            lengths: tokens of each sequence, prompt included.
+            prompt_lengths: prompt tokens of each sequence.
+            updates: forward and backward passes over these sequences.
+            forwards: forward passes without a backward pass.
         """
         tokens = sum(length - 1 for length in lengths)
         completion = sum(length - prompt for length, prompt in zip(lengths, prompt_lengths, strict=True))
@@ -168,7 +185,7 @@ class FlopModel:
         return added - updates * (self.below * tokens + 2.0 * attention)
 
     def _attention_of(self, lengths: list[int]) -> float:
-        """Return FLOPs of attention in a forward pass over whole sequences."""
+        """Return the FLOPs of attention in a forward pass over whole sequences."""
         context = sum((length - 1) * length // 2 for length in lengths)
         missing = sum(outside(self.windows, 0, length - 1) for length in lengths) if self.windows else 0
         return self._attention(context, missing)
@@ -177,48 +194,61 @@ class FlopModel:
         return self.per_context * context - self.per_layer * outside
 
 
-class _SeenError(Exception):
-    """Ends a forward pass whose first part was all that was asked for."""
+class _FirstLayerDoneError(Exception):
+    """Raised by a hook to stop a forward pass after the first layer with a trained weight."""
 
 
 def _below(model: nn.Module, counted: Mapping[int, float]) -> tuple[float, int]:
-    """Return FLOPs a token of the matrices whose input gets no gradient, and how many whole layers get none.
+    """Return the FLOPs per token of matrices whose input needs no gradient, and the number of whole such layers.
 
-    Tried on two tokens, up to the first layer with a trained weight. Nothing where that cannot be done, as without data
-    where a mixture chooses experts.
+    Measured with hooks, by a forward pass of two tokens up to the first layer with a trained weight. Returns (0, 0) if
+    that pass fails, as it does for fake tensors without data where a router has to choose experts.
 
     Args:
-        model: with an adapter.
-        counted: FLOPs a token of its matrices, by their id.
+        model: a model with an adapter.
+        counted: FLOPs per token of its matrices, by the parameter's id.
     """
     base, below = backbone(model), 0.0
-    layers = [match for name, each in base.named_parameters() if each.requires_grad and (match := _LAYER.match(name))]
-    if not layers:
+    trained_layers = [
+        match
+        for name, parameter in base.named_parameters()
+        if parameter.requires_grad and (match := _LAYER.match(name))
+    ]
+    if not trained_layers:
         return 0.0, 0
-    first = min(layers, key=lambda match: int(match["number"]))
-    graded: list[bool] = []
+    first = min(trained_layers, key=lambda match: int(match["number"]))
+    first_layer_needs_gradient: list[bool] = []
 
-    def asks(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return any(isinstance(each, Tensor) and each.requires_grad for each in (*args, *kwargs.values()))
+    def needs_gradient(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return any(isinstance(value, Tensor) and value.requires_grad for value in (*args, *kwargs.values()))
 
-    def matrix(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def count_matrices(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal below
-        if not asks(module, args, kwargs):
-            below += sum(counted.get(id(each), 0.0) for each in module.parameters(recurse=False))
+        if not needs_gradient(module, args, kwargs):
+            below += sum(counted.get(id(parameter), 0.0) for parameter in module.parameters(recurse=False))
 
-    def seen(*_: Any) -> None:
-        raise _SeenError
+    def stop(*_: Any) -> None:
+        raise _FirstLayerDoneError
 
-    owners = [each for each in base.modules() if any(id(own) in counted for own in each.parameters(recurse=False))]
-    hooks = [each.register_forward_pre_hook(matrix, with_kwargs=True) for each in owners]
+    owners = [
+        module
+        for module in base.modules()
+        if any(id(parameter) in counted for parameter in module.parameters(recurse=False))
+    ]
+    hooks = [module.register_forward_pre_hook(count_matrices, with_kwargs=True) for module in owners]
     layer = base.get_submodule(first[0])
-    hooks.append(layer.register_forward_pre_hook(lambda *given: graded.append(asks(*given)), with_kwargs=True))
-    hooks.append(layer.register_forward_hook(seen))
+    hooks.append(
+        layer.register_forward_pre_hook(
+            lambda *call: first_layer_needs_gradient.append(needs_gradient(*call)), with_kwargs=True
+        )
+    )
+    hooks.append(layer.register_forward_hook(stop))
     try:
         with eval_mode(model), torch.enable_grad():
             base(input_ids=torch.zeros(1, 2, dtype=torch.long, device=next(base.parameters()).device), use_cache=False)
-    except _SeenError:
-        return below, 0 if graded[0] else int(first["number"])
+    except _FirstLayerDoneError:
+        # Layers before it are free as a whole only if no gradient reaches this layer's input.
+        return below, 0 if first_layer_needs_gradient[0] else int(first["number"])
     except (NotImplementedError, RuntimeError):
         return 0.0, 0
     finally:
@@ -227,11 +257,12 @@ def _below(model: nn.Module, counted: Mapping[int, float]) -> tuple[float, int]:
     return below, 0
 
 
-def _first(config: Any, keys: Sequence[str]) -> int | None:
+def _first_number(config: Any, keys: Sequence[str]) -> int | None:
+    """Return the first of these fields that is an integer, or None."""
     return next((value for key in keys if isinstance(value := getattr(config, key, None), int)), None)
 
 
-def _number(model: nn.Module, field: str) -> int:
+def _config_number(model: nn.Module, field: str) -> int:
     value = getattr(text_config(model), field, None)
     if not isinstance(value, int):
         raise ConfigurationError(

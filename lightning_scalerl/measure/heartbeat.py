@@ -1,7 +1,7 @@
-"""Heartbeat file of the meter beside a journal: what a run has spent so far, should this process be killed.
+"""Heartbeat file next to a journal: the compute that a run has spent so far, in case its process is killed.
 
-Whatever is done between two records, a long generation or a long step, would else be lost without a trace. The file is
-written a second after the start, then ever more rarely, at last four times a minute.
+Without it, the compute spent since the last journal record (a long generation or step) would not be accounted for. The
+file is first written one second after the start, then at growing intervals of up to 15 seconds.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FIRST_S, RAREST_S = 1.0, 15.0
 
 
 class MeterHeartbeat:
-    """Writes what a meter counts into `compute.json`, in a thread of its own.
+    """Background thread that writes the totals of a compute meter into `compute.json`.
 
     Args:
-        run_dir: of the run.
-        meter: read, never changed.
-        guard: called before each writing; raises if another process has taken the run over, which ends the heartbeat.
+        run_dir: directory of the run.
+        meter: the meter; it is only read.
+        guard: called before each write; raises if another process has taken over the run, which ends the heartbeat.
     """
 
     def __init__(self, run_dir: Path, meter: ComputeMeter, guard: Callable[[], None]) -> None:
@@ -38,10 +38,10 @@ class MeterHeartbeat:
         self._thread.start()
 
     def stop(self, finished: bool) -> None:
-        """Write for the last time and end the thread; a finished run's file is deleted."""
+        """End the thread and write a last time; the file of a finished run is deleted instead."""
         self._done.set()
         self._thread.join()
-        with suppress(Exception):  # whatever ends the run must not be hidden by this
+        with suppress(Exception):  # an error here must not hide the exception that ends the run
             self._beat()
             if finished:
                 self._path.unlink(missing_ok=True)
@@ -53,7 +53,7 @@ class MeterHeartbeat:
             try:
                 self._beat()
             except OSError:
-                continue  # a full disk or an absent file server: the journal's own writes will raise
+                continue  # disk full or file server unavailable: the journal's own writes will raise
             except Exception:
                 return
 
@@ -63,6 +63,6 @@ class MeterHeartbeat:
 
 
 def spent_by_heartbeat(run_dir: Path) -> Mapping[str, float]:
-    """Return the cost by a run's last heartbeat, under the names of `WASTED`; empty if there is none."""
-    found = read_json(run_dir / HEARTBEAT_FILE)
-    return {name: value for name in WASTED if (value := finite(found.get(name))) is not None}
+    """Return the cost in a run's last heartbeat, by the names in `WASTED`; empty without a heartbeat."""
+    spent = read_json(run_dir / HEARTBEAT_FILE)
+    return {name: value for name in WASTED if (value := finite(spent.get(name))) is not None}

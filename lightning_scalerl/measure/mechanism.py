@@ -1,8 +1,8 @@
-"""Mechanism counters: the share of steps in which a variant's choice changed anything.
+"""Mechanism counters: the share of optimizer steps in which a variant's choice changed anything.
 
-For every axis on which a run departs from its recipe, the share of optimizer steps in which the departure acted. Each
-axis says in `DesignChoice.differs` how one sees that. For credit and loss: the tokens' weights in the update differ by
-more than 1e-3 (relative, in norm) from those of the recipe's own choice on the same batch.
+There is one counter per axis on which a run departs from its recipe. Each axis decides in `DesignChoice.differs`
+whether its choice acted in a step. Axes of credit and loss compare the tokens' weights in the update with those under
+the recipe's own choice on the same batch; a relative difference in norm above 1e-3 counts.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from lightning_scalerl.update.token_credit import token_credit
 from lightning_scalerl.update.trained import TrainedPolicy
 
 THRESHOLD = 1e-3
-# Far above FP32's rounding of a weight, far below BF16's (1e-3 in norm) and FP16's (2e-4).
+# Far above the rounding of a weight in FP32, and far below that in BF16 (1e-3 in norm) and FP16 (2e-4).
 ROUNDING = 1e-5
-# Rollouts on which two precisions are compared each step: a hundredth of a usual batch.
+# Rollouts on which two precisions are compared at each step: about a hundredth of a usual batch.
 PROBE_ROLLOUTS = 8
 
 
@@ -35,11 +35,11 @@ class MechanismCounters:
     """Counts, for each axis that departs from the recipe, the steps in which it acted.
 
     Args:
-        choices: the run's.
-        recipe_choices: the recipe's own.
-        stream: where the batches come from.
-        trained: the policy that is trained.
-        decode: tokens to text, special tokens included.
+        choices: the run's choices.
+        recipe_choices: the choices of its recipe.
+        stream: the stream that the batches come from.
+        trained: the policy in training.
+        decode: token ids -> text, special tokens included.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class MechanismCounters:
         return [ours.axis for ours, _ in self._departures]
 
     def observe(self, batch: TrainBatch, trainer_logprobs: Tensor, first: Tensor | None = None) -> None:
-        """Count one step, before its last update, where ratios are furthest from 1.
+        """Count one step. Call it before the last update on the batch, when ratios are furthest from 1.
 
         Args:
-            batch: what is trained on.
-            trainer_logprobs: (R, T), of the pass that this update is of.
-            first: those of the first pass over the batch, if that was another one.
+            batch: the batch of this step.
+            trainer_logprobs: (R, T), from the last pass over the batch.
+            first: (R, T), from the first pass over the batch; None if there was only one pass.
         """
         self._steps += 1
         anchor = trainer_logprobs if first is None else first
@@ -82,12 +82,12 @@ class MechanismCounters:
         return {f"mechanism/{axis}": self._acted[axis] / max(1, self._steps) for axis in self.axes}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts, and the state of the recipe's own choices, which saw each step as well."""
+        """Return the counts, and the state of the recipe's choices, which observe each step as well."""
         remembered = {theirs.axis: state for _, theirs in self._departures if (state := theirs.state_dict())}
         return {"acted": dict(self._acted), "steps": self._steps, "remembered": remembered}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the counts and the state of the recipe's own choices."""
+        """Restore the counts and the state of the recipe's choices."""
         self._acted = dict(state["acted"])
         self._steps = state["steps"]
         for _, theirs in self._departures:
@@ -96,21 +96,21 @@ class MechanismCounters:
 
 
 def departures(choices: Choices, recipe_choices: Choices) -> list[tuple[DesignChoice, DesignChoice]]:
-    """Return the run's choice and the recipe's, for every axis on which they differ.
+    """Return (the run's choice, the recipe's choice) for every axis on which they differ.
 
-    A row that leaves an axis of the user's own open has its neutral choice there.
+    An axis defined by the user that only one of the two names is neutral in the other.
     """
-    found = []
+    pairs = []
     for axis in [axis for axis, _ in choices.items()] + sorted(recipe_choices.own.keys() - choices.own.keys()):
         ours, theirs = choices.on(axis), recipe_choices.on(axis)
         ours, theirs = ours or neutral_of(theirs), theirs or neutral_of(ours)
         if not ours.same_as(theirs):
-            found.append((ours, theirs))
-    return found
+            pairs.append((ours, theirs))
+    return pairs
 
 
 def neutral_of(choice: DesignChoice | None) -> DesignChoice:
-    """Return the neutral choice on an axis of the user's own: such an axis has one (`choices.by_axis`)."""
+    """Return the neutral choice on an axis defined by the user; `choices.by_axis` ensures that it exists."""
     neutral = None if choice is None else choice.neutral_choice()
     assert neutral is not None
     return neutral
@@ -118,7 +118,7 @@ def neutral_of(choice: DesignChoice | None) -> DesignChoice:
 
 @dataclass(frozen=True)
 class _Step:
-    """Implementation of `choice.ObservedStep` on a run's stream and policy."""
+    """Implementation of `choice.ObservedStep` for a run's stream and policy."""
 
     batch: TrainBatch
     trainer_logprobs: Tensor
@@ -163,44 +163,46 @@ class _Step:
 
     def loss_weights_differ(self, theirs: DesignChoice, rounding: bool = False) -> bool:
         other = self.choices.having(theirs)
-        # The recipe's own normalization may have a memory, which only this look at every step fills.
-        own_memory = theirs is other.normalization
-        if own_memory and not other.advantage.after_forward:
+        # The recipe's normalization may keep running moments. The run never uses it, so they are updated here.
+        updates_moments = theirs is other.normalization
+        if updates_moments and not other.advantage.after_forward:
             remember(self.batch.groups, other)
-        if not self._legal(other):
-            return self.batch.rollouts > 0  # theirs goes with another choice that the run does not have either
+        if not self._has_inputs(other):
+            # The recipe's choice needs a model that this run does not have, so the two certainly differ.
+            return self.batch.rollouts > 0
+        # The twin is the same groups, credited with the recipe's choice on this axis.
         device = self.trainer_logprobs.device
         twin = assemble(self.batch.groups, other, self.stream.max_new_tokens).to(device)
-        logprobs = self._on(twin, self.trainer_logprobs.detach(), twin.generator_logprobs)
-        # Rollouts that only the recipe's choice would have kept were never scored by a model. The generator's
-        # log-probabilities stand in (a ratio of 1, a value of 0): exact enough to see that they would have weighed.
-        # The anchor before the first update is what the first pass computes.
-        twin.anchor_logprobs = self._on(twin, self.first_logprobs.detach(), twin.generator_logprobs)
-        twin.reference_logprobs = self._on(twin, self.batch.reference_logprobs, twin.generator_logprobs)
+        logprobs = self._aligned(twin, self.trainer_logprobs.detach(), twin.generator_logprobs)
+        # Rollouts that only the recipe's choice keeps were never scored by a model. The generator's log-probabilities
+        # replace the missing ones (a ratio of 1, a value of 0): accurate enough to see that these rollouts would count.
+        # The anchor is the policy before the first update, which the first pass has computed.
+        twin.anchor_logprobs = self._aligned(twin, self.first_logprobs.detach(), twin.generator_logprobs)
+        twin.reference_logprobs = self._aligned(twin, self.batch.reference_logprobs, twin.generator_logprobs)
         if self.batch.values is not None:
-            twin.values = self._on(twin, self.batch.values, torch.zeros_like(twin.generator_logprobs))
-        twin = token_credit(twin, other, lambda numbers: numbers, remember=own_memory)
+            twin.values = self._aligned(twin, self.batch.values, torch.zeros_like(twin.generator_logprobs))
+        twin = token_credit(twin, other, lambda numbers: numbers, remember=updates_moments)
         ours = loss_weights(self.batch, self.trainer_logprobs, self.choices)
         others = loss_weights(twin, logprobs, other)
         return bool((ours - others).norm() > (ROUNDING if rounding else THRESHOLD) * others.norm())
 
-    def _legal(self, other: Choices) -> bool:
-        """Return whether the batch holds the values and reference that such choices need."""
-        asks = (
+    def _has_inputs(self, other: Choices) -> bool:
+        """Return whether the batch holds the values and the reference log-probabilities that these choices need."""
+        inputs = (
             (other.advantage.after_forward, self.batch.values),
             (other.kl.where, self.batch.reference_logprobs),
         )
-        return all(there is not None for asked, there in asks if asked)
+        return all(tensor is not None for needed, tensor in inputs if needed)
 
-    def _on(self, twin: TrainBatch, ours: Tensor | None, otherwise: Tensor) -> Tensor:
-        """Return `ours` (R, T) in the layout of the twin, and `otherwise` on rollouts that only the twin has."""
+    def _aligned(self, twin: TrainBatch, ours: Tensor | None, otherwise: Tensor) -> Tensor:
+        """Return `ours` (R, T) with the twin's rows; rows that only the twin has are taken from `otherwise`."""
         if ours is None:
             return otherwise
-        found = otherwise.clone()
+        aligned = otherwise.clone()
         place = {int(row): number for number, row in enumerate(self.batch.row)}
         shared = [(number, place[int(row)]) for number, row in enumerate(twin.row) if int(row) in place]
         if shared:
-            target, source = (torch.tensor(column, device=found.device) for column in zip(*shared, strict=True))
-            width = min(found.shape[1], ours.shape[1])
-            found[target, :width] = ours[source, :width]
-        return found
+            target, source = (torch.tensor(column, device=aligned.device) for column in zip(*shared, strict=True))
+            width = min(aligned.shape[1], ours.shape[1])
+            aligned[target, :width] = ours[source, :width]
+        return aligned

@@ -1,9 +1,9 @@
-"""Memory that a run takes on each device, foretold before compute is spent: a step is gone through without any data.
+"""Prediction of the memory that a run needs on each device, before any compute is spent.
 
-Models and one step are made of tensors that have a shape and no content (torch's `FakeTensorMode`), so a model of 70
-billion parameters is measured in seconds on a laptop. What is alive at the same time is counted at every operation: the
-peak is that of the project's own forward pass, head and backward pass, whatever the architecture. Weights, gradients
-and optimizer states are counted beside it, by their numbers.
+One training pass runs on tensors that have a shape but no data (torch's `FakeTensorMode`), so a model of 70 billion
+parameters is measured in seconds on a laptop. The bytes that are alive are counted at every operation. The peak is
+therefore that of the project's real forward pass, head and backward pass, for any architecture. Weights, gradients and
+optimizer states are added by formula.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lightning_scalerl.recipe import Recipe
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts bytes of all tensor storages that are alive, at every operation; `peak` is the most since `reset`."""
+    """Counts the bytes of all live tensor storages at every operation; `peak` is the maximum since `reset`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: set[int] = set()
 
     def reset(self) -> None:
-        """Let the peak begin anew at what is alive now."""
+        """Set the peak to the bytes that are alive now."""
         self.peak = self.now
 
     def _forget(self, key: int, size: int) -> None:
@@ -56,7 +56,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now -= size
 
     def watch(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, once, until it is freed."""
+        """Count a tensor's storage until it is freed; storages that are already counted are ignored."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
@@ -66,32 +66,38 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             weakref.finalize(storage, self._forget, key, size)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        called = _grouped(func) if func in _GROUPED and isinstance(args[0], FakeTensor) else func
-        result = called(*args, **(kwargs or {}))
+        operation = _grouped(func) if func in _GROUPED and isinstance(args[0], FakeTensor) else func
+        result = operation(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.watch(leaf)
         return result
 
 
-# A product for each expert of a mixture.
+# Matrix products of all experts of a mixture, in one operation.
 _GROUPED = frozenset({torch.ops.aten._grouped_mm.default})
 
 
 def _grouped(func: Any) -> Callable[..., Any]:
-    """Return a product by groups for tensors without data: torch knows the shape of its result for BF16 alone."""
+    """Return a grouped product that works on fake tensors of any type: torch's own supports BF16 only."""
 
-    def shaped(one: Tensor, two: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return func(one.bfloat16(), two.bfloat16(), *args, **kwargs).to(one.dtype)
+    def in_bf16(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return func(left.bfloat16(), right.bfloat16(), *args, **kwargs).to(left.dtype)
 
-    return shaped
+    return in_bf16
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a run in bytes, by part: on each training device, on rank 0's beside that, and on its host.
+    """Predicted memory of a run in bytes, by part.
 
-    `tokens` is the size of the pass that was gone through, rows x (prompt and completion); `row` one row of it.
+    Attributes:
+        device: on each training device.
+        leader: in addition on the device of rank 0, if it generates.
+        host: on the host.
+        parameters: number of the model's parameters.
+        tokens: size of the measured pass in tokens, rows x (prompt and completion).
+        row: tokens of one row of that pass.
     """
 
     device: Mapping[str, int]
@@ -103,18 +109,29 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Most that any device needs: rank 0's, which generates as well."""
+        """Bytes on the fullest device, which is that of rank 0."""
         return sum(self.device.values()) + sum(self.leader.values())
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Sizes of a model and of one of its passes, in bytes, whatever devices there are.
+    """Sizes of a model and of one of its passes, independent of the number of devices.
 
-    `parameters` counts the model's numbers. Of one of `partners` ranks that split its layers are all others: `trained`
-    counts numbers, `weights` are bytes as they are kept, `whole`, `body` and `layers` FP32 bytes of everything, without
-    the head, and of each block. `activations` are those of the pass that was gone through, of `tokens` tokens in rows
-    of up to `row`; `on_host` those kept on the host meanwhile. `cache` are keys and values of one token.
+    All but `parameters` and `cache` are those of one of the `partners` ranks that split each layer between them.
+
+    Attributes:
+        parameters: number of the whole model's parameters.
+        trained: number of trained parameters.
+        weights: bytes of the weights in the type in which they are kept.
+        body: FP32 bytes without the head.
+        layers: FP32 bytes of each block.
+        activations: peak bytes of the measured pass beyond weights and gradients.
+        cache: bytes of the keys and values of one token.
+        tokens: size of the measured pass in tokens.
+        row: tokens of one row of that pass.
+        on_host: bytes of activations that the pass keeps on the host.
+        whole: FP32 bytes of the model.
+        partners: number of tensor-parallel ranks.
     """
 
     parameters: int
@@ -132,15 +149,15 @@ class Measured:
 
 
 def measure(skeleton: Callable[[], nn.Module], recipe: Recipe, partners: int = 1) -> Measured:
-    """Go through a pass with rows of full length, without data.
+    """Measure a model and one training pass over rows of full length, on fake tensors.
 
     Args:
-        skeleton: makes the language model, with FP32 weights; called without memory for them.
+        skeleton: returns the language model with FP32 weights; called under `FakeTensorMode`.
         recipe: gives precision, batch, context and adapter.
-        partners: ranks that split each layer between them.
+        partners: number of ranks that split each layer between them (tensor parallelism).
 
     Raises:
-        ConfigurationError: a model that so many cannot split, or whose step cannot be gone through without data.
+        ConfigurationError: the model cannot be split between `partners` ranks, or does not run on fake tensors.
     """
     choices, context = recipe.choices, recipe.context
     kind = choices.precision.policy_dtype
@@ -163,10 +180,10 @@ def measure(skeleton: Callable[[], nn.Module], recipe: Recipe, partners: int = 1
             weights, trained = whole, whole // 4
             if isinstance(choices.adapter, LoRA):
                 frozen, trained = frozen_and_trained(model, choices.adapter)
-                # What a pass has alive is taken to be the full model's: it is a little less.
+                # Activations are those of full training: a slight overestimate for an adapter.
                 weights += 4 * trained - frozen * (4 - kind.itemsize)
             if recipe.batch.recomputes(parameters) and can_recompute(model):
-                recompute(model, partial(_elsewhere, on_host) if recipe.batch.offload else None)
+                recompute(model, partial(_on_host_hooks, on_host) if recipe.batch.offload else None)
             set_mode(model, recipe.optimizer.dropout)
             policy = Policy(model, choices.precision, context.temperature)
             lengths = (context.max_prompt_tokens, context.max_new_tokens)
@@ -177,32 +194,33 @@ def measure(skeleton: Callable[[], nn.Module], recipe: Recipe, partners: int = 1
     return Measured(parameters, trained, weights, body, layers, *sizes)
 
 
-def _elsewhere(sizes: list[int]) -> saved_tensors_hooks:
-    """Return hooks that keep nothing of a saved tensor but its size, as if it were in another memory."""
+def _on_host_hooks(sizes: list[int]) -> saved_tensors_hooks:
+    """Return hooks that free saved tensors and record their sizes, as if they were offloaded to the host."""
 
     def pack(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
         sizes.append(tensor.numel() * tensor.itemsize)
         return tensor.shape, tensor.dtype
 
-    def unpack(about: tuple[torch.Size, torch.dtype]) -> Tensor:
-        return torch.empty(about[0], dtype=about[1])
+    def unpack(packed: tuple[torch.Size, torch.dtype]) -> Tensor:
+        return torch.empty(packed[0], dtype=packed[1])
 
     return saved_tensors_hooks(pack, unpack)
 
 
 def foretell(of: Measured, recipe: Recipe, ranks: int = 1, strategy: str = "ddp", slots: int = 0) -> Memory:
-    """Return the memory that training takes on each device.
+    """Predict the memory that training needs on each device.
 
     Args:
-        of: the model and a pass, as `measure` has found them under this recipe.
-        recipe: says whether there are critic and reference, and in which type the generator works.
-        ranks: devices that train the run, tensor-parallel partners among them.
-        strategy: how they share the model: "ddp" or "fsdp2".
-        slots: rollouts that rank 0 generates at a time; 0 if the generator has devices of its own.
+        of: result of `measure` for this recipe.
+        recipe: decides whether there is a critic and a reference, and the generator's precision.
+        ranks: number of training devices, tensor-parallel partners included.
+        strategy: "ddp" or "fsdp2".
+        slots: number of rollouts that rank 0 generates at a time; 0 if the generator has its own devices.
     """
     choices, whole = recipe.choices, of.whole
     sharded = strategy == "fsdp2" and ranks > 1
-    share = ranks // of.partners if sharded else 1
+    share = ranks // of.partners if sharded else 1  # each rank holds one of this many shards
+    # Rounded up (-(-a // b)). Gradients are FP32 (4 bytes); Adam has two FP32 moments (8 bytes).
     device = {
         "weights": -(-of.weights // share),
         "gradients": -(-4 * of.trained // share),
@@ -214,7 +232,7 @@ def foretell(of: Measured, recipe: Recipe, ranks: int = 1, strategy: str = "ddp"
     if choices.critic.has_values:
         device["critic, its gradients and moments"] = -(-4 * of.body // share)
     if sharded:
-        # The root's weights and two layers' at a time, whole, and the gradients of as many before they are parted.
+        # FSDP2 gathers the root and up to two layers at a time, and their gradients are whole until reduce-scatter.
         device["layers made whole"] = 2 * (whole - sum(of.layers)) + 4 * max(of.layers, default=0)
     elif ranks > 1:
         device["gradients on their way"] = min(4 * of.trained, 4 * BUFFER)
@@ -236,33 +254,33 @@ def fitted(
     limit: int | None,
     partners: int = 1,
 ) -> tuple[Memory, str]:
-    """Return the memory of a run, and a setting with which it fits into `limit` bytes a device; empty where it does.
+    """Return the memory of a run, and advice on a setting that fits; the advice is empty if the run already fits.
 
     Args:
-        skeleton, recipe: as of `measure`.
-        ranks, strategy: as of `foretell`.
-        slots: of a generator on rank 0's device; 0 if the generator has devices of its own.
-        most_gib: GiB that its keys and values may take (`generator.cache_gib`); None for what all slots need.
-        limit: bytes of a device; None for no limit.
-        partners: as of `measure`; they are among the ranks.
+        skeleton, recipe: as in `measure`.
+        ranks, strategy: as in `foretell`.
+        slots: slots of a generator on rank 0's device; 0 if the generator has its own devices.
+        most_gib: limit in GiB on its keys and values (`generator.cache_gib`); None for no limit.
+        limit: bytes of one device; None for no limit.
+        partners: as in `measure`; included in `ranks`.
 
     Raises:
-        ConfigurationError: a model that so many cannot split, or whose step cannot be gone through without data.
+        ConfigurationError: the model cannot be split between `partners` ranks, or does not run on fake tensors.
     """
     measured = measure(skeleton, recipe, partners)
     slots = decoded_together(measured, slots, most_gib)
-    found = foretell(measured, recipe, ranks, strategy, slots)
-    fits = limit is None or found.peak <= limit
-    return found, "" if fits or limit is None else advice(skeleton, recipe, ranks, strategy, slots, limit, partners)
+    memory = foretell(measured, recipe, ranks, strategy, slots)
+    fits = limit is None or memory.peak <= limit
+    return memory, "" if fits or limit is None else advice(skeleton, recipe, ranks, strategy, slots, limit, partners)
 
 
 def decoded_together(of: Measured, slots: int, most_gib: float | None) -> int:
-    """Return how many rollouts an engine decodes together: its slots, or fewer where keys and values may take less.
+    """Return the number of rollouts that an engine decodes together: its slots, or fewer if its cache is limited.
 
     Args:
-        of: the model, as `measure` has found it.
-        slots: of the generator.
-        most_gib: GiB that its keys and values may take (`generator.cache_gib`); None for what all slots need.
+        of: result of `measure`.
+        slots: slots of the generator.
+        most_gib: limit in GiB on its keys and values (`generator.cache_gib`); None for no limit.
     """
     if not slots or most_gib is None:
         return slots
@@ -275,7 +293,7 @@ def _bytes(module: nn.Module) -> int:
 
 
 def _pass_bytes(policy: Policy, rows: int, prompt: int, completion: int, packed: bool, parts: int) -> int:
-    """Return the most that is alive in a forward and backward pass beyond weights and gradients, in bytes."""
+    """Return the peak bytes of a forward and backward pass beyond weights and gradients."""
     model: nn.Module = policy.model
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -285,46 +303,50 @@ def _pass_bytes(policy: Policy, rows: int, prompt: int, completion: int, packed:
             live.watch(tensor)
     with live:
         live.reset()
-        before = live.now
+        bytes_before = live.now
         tokens = torch.zeros(rows, prompt + completion, dtype=torch.int64)
         inner, length = backbone(model), prompt + completion - 1
-        given: dict[str, Any] = {"input_ids": tokens[:, :-1]}
+        inputs: dict[str, Any] = {"input_ids": tokens[:, :-1]}
         if packed:
-            with unset_fake_temporarily():  # a tensor of its own kind, without content as it is
+            # The mask is a tensor subclass of its own that holds no data, so it is made outside the fake mode.
+            with unset_fake_temporarily():
                 mask = row_mask(inner, [length] * rows, torch.device("cpu"))
-            given = {"input_ids": tokens[:, :-1].reshape(1, -1), "attention_mask": mask}
-            given["position_ids"] = torch.arange(length).repeat(1, rows)
+            inputs = {"input_ids": tokens[:, :-1].reshape(1, -1), "attention_mask": mask}
+            inputs["position_ids"] = torch.arange(length).repeat(1, rows)
         with policy.autocast(policy.precision):
-            hidden = inner(**given, use_cache=False).last_hidden_state
+            hidden = inner(**inputs, use_cache=False).last_hidden_state
         states = hidden.view(rows, length, -1)[:, prompt - 1 :].reshape(-1, hidden.shape[-1])
         score = policy._score if parts == 1 else partial(_score_in_parts, policy, parts)
         logprobs, _ = score(states, tokens[:, prompt:].reshape(-1), policy.precision, False)
         logprobs.sum().backward()  # type: ignore[no-untyped-call]
-        return live.peak - before
+        return live.peak - bytes_before
 
 
 def _score_in_parts(
     policy: Policy, parts: int, hidden: Tensor, targets: Tensor, precision: Precision, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Do what `Policy._score` does on a rank with one of so many parts of the vocabulary: each chunk is made again."""
+    """Score as `Policy._score` does on a rank that holds one of `parts` parts of the vocabulary.
+
+    Chunks are recomputed in the backward pass, as there.
+    """
     dtype = precision.head_dtype(precision.fp32_head_trainer)
 
-    def score(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        return token_scores(policy.model, states, wanted, dtype, policy.temperature, entropy_gradient)
+    def score(states: Tensor, chunk_targets: Tensor) -> tuple[Tensor, Tensor]:
+        return token_scores(policy.model, states, chunk_targets, dtype, policy.temperature, entropy_gradient)
 
     chunk = max(1, policies.MAX_LOGITS // (parts * output_head(policy.model).weight.shape[0]))
     if len(hidden) <= chunk:
         return score(hidden, targets)
     pieces = zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True)
-    scored = [checkpoint(score, states, wanted, use_reentrant=False) for states, wanted in pieces]
-    return torch.cat([each[0] for each in scored]), torch.cat([each[1] for each in scored])
+    scored = [checkpoint(score, *piece, use_reentrant=False) for piece in pieces]
+    return torch.cat([logprobs for logprobs, _ in scored]), torch.cat([entropies for _, entropies in scored])
 
 
 def from_config(path: str) -> Callable[[], nn.Module]:
-    """Return a function that makes the model of a folder or hub id from its configuration alone.
+    """Return a function that builds the model of a folder or hub id from its configuration, without its weights.
 
     Raises:
-        ConfigurationError: there is no configuration of a causal language model.
+        ConfigurationError: no configuration can be read there.
     """
     options, path = load_options(path), model_path(path)
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -345,15 +367,15 @@ def advice(
     limit: int,
     partners: int = 1,
 ) -> str:
-    """Return the nearest setting with which a run fits into a device of `limit` bytes, in one line.
+    """Return one line that names the closest setting with which a run fits into a device of `limit` bytes.
 
-    Tried in this order: activations recomputed, a pass of one row, its layers' inputs on the host, fewer rollouts at a
-    time, the model sharded, more devices.
+    Tried in this order: recompute activations; passes of one row; offload the layers' inputs to the host; generate
+    fewer rollouts at a time; shard the model; use more devices.
     """
-    once = replace(recipe, batch=replace(recipe.batch, recompute=True))
+    recomputed = replace(recipe, batch=replace(recipe.batch, recompute=True))
     length = recipe.context.max_prompt_tokens + recipe.context.max_new_tokens
-    one_row = replace(once, batch=replace(once.batch, micro_tokens=length))
-    if foretell(measure(skeleton, once, partners), once, ranks, strategy, slots).peak <= limit:
+    one_row = replace(recomputed, batch=replace(recomputed.batch, micro_tokens=length))
+    if foretell(measure(skeleton, recomputed, partners), recomputed, ranks, strategy, slots).peak <= limit:
         return "it would with batch.recompute=true"
     words = f"batch.recompute=true batch.micro_tokens={length}"
     a_row = measure(skeleton, one_row, partners)

@@ -1,12 +1,12 @@
-"""Probe of trainer against generator: both must compute the same log-probabilities under the same weights.
+"""Probe of trainer against generator: both must compute the same log-probabilities with the same weights.
 
-At the start the generator samples a little under the weights as they are, under the same ones published again, and
-under others that no step has made: what it records must be what the trainer computes with each. So a layer that never
-arrives is found before compute is spent.
+Before the first step, the generator samples a few rollouts with the initial weights, with the same weights published a
+second time, and with perturbed weights. Each time its log-probabilities must match the trainer's. This finds, before
+compute is spent, a layer whose weights never reach the generator.
 
-On each later step with such rollouts, those sampled by this step's weights are compared as they are: what the generator
-recorded against what the trainer computes, whether or not a rollout carries credit. Where older weights have sampled
-all of them, as asynchrony does, the generator is asked what it would record now, if it holds the weights of this step.
+At later steps, rollouts that were sampled with this step's weights are compared directly, whether or not they carry
+credit. In async modes older weights may have sampled all rollouts. The generator then scores some of them again, if it
+holds the weights of this step.
 """
 
 from __future__ import annotations
@@ -29,37 +29,39 @@ from lightning_scalerl.stream.credit import lay_out
 from lightning_scalerl.stream.random_streams import PROBE_STREAM
 from lightning_scalerl.update.trained import TrainedPolicy
 
-# Rollouts to score again where the batch itself has none to compare.
+# Rollouts to score again if the batch itself has none to compare.
 PROBE_ROLLOUTS = 8
+# Share of gaps above the 99th percentile.
 TAIL = 0.01
 # Among a few dozen tokens a large gap occurs by chance: the percentile is tested at this level of significance.
 BY_CHANCE = 1e-4
+# Tokens below this probability are not compared after the weights have changed.
 LIKELY = 1e-3
-# Training may make a policy so sharp that a 16-bit type's rounding moves its log-probabilities beyond the bounds of the
-# start: measured, runs of experiment=replication whose parts were all right came to 1.4 times the mean. What does not
-# follow the trainer at all drifts beyond this, too.
+# Training can make a policy so sharp that the rounding of a 16-bit type exceeds the bounds of the start: correct runs
+# of experiment=replication reached 1.4 times the bound on the mean. A generator that does not follow the trainer drifts
+# beyond this factor as well.
 SHARPER = 4.0
 MEAN, P99 = "train/probe_gap_mean", "train/probe_gap_p99"
 
 
 class Scorer(Protocol):
-    """Generator that can score given tokens; not every generator can.
+    """Generator that can compute log-probabilities of existing completions.
 
-    One that has `score` and cannot under its settings says so by `can_score`. One that has `score_all` is asked for
-    several at once.
+    A generator whose settings prevent this has an attribute `can_score` that is false. If it has a method `score_all`,
+    that is called with several completions at once.
     """
 
     @property
     def version(self) -> int:
-        """Version of the weights in use: the optimizer steps behind them."""
+        """Version of the weights in use: the number of optimizer steps that led to them."""
         ...
 
     def score(self, prompt_tokens: Sequence[int], tokens: Sequence[int]) -> Tensor | None:
-        """Return log-probabilities (T,) of a completion's tokens; None where it cannot answer now."""
+        """Return log-probabilities (T,) of a completion's tokens, or None if the generator cannot answer now."""
         ...
 
 
-# Start probe: rollouts and tokens to sample.
+# Start probe: number of rollouts, tokens of each, and the token at which thinking is interrupted.
 START_ROLLOUTS, START_TOKENS, INTERRUPTED_AT = 4, 8, 2
 
 
@@ -71,18 +73,19 @@ def start_probe(
     phrase: Sequence[int] = (),
     thinking_ended: Callable[[list[int]], bool] = lambda tokens: False,
 ) -> None:
-    """Check before the first step that the generator computes what the trainer does, under each weights it is sent.
+    """Check before the first step that the generator follows the trainer's weights.
 
     Args:
-        generator: with nothing in flight; it ends with the policy's own weights.
-        trained: the trainer's policy. Its weights are moved and put back, bit for bit.
-        prompt_tokens: to sample from.
-        version: of the weights.
-        phrase: that ends thinking by force; empty if nothing is interrupted.
-        thinking_ended: whether a completion has ended its thinking by itself: it is then not interrupted.
+        generator: a generator with nothing in flight. It has the policy's weights afterwards.
+        trained: the trainer's policy. Its weights are perturbed and restored bit for bit.
+        prompt_tokens: the prompt to sample from.
+        version: version of the weights.
+        phrase: tokens that interrupt thinking; empty without interruption.
+        thinking_ended: completion tokens -> whether thinking has ended by itself, so that it is not interrupted.
 
     Raises:
-        ConfigurationError: they differ, or weights do not arrive (with their names), or the phrase does not bind.
+        ConfigurationError: log-probabilities differ, weights do not reach the generator (the error names them), or the
+            phrase is not forced.
     """
     policy = trained.policy
     slack = _slack(policy.precision, version)
@@ -92,11 +95,12 @@ def start_probe(
         generator.publish(trained.weights(), version)
         digests.add(getattr(generator, "digest", None))
         gaps = _sampled_gaps(generator, trained, prompt_tokens)
-        said = "published a second time, the same weights give others" if again else "under the same weights"
-        _check(probe_metrics(gaps), policy.precision, said, slack)
+        situation = "published a second time, the same weights give others" if again else "under the same weights"
+        _check(probe_metrics(gaps), policy.precision, situation, slack)
     with trained.moved(names):
         generator.publish(trained.weights(), version)
-        # Engines that are sent bytes say which they hold; those of other weights are others.
+        # Engines report a digest of the weights that they hold. Two different sets of weights were published, so there
+        # must be exactly two digests.
         digests.add(getattr(generator, "digest", None))
         if hasattr(generator, "digest") and len(digests) != 2:
             raise ConfigurationError(
@@ -105,6 +109,7 @@ def start_probe(
             )
         gaps = _sampled_gaps(generator, trained, prompt_tokens)
     if _beyond(probe_metrics(gaps), policy.precision, slack):
+        # Perturb one parameter at a time to find out which of them the generator does not follow.
         lost = []
         for name in names:
             with trained.moved([name]):
@@ -134,18 +139,18 @@ def start_probe(
 def _sample(
     generator: Generator, prompt_tokens: Sequence[int], limit: int, interrupt_at: tuple[int, ...] = ()
 ) -> list[Rollout]:
-    """Sample a few short rollouts with each process of the generator."""
+    """Sample a few short rollouts on each process of the generator."""
     for number in range(getattr(generator, "generators", 1)):
         key = (PROBE_STREAM, number)
         generator.submit(GroupRequest(number, tuple(prompt_tokens), START_ROLLOUTS, key, interrupt_at, limit))
-    found: list[Rollout] = []
+    rollouts: list[Rollout] = []
     while generator.in_flight:
-        found += [finished.rollout for finished in generator.step().finished]
-    return found
+        rollouts += [finished.rollout for finished in generator.step().finished]
+    return rollouts
 
 
 def _sampled_gaps(generator: Generator, trained: TrainedPolicy, prompt_tokens: Sequence[int]) -> Tensor:
-    """Return |trainer's - generator's| log-probability of rollouts that are sampled now."""
+    """Sample rollouts now, and return |trainer's - generator's| log-probability of their tokens."""
     rollouts = _sample(generator, prompt_tokens, START_TOKENS)
     group = Group(0, Prompt("probe", "", ""), list(prompt_tokens), rollouts)
     ours = _trainer_logprobs([(group, rollout) for rollout in rollouts], trained, PassSize(START_ROLLOUTS))
@@ -163,43 +168,54 @@ def logprob_gaps(
 ) -> Tensor:
     """Return |trainer's - generator's| log-probability (n,) under weights `version`; n may be 0.
 
-    Those of the batch cost nothing: the step has computed `trainer_logprobs` (R, T). A batch that keeps none, or a
-    policy that trains with dropout, is judged on a few rollouts that go through the policy once more, in passes of at
-    most `size`. A `generator` is asked within `asking`. Call it before the optimizer step.
+    Call it before the optimizer step. Rollouts of the batch are compared for free, with the step's own
+    `trainer_logprobs`. If none of them were sampled by these weights, or the policy trains with dropout, a few rollouts
+    are scored once more.
+
+    Args:
+        batch: the batch of this step.
+        trainer_logprobs: (R, T), from the step's first pass.
+        trained: the trainer's policy.
+        version: version of the trainer's weights.
+        size: size of the passes that score rollouts again.
+        generator: asked to score rollouts of older weights again, if it can; None to ask none.
+        asking: context manager around the question to the generator, for timing.
     """
     if not trained.policy.training:
         column = torch.arange(batch.generator_logprobs.shape[1], device=batch.tokens.device)
+        # `fresh`: rollouts whose tokens were all sampled by these weights. The rest of each row is padding.
         real = column < (batch.lengths - batch.completion_start).unsqueeze(1)
         fresh = real & ((batch.weight_versions == version) | ~real).all(1, keepdim=True)
         if fresh.any():
-            # Forced tokens were not sampled, and not every engine records their log-probability.
+            # Forced tokens were not sampled, and some engines do not record their log-probability.
             return (trainer_logprobs - batch.generator_logprobs).abs()[fresh & ~batch.forced_mask].cpu()
     sampled = [(group, rollout) for group in batch.groups for rollout in group.sampled]
-    found = [each for each in sampled if set(each[1].weight_versions) == {version}][:PROBE_ROLLOUTS]
-    if found:
-        ours = _trainer_logprobs(found, trained, size)
-        gaps = _gaps(ours, [torch.tensor(rollout.generator_logprobs) for _, rollout in found])
-        return gaps[~torch.cat([torch.tensor(rollout.forced) for _, rollout in found])]
+    fresh_rollouts = [pair for pair in sampled if set(pair[1].weight_versions) == {version}][:PROBE_ROLLOUTS]
+    if fresh_rollouts:
+        ours = _trainer_logprobs(fresh_rollouts, trained, size)
+        gaps = _gaps(ours, [torch.tensor(rollout.generator_logprobs) for _, rollout in fresh_rollouts])
+        return gaps[~torch.cat([torch.tensor(rollout.forced) for _, rollout in fresh_rollouts])]
     scorer = cast(Scorer, generator)
     if getattr(generator, "can_score", hasattr(generator, "score")) and scorer.version == version:
-        found = sampled[:: -(-len(sampled) // PROBE_ROLLOUTS)]  # spread out: rollouts of one prompt are alike
+        # Every n-th rollout, so that they come from many prompts: rollouts of one prompt are similar.
+        spread = sampled[:: -(-len(sampled) // PROBE_ROLLOUTS)]
         with asking():
-            theirs = _scored(scorer, found)
+            theirs = _generator_scores(scorer, spread)
         if theirs is None:
             return torch.zeros(0)
-        ours = _trainer_logprobs(found, trained, size)
-        # Tokens of older weights may be very unlikely now, where a 16-bit type has large errors: left out.
+        ours = _trainer_logprobs(spread, trained, size)
+        # Tokens that older weights sampled may be very unlikely now, where 16-bit types have large errors: skip them.
         return _gaps(ours, theirs)[torch.cat(theirs) > math.log(LIKELY)]
     return torch.zeros(0)
 
 
-def _scored(scorer: Scorer, found: Sequence[tuple[Group, Rollout]]) -> list[Tensor] | None:
-    """Return log-probabilities that the generator would record now; None as soon as it cannot answer."""
-    asked = [(group.prompt_tokens, rollout.tokens) for group, rollout in found]
+def _generator_scores(scorer: Scorer, rollouts: Sequence[tuple[Group, Rollout]]) -> list[Tensor] | None:
+    """Return the generator's log-probabilities of rollouts with its present weights, or None if it cannot answer."""
+    requests = [(group.prompt_tokens, rollout.tokens) for group, rollout in rollouts]
     if (score_all := getattr(scorer, "score_all", None)) is not None:
-        return [logprobs.cpu() for logprobs in score_all(asked)]
+        return [logprobs.cpu() for logprobs in score_all(requests)]
     scores: list[Tensor] = []
-    for prompt_tokens, tokens in asked:
+    for prompt_tokens, tokens in requests:
         logprobs = scorer.score(prompt_tokens, tokens)
         if logprobs is None:
             return None
@@ -207,13 +223,15 @@ def _scored(scorer: Scorer, found: Sequence[tuple[Group, Rollout]]) -> list[Tens
     return scores
 
 
-def _trainer_logprobs(found: Sequence[tuple[Group, Rollout]], trained: TrainedPolicy, size: PassSize) -> list[Tensor]:
-    batch = lay_out([(group, rollout, 0.0, 0, row) for row, (group, rollout) in enumerate(found)])
+def _trainer_logprobs(
+    rollouts: Sequence[tuple[Group, Rollout]], trained: TrainedPolicy, size: PassSize
+) -> list[Tensor]:
+    batch = lay_out([(group, rollout, 0.0, 0, row) for row, (group, rollout) in enumerate(rollouts)])
     batch.packed = trained.policy.packs
     logprobs: dict[int, Tensor] = {}
     for cut in batch.cut(size):
         logprobs.update(zip(cut.tolist(), trained.logprobs(batch.select(cut)).cpu(), strict=True))
-    return [logprobs[row] for row in range(len(found))]
+    return [logprobs[row] for row in range(len(rollouts))]
 
 
 def _gaps(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:
@@ -221,35 +239,37 @@ def _gaps(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:
 
 
 def probe_metrics(gaps: Tensor) -> dict[str, float]:
-    """Return `train/probe_gap_mean` and `train/probe_gap_p99`; empty where there was nothing to judge.
+    """Return `train/probe_gap_mean` and `train/probe_gap_p99`; empty without gaps.
 
-    The second is a lower confidence bound of the 99th percentile, at a level of 1 in 10,000 (binomial). Of 10,000
-    tokens it is nearly the percentile itself, of 60 the sixth largest gap. The mean is of gaps clamped to it.
+    The second is a lower confidence bound of the 99th percentile, at a level of 1 in 10,000 (binomial). For 10,000
+    tokens it is close to the percentile itself, for 60 tokens it is the sixth largest gap. For the mean, gaps are
+    clamped to it.
     """
     if not gaps.numel():
         return {}
     n = gaps.numel()
-    beyond = next((m for m in range(1, n + 1) if bdtrc(m - 1, n, TAIL) < BY_CHANCE), n)
-    surely = gaps.double().kthvalue(n - beyond + 1).values
-    return {MEAN: float(gaps.double().clamp(max=surely).mean()), P99: float(surely)}
+    # The m-th largest gap is such a bound if m or more of n tokens exceed the percentile by chance in < 1 of 10,000.
+    rank = next((m for m in range(1, n + 1) if bdtrc(m - 1, n, TAIL) < BY_CHANCE), n)
+    bound = gaps.double().kthvalue(n - rank + 1).values
+    return {MEAN: float(gaps.double().clamp(max=bound).mean()), P99: float(bound)}
 
 
 def _slack(precision: Precision, version: int) -> float:
-    """Return the factor on the bounds under weights of that version."""
+    """Return the factor by which the bounds are relaxed for weights of this version."""
     return 1.0 if version == 0 or precision.policy == "fp32" else SHARPER
 
 
 def check_probe(metrics: Mapping[str, float], precision: Precision, version: int) -> None:
-    """Raise if trainer and generator differ by more than the rounding of the policy's type explains.
+    """Raise if trainer and generator differ by more than rounding in the policy's type explains.
 
     Args:
-        metrics: of the step, with `train/probe_gap_*` if there was anything to judge.
-        precision: the run's.
-        version: of the weights that were compared: optimizer steps behind them.
+        metrics: metrics of the step, with `train/probe_gap_*` if anything was compared.
+        precision: the run's precision.
+        version: version of the compared weights: the number of optimizer steps that led to them.
 
     Raises:
-        ConfigurationError: the mean or the 99th percentile is beyond `Precision.probe_bounds`, of trained weights in a
-            16-bit type beyond `SHARPER` times them.
+        ConfigurationError: the mean or the 99th percentile exceeds `Precision.probe_bounds`; after the first step in a
+            16-bit type, `SHARPER` times these bounds.
     """
     _check(metrics, precision, "under the same weights", _slack(precision, version))
 

@@ -1,4 +1,4 @@
-"""Resolved semantics of a run: every choice and default, versions, commit, seed. Stored with the run."""
+"""Resolved semantics of a run (every choice and default, versions, commit, seed), which are stored with it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lightning_scalerl.update.terms import terms
 from sweeps.run import provenance
 from sweeps.run.journal import SEMANTICS_FILE
 
-# In what order credit is given; the paper does not say whether its filter comes before its normalization.
+# Order in which credit is computed. The ScaleRL paper leaves open whether its filter comes before its normalization.
 ORDER = ["reward", "length control", "filter", "advantage", "normalization", "truncated"]
 PACKAGES = ("lightning-scalerl", "torch", "lightning", "transformers", "numpy", "hydra-core")
 
 
 def resolved_semantics(module: Any) -> dict[str, Any]:
-    """Return everything that a name could hide, as plain values."""
+    """Return everything that the names in a recipe resolve to, as plain values for `semantics.json`."""
     return {
         **resolved_choices(module.recipe, module.choices),
         "departs_from_recipe_on": module.mechanism.axes,
@@ -41,17 +41,20 @@ def resolved_semantics(module: Any) -> dict[str, Any]:
 
 
 def adapter_of(module: Any) -> dict[str, Any]:
-    """Return what is trained of an adapted model, and the adapter that it came with, if it did; else nothing."""
+    """Return the number of trained parameters of a policy with an adapter; empty without one.
+
+    An adapter that was loaded with the model, rather than chosen by the recipe, is described as `model_adapter`.
+    """
     policy = module.policy
     if policy.adapter is None:
         return {}
     trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
-    given = {} if module.choices.adapter.adapts else {"model_adapter": dict(policy.adapter)}
-    return {"trained_parameters": trained, **given}
+    loaded = {} if module.choices.adapter.adapts else {"model_adapter": dict(policy.adapter)}
+    return {"trained_parameters": trained, **loaded}
 
 
 def resolved_choices(recipe: Recipe, choices: Choices) -> dict[str, Any]:
-    """Return choices and settings with every default resolved: a logger's hyper-parameters."""
+    """Return choices and settings with every default resolved; loggers get these as hyperparameters."""
     return {
         "recipe": recipe.name,
         "choices": {axis: choice.semantics() for axis, choice in choices.items()},
@@ -76,10 +79,10 @@ def resolved_choices(recipe: Recipe, choices: Choices) -> dict[str, Any]:
 
 
 def effective(recipe: Recipe, choices: Choices) -> list[str]:
-    """Return lines that say what the names of a run resolve to; printed at its start."""
+    """Return lines that describe the resolved choices and settings; printed at the start of a run."""
     meaning = {axis: choice.semantics() for axis, choice in choices.items()}
     neutral = {axis for axis, choice in choices.items() if choice.neutral == meaning[axis]}
-    lines = [f"{axis}: {_line(values)}" for axis, values in meaning.items() if axis not in neutral]
+    lines = [f"{axis}: {_choice_line(values)}" for axis, values in meaning.items() if axis not in neutral]
     settings = (
         f"reward {recipe.reward.incorrect:g} to {recipe.reward.correct:g}",
         f"{recipe.batch.prompts} prompts of {recipe.batch.completions}",
@@ -94,9 +97,9 @@ def effective(recipe: Recipe, choices: Choices) -> list[str]:
     ]
 
 
-def _line(values: Mapping[str, Any]) -> str:
-    rest = ", ".join(f"{name}={value}" for name, value in values.items() if name != "choice")
-    return f"{values['choice']} ({rest})" if rest else str(values["choice"])
+def _choice_line(values: Mapping[str, Any]) -> str:
+    parameters = ", ".join(f"{name}={value}" for name, value in values.items() if name != "choice")
+    return f"{values['choice']} ({parameters})" if parameters else str(values["choice"])
 
 
 def write_semantics(run_dir: Path, module: Any) -> None:
@@ -106,9 +109,12 @@ def write_semantics(run_dir: Path, module: Any) -> None:
 
 
 def header_fields(module: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the journal's header, which identifies the run; fields of `identity` take precedence."""
+    """Return the journal's header, which identifies the run.
+
+    Fields of `identity`, which a study assigns to its members, take precedence over those of a run on its own.
+    """
     departs = _departures(module)
-    own = {
+    local = {
         "run": "local",
         "curve": "local",
         "recipe": own_label(module),
@@ -122,11 +128,11 @@ def header_fields(module: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
         "commit": commit(),
         "versions": versions(),
     }
-    return {**own, **identity}
+    return {**local, **identity}
 
 
 def own_label(module: Any) -> str:
-    """Return the default name of a run: its recipe, and the choices that depart from it."""
+    """Return the default name of a run: its recipe plus the choices that depart from it."""
     return "+".join([module.recipe.name, *(f"{axis}={choice}" for axis, choice in _departures(module).items())])
 
 
@@ -135,7 +141,7 @@ def _departures(module: Any) -> dict[str, str]:
 
 
 def parameter_count(module: Any) -> int:
-    """Return the number of the policy's parameters, those of an adapter left out: the size of the model itself."""
+    """Return the number of the policy's parameters without those of an adapter: the size of the model itself."""
     named = module.policy.named_parameters()
     return sum(parameter.numel() for name, parameter in named if not of_adapter(name))
 
@@ -146,6 +152,6 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the code's commit, with `+changes` if the tree differs from it; "unknown" outside a checkout."""
-    here = provenance.checkout()
-    return "unknown" if here is None else here.commit[:12] + ("+changes" if here.diff else "")
+    """Return the code's commit, with `+changes` if the working tree is dirty; "unknown" outside a checkout."""
+    checkout = provenance.checkout()
+    return "unknown" if checkout is None else checkout.commit[:12] + ("+changes" if checkout.diff else "")

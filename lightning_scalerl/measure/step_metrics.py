@@ -20,7 +20,14 @@ from lightning_scalerl.update.terms import distances
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over a batch: its parts as scored, each term's total, gradient norms, and whether all were finite."""
+    """Pass over a batch with one optimizer update.
+
+    Attributes:
+        parts: the scored micro-batches.
+        totals: total of each loss term, by name.
+        norms: gradient norms, by metric name.
+        finite: whether loss and gradients were finite.
+    """
 
     parts: Sequence[Part]
     totals: Mapping[str, Tensor]
@@ -30,13 +37,13 @@ class Pass:
 
 @dataclass
 class Rate:
-    """Rate that adds up as sums over sums, however its data is split."""
+    """Ratio of two sums, which does not depend on how the data is split."""
 
     numerator: float = 0.0
     denominator: float = 0.0
 
     def add(self, numerator: float, denominator: float) -> None:
-        """Add one more share to numerator and denominator."""
+        """Add to both sums."""
         self.numerator += numerator
         self.denominator += denominator
 
@@ -49,10 +56,17 @@ class Rate:
 def step_metrics(
     batch: TrainBatch, passes: Sequence[Pass], choices: Choices, completed_steps: int, dropped: int = 0
 ) -> dict[str, float]:
-    """Return the metrics of the step on `batch`, before which `completed_steps` steps were done.
+    """Return the metrics of one optimizer step.
 
-    `dropped` groups were sampled for it too, and replaced.
-    What compares trainer and generator, and entropy, are of the first pass; what the loss does is of all passes.
+    Entropy and the comparison of trainer and generator are measured on the first pass; metrics of the loss are over all
+    passes.
+
+    Args:
+        batch: the batch of this step.
+        passes: the passes over it.
+        choices: the run's choices.
+        completed_steps: number of steps before this one.
+        dropped: number of groups that were sampled for this batch and replaced by a refilling filter.
     """
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     everything = [rollout for group in batch.groups for rollout in group.sampled]
@@ -75,12 +89,12 @@ def step_metrics(
         **_first_pass_metrics(batch, passes[0].parts, choices),
         **_ratio_metrics(batch, passes, choices),
     }
-    # Values of a pass that was not finite are no measurement, and are left out.
+    # A value that is not finite, from a failed pass, is not a measurement: leave it out.
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _reward_metrics(rollouts: Sequence[Rollout], choices: Choices) -> dict[str, float]:
-    """Return means over the rollouts that have a score."""
+    """Return means over the rollouts that were graded."""
     staged = sum(rollout.staged for rollout in rollouts) / len(rollouts)
     return {
         "train/pass_rate": sum(rollout.correct for rollout in rollouts) / len(rollouts),
@@ -90,7 +104,7 @@ def _reward_metrics(rollouts: Sequence[Rollout], choices: Choices) -> dict[str, 
 
 
 def _length_metrics(rollouts: Sequence[Rollout], choices: Choices, batch: TrainBatch) -> dict[str, float]:
-    """Return metrics of length over all rollouts, graded or not."""
+    """Return metrics of completion length over all rollouts, graded or not."""
     tokens = sum(len(rollout.tokens) for rollout in rollouts)
     return {
         "train/completion_tokens": tokens / len(rollouts),
@@ -102,18 +116,18 @@ def _length_metrics(rollouts: Sequence[Rollout], choices: Choices, batch: TrainB
 
 
 def _part_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the mean of each extra number that graders gave, over the rollouts that have it."""
-    found: dict[str, list[float]] = {}
+    """Return the mean of each extra number from the graders, over the rollouts that have it."""
+    by_name: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.parts.items():
-            found.setdefault(name, []).append(value)
-    return {f"reward/{name}": sum(values) / len(values) for name, values in found.items()}
+            by_name.setdefault(name, []).append(value)
+    return {f"reward/{name}": sum(values) / len(values) for name, values in by_name.items()}
 
 
 def _cut_by_stage(rollouts: Sequence[Rollout], choices: Choices, limit: float) -> dict[str, float]:
-    """Return the share of rollouts cut by the curriculum before the context's limit; empty where it cuts none.
+    """Return the share of rollouts truncated by the curriculum's shorter limit; empty if it does not shorten any.
 
-    They are part of `train/truncated`, for they are credited as such; alarms leave them out.
+    These rollouts are credited as truncated, so they count in `train/truncated` too. Alarms ignore them.
     """
     if choices.curriculum.max_new_tokens(int(limit), 0) == limit:
         return {}
@@ -122,25 +136,25 @@ def _cut_by_stage(rollouts: Sequence[Rollout], choices: Choices, limit: float) -
 
 
 def _loss_metrics(passes: Sequence[Pass]) -> dict[str, float]:
-    """Return means over passes; with several terms, each one apart as well."""
-    finite = [each for each in passes if each.finite]
+    """Return means over the finite passes: the loss, each of its terms if there are several, and gradient norms."""
+    finite = [one for one in passes if one.finite]
     if not finite:
         return {}
     names = list(finite[0].totals)
-    totals = {name: sum(float(each.totals[name]) for each in finite) / len(finite) for name in names}
+    totals = {name: sum(float(one.totals[name]) for one in finite) / len(finite) for name in names}
     metrics = {"train/loss": sum(totals.values())}
     if len(names) > 1:
         metrics |= {f"train/loss_{name}": total for name, total in totals.items()}
     for name in finite[0].norms:
-        metrics[f"train/{name}"] = sum(float(each.norms[name]) for each in finite) / len(finite)
+        metrics[f"train/{name}"] = sum(float(one.norms[name]) for one in finite) / len(finite)
     return metrics
 
 
 def staleness(rollouts: Sequence[Rollout], completed_steps: int) -> dict[str, float]:
-    """Return steps between the weights that sampled a token and those it trains: mean, 95th percentile, maximum.
+    """Return the tokens' staleness in optimizer steps: mean, 95th percentile and maximum.
 
-    A token's staleness is what passed while its rollout was in flight (up to its last token) and what passed
-    while the rollout was queued (from then on); the parts are given as well.
+    Staleness is the number of steps between the weights that sampled a token and the weights that it trains. It has two
+    parts, which are returned as well: `in_flight`, up to the last token of the rollout, and `queued`, from then on.
     """
     versions = np.array([version for rollout in rollouts for version in rollout.weight_versions])
     lengths = [len(rollout.tokens) for rollout in rollouts]
@@ -158,7 +172,10 @@ def staleness(rollouts: Sequence[Rollout], completed_steps: int) -> dict[str, fl
 
 
 def _first_pass_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choices) -> dict[str, float]:
-    """Return metrics of the weights before the update: entropy, and the trainer's gap to the generator, untruncated."""
+    """Return metrics of the weights before the update: entropy, gap between trainer and generator, KL, critic fit.
+
+    Importance ratios between trainer and generator are not truncated here.
+    """
     tokens = batch.denominators.tokens
     sums = dict.fromkeys(("entropy", "logprob_gap", "mismatch_kl"), 0.0)
     weight = square = 0.0
@@ -169,11 +186,12 @@ def _first_pass_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choic
         ratio = importance_ratio(part.trainer_logprobs, part.batch.generator_logprobs)
         sums["entropy"] += float((part.entropies * mask).sum())
         sums["logprob_gap"] += float((gap.abs() * mask).sum())
+        # k3 estimator of KL(generator || trainer), exp(gap) - 1 - gap (Schulman 2020); clamped against overflow.
         sums["mismatch_kl"] += float(((torch.expm1(gap.clamp(max=MAX_LOG_RATIO)) - gap) * mask).sum())
         weight += float((ratio * mask).sum())
         square += float((ratio.square() * mask).sum())
     metrics = {f"train/{name}": Rate(value, tokens).value for name, value in sums.items()}
-    # (sum w)^2 / (n sum w^2): 1 where all tokens weigh the same. Kish 1965.
+    # Effective sample size as a share, (sum w)^2 / (n sum w^2) (Kish 1965): 1 if all tokens have the same weight.
     metrics["train/effective_samples"] = Rate(weight * weight, tokens * square).value
     if batch.reference_logprobs is not None:
         distance = Rate()
@@ -188,18 +206,18 @@ def _first_pass_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choic
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """Return 1 - Var(returns - values) / Var(returns) over credited tokens; 0 for constant returns. Shapes: (R, T)."""
-    wanted, found = returns[mask > 0].double(), values[mask > 0].double()
-    if wanted.numel() < 2 or not float(wanted.var()) > 0:
+    targets, predictions = returns[mask > 0].double(), values[mask > 0].double()
+    if targets.numel() < 2 or not float(targets.var()) > 0:
         return 0.0
-    return float(1 - (wanted - found).var() / wanted.var())
+    return float(1 - (targets - predictions).var() / targets.var())
 
 
 def _ratio_metrics(batch: TrainBatch, passes: Sequence[Pass], choices: Choices) -> dict[str, float]:
-    """Return metrics of the ratio that the loss is given, over all passes."""
+    """Return metrics of the importance ratio in the loss, over all passes."""
     clip, mean = Rate(), Rate()
     lowest, largest = math.inf, 0.0
-    for each in passes:
-        for part in each.parts:
+    for one in passes:
+        for part in one.parts:
             scored = Scored(*part).inside()
             mask = scored.batch.loss_mask
             anchor = choices.correction.anchor(scored.batch)

@@ -1,4 +1,4 @@
-"""Alarm for many truncated completions: runs with 10 to 15% of them become unstable and do not recover."""
+"""Alarm for truncated completions: runs with 10 to 15% of them become unstable and do not recover."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# arXiv 2510.13786, A.15: stable runs stayed below 5 to 7%; at 10 to 15% they destabilised for good.
+# arXiv 2510.13786, A.15: stable runs stayed below 5 to 7% truncated completions; runs at 10 to 15% never recovered.
 ALARM_SHARE = 0.10
 UNSTABLE_SHARE = 0.15
 WINDOW_STEPS = 16
-# A mean of exactly 15% may come out slightly below it in floating point.
+# In floating point, a mean of exactly 15% may come out slightly below 0.15.
 ROUNDING = 1e-9
 
 
 class TruncationAlarm:
-    """Watches the share of truncated completions over the last steps.
+    """Monitors the share of truncated completions over the last `WINDOW_STEPS` steps.
 
-    Levels: 0, 1 from 10% on, 2 from 15% on. The level is recorded with every step and a rise is logged.
+    The level is 0 below 10%, 1 from 10% and 2 from 15%. It is recorded with every step, and a rise is logged.
     """
 
     def __init__(self) -> None:
@@ -42,10 +42,10 @@ class TruncationAlarm:
         return {"alarm/truncated": float(level)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the shares of the window and the current level."""
+        """Return the shares in the window and the current level."""
         return {"shares": list(self._shares), "level": self._level}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the shares of the window and the current level."""
+        """Restore the shares in the window and the current level."""
         self._shares = deque(state["shares"], maxlen=WINDOW_STEPS)
         self._level = state["level"]
