@@ -1,10 +1,14 @@
-"""task=arithmetic: additions of two numbers, worked out digit by digit; learnable on one CPU core.
+"""task=arithmetic: addition of two numbers, worked out digit by digit; learnable on one CPU core.
 
-A prompt is right-aligned, `  12+  34=`. The completion thinks first: from the last digit on, both digits and
-their sum with the carry as two digits, four characters a digit; then `#` and the answer, the result in reverse
-with its final carry; then `.`, the end of the sequence. For 12 + 34: `2406` `1304` `#` `640` `.`.
-Correct means that thinking and answer are both right to the character. Length grows with difficulty, the number
-of digits: 8 to 23 tokens for 1 to 4.
+A prompt is right-aligned, `  12+  34=`. A completion has three parts:
+
+- thinking: for each digit, from the last to the first, four characters: both digits, and their sum with the carry in
+  two digits;
+- `#` and the answer: the digits of the result in reverse order, with the final carry;
+- `.`, which ends the sequence.
+
+For 12 + 34 that is `2406` `1304` `#` `640` `.`. A completion is correct if thinking and answer are both right to the
+character. Difficulty is the number of digits, and length grows with it: 8 to 23 tokens for 1 to 4 digits.
 """
 
 from __future__ import annotations
@@ -22,12 +26,12 @@ MAX_DIGITS = 4
 
 
 def problem(first: int, second: int) -> str:
-    """Return the prompt's text, which has a fixed width."""
+    """Return the prompt's text, padded to a fixed width."""
     return f"{first:>{MAX_DIGITS}}+{second:>{MAX_DIGITS}}="
 
 
 def solution(first: int, second: int, digits: int) -> str:
-    """Return the one completion that is correct, with the full stop that ends it."""
+    """Return the only correct completion, with the full stop that ends it."""
     thinking, answer, carry = [], [], 0
     for place in range(digits):
         a, b = first // 10**place % 10, second // 10**place % 10
@@ -39,7 +43,7 @@ def solution(first: int, second: int, digits: int) -> str:
 
 
 def draw_number(digits: int, source: random.Random) -> int:
-    """Draw a number with exactly that many digits (0 counts as one digit)."""
+    """Draw a number with exactly `digits` digits (0 counts as one digit)."""
     return source.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
 
 
@@ -47,12 +51,12 @@ class ArithmeticTask(PoolTask):
     """Finite pool of additions of mixed difficulty, and a held-out set.
 
     Args:
-        train: prompts in the pool, by number of digits from 1.
-        heldout: held-out prompts, likewise; none of them is in the pool.
-        seed: of the pool; independent of a run's seed, so that all runs share their prompts.
+        train: number of training prompts with 1 digit, 2 digits, and so on.
+        heldout: number of held-out prompts, likewise. No held-out prompt is in the pool.
+        seed: seed of the pool. It is independent of a run's seed, so that all runs share their prompts.
     """
 
-    trusted = True  # a comparison of two texts
+    trusted = True  # it only compares two texts
 
     def __init__(self, train: Sequence[int], heldout: Sequence[int], seed: int) -> None:
         for field, counts in (("train", train), ("heldout", heldout)):
@@ -60,17 +64,18 @@ class ArithmeticTask(PoolTask):
                 raise ConfigurationError(f"task.{field}: {list(counts)} must give 1 to {MAX_DIGITS} counts, not all 0")
         source = random.Random(f"arithmetic {seed}")
         pool: list[Prompt] = []
-        apart: list[Prompt] = []
+        heldout_prompts: list[Prompt] = []
         for digits in range(1, MAX_DIGITS + 1):
             wanted_train = train[digits - 1] if digits <= len(train) else 0
             wanted_heldout = heldout[digits - 1] if digits <= len(heldout) else 0
             prompts = self._distinct(digits, wanted_train + wanted_heldout, source)
-            apart += prompts[:wanted_heldout]
+            heldout_prompts += prompts[:wanted_heldout]
             pool += prompts[wanted_heldout:]
-        self._train, self._heldout = pool, {"heldout": apart}
+        self._train, self._heldout = pool, {"heldout": heldout_prompts}
 
     @staticmethod
     def _distinct(digits: int, count: int, source: random.Random) -> list[Prompt]:
+        # There are 10 or 9 * 10**(digits - 1) numbers with this many digits, and pairs of them.
         possible = (10**digits - (10 ** (digits - 1) if digits > 1 else 0)) ** 2
         if count > possible:
             raise ConfigurationError(f"task: {count} problems of {digits} digits wanted, only {possible} exist")

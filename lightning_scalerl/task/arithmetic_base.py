@@ -1,10 +1,10 @@
-"""Base model of task=arithmetic, trained on the spot and cached: it knows the skill, but unreliably.
+"""Base model of task=arithmetic: trained in about a minute, cached, and able to add, but unreliably.
 
-A small Llama is trained on worked solutions whose digits are corrupted at random. The rule survives in it, but
-it samples wrong digits about as often as the data had them: what reinforcement learning then sharpens.
+A small Llama is trained on worked solutions with randomly corrupted digits. It learns the rule, but samples wrong
+digits about as often as the data had them. Reinforcement learning can then improve on that.
 
-The weights of the demo's base model come with the package, so that everybody's demo begins with the same ones, and a
-minute earlier. `python -m lightning_scalerl.task.arithmetic_base` makes that file anew.
+The weights of the demo's base model come with the package: every demo starts from the same weights, and a minute
+earlier. `python -m lightning_scalerl.task.arithmetic_base` creates that file again.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from lightning_scalerl.task.arithmetic import ALPHABET, STOP, draw_number, probl
 from sweeps.terminal import Bar
 
 PAD = "<pad>"
-HEAD_SIZE = 32  # so that other engines can load the model too
-# Beside the weights: how they were made.
+HEAD_SIZE = 32  # a size that other engines support as well
+# File with the settings of a model, next to its weights.
 MADE_WITH = "made_with.json"
-# Settings, other than the defaults, of the base model that comes with the package (conf/sums_of_two_digits.yaml).
+# Non-default settings of the base model that comes with the package (conf/sums_of_two_digits.yaml).
 SHIPPED: dict[str, Any] = {"digits": 2}
 FOLDER = Path(__file__).parent / "base_models"
 
@@ -48,21 +48,23 @@ def arithmetic_base_model(
     digits: int = 3,
     seed: int = 0,
 ) -> str:
-    """Return the path of the base model, made if the cache has none with these settings (about a minute on one core).
+    """Return the path of the base model with these settings.
 
-    The one with the demo's settings is not made: it comes with the package.
+    A model that is not in the cache is trained first, in about a minute on one core. The demo's model comes with the
+    package instead.
 
     Args:
         width: hidden size, a multiple of `HEAD_SIZE`.
-        layers: decoder layers.
-        batches, batch_size, learning_rate: of AdamW's warm-up run, falling to a tenth along a cosine.
+        layers: number of decoder layers.
+        batches, batch_size, learning_rate: of training with AdamW; after a warm-up the learning rate falls to a tenth
+            along a cosine.
         corruption: probability that a digit of a worked solution is replaced by a random one.
-        digits: the longest numbers it ever sees. Longer ones are out of its reach, whatever the recipe: a
-            ceiling below 1.
-        seed: of weights and data.
+        digits: length of the longest numbers in the training data. The model cannot add longer ones, under any recipe,
+            so with longer prompts the ceiling is below 1.
+        seed: seed of weights and data.
 
     Raises:
-        ConfigurationError: a value that no model can be made with; the message names it.
+        ConfigurationError: a value is invalid; the error names it.
     """
     _check(width, layers, batches, batch_size, corruption, learning_rate, digits)
     settings: dict[str, Any] = dict(
@@ -94,20 +96,20 @@ def _name(settings: dict[str, Any]) -> str:
 
 
 def _shipped(settings: dict[str, Any]) -> Any:
-    """Return the model with these settings that comes with the package; None where it has none."""
+    """Return the packaged model with these settings, or None if there is none."""
     file = FOLDER / f"{_name(settings)}.safetensors"
     if not file.is_file():
         return None
-    with torch.random.fork_rng(devices=[]):  # whoever asks for a model keeps the state of the random numbers
+    with torch.random.fork_rng(devices=[]):  # the caller's random state must not change
         model = new_model(settings["width"], settings["layers"], settings["seed"])
     model.load_state_dict(load_file(file))
     return model
 
 
 def make_shipped(folder: Path = FOLDER) -> Path:
-    """Train the base model that comes with the package, and write its weights; return the file."""
-    usual = {name: parameter.default for name, parameter in signature(arithmetic_base_model).parameters.items()}
-    settings = {**usual, **SHIPPED}
+    """Train the packaged base model and write its weights; returns the file."""
+    defaults = {name: parameter.default for name, parameter in signature(arithmetic_base_model).parameters.items()}
+    settings = {**defaults, **SHIPPED}
     folder.mkdir(exist_ok=True)
     file = folder / f"{_name(settings)}.safetensors"
     save_file(_train(**settings).state_dict(), file, {"format": "pt"})
@@ -119,7 +121,7 @@ def _check(
 ) -> None:
     """Check the settings before a minute is spent on training."""
     whole = {"width": width, "layers": layers, "batch_size": batch_size, "digits": digits}
-    if batches != 0:  # weights as they were drawn
+    if batches != 0:  # 0 is allowed: random weights without training
         whole["batches"] = batches
     for name, value in whole.items():
         whole_number(f"model.{name}", value)
@@ -139,7 +141,7 @@ def is_arithmetic_base(model: Any) -> bool:
 
 
 def tokenizer() -> Any:
-    """Return a tokenizer with one token a character; the full stop ends a sequence."""
+    """Return a tokenizer with one token per character; the full stop ends a sequence."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -174,7 +176,7 @@ def new_model(width: int, layers: int, seed: int) -> Any:
 
 
 def corrupted(text: str, corruption: float, source: random.Random) -> str:
-    """Return `text` with each digit replaced by a random digit with that probability."""
+    """Return `text` with each digit replaced by a random digit with probability `corruption`."""
     return "".join(
         str(source.randrange(10)) if character.isdigit() and source.random() < corruption else character
         for character in text
@@ -182,7 +184,7 @@ def corrupted(text: str, corruption: float, source: random.Random) -> str:
 
 
 def _batch(digits: int, size: int, corruption: float, source: random.Random) -> Tensor:
-    """Draw a batch (size, tokens) of one difficulty, so that nothing is padding."""
+    """Draw a batch (size, tokens) of one difficulty, so that no padding is needed."""
     rows = []
     for _ in range(size):
         first, second = draw_number(digits, source), draw_number(digits, source)
@@ -202,7 +204,7 @@ def _train(
     seed: int,
 ) -> Any:
     threads = torch.get_num_threads()
-    # One thread: a second one gains little at this size, and the sums must not depend on the machine's load.
+    # One thread: a second one gains little at this size, and the weights must not depend on the number of threads.
     torch.set_num_threads(1)
     rng_state = torch.get_rng_state()
     try:
@@ -210,11 +212,11 @@ def _train(
         model = new_model(width, layers, seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
         prompt_tokens = len(problem(0, 0))
-        shown = Bar("making the base model (once)", batches)
+        progress = Bar("making the base model (once)", batches)
         for number in range(batches):
-            fall = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * number / batches))
+            decay = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * number / batches))
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate * min(1.0, (number + 1) / 50) * fall
+                group["lr"] = learning_rate * min(1.0, (number + 1) / 50) * decay
             tokens = _batch(1 + number % digits, batch_size, corruption, source)
             logits = model(tokens[:, :-1], use_cache=False).logits[:, prompt_tokens - 1 :]
             loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, prompt_tokens:].flatten())
@@ -222,8 +224,8 @@ def _train(
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            shown.update(number + 1)
-        shown.close()
+            progress.update(number + 1)
+        progress.close()
         return model
     finally:
         torch.set_num_threads(threads)

@@ -23,48 +23,50 @@ class Task(ABC):
     """Problems whose answers a program can check.
 
     Attributes:
-        trusted: the verifier is quick and never hangs: it may run in the trainer's own process. All others run in
-            processes of their own, which are sent the grader by value and share nothing with the trainer's.
+        trusted: whether the verifier may run in the trainer's process, because it is quick and never hangs. Other
+            verifiers run in separate processes. These receive a pickled copy of the grader and share no state with the
+            trainer.
     """
 
     trusted: bool = False
 
     @abstractmethod
     def train_prompts(self) -> Sequence[Prompt]:
-        """Return the training pool: finite, in a fixed order."""
+        """Return the training pool, finite and in a fixed order."""
 
     @abstractmethod
     def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """Return held-out prompts by set name; the first set is the default of every fit."""
+        """Return held-out prompts by set name. Fits use the first set by default."""
 
     @abstractmethod
     def reward(self, prompt: Prompt, completion: str) -> float | None:
-        """Return the verifier's reward of a completion (text, without special tokens); None to abstain.
+        """Return the verifier's reward for a completion (text without special tokens), or None to abstain.
 
-        What it raises is an error of the infrastructure, never a reward of 0.
+        An exception counts as an error of the infrastructure, never as a reward of 0.
         """
 
     def grader(self) -> Grader:
-        """Return the grader that is sent to verifier processes; by default one that calls `reward`."""
+        """Return the grader to send to verifier processes. The default one calls `reward`."""
         return TaskGrader(self)
 
     def known(self) -> Sequence[Known]:
-        """Return a few completions known to be right or wrong, which the verifier is tried on before the first step."""
+        """Return a few completions known to be right or wrong; the verifier is tested on them before the first step."""
         return ()
 
     def notes(self) -> Sequence[str]:
-        """Return remarks on the task's data to print at the start, a line each."""
+        """Return remarks on the task's data, one line each, to print at the start."""
         return ()
 
     def reward_sums(self) -> Sequence[Sequence[str]]:
-        """Return the names of the rewards in each weighted sum that it grades by, the one that decides a pass first.
+        """Return, for each weighted sum of rewards that the task uses, the names of its rewards.
 
-        A task that grades by single rewards, whose grader gives no `Grade.terms`, has none.
+        The reward that decides a pass comes first in each sum. Empty if the task uses single rewards, without
+        `Grade.terms`.
         """
         return ()
 
     def identity(self) -> Any:
-        """Return what, beside its class and its prompts, tells this task from another; None for nothing."""
+        """Return what identifies the task in addition to its class and prompts; None for nothing."""
         return None
 
     def is_correct(self, reward: float) -> bool:
@@ -73,17 +75,17 @@ class Task(ABC):
 
 
 class PoolTask(Task):
-    """Base of the tasks whose prompts are all there once it is made; `__init__` sets `_train` and `_heldout`."""
+    """Base of tasks that load all prompts at construction: `__init__` sets `_train` and `_heldout`."""
 
     _train: Sequence[Prompt]
     _heldout: Mapping[str, Sequence[Prompt]]
 
     def train_prompts(self) -> Sequence[Prompt]:
-        """Return the training pool, in the order in which it was read or drawn."""
+        """Return the training pool in the order in which it was read or drawn."""
         return self._train
 
     def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """Return the held-out prompts, by the name of their set."""
+        """Return the held-out prompts by set name."""
         return self._heldout
 
 
@@ -100,10 +102,11 @@ class TaskGrader:
 
 @dataclass(frozen=True)
 class RewardScale:
-    """Linear map from a verifier's reward r to the one trained on: incorrect + (correct - incorrect) * r.
+    """Linear map from a verifier's reward r to the training reward: incorrect + (correct - incorrect) * r.
 
-    Verifiers give 0 to 1 here, the paper's -1 or 1. Under a normalization this makes no difference, except for what is
-    added to the reward: a length penalty of up to 1 is half of the span from -1 to 1, and all of it from 0 to 1.
+    Verifiers return 0 to 1 here; the ScaleRL paper (arXiv 2510.13786) uses -1 and 1. With a normalization the scale
+    only matters if something is added to the reward: a length penalty of 1 is half the range from -1 to 1, but the
+    whole range from 0 to 1.
     """
 
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "RewardScale", "correct": 1.0, "incorrect": 0.0}
@@ -122,44 +125,45 @@ class RewardScale:
             )
 
     def scale(self, reward: float) -> float:
-        """Return the reward to train on; unchanged bit for bit under 0 and 1."""
+        """Return the training reward; bit for bit the verifier's with the default scale of 0 to 1."""
         if self.incorrect == 0.0 and self.correct == 1.0:
             return reward
         return self.incorrect + (self.correct - self.incorrect) * reward
 
 
 def file_digest(field: str, path: str | Path) -> str:
-    """Return a file's SHA-256, which stands for it in a run's identity, wherever the file lies.
+    """Return a file's SHA-256. It represents the file in a run's identity, independent of its path.
 
     Raises:
-        ConfigurationError: it cannot be read.
+        ConfigurationError: the file cannot be read.
     """
     try:
-        found = Path(path).expanduser()
-        about = found.stat()
-        return _digest(found, about.st_size, about.st_mtime_ns)
+        expanded = Path(path).expanduser()
+        stat = expanded.stat()
+        return _digest(expanded, stat.st_size, stat.st_mtime_ns)
     except OSError as error:
         raise ConfigurationError(f"{field}: cannot read {str(path)!r} ({error.strerror}); give a file") from error
 
 
 def contents(parameters: Mapping[str, Any], content_of: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Return what stands for a task's training rows and held-out sets in a run's identity.
+    """Return what represents a task's training rows and held-out sets in a run's identity.
 
     Args:
-        parameters: of the task; `train` says where the rows are, `heldout` likewise by the name of a set.
-        content_of: returns the content of one of them, given the field for errors and where it is.
+        parameters: the task's parameters. `train` is the location of the training rows, and `heldout` maps set names to
+            locations.
+        content_of: (field for errors, location) -> what represents its content, such as a digest.
     """
     heldout = parameters.get("heldout")
     named = heldout.items() if isinstance(heldout, Mapping) else ()
     return {
         "train": content_of("task.train", parameters.get("train")),
-        "heldout": {name: content_of(f"task.heldout.{name}", given) for name, given in named},
+        "heldout": {name: content_of(f"task.heldout.{name}", location) for name, location in named},
     }
 
 
 @lru_cache(maxsize=256)
 def _digest(path: Path, size: int, changed_ns: int) -> str:
-    """Return the digest, cached by size and time of change: a grid asks for it with every member."""
+    """Return the digest of a file. It is cached by size and modification time, as every member of a grid needs it."""
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
@@ -168,7 +172,7 @@ def check_curriculum(task: Task, curriculum: Curriculum) -> None:
     """Refuse a curriculum that weighs rewards which the task does not have.
 
     Raises:
-        ConfigurationError: which, in one line.
+        ConfigurationError: one line that names the reward.
     """
     problem = curriculum.check_rewards(task.reward_sums())
     if problem:
@@ -176,21 +180,21 @@ def check_curriculum(task: Task, curriculum: Curriculum) -> None:
 
 
 def passes(task: Task, outcome: Outcome) -> bool:
-    """Return whether a score counts as a pass: by its grader if that says, else by the task's rule."""
+    """Return whether a score counts as a pass: as the grader decided, or else by the task's `is_correct`."""
     return task.is_correct(outcome.reward) if outcome.correct is None else outcome.correct
 
 
 def check_task(task: Any, evaluated: bool = True) -> Task:
-    """Return `task` if it has all that training needs.
+    """Return `task` if it has everything that training needs.
 
     Args:
-        task: what a user has given.
-        evaluated: whether it must have a held-out set, as a member of a study must: its curve is one of pass rates.
+        task: object from the user.
+        evaluated: whether it must have a held-out set. Members of a study must, because their curves are pass rates.
 
     Raises:
         ConfigurationError: it lacks prompts, a verifier or a held-out set.
     """
-    for method, what in (
+    for method, description in (
         ("reward", "for a verifier: reward(prompt, completion) -> float"),
         ("is_correct", "is_correct(reward) -> bool"),
         ("train_prompts", "train_prompts() -> prompts"),
@@ -198,7 +202,7 @@ def check_task(task: Any, evaluated: bool = True) -> Task:
         ("grader", "grader(); derive it from lightning_scalerl.Task"),
     ):
         if not callable(getattr(task, method, None)):
-            raise ConfigurationError(f"task: {type(task).__name__} has no method {what}")
+            raise ConfigurationError(f"task: {type(task).__name__} has no method {description}")
     checked: Task = task
     sets = checked.eval_sets()
     if not all(sets.values()) or (evaluated and not sets):

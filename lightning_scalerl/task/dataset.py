@@ -1,4 +1,4 @@
-"""Tasks gsm8k, math, polaris, humaneval, arc, ...: a data set's rows as they are, graded as that data set is."""
+"""Tasks gsm8k, math, polaris, humaneval, arc, ...: the rows of a public data set, graded the way it prescribes."""
 
 from __future__ import annotations
 
@@ -20,37 +20,38 @@ from lightning_scalerl.verify.registry import QUICK, listed, reward_sum
 from lightning_scalerl.verify.registry import content as content_of
 from lightning_scalerl.verify.rewards import FunctionGrader
 
-# Rows whose answers the verifier is tried on before the first step.
+# Number of rows on whose answers the verifier is tested before the first step.
 TRIED = 4
-_SHOWN = 10  # rows whose tests cannot be judged, each with its reason
+_SHOWN = 10  # number of unusable rows that are listed, each with its reason
 
 
 class DatasetTask(PoolTask):
     """Prompts of a data set: a training pool and held-out sets, each from a file, a folder, the hub, or in memory.
 
     Args:
-        format: how rows are read: one of `task.formats.FORMATS`, or "columns".
-        train: the training rows, as a `datasets.Dataset` or a list of dicts, or where they are: a path, or {path,
-            split, name, revision, rows}.
-        heldout: likewise, by set name; the first is the default of every fit. A single set in memory needs no name: it
-            is called `heldout`. Or the share of the training prompts that are held out, such as 0.1: which ones follows
-            from what they ask, not from their order. None for no evaluation, which a study does not take.
-        rewards: what grades: functions, names, places (`file.py:function`), or mappings with `use`, `weight`, `name`.
-        fields: of format "columns", which column is what: prompt, answer, difficulty, id. Without it they are `prompt`
-            and `answer`, and a row that functions alone grade needs no answer.
-        instruction: put behind every question, after a line break; empty for nothing.
-        prefix: put before every question.
-        right, wrong: a completion known to be right, or wrong, as a template of the row's columns such as
-            "\\\\boxed{{{answer}}}"; the verifier is tried on a few before the first step.
-        duplicates: what becomes of a training prompt that occurs twice: "drop" the later one, "refuse", "keep".
-        leaks: what becomes of a training prompt that is in a held-out set too, likewise.
+        format: format of the rows: one of `task.formats.FORMATS`, or "columns".
+        train: the training rows: a `datasets.Dataset`, a list of dicts, a path, or a mapping {path, split, name,
+            revision, rows}.
+        heldout: held-out rows by set name, in the same forms. Fits use the first set by default. A single set in memory
+            may be given without a name and is called `heldout`. A number such as 0.1 holds out this share of the
+            training prompts, chosen by the text of their questions and not by their order. None disables evaluation,
+            which a study does not allow.
+        rewards: graders: functions, names, locations (`file.py:function`), or mappings with `use`, `weight`, `name`.
+        fields: for format "columns", a mapping of prompt, answer, difficulty and id to column names. By default the
+            columns are `prompt` and `answer`; the answer is optional if only functions grade.
+        instruction: appended to every question after a line break; empty for nothing.
+        prefix: prepended to every question.
+        right, wrong: templates of a completion known to be right, or wrong, with the row's columns as fields, such as
+            "\\\\boxed{{{answer}}}". The verifier is tested on a few of them before the first step.
+        duplicates: rule for training prompts that occur twice: "drop" the later one, "refuse" or "keep".
+        leaks: the same for training prompts that are in a held-out set too.
         sandbox: settings of the verifier `code` (`verify.programs.Programs`), such as {memory_mib: 2048}.
 
     Raises:
-        ConfigurationError: a file, row, field, rule or reward that cannot be used; named.
+        ConfigurationError: a file, row, field, rule or reward cannot be used; the error names it.
     """
 
-    # At these values a task has the identity that it would have without them.
+    # A parameter with this value is left out of identities, so that runs from before it existed keep theirs.
     added: ClassVar[Mapping[str, Any]] = {
         "fields": None, "instruction": "", "prefix": "", "right": None, "wrong": None, "duplicates": "drop",
         "leaks": "drop", "sandbox": {},
@@ -75,39 +76,43 @@ class DatasetTask(PoolTask):
         _check_given(train, heldout, rewards)
         heldout = _by_name(heldout)
         self._rewards = reward_sum("task.rewards", _with_sandbox(rewards, dict(sandbox or {})))
-        graders = [each.grader for each in self._rewards.rewards]
+        graders = [reward.grader for reward in self._rewards.rewards]
         self.trusted = all(isinstance(grader, QUICK) for grader in graders)
-        # Only where a function may read them: columns travel with every completion, and may hold megabytes.
+        # Columns are sent with every completion and may hold megabytes, so keep them only if a function may read them.
         self._keeps_columns = any(isinstance(grader, FunctionGrader) for grader in graders)
-        own = all(isinstance(grader, FunctionGrader) for grader in graders)
-        self._read = _OwnColumns() if format == "columns" and not fields and own else _reader(format, fields)
+        only_functions = all(isinstance(grader, FunctionGrader) for grader in graders)
+        default_columns = format == "columns" and not fields
+        self._read = _OptionalAnswer() if default_columns and only_functions else _reader(format, fields)
         self._identity = rewards
         self._prefix, self._instruction = prefix, instruction
         self._templates = right, wrong
         self._known: list[Known] = []
         self._notes: list[str] = []
         sets = {} if heldout is None or isinstance(heldout, float) else heldout
-        self._heldout = {str(name): self._prompts(f"task.heldout.{name}", given) for name, given in sets.items()}
+        self._heldout = {str(name): self._prompts(f"task.heldout.{name}", rows) for name, rows in sets.items()}
         train_prompts = self._prompts("task.train", train, remember=True)
         if isinstance(heldout, float):
             train_prompts, self._heldout["heldout"] = split(train_prompts, heldout)
-        self._train, found = without_overlap(train_prompts, self._heldout, duplicates, leaks)
-        self._notes += found
+        self._train, notes = without_overlap(train_prompts, self._heldout, duplicates, leaks)
+        self._notes += notes
 
     @staticmethod
     def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return digests of local files and commits of hub data sets, which stand for them in a run's identity.
+        """Return digests of local files and commits of hub data sets, which represent them in a run's identity.
 
         Raises:
-            ConfigurationError: a file that cannot be read.
+            ConfigurationError: a file cannot be read.
         """
         rewards = _rewards_content(parameters.get("rewards"))
-        whole = {**parameters, "heldout": _by_name(parameters.get("heldout"))}
-        found = contents(whole, lambda field, given: source_of(field, given).content()) | {"rewards": rewards}
-        return found | {"heldout": {"share": whole["heldout"]}} if isinstance(whole["heldout"], float) else found
+        heldout = _by_name(parameters.get("heldout"))
+        content = contents(
+            {**parameters, "heldout": heldout}, lambda field, location: source_of(field, location).content()
+        )
+        content |= {"rewards": rewards}
+        return content | {"heldout": {"share": heldout}} if isinstance(heldout, float) else content
 
     def identity(self) -> Any:
-        """Return the digests of its reward functions, by which two fits of one module are of one task or of two."""
+        """Return the digests of the reward functions: with other functions it is another task."""
         return _rewards_content(self._identity)
 
     def reward(self, prompt: Prompt, completion: str) -> float | None:
@@ -115,35 +120,42 @@ class DatasetTask(PoolTask):
         return self._rewards.grade(Sample(prompt, completion, completion)).reward
 
     def grader(self) -> Grader:
-        """Return the rewards alone: verifier processes need no prompts."""
+        """Return a grader with the rewards alone: verifier processes do not need the task's prompts."""
         return self._rewards
 
     def reward_sums(self) -> Sequence[Sequence[str]]:
-        """Return the names of its rewards, if it has several."""
-        names = [each.name for each in self._rewards.rewards]
+        """Return the names of the rewards, if there are several."""
+        names = [reward.name for reward in self._rewards.rewards]
         return [names] if len(names) > 1 else []
 
     def known(self) -> Sequence[Known]:
-        """Return right and wrong answers to a few rows, for the verifier's trial."""
+        """Return right and wrong completions for a few rows, on which the verifier is tested."""
         return self._known
 
     def notes(self) -> Sequence[str]:
-        """Return findings in the data, and the protections that sandboxed verifiers run behind."""
-        graders = [each.grader for each in self._rewards.rewards]
+        """Return remarks on the data, and the protections of sandboxed verifiers on this machine."""
+        graders = [reward.grader for reward in self._rewards.rewards]
         return [*self._notes, *(line for grader in graders if hasattr(grader, "notes") for line in grader.notes())]
 
     def read(self, rows: Sequence[Row]) -> list[Prompt]:
-        """Return prompts of more rows of the task's form, for `Trainer.predict`.
+        """Return prompts for more rows in the task's format, for `Trainer.predict`.
 
         Raises:
-            ConfigurationError: a row that cannot be read.
+            ConfigurationError: a row cannot be read.
         """
         return self._prompts("predict", list(rows))
 
-    def _prompts(self, field: str, given: Any, remember: bool = False) -> list[Prompt]:
-        source = source_of(field, given)
+    def _prompts(self, field: str, location: Any, remember: bool = False) -> list[Prompt]:
+        """Read the rows of one set as prompts. Rows that cannot be graded are left out and reported in `notes`.
+
+        Args:
+            field: the field of the configuration, for errors.
+            location: the rows, or where they are.
+            remember: whether to collect completions for `known` from these rows.
+        """
+        source = source_of(field, location)
         rows = source.read()
-        prompts, rights = [], []
+        prompts, right_completions = [], []
         unanswered: list[int] = []
         refused: list[str] = []
         for number, row in enumerate(rows):
@@ -159,11 +171,11 @@ class DatasetTask(PoolTask):
             if no_answer(problem.answer) and not self._keeps_columns:
                 unanswered.append(number)
                 continue
-            if (why := self._unjudgeable(problem.answer)) is not None:
-                refused.append(f"row {number}: {why}")
+            if (reason := self._unjudgeable(problem.answer)) is not None:
+                refused.append(f"row {number}: {reason}")
                 continue
             prompts.append(self._prompt(problem, row, number))
-            rights.append(problem.right)
+            right_completions.append(problem.right)
         if unanswered:
             self._notes.append(
                 f"{field}: {len(unanswered)} of {len(rows)} rows have no answer (first row {unanswered[0]}); left out"
@@ -177,14 +189,14 @@ class DatasetTask(PoolTask):
             raise ConfigurationError(f"{field}: no row of {source.path} has an answer")
         _check_ids(prompts)
         if remember:
-            self._know(prompts, rights)
+            self._collect_known(prompts, right_completions)
         return prompts if self._keeps_columns else [replace(prompt, columns={}) for prompt in prompts]
 
     def _unjudgeable(self, answer: Any) -> str | None:
-        """Return why a reward cannot judge by this answer; None if all can."""
-        graders = [each.grader for each in self._rewards.rewards]
-        found = (grader.unjudgeable(answer) for grader in graders if isinstance(grader, Programs))
-        return next((why for why in found if why is not None), None)
+        """Return the reason why a reward cannot grade with this answer, or None if all can."""
+        graders = [reward.grader for reward in self._rewards.rewards]
+        reasons = (grader.unjudgeable(answer) for grader in graders if isinstance(grader, Programs))
+        return next((reason for reason in reasons if reason is not None), None)
 
     def _prompt(self, problem: Problem, row: Row, number: int) -> Prompt:
         instruction = f"\n{self._instruction}" if self._instruction else ""
@@ -202,17 +214,21 @@ class DatasetTask(PoolTask):
             question=problem.text,
         )
 
-    def _know(self, prompts: Sequence[Prompt], rights: Sequence[str | None]) -> None:
-        """Collect right and wrong completions for a few random rows: by template, by the row, or by the verifier."""
+    def _collect_known(self, prompts: Sequence[Prompt], right_completions: Sequence[str | None]) -> None:
+        """Collect right and wrong completions of a few random rows, for `known`.
+
+        They come from the template, else from the row's own solution, else from the verifier.
+        """
         first = self._rewards.rewards[0].grader
         chosen = random.Random(0).sample(range(len(prompts)), min(TRIED, len(prompts)))
         for number in sorted(chosen):
             prompt = prompts[number]
-            own = first.known(prompt.answer) if hasattr(first, "known") else (None, None)
-            # A row's own solution is right for built-in verifiers; a user's reward may look at something else.
-            worked = rights[number] if hasattr(first, "known") else None
-            right = self._filled(self._templates[0], prompt) if self._templates[0] is not None else worked or own[0]
-            wrong = self._filled(self._templates[1], prompt) if self._templates[1] is not None else own[1]
+            by_verifier = first.known(prompt.answer) if hasattr(first, "known") else (None, None)
+            # A row's solution is right for built-in verifiers, but a user's reward function may check something else.
+            solution = right_completions[number] if hasattr(first, "known") else None
+            right_template, wrong_template = self._templates
+            right = solution or by_verifier[0] if right_template is None else self._filled(right_template, prompt)
+            wrong = by_verifier[1] if wrong_template is None else self._filled(wrong_template, prompt)
             for text, is_right in ((right, True), (wrong, False)):
                 if text:
                     self._known.append(Known(Sample(prompt, text, text), is_right))
@@ -229,10 +245,10 @@ class DatasetTask(PoolTask):
 
 
 def _check_given(train: Any, heldout: Any, rewards: Any) -> None:
-    """Check that rows and rewards are given, and what is said of held-out sets.
+    """Check that training rows and rewards are given, and that `heldout` has a valid form.
 
     Raises:
-        ConfigurationError: one is missing, or held-out sets are given in no known form.
+        ConfigurationError: one of them is missing or invalid.
     """
     if train is None:
         raise ConfigurationError("task.train: needs a value; give a file, a datasets.Dataset or a list of dicts")
@@ -244,7 +260,7 @@ def _check_given(train: Any, heldout: Any, rewards: Any) -> None:
             f"task.heldout: {heldout!r} must name at least one set, such as {{test: test.jsonl}}, or be the share of "
             "the training prompts to hold out, such as 0.1, or None for no evaluation in a script"
         )
-        if isinstance(heldout, Sequence) and heldout and all(isinstance(each, int) for each in heldout):
+        if isinstance(heldout, Sequence) and heldout and all(isinstance(count, int) for count in heldout):
             problem += "; numbers of prompts are the arithmetic task's, as scale=tiny sets them: choose another scale"
         raise ConfigurationError(problem)
     if rewards is None:
@@ -254,7 +270,7 @@ def _check_given(train: Any, heldout: Any, rewards: Any) -> None:
 
 
 def _by_name(heldout: Any) -> Any:
-    """Return held-out sets by name; a single one in memory is called `heldout`, a file has to be given a name."""
+    """Return held-out sets by name. A single set in memory gets the name `heldout`; other forms are unchanged."""
     rows = isinstance(heldout, list | tuple) and all(isinstance(row, Mapping) for row in heldout)
     single = not isinstance(heldout, Mapping) and (rows or hasattr(heldout, "column_names"))
     return {"heldout": heldout} if single else heldout
@@ -264,8 +280,8 @@ def _rewards_content(rewards: Any) -> Any:
     return content_of(rewards, lambda path: file_digest("task.rewards", path))
 
 
-class _OwnColumns:
-    """Reader of rows that functions alone grade: `prompt` has to be there, and `answer` may be."""
+class _OptionalAnswer:
+    """Reader of rows that only functions grade: the column `prompt` is required, `answer` is optional."""
 
     def __call__(self, row: Row) -> Problem:
         return Columns(answer="answer" if "answer" in row else None)(row)
@@ -289,21 +305,21 @@ def _reader(format: str, fields: Mapping[str, str] | None) -> Any:
 
 
 def _with_sandbox(rewards: Any, settings: dict[str, Any]) -> Any:
-    """Return the rewards with the sandbox's settings, for those that run programs.
+    """Add the sandbox's settings to the rewards that run programs (`code`).
 
     Raises:
-        ConfigurationError: no program is.
+        ConfigurationError: there are settings, but no such reward.
     """
     if not settings:
         return rewards
-    found = [dict(entry) if isinstance(entry, Mapping) else {"use": entry} for entry in listed(rewards)]
-    if not any(entry.get("use") == "code" for entry in found):
+    entries = [dict(entry) if isinstance(entry, Mapping) else {"use": entry} for entry in listed(rewards)]
+    if not any(entry.get("use") == "code" for entry in entries):
         raise ConfigurationError(f"task.sandbox: {settings!r}: task.rewards has no `code`, which alone runs programs")
-    return [{**settings, **entry} if entry.get("use") == "code" else entry for entry in found]
+    return [{**settings, **entry} if entry.get("use") == "code" else entry for entry in entries]
 
 
 def _check_ids(prompts: list[Prompt]) -> None:
-    """Make ids of rows unique by adding the row's number: duplicates are the data's, and no error."""
+    """Make prompt ids unique by appending the row's number. Data sets may repeat ids, so this is not an error."""
     taken = {prompt.prompt_id for prompt in prompts}
     seen: set[str] = set()
     for number, prompt in enumerate(prompts):

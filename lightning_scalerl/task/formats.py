@@ -1,7 +1,7 @@
-"""Readers of data sets' rows as problems: one function a format.
+"""Readers that turn rows of data sets into problems, one function per format.
 
-Each takes a row and gives a `Problem`, or raises `KeyError` for a column that is not there. `Columns` takes any row
-whose columns a user has named.
+Each takes a row and returns a `Problem`, or raises `KeyError` for a missing column. `Columns` reads rows of any format
+by column names from the user.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Problem:
-    """Question and answer that a row holds.
+    """Question and answer of a row.
 
     Attributes:
-        text: the question, as plain text; of a conversation its last message.
-        answer: what the verifier compares with.
-        messages: the conversation, if it is one.
-        difficulty: a label; empty if the row has none.
-        name: the row's own id; empty if it has none.
-        right: a completion that is known to be right, if the row holds one.
+        text: the question as plain text; for a conversation, its last message.
+        answer: the reference for the verifier.
+        messages: the conversation; empty for a plain question.
+        difficulty: label of the difficulty; empty if the row has none.
+        name: id of the row; empty if it has none.
+        right: a completion that is known to be right, if the row has one.
     """
 
     text: str
@@ -47,7 +47,7 @@ class Problem:
 
 
 def no_answer(answer: Any) -> bool:
-    """Return whether an answer holds nothing to compare a completion with: such a row cannot be graded."""
+    """Return whether an answer is empty, so that completions cannot be graded."""
     if isinstance(answer, Mapping):
         return any(name in answer and not answer[name] for name in ("tests", "calls", "cases", "true"))
     if isinstance(answer, list | tuple):
@@ -56,10 +56,10 @@ def no_answer(answer: Any) -> bool:
 
 
 def _first(row: Row, *names: str) -> Any:
-    """Return the first of these columns that is not empty; an empty text if all that exist are empty.
+    """Return the first of these columns that is not None, or an empty text if all existing ones are None.
 
     Raises:
-        KeyError: none is there.
+        KeyError: none of the columns exists.
     """
     for name in names:
         if row.get(name) is not None:
@@ -75,17 +75,17 @@ def _optional(row: Row, *names: str) -> str:
 
 def gsm8k(row: Row) -> Problem:
     """Read a row of openai/gsm8k: question, answer (reasoning, then `#### 72`)."""
-    worked = str(_first(row, "answer"))
-    gold = worked.rpartition("####")[2].strip().replace(",", "")
-    return Problem(str(_first(row, "question")), gold, right=worked if "####" in worked else None)
+    solution = str(_first(row, "answer"))
+    gold = solution.rpartition("####")[2].strip().replace(",", "")
+    return Problem(str(_first(row, "question")), gold, right=solution if "####" in solution else None)
 
 
 def math(row: Row) -> Problem:
-    """Read a row of MATH and its kin: problem, solution with a boxed answer, or answer; level."""
+    """Read a row of MATH or a similar data set: problem, solution with a boxed answer, or answer; level."""
     text = str(_first(row, "problem", "Problem", "question"))
     solution = _optional(row, "solution", "Solution")
     if not solution:
-        _first(row, "answer", "Answer", "solution", "Solution")  # one of them has to be there
+        _first(row, "answer", "Answer", "solution", "Solution")  # raises KeyError if none of them exists
     gold = _optional(row, "answer", "Answer") or last_boxed(solution) or ""
     level = _optional(row, "level", "difficulty")
     return Problem(
@@ -98,9 +98,9 @@ def math(row: Row) -> Problem:
 
 
 def polaris(row: Row) -> Problem:
-    """Read a row of Polaris-53K or DeepScaleR: problem, answer, and for Polaris difficulty, such as 3/8 solved.
+    """Read a row of Polaris-53K or DeepScaleR: problem, answer, and for Polaris difficulty, such as 3/8 (solved).
 
-    The label counts the others, `failed_5_of_8`: a curriculum takes a larger number for a harder prompt.
+    The label counts failures, `failed_5_of_8`, because for a curriculum a larger number means a harder prompt.
     """
     solved = re.fullmatch(r"(\d+)/(\d+)", _optional(row, "difficulty"))
     label = f"failed_{int(solved[2]) - int(solved[1])}_of_{solved[2]}" if solved else _optional(row, "difficulty")
@@ -118,14 +118,14 @@ def humaneval(row: Row) -> Problem:
 def mbpp(row: Row) -> Problem:
     """Read a row of mbpp, full or sanitized: text or prompt, test_list, test_setup_code or test_imports, code."""
     tests = [str(test) for test in _first(row, "test_list")]
-    before = _optional(row, "test_setup_code") or "\n".join(map(str, row.get("test_imports") or ()))
+    prelude = _optional(row, "test_setup_code") or "\n".join(map(str, row.get("test_imports") or ()))
     text = f"{_first(row, 'text', 'prompt')}\nYour code should pass these tests:\n\n" + "\n".join(tests)
-    # Named, so that no other function of the program can answer for what the tests compare with.
+    # Only these names are taken from the program, so that it cannot replace anything else that the tests compare with.
     used = used_names("\n".join(tests))
     known = [name for name in defined_names(_optional(row, "code")) if name in used]
     called = [name for name in known if re.search(rf"\b{name}\s*\(", "\n".join(tests))]
     entry_point = called[0] if len(called) == 1 else None
-    answer: dict[str, Any] = {"tests": "\n".join(tests), "prelude": before, "entry_point": entry_point}
+    answer: dict[str, Any] = {"tests": "\n".join(tests), "prelude": prelude, "entry_point": entry_point}
     if names := [name for name in known if name != entry_point]:
         answer["names"] = names
     return Problem(text, answer, name=_optional(row, "task_id"), right=_optional(row, "code") or None)
@@ -150,15 +150,15 @@ def livecodebench(row: Row) -> Problem:
 
 
 def _arguments(text: str) -> list[Any]:
-    """Parse arguments that are written as one JSON value a line."""
+    """Parse arguments that are written as one JSON value per line."""
     return [_json(line) for line in text.splitlines() if line.strip()]
 
 
 def _json(text: str) -> Any:
-    """Parse JSON, also whole numbers of more than 4,300 digits, which Python's `int` refuses to read.
+    """Parse JSON, including integers of more than 4,300 digits, which Python's `int` refuses to read.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: the text is not JSON.
     """
     try:
         return parse_json(text)
@@ -166,26 +166,26 @@ def _json(text: str) -> Any:
         return json.loads(text, parse_int=lambda digits: int(Decimal(digits)))
 
 
-def _cases(given: Any) -> list[dict[str, Any]]:
-    """Parse test cases in JSON, or (private ones) JSON in a pickled text in zlib in base 64."""
-    if not isinstance(given, str):
-        return list(given)
+def _cases(column: Any) -> list[dict[str, Any]]:
+    """Parse test cases: JSON, or for private ones a pickled JSON text, compressed by zlib and encoded in base 64."""
+    if not isinstance(column, str):
+        return list(column)
     try:
-        cases: list[dict[str, Any]] = _json(given)
+        cases: list[dict[str, Any]] = _json(column)
     except ValueError:
         try:
-            packed = zlib.decompress(base64.b64decode(given))
-        except (ValueError, zlib.error) as error:  # zlib's own is no ValueError, and calls itself "error"
+            packed = zlib.decompress(base64.b64decode(column))
+        except (ValueError, zlib.error) as error:  # zlib.error is not a ValueError
             raise ValueError(f"test cases are neither JSON nor packed by zlib in base 64 ({error})") from error
         cases = _json(_TextOnly(io.BytesIO(packed)).load())
     return cases
 
 
 class _TextOnly(pickle.Unpickler):
-    """Unpickler of texts only: a pickle that names a class could run any code."""
+    """Unpickler that accepts only plain texts: a pickle that names a class could run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Refuse every class that the pickle names.
+        """Refuse any class that the pickle names.
 
         Raises:
             UnpicklingError: always.
@@ -196,7 +196,7 @@ class _TextOnly(pickle.Unpickler):
 def arc(row: Row) -> Problem:
     """Read a row of allenai/ai2_arc: question, choices {text, label}, answerKey.
 
-    Labels become letters; some rows have digits.
+    Labels become letters, as some rows have digits instead.
     """
     choices = _first(row, "choices")
     labels = [str(label) for label in choices["label"]]
@@ -209,7 +209,7 @@ def hellaswag(row: Row) -> Problem:
     text = f"How does this go on?\n\n{_first(row, 'ctx')}"
     label, name = str(_first(row, "label")), _optional(row, "source_id", "ind")
     endings = list(_first(row, "endings"))
-    if label == "":  # a test set's, which is kept secret
+    if label == "":  # labels of the test set are secret
         return Problem(text, "", name=name)
     return _choice(text, endings, int(label), name)
 
@@ -222,26 +222,27 @@ def _choice(question: str, options: Sequence[Any], right: int, name: str) -> Pro
 def truthfulqa(row: Row) -> Problem:
     """Read a row of truthfulqa/truthful_qa, generation: question, best_answer, correct_answers, incorrect_answers."""
     true = [_first(row, "best_answer"), *(row.get("correct_answers") or ())]
-    true = [str(each) for each in true if not no_answer(each)]
-    false = [str(each) for each in row.get("incorrect_answers") or () if not no_answer(each)]
+    true = [str(answer) for answer in true if not no_answer(answer)]
+    false = [str(answer) for answer in row.get("incorrect_answers") or () if not no_answer(answer)]
     return Problem(str(_first(row, "question")), {"true": true, "false": false}, difficulty="")
 
 
 def natural_questions(row: Row) -> Problem:
-    """Read a row of nq_open and its kin: question, answer (a list of what is accepted)."""
+    """Read a row of nq_open or a similar data set: question, answer (a list of accepted answers)."""
     answers = _first(row, "answer", "answers")
     listed = answers if isinstance(answers, list | tuple) else [answers]
-    return Problem(str(_first(row, "question")), [str(each) for each in listed if not no_answer(each)])
+    return Problem(str(_first(row, "question")), [str(answer) for answer in listed if not no_answer(answer)])
 
 
 def verl(row: Row) -> Problem:
-    """Read a row of verl's: data_source, prompt (messages), ability, reward_model {style, ground_truth}, extra_info."""
-    messages = tuple(dict(each) for each in _first(row, "prompt"))
+    """Read a row of verl: data_source, prompt (messages), ability, reward_model {style, ground_truth}, extra_info."""
+    messages = tuple(dict(message) for message in _first(row, "prompt"))
     model = _first(row, "reward_model")
-    about = row.get("extra_info") or {}
+    extra = row.get("extra_info") or {}
     level = _optional(row, "level").lower().replace(" ", "_")
-    worked = about.get("answer") if isinstance(about, Mapping) else None
-    right = str(worked) if isinstance(worked, str) and "####" in worked else None
+    # verl's GSM8K rows keep the worked solution in `extra_info`.
+    solution = extra.get("answer") if isinstance(extra, Mapping) else None
+    right = str(solution) if isinstance(solution, str) and "####" in solution else None
     gold = model["ground_truth"]
     return Problem(str(messages[-1]["content"]), gold, messages, difficulty=level, right=right)
 
@@ -265,12 +266,12 @@ FORMATS: Mapping[str, Callable[[Row], Problem]] = {
 
 @dataclass(frozen=True)
 class Columns:
-    """Reader of any row, by the columns that a user has named.
+    """Reader of rows by column names.
 
     Args:
-        prompt: a column of texts, or of messages.
-        answer: a column; None if a reward function looks at the row itself.
-        difficulty, id: columns, or None.
+        prompt: column with texts or lists of messages.
+        answer: column with answers; None if a reward function reads the row itself.
+        difficulty, id: columns with these, or None.
     """
 
     prompt: str = "prompt"
@@ -280,9 +281,9 @@ class Columns:
 
     def __call__(self, row: Row) -> Problem:
         """Read one row by the named columns."""
-        asked = _first(row, self.prompt)
-        messages = () if isinstance(asked, str) else tuple(dict(each) for each in asked)
-        text = asked if isinstance(asked, str) else str(messages[-1]["content"])
+        prompt = _first(row, self.prompt)
+        messages = () if isinstance(prompt, str) else tuple(dict(message) for message in prompt)
+        text = prompt if isinstance(prompt, str) else str(messages[-1]["content"])
         answer = "" if self.answer is None else _first(row, self.answer)
         label = "" if self.difficulty is None else str(_first(row, self.difficulty))
         return Problem(text, answer, messages, label, "" if self.id is None else str(_first(row, self.id)))

@@ -1,4 +1,4 @@
-"""Task `jsonl`: prompts from JSON-lines files, checked by a verifier of the user's or by exact match."""
+"""Task `jsonl`: prompts from JSON-lines files, graded by exact match or by the user's verifier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Verifier = Callable[[str, str], float | None]
 
 @dataclass(frozen=True)
 class AnswerGrader:
-    """Grader that calls a function of the completion and the prompt's answer."""
+    """Grader that calls a function with the completion and the prompt's answer."""
 
     verify: Verifier
 
@@ -30,7 +30,7 @@ class AnswerGrader:
 
 
 def exact_match(completion: str, answer: str) -> float:
-    """Return 1 if the completion, stripped, is the answer, else 0."""
+    """Return 1 if completion and answer are the same apart from surrounding white space, else 0."""
     return float(completion.strip() == answer.strip())
 
 
@@ -38,18 +38,18 @@ VERIFIERS: Mapping[str, Verifier] = {"exact_match": exact_match}
 
 
 class JsonlTask(PoolTask):
-    """Prompts from files of one JSON object a line: `prompt` and `answer`, optionally `id` and `difficulty`.
+    """Prompts from JSON-lines files, one object per line: `prompt` and `answer`, optionally `id` and `difficulty`.
 
-    Without an `id` it is the line's number.
+    The default `id` is the number of the line.
 
     Args:
         train: file with the training pool.
-        heldout: held-out files by set name; the first is the default of every fit.
-        verifier: `exact_match`, or `module:function` of yours, called as function(completion, answer) -> float, or
-            None to abstain; 1 or more is a pass.
+        heldout: held-out files by set name. Fits use the first set by default.
+        verifier: `exact_match`, or your own `module:function`. It is called as function(completion, answer) and returns
+            a float (1 or more is a pass) or None to abstain.
 
     Raises:
-        ConfigurationError: a file that is missing or malformed, a verifier that cannot be imported.
+        ConfigurationError: a file is missing or malformed, or the verifier cannot be imported.
     """
 
     def __init__(self, train: str, heldout: Mapping[str, str], verifier: str) -> None:
@@ -60,10 +60,10 @@ class JsonlTask(PoolTask):
 
     @staticmethod
     def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return digests of the files, which stand for them in a run's identity.
+        """Return digests of the files, which represent them in a run's identity.
 
         Raises:
-            ConfigurationError: a file that cannot be read.
+            ConfigurationError: a file cannot be read.
         """
         return contents(parameters, lambda field, path: file_digest(field, str(path)))
 
@@ -72,15 +72,15 @@ class JsonlTask(PoolTask):
         return self._verify(completion, prompt.answer)
 
     def grader(self) -> Grader:
-        """Return the verifier alone: its processes need no prompts."""
+        """Return a grader with the verifier alone: verifier processes do not need the task's prompts."""
         return AnswerGrader(self._verify)
 
 
 def load_verifier(name: str) -> Verifier:
-    """Return a built-in verifier by its name, or a user's by `module:function`.
+    """Return a built-in verifier by name, or the user's by `module:function`.
 
     Raises:
-        ConfigurationError: it is not there or not callable.
+        ConfigurationError: it cannot be imported or is not callable.
     """
     if name in VERIFIERS:
         return VERIFIERS[name]
@@ -100,7 +100,7 @@ def read_prompts(field: str, path: str) -> list[Prompt]:
     """Read the prompts of one JSON-lines file.
 
     Raises:
-        ConfigurationError: names the field, the file, the line and what is wrong with it.
+        ConfigurationError: a line is malformed; the error names field, file, line and problem.
     """
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
@@ -128,10 +128,10 @@ def read_prompts(field: str, path: str) -> list[Prompt]:
 
 
 def _text(entry: Mapping[str, Any], name: str, default: str | None = None) -> str:
-    """Return a field of a line as text: a number as it is written, nothing else that would be its Python repr.
+    """Return a field of a line as text. Only strings and numbers are accepted: others would become a Python repr.
 
     Raises:
-        ValueError: the field is missing and has no default, or is neither a text nor a finite number.
+        ValueError: the field is missing and has no default, or is neither a string nor a finite number.
     """
     value = entry.get(name)
     if default is not None and value is None:

@@ -1,4 +1,4 @@
-"""Task `mixture`: several tasks trained on together, each with held-out sets, and so a curve, of its own."""
+"""Task `mixture`: training on several tasks together; each keeps its own held-out sets and so its own curve."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from lightning_scalerl.verify.rewards import together
 
 @dataclass(frozen=True)
 class MixtureGrader:
-    """Grader that passes each prompt to the grader of its own task."""
+    """Grader that forwards each sample to the grader of its task."""
 
     graders: Mapping[str, Grader]
     correct: Mapping[str, Callable[[float], bool]]
 
     def prepare(self) -> None:
-        """Prepare every task's grader that needs it."""
+        """Prepare the graders of all tasks that need it."""
         for grader in self.graders.values():
             if hasattr(grader, "prepare"):
                 grader.prepare()
 
     @property
     def longest_s(self) -> float:
-        """Longest time that one grade may take, in seconds: that of the slowest task."""
+        """Time limit of one grade in seconds: that of the slowest task."""
         return max(float(getattr(grader, "longest_s", 0.0)) for grader in self.graders.values())
 
     def needs_s(self, sample: Sample) -> float:
-        """Return the seconds that the task's own grader may need for this sample; 0 if it does not say."""
+        """Return the seconds that the task's grader may need for this sample; 0 if it does not declare them."""
         grader = self.graders[sample.prompt.source]
         return float(grader.needs_s(sample)) if hasattr(grader, "needs_s") else 0.0
 
@@ -43,21 +43,22 @@ class MixtureGrader:
         return [name for grader in self.graders.values() for name in getattr(grader, "functions", ())]
 
     def needs_group(self, prompt: Prompt) -> bool:
-        """Return whether the task's own grader is called with all completions of a group."""
+        """Return whether the task's grader is called with all completions of a group at once."""
         return needs_group(self.graders[prompt.source], prompt)
 
     def grade_group(self, samples: Sequence[Sample]) -> Sequence[Grade | Exception]:
-        """Grade the completions of a group with their task's own grader."""
+        """Grade all completions of a group with their task's grader."""
         source = samples[0].prompt.source
         grades = together(self.graders[source], samples)
-        return [each if isinstance(each, Exception) else self._of(source, each) for each in grades]
+        return [grade if isinstance(grade, Exception) else self._qualified(source, grade) for grade in grades]
 
     def grade(self, sample: Sample) -> Grade:
-        """Grade with the task's own grader, and put the task's name before the names of parts and terms."""
+        """Grade with the task's grader, and prefix the names of parts and terms with the task's name."""
         source = sample.prompt.source
-        return self._of(source, self.graders[source].grade(sample))
+        return self._qualified(source, self.graders[source].grade(sample))
 
-    def _of(self, source: str, grade: Grade) -> Grade:
+    def _qualified(self, source: str, grade: Grade) -> Grade:
+        """Apply the task's rule for a pass if the grader has not decided, and prefix names with the task's name."""
         if grade.correct is None and grade.reward is not None:
             grade = replace(grade, correct=self.correct[source](float(grade.reward)))
         parts, terms = (
@@ -67,18 +68,18 @@ class MixtureGrader:
 
 
 class MixtureTask(PoolTask):
-    """Union of several tasks' pools; an epoch is a pass over all of them.
+    """Union of the pools of several tasks; an epoch is a pass over all of them.
 
-    Held-out sets are called by their task and their own name (`math_test`), or by the task's name alone where it has
-    one set only. The first task's first set is the default of every fit; `--metric eval/<set>/pass_rate` fits another.
+    A held-out set is named after its task and itself (`math_test`), or after the task alone if the task has only one
+    set. Fits use the first set of the first task by default; `--metric eval/<set>/pass_rate` selects another.
 
     Args:
         tasks: the tasks by name.
-        repeat: how often a task's prompts are in the pool, by name; 1 where it is not said.
-        leaks: what becomes of a training prompt that another task holds out: "drop", "refuse", "keep".
+        repeat: number of times that a task's prompts are in the pool, by task name; 1 by default.
+        leaks: rule for training prompts that another task holds out: "drop", "refuse" or "keep".
 
     Raises:
-        ConfigurationError: fewer than one task, or a name that is none.
+        ConfigurationError: there is no task, or a name is invalid.
     """
 
     def __init__(self, tasks: Mapping[str, Task], repeat: Mapping[str, int] | None = None, leaks: str = "drop") -> None:
@@ -93,9 +94,9 @@ class MixtureTask(PoolTask):
         if nested:
             raise ConfigurationError(f"task.tasks: {nested[0]} is a mixture itself; give its tasks in its place")
         named = [set_name for name, task in self._tasks.items() for set_name in _set_names(name, task)]
-        double = sorted({name for name in named if named.count(name) > 1})
-        if double:
-            raise ConfigurationError(f"task.tasks: two held-out sets would be called {double[0]}; rename a task")
+        duplicates = sorted({name for name in named if named.count(name) > 1})
+        if duplicates:
+            raise ConfigurationError(f"task.tasks: two held-out sets would be called {duplicates[0]}; rename a task")
         times = dict(repeat or {})
         for name, count in times.items():
             if name not in self._tasks or isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -116,20 +117,20 @@ class MixtureTask(PoolTask):
             for set_name, prompts in _set_names(name, task).items()
         }
 
-        # Each task has looked at its own sets; here at those of the others.
+        # Each task has checked its pool against its own held-out sets; check it against the other tasks' sets.
         self._notes: list[str] = []
         kept: list[Prompt] = []
         for name in self._tasks:
-            others = {key: those for key, those in self._heldout.items() if those and those[0].source != name}
-            own = [prompt for prompt in self._train if prompt.source == name]
-            left, found = without_overlap(own, others, "keep", leaks)
-            kept += left
-            self._notes += [f"{name}: {line}" for line in found if line.startswith("task.leaks")]
+            others = {key: prompts for key, prompts in self._heldout.items() if prompts and prompts[0].source != name}
+            task_prompts = [prompt for prompt in self._train if prompt.source == name]
+            without_leaks, notes = without_overlap(task_prompts, others, "keep", leaks)
+            kept += without_leaks
+            self._notes += [f"{name}: {line}" for line in notes if line.startswith("task.leaks")]
         self._train = kept
 
     @staticmethod
     def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return nothing: each task is identified by its own content."""
+        """Return an empty dict: each task is identified by its own content."""
         return {}
 
     def identity(self) -> Any:
@@ -137,13 +138,13 @@ class MixtureTask(PoolTask):
         return {name: task.identity() for name, task in self._tasks.items()}
 
     def reward(self, prompt: Prompt, completion: str) -> float | None:
-        """Return the reward by the prompt's own task."""
+        """Return the reward from the prompt's task."""
         return self._tasks[prompt.source].reward(prompt, completion)
 
     def grader(self) -> Grader:
         """Return one grader over the graders of all tasks."""
         graders = {name: task.grader() for name, task in self._tasks.items()}
-        # A task that overrides `is_correct` is sent to the verifier processes whole, as its bound method.
+        # A bound method takes its whole task along to the verifier processes: avoid that for the default rule.
         correct = {
             name: _one_or_more if type(task).is_correct is Task.is_correct else task.is_correct
             for name, task in self._tasks.items()
@@ -151,17 +152,19 @@ class MixtureTask(PoolTask):
         return MixtureGrader(graders, correct)
 
     def reward_sums(self) -> Sequence[Sequence[str]]:
-        """Return the reward names of all tasks' weighted sums, each with its task's name before it."""
+        """Return the reward names in all tasks' weighted sums, prefixed with the task's name."""
         return [
-            [f"{name}/{each}" for each in names] for name, task in self._tasks.items() for names in task.reward_sums()
+            [f"{name}/{reward}" for reward in rewards]
+            for name, task in self._tasks.items()
+            for rewards in task.reward_sums()
         ]
 
     def known(self) -> Sequence[Known]:
         """Return the known right and wrong completions of all tasks."""
         return [
-            replace(each, sample=replace(each.sample, prompt=replace(each.sample.prompt, source=name)))
+            replace(known, sample=replace(known.sample, prompt=replace(known.sample.prompt, source=name)))
             for name, task in self._tasks.items()
-            for each in task.known()
+            for known in task.known()
         ]
 
     def notes(self) -> Sequence[str]:
@@ -183,4 +186,4 @@ def _one_or_more(reward: float) -> bool:
 
 def _set_names(name: str, task: Task) -> dict[str, Sequence[Prompt]]:
     sets = task.eval_sets()
-    return {name if len(sets) == 1 else f"{name}_{own}": prompts for own, prompts in sets.items()}
+    return {name if len(sets) == 1 else f"{name}_{set_name}": prompts for set_name, prompts in sets.items()}

@@ -1,4 +1,4 @@
-"""Detection of duplicate prompts in a pool, and of prompts that are held out as well, by what they ask."""
+"""Detection of duplicate prompts, and of training prompts that are held out as well, by the text of their questions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ RULES = ("drop", "refuse", "keep")
 
 
 def check_rules(**rules: str) -> None:
-    """Check that each given rule is one of `RULES`.
+    """Check that each rule, given by the name of its field, is one of `RULES`.
 
     Raises:
-        ConfigurationError: one is not; named as a field of the task.
+        ConfigurationError: a rule is not one of them.
     """
     for name, rule in rules.items():
         if rule not in RULES:
@@ -23,63 +23,69 @@ def check_rules(**rules: str) -> None:
 
 
 def asked(prompt: Prompt) -> str:
-    """Return the text that a prompt asks, as a key: without its task's wrapping, with the turns before it.
+    """Return a prompt's question as a key: with earlier turns, without instructions that the task added.
 
-    Two prompts that differ in case and white space alone have the same key.
+    Two prompts that differ only in case and white space have the same key.
     """
-    before = [str(each.get("content")) for each in prompt.messages[:-1] if each.get("role") != "system"]
-    texts = [*before, prompt.question or prompt.text]
+    earlier_turns = [str(message.get("content")) for message in prompt.messages[:-1] if message.get("role") != "system"]
+    texts = [*earlier_turns, prompt.question or prompt.text]
     return " ".join("\n".join(texts).casefold().split())
 
 
 def split(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts to train on, and those that are held out: a share of them, but one at least.
+    """Split prompts into training prompts and held-out prompts; returns both.
 
-    A prompt's side follows from what it asks, so that neither the order of the rows nor a seed changes it.
+    The held-out prompts are a share of the different questions, at least one. The split depends on the text of the
+    questions alone, not on the order of the rows or a seed.
 
     Raises:
-        ConfigurationError: too few prompts for both.
+        ConfigurationError: there are too few prompts for both sides.
     """
     order = sorted({asked(prompt) for prompt in prompts}, key=lambda text: hashlib.sha256(text.encode()).digest())
-    apart = set(order[: max(1, round(share * len(order)))])
-    kept = [prompt for prompt in prompts if asked(prompt) not in apart]
+    heldout = set(order[: max(1, round(share * len(order)))])
+    kept = [prompt for prompt in prompts if asked(prompt) not in heldout]
     if not kept:
         raise ConfigurationError(f"task.heldout: {share:g} of {len(order)} different prompts leaves none to train on")
-    return kept, [prompt for prompt in prompts if asked(prompt) in apart]
+    return kept, [prompt for prompt in prompts if asked(prompt) in heldout]
 
 
 def without_overlap(
     prompts: Sequence[Prompt], heldout: Mapping[str, Sequence[Prompt]], duplicates: str, leaks: str
 ) -> tuple[list[Prompt], list[str]]:
-    """Return a pool without duplicates and held-out prompts, as the rules say, and a line on each kind found.
+    """Apply the rules for duplicate and held-out prompts to a pool; returns the pool and one line per kind found.
+
+    Args:
+        prompts: the training prompts.
+        heldout: held-out prompts by set name.
+        duplicates, leaks: one of `RULES` each: for prompts that occur twice, and for prompts in a held-out set.
 
     Raises:
-        ConfigurationError: something was found that is to be refused, or nothing is left.
+        ConfigurationError: a prompt was found that the rule refuses, or no prompt is left.
     """
-    kept_apart = {asked(prompt) for those in heldout.values() for prompt in those}
+    heldout_keys = {asked(prompt) for heldout_set in heldout.values() for prompt in heldout_set}
     seen: set[str] = set()
     kept, twice, leaked = [], [], []
     for prompt in prompts:
         key = asked(prompt)
-        if key in kept_apart:
+        if key in heldout_keys:
             leaked.append(prompt.prompt_id)
         if key in seen:
             twice.append(prompt.prompt_id)
-        if (key in kept_apart and leaks == "drop") or (key in seen and duplicates == "drop"):
+        if (key in heldout_keys and leaks == "drop") or (key in seen and duplicates == "drop"):
             continue
         seen.add(key)
         kept.append(prompt)
     notes = []
-    for field, found, rule, what in (
+    for field, ids, rule, problem in (
         ("duplicates", twice, duplicates, "occur more than once"),
         ("leaks", leaked, leaks, "are in a held-out set too"),
     ):
-        if not found:
+        if not ids:
             continue
-        said = f"{len(found)} of {len(prompts)} training prompts {what} (the first is {found[0]!r})"
+        summary = f"{len(ids)} of {len(prompts)} training prompts {problem} (the first is {ids[0]!r})"
         if rule == "refuse":
-            raise ConfigurationError(f"task.{field}: {said}; mend the data, or choose drop or keep")
-        notes.append(f"task.{field}: {said}; {'left out' if rule == 'drop' else 'kept'}")
+            raise ConfigurationError(f"task.{field}: {summary}; mend the data, or choose drop or keep")
+        notes.append(f"task.{field}: {summary}; {'left out' if rule == 'drop' else 'kept'}")
     if not kept:
         raise ConfigurationError("task.train: every prompt of it is in a held-out set; nothing is left to train on")
     return kept, notes

@@ -1,7 +1,7 @@
-"""Task `reasoning_gym`: problems of the package reasoning-gym, graded by the generator that made them.
+"""Task `reasoning_gym`: problems of the package reasoning-gym, graded by the generator that produced them.
 
-A generator makes row i from `seed + i`, so two seeds share most of their rows. The rows here are therefore one list of
-distinct questions, and a question's digest decides whether it is trained on or held out, whatever the seed.
+A generator derives row i from `seed + i`, so different seeds share most of their rows. Training and held-out rows
+therefore come from one list of distinct questions. The digest of a question decides its side, independent of the seed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from lightning_scalerl.verify.grade import Grade, Grader, Known, Sample
 PACKAGE = "reasoning-gym"
 ANSWERS = ("whole", "number", "tag")
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
-# Packages that reasoning-gym imports at its start and that only some generators use. pycosat needs a C compiler.
-_OF_SOME_GENERATORS = ("pycosat", "cellpylib", "zss", "bfi", "pytz", "pyfiglet")
-# Draws for each row that is asked for, and at least, before the generator is said to have no more.
-_DRAWS_A_ROW, _LEAST_DRAWS = 20, 1000
-# Metrics are recorded for every level of difficulty.
+# Packages that reasoning-gym imports at once although only some generators use them. pycosat needs a C compiler.
+_OPTIONAL_PACKAGES = ("pycosat", "cellpylib", "zss", "bfi", "pytz", "pyfiglet")
+# Draws per requested row, and the minimum number of draws, before a generator counts as exhausted.
+_DRAWS_PER_ROW, _LEAST_DRAWS = 20, 1000
+# Limit on levels of difficulty: metrics are recorded for each of them.
 _MOST_LEVELS = 30
+# Rows on whose answers the verifier is tested before the first step.
 _TRIED = 4
-_OF_THE_TASK = ("seed", "size")
+# Settings of a generator that the task sets itself.
+_SET_BY_TASK = ("seed", "size")
 
 
 class _Missing(ModuleType):
-    """Stand-in for a package that is not installed: importing it succeeds, using it raises."""
+    """Placeholder for a package that is not installed: importing it succeeds, using it raises."""
 
     def __getattr__(self, name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {self.__name__!r}", name=self.__name__)
@@ -45,8 +47,8 @@ class _Missing(ModuleType):
 
 @contextmanager
 def _stand_ins() -> Iterator[None]:
-    """Put a stand-in for each missing package that only some generators use; they are taken away afterwards."""
-    missing = [name for name in _OF_SOME_GENERATORS if name not in sys.modules and find_spec(name) is None]
+    """Register a placeholder for each optional package that is missing, in the `with` block only."""
+    missing = [name for name in _OPTIONAL_PACKAGES if name not in sys.modules and find_spec(name) is None]
     sys.modules.update({name: _Missing(name) for name in missing})
     try:
         yield
@@ -59,7 +61,7 @@ def _factory() -> Any:
     """Import reasoning-gym's table of generators.
 
     Raises:
-        ConfigurationError: it, or a package that all of it needs, is not installed.
+        ConfigurationError: reasoning-gym, or a package that all its generators need, is not installed.
     """
     try:
         with _stand_ins():
@@ -77,10 +79,10 @@ class Generator:
     """One generator of reasoning-gym with its settings.
 
     Attributes:
-        field: of the configuration, for errors.
-        name: of the generator, such as `chain_sum`.
-        settings: of the generator, without `seed` and `size`.
-        seed: of its rows.
+        field: field of the configuration, for errors.
+        name: name of the generator, such as `chain_sum`.
+        settings: settings of the generator without `seed` and `size`.
+        seed: seed of its rows.
     """
 
     field: str
@@ -89,7 +91,7 @@ class Generator:
     seed: int = 0
 
     def __reduce__(self) -> Any:
-        """Travel without the scorer: a process that unpickled it would import reasoning-gym without the stand-ins."""
+        """Leave out the cached scorer: unpickling it would import reasoning-gym without the placeholders."""
         return Generator, (self.field, self.name, dict(self.settings), self.seed)
 
     def check(self) -> None:
@@ -105,10 +107,10 @@ class Generator:
                 f"{self.field}: {self.name!r} is no generator of {PACKAGE}{did_you_mean(self.name, names)}; valid: "
                 f"{', '.join(names)}"
             )
-        known = [each.name for each in fields(datasets[self.name][1]) if each.name not in _OF_THE_TASK]
+        known = [field.name for field in fields(datasets[self.name][1]) if field.name not in _SET_BY_TASK]
         for setting in self.settings:
             if setting not in known:
-                hint = " (the task sets it: task.seed, task.train)" if setting in _OF_THE_TASK else ""
+                hint = " (the task sets it: task.seed, task.train)" if setting in _SET_BY_TASK else ""
                 raise ConfigurationError(
                     f"task.settings.{setting}: {self.name} has no such setting{hint}"
                     f"{did_you_mean(setting, known, 'task.settings.')}; valid: {', '.join(known)}"
@@ -116,16 +118,16 @@ class Generator:
         self.make(1)
 
     def make(self, size: int) -> Any:
-        """Return reasoning-gym's own data set of `size` rows.
+        """Return reasoning-gym's data set with `size` rows.
 
         Raises:
-            ConfigurationError: a value that the generator refuses, or a package that it needs is not installed.
+            ConfigurationError: the generator rejects a value, or a package that it needs is not installed.
         """
         with self._clear_errors():
             return _factory().create_dataset(self.name, seed=self.seed, size=size, **self.settings)
 
     def rows(self, most: int) -> Iterator[Mapping[str, Any]]:
-        """Yield rows with distinct questions, of at most `most` draws.
+        """Yield rows with distinct questions, from at most `most` draws.
 
         Raises:
             ConfigurationError: see `make`.
@@ -141,11 +143,12 @@ class Generator:
 
     @cached_property
     def scorer(self) -> Any:
-        """The data set whose `score_answer` grades."""
+        """Data set whose `score_answer` grades completions."""
         return self.make(1)
 
     @contextmanager
     def _clear_errors(self) -> Iterator[None]:
+        """Turn errors of the generator into a ConfigurationError that names the field."""
         try:
             yield
         except ConfigurationError:
@@ -156,17 +159,17 @@ class Generator:
                 f"{self.field}: {self.name} needs the package {error.name}, which is not installed; pip install "
                 f"{error.name}{compiler}, or choose another generator"
             ) from error
-        except Exception as error:  # of the generator: asserts mostly
+        except Exception as error:  # mostly assertions of the generator
             values = dict(self.settings)
             raise ConfigurationError(f"task.settings: {self.name} cannot use {values!r} ({said(error)})") from error
 
 
 @dataclass(frozen=True)
 class ReasoningGymGrader:
-    """Grader that asks the generator of a prompt for the score of an answer.
+    """Grader that uses the score of the generator that produced the prompt.
 
     Attributes:
-        generators: by the name that a prompt's columns bear as `generator`.
+        generators: generators by the name in a prompt's column `generator`.
         answer: part of a completion that is scored; see `ReasoningGymTask`.
     """
 
@@ -179,7 +182,7 @@ class ReasoningGymGrader:
             generator.make(1)
 
     def grade(self, sample: Sample) -> Grade:
-        """Return the generator's own score, partial ones included; an answer that it cannot read scores 0."""
+        """Return the generator's score, which may be partial. An answer that the generator cannot read scores 0."""
         row = sample.prompt.columns
         scorer = self.generators[row["generator"]].scorer
         answer = read_answer(sample.answer, self.answer)
@@ -187,17 +190,17 @@ class ReasoningGymGrader:
             return Grade(float(scorer.score_answer(answer, row)))
         except (ImportError, MemoryError):
             raise
-        except Exception as error:  # several scorers raise where an answer has the wrong form
+        except Exception as error:  # several scorers raise for an answer in the wrong format
             return Grade(0.0, extra={"scorer": said(error)})
 
 
 def read_answer(text: str, how: str) -> str | None:
-    """Return the answer in a completion's text, by one of `ANSWERS`; None if it has none."""
+    """Extract the answer from a completion's text in the way `how`, one of `ANSWERS`; None if there is none."""
     if how == "tag":
         from reasoning_gym.utils import extract_answer
 
-        found: str | None = extract_answer(text)
-        return found
+        answer: str | None = extract_answer(text)
+        return answer
     if how == "number":
         numbers = _NUMBER.findall(text)
         return numbers[-1].rstrip(",") if numbers else None
@@ -205,25 +208,26 @@ def read_answer(text: str, how: str) -> str | None:
 
 
 class ReasoningGymTask(PoolTask):
-    """Prompts of one generator of reasoning-gym, or of several, with its own score as the reward.
+    """Prompts from one or more generators of reasoning-gym, with the generators' scores as rewards.
 
     Args:
-        dataset: a generator such as `chain_sum`; or several with weights, such as {chain_sum: 2, products: 1}.
-        settings: of the generator, such as {max_terms: 3}; of several, by generator.
+        dataset: a generator such as `chain_sum`, or several with weights, such as {chain_sum: 2, products: 1}.
+        settings: settings of the generator, such as {max_terms: 3}; with several generators, by generator.
         train: number of training prompts, all different.
-        heldout: number of held-out prompts, all different and none of them among those of training.
-        seed: of the rows. Under every seed a question is on the same side, for the same shares of the two.
-        instruction: put behind every question, after a line break; empty for nothing.
+        heldout: number of held-out prompts, all different and none of them a training prompt.
+        seed: seed of the rows. A question is on the same side under every seed, if the ratio of `train` and `heldout`
+            is the same.
+        instruction: appended to every question after a line break; empty for nothing.
         answer: part of the completion (after its thinking) that is scored: "whole", all of it; "number", its last
             number; "tag", the text between <answer> and </answer>.
-        difficulty: a number that the generator states of each row, such as num_terms; prompts bear it as their
-            difficulty, which curricula and metrics read. None for none.
-        carry_over: further held-out sets by name, of other generators or settings: {longer: {dataset: chain_sum,
+        difficulty: name of a number in each row's metadata, such as num_terms, to use as the difficulty of prompts,
+            which curricula and metrics read. None for no difficulty.
+        carry_over: further held-out sets by name, from other generators or settings: {longer: {dataset: chain_sum,
             settings: {min_terms: 5}, rows: 200}}.
 
     Raises:
-        ConfigurationError: a generator or setting that does not exist, a package that is missing, or fewer different
-            rows than asked for.
+        ConfigurationError: a generator or setting does not exist, a package is missing, or the generator has fewer
+            different rows than requested.
     """
 
     added: ClassVar[Mapping[str, Any]] = {"instruction": "", "answer": "whole", "difficulty": None, "carry_over": None}
@@ -253,8 +257,8 @@ class ReasoningGymTask(PoolTask):
         for name, train_rows, heldout_rows in zip(
             weights, _shares(train, weights), _shares(heldout, weights), strict=True
         ):
-            own = settings if isinstance(dataset, str) else (settings or {}).get(name)
-            generator = self._add(name, Generator("task.dataset", name, own or {}, seed))
+            its_settings = settings if isinstance(dataset, str) else (settings or {}).get(name)
+            generator = self._add(name, Generator("task.dataset", name, its_settings or {}, seed))
             sides = self._split(generator, train_rows, heldout_rows, train, heldout)
             self._train += self._prompts(name, sides[0])
             heldout_prompts += self._prompts(name, sides[1])
@@ -271,10 +275,10 @@ class ReasoningGymTask(PoolTask):
 
     @staticmethod
     def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the version of reasoning-gym: another one may draw other rows from the same settings.
+        """Return the version of reasoning-gym: another version may draw other rows from the same settings.
 
         Raises:
-            ConfigurationError: it is not installed.
+            ConfigurationError: reasoning-gym is not installed.
         """
         try:
             return {"version": version(PACKAGE)}
@@ -285,7 +289,7 @@ class ReasoningGymTask(PoolTask):
             ) from error
 
     def identity(self) -> Any:
-        """Return the version of reasoning-gym, with which its scores may change."""
+        """Return the version of reasoning-gym: scores may change with it."""
         return self.content({})
 
     def reward(self, prompt: Prompt, completion: str) -> float | None:
@@ -293,17 +297,17 @@ class ReasoningGymTask(PoolTask):
         return self.grader().grade(Sample(prompt, completion, completion)).reward
 
     def grader(self) -> Grader:
-        """Return the generators alone: verifier processes need no prompts."""
+        """Return a grader with the generators alone: verifier processes do not need the task's prompts."""
         return ReasoningGymGrader(self._generators, self._answer)
 
     def known(self) -> Sequence[Known]:
-        """Return right answers to a few rows, where the generator states one that it accepts."""
+        """Return right answers to a few rows, if the generator gives one as text."""
         tried = [prompt for prompt in self._train if isinstance(prompt.columns["answer"], str)][:_TRIED]
         texts = [f"<answer>{prompt.answer}</answer>" if self._answer == "tag" else prompt.answer for prompt in tried]
         return [Known(Sample(prompt, text, text), True) for prompt, text in zip(tried, texts, strict=True)]
 
     def notes(self) -> Sequence[str]:
-        """Return the package's version, the number of prompts of each generator, and the range of their answers."""
+        """Return the package's version and the number of prompts from each generator."""
         counts: dict[str, int] = {}
         for prompt in self._train:
             counts[prompt.columns["generator"]] = counts.get(prompt.columns["generator"], 0) + 1
@@ -318,14 +322,20 @@ class ReasoningGymTask(PoolTask):
     def _split(
         self, generator: Generator, train: int, heldout: int, all_train: int, all_heldout: int
     ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-        """Draw rows until both sides are full: a question's digest decides its side."""
+        """Draw rows until both sides are full; the digest of a question decides its side.
+
+        Args:
+            generator: the generator.
+            train, heldout: number of rows to draw for each side from this generator.
+            all_train, all_heldout: the same over all generators; their ratio is the probability of each side.
+        """
         share = all_heldout / (all_train + all_heldout)
         sides: tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]] = ([], [])
-        most = max(_LEAST_DRAWS, _DRAWS_A_ROW * (train + heldout))
+        most = max(_LEAST_DRAWS, _DRAWS_PER_ROW * (train + heldout))
         for row in generator.rows(most):
-            apart = _place(_key(row)) < share
-            if len(sides[apart]) < (heldout if apart else train):
-                sides[apart].append(row)
+            is_heldout = _place(_key(row)) < share
+            if len(sides[is_heldout]) < (heldout if is_heldout else train):
+                sides[is_heldout].append(row)
             if len(sides[0]) == train and len(sides[1]) == heldout:
                 return sides
         raise ConfigurationError(
@@ -346,24 +356,24 @@ class ReasoningGymTask(PoolTask):
         rows = whole_number(f"{field}.rows", wanted.get("rows", 200))
         generator = self._add(name, Generator(field, str(wanted["dataset"]), wanted.get("settings") or {}, seed))
         trained_on = {_key(prompt.columns) for prompt in self._train}
-        most = max(_LEAST_DRAWS, _DRAWS_A_ROW * rows)
-        found: list[Mapping[str, Any]] = []
+        most = max(_LEAST_DRAWS, _DRAWS_PER_ROW * rows)
+        new_rows: list[Mapping[str, Any]] = []
         for row in generator.rows(most):
             if _key(row) not in trained_on:
-                found.append(row)
-            if len(found) == rows:
-                return self._prompts(name, found)
+                new_rows.append(row)
+            if len(new_rows) == rows:
+                return self._prompts(name, new_rows)
         raise ConfigurationError(
-            f"{field}.rows: {generator.name} gave {len(found)} different rows in {most} draws that are not trained on, "
-            f"and {rows} are asked for; ask for fewer, or widen its settings"
+            f"{field}.rows: {generator.name} gave {len(new_rows)} different rows in {most} draws that are not trained "
+            f"on, and {rows} are asked for; ask for fewer, or widen its settings"
         )
 
     def _prompts(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
-        behind = f"\n{self._instruction}" if self._instruction else ""
+        suffix = f"\n{self._instruction}" if self._instruction else ""
         return [
             Prompt(
                 prompt_id=f"{name}/{hashlib.sha256(_key(row).encode()).hexdigest()[:16]}",
-                text=f"{row['question']}{behind}",
+                text=f"{row['question']}{suffix}",
                 answer=str(row["answer"] if row["answer"] is not None else ""),
                 difficulty=self._level(name, row),
                 columns={**row, "generator": name},
@@ -399,12 +409,12 @@ class ReasoningGymTask(PoolTask):
 
 
 def _key(row: Mapping[str, Any]) -> str:
-    """Return a row's question as a key. Rows that differ only in case and white space have the same key."""
+    """Return a row's question as a key; rows that differ only in case and white space have the same key."""
     return " ".join(str(row["question"]).casefold().split())
 
 
 def _place(key: str) -> float:
-    """Return a number from 0 to 1 that follows from a question alone."""
+    """Return a number from 0 to 1 that depends on the question alone."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
 
 
@@ -412,7 +422,7 @@ def _weights(dataset: Any) -> dict[str, float]:
     """Return the generators with their weights.
 
     Raises:
-        ConfigurationError: neither a generator nor a mapping of generators to weights above 0.
+        ConfigurationError: `dataset` is neither a generator nor a mapping of generators to weights above 0.
     """
     if isinstance(dataset, str):
         return {dataset: 1.0}
@@ -425,10 +435,10 @@ def _weights(dataset: Any) -> dict[str, float]:
 
 
 def _shares(count: int, weights: Mapping[str, float]) -> list[int]:
-    """Divide a number of rows by weights: their sum is `count`."""
+    """Split `count` rows in proportion to the weights; the parts add up to `count`."""
     total, taken, shares = sum(weights.values()), 0.0, []
     for weight in weights.values():
-        before = round(count * taken / total)
+        start = round(count * taken / total)
         taken += weight
-        shares.append(round(count * taken / total) - before)
+        shares.append(round(count * taken / total) - start)
     return shares

@@ -1,4 +1,4 @@
-"""Rows of a data set: from a Parquet or JSON-lines file, a folder, the hub at a stated revision, or in memory."""
+"""Rows of a data set, from a Parquet, JSON or CSV file, a folder, the hub at a fixed revision, or in memory."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class RowSource:
     """Location of a data set's rows: a file, a folder or the hub.
 
     Attributes:
-        field: of the configuration, for errors.
-        path: a file, a folder that `datasets` loads, or a hub id.
-        split, name: of a folder or hub id.
-        revision: of a hub id, a commit: another one is another data set.
-        rows: at most the first so many; None for all.
+        field: field of the configuration, for errors.
+        path: a file, a folder that `datasets` can load, or a hub id.
+        split, name: split and configuration name of a folder or hub id.
+        revision: commit of a hub id; another commit is another data set.
+        rows: use only the first `rows` rows; None for all.
     """
 
     field: str
@@ -44,7 +44,7 @@ class RowSource:
         """Build a source from a path, or a mapping of the attributes above.
 
         Raises:
-            ConfigurationError: what it should be.
+            ConfigurationError: it is neither; the error describes the valid forms.
         """
         if isinstance(given, str):
             given = {"path": given}
@@ -61,7 +61,7 @@ class RowSource:
 
     @property
     def is_file(self) -> bool:
-        """Return whether the path is one file of a format that is read directly."""
+        """Return whether the path is a single file in one of the formats that are read directly."""
         return self.path.endswith(SUFFIXES)
 
     @property
@@ -70,21 +70,21 @@ class RowSource:
         return Path(self.path).expanduser().is_dir()
 
     def content(self) -> Any:
-        """Return what identifies the rows in a run's identity: digests of files, or the commit of a hub's data set.
+        """Return what represents the rows in a run's identity: digests of files, or the commit of a hub data set.
 
         Raises:
-            ConfigurationError: a file that cannot be read, or a hub id without a commit.
+            ConfigurationError: a file cannot be read, or a hub id has no commit.
         """
-        about = {key: value for key in ("split", "name", "rows") if (value := getattr(self, key)) is not None}
+        selection = {key: value for key in ("split", "name", "rows") if (value := getattr(self, key)) is not None}
         if self.is_file:
-            of_file = file_digest(self.field, self.path)
-            return {**about, "digest": of_file} if about else of_file
+            digest_of_file = file_digest(self.field, self.path)
+            return {**selection, "digest": digest_of_file} if selection else digest_of_file
         if self.is_folder:
             digest = hashlib.sha256()
             folder = Path(self.path).expanduser()
-            for file in sorted(each for each in folder.rglob("*") if each.is_file()):
+            for file in sorted(path for path in folder.rglob("*") if path.is_file()):
                 digest.update(f"{file.relative_to(folder)} {file_digest(self.field, file)}\n".encode())
-            return {**about, "digest": digest.hexdigest()}
+            return {**selection, "digest": digest.hexdigest()}
         if looks_local(self.path):
             raise ConfigurationError(
                 f"{self.field}: cannot read {self.path!r} (no such file or folder); give a file that ends in "
@@ -96,13 +96,13 @@ class RowSource:
                 f"revision={self.revision!r} is no commit; give its 40 digits (a branch's rows change), or a file that "
                 f"ends in {', '.join(SUFFIXES)}"
             )
-        return {**about, "path": self.path, "revision": self.revision}
+        return {**selection, "path": self.path, "revision": self.revision}
 
     def read(self) -> list[Row]:
         """Read all rows, in their order.
 
         Raises:
-            ConfigurationError: names the field, the file, the line and what is wrong with it.
+            ConfigurationError: a row is malformed; the error names field, file, line and problem.
         """
         self.content()
         rows = self._file() if self.is_file else self._loaded()
@@ -117,7 +117,7 @@ class RowSource:
             if path.suffix == ".parquet":
                 import pyarrow.parquet as parquet
 
-                # Not by `read_table`, which imports pandas.
+                # `read_table` would import pandas, which is slow.
                 table: list[Row] = parquet.ParquetFile(path).read().to_pylist()
                 return table
             if path.suffix == ".csv":
@@ -136,8 +136,8 @@ class RowSource:
             raise ConfigurationError(f"{self.field}: {self.path!r} is no JSON ({said(error)})") from error
         if not all(isinstance(row, dict) for row in rows):
             raise ConfigurationError(f"{self.field}: {self.path!r} must hold a list of objects")
-        found: list[Row] = rows
-        return found
+        objects: list[Row] = rows
+        return objects
 
     def _lines(self, text: str) -> list[Row]:
         rows: list[Row] = []
@@ -173,11 +173,11 @@ class RowSource:
 
 @dataclass(frozen=True)
 class InMemory:
-    """Rows that a script hands over: a list of dicts, or a `datasets.Dataset`.
+    """Rows passed in by a script: a list of dicts or a `datasets.Dataset`.
 
     Attributes:
-        field: of the configuration, for errors.
-        rows: as they were given.
+        field: field of the configuration, for errors.
+        rows: the object from the user.
     """
 
     field: str
@@ -185,7 +185,7 @@ class InMemory:
     path: ClassVar[str] = "the rows given"
 
     def content(self) -> str:
-        """Return the digest of all rows, which identifies them in a run's identity."""
+        """Return the digest of all rows, which represents them in a run's identity."""
         texts = (json.dumps(row, sort_keys=True, default=repr, ensure_ascii=False) for row in self.read())
         return hashlib.sha256("\n".join(texts).encode(errors="surrogatepass")).hexdigest()
 
@@ -193,7 +193,7 @@ class InMemory:
         """Return all rows, in their order.
 
         Raises:
-            ConfigurationError: what is given holds no rows, or something else.
+            ConfigurationError: there are no rows, or the object is of another kind.
         """
         given = self.rows
         if isinstance(given, Mapping):  # a DatasetDict
@@ -214,22 +214,22 @@ class InMemory:
 
 
 def source_of(field: str, given: Any) -> RowSource | InMemory:
-    """Return where rows are: a path, or a mapping with one, or the rows themselves.
+    """Return a reader of rows, from a path, a mapping with a path, or the rows themselves.
 
     Raises:
-        ConfigurationError: what it should be.
+        ConfigurationError: it is none of these; the error describes the valid forms.
     """
-    # Of `datasets`, whose other classes are refused there with what to give.
+    # `column_names`: a `datasets.Dataset`, or another class of `datasets` that `InMemory` refuses with an explanation.
     if isinstance(given, list | tuple) or hasattr(given, "column_names"):
         return InMemory(field, given)
     return RowSource.of(field, str(given) if isinstance(given, Path) else given)
 
 
 def _table(path: Path) -> list[Row]:
-    """Return the rows of a CSV file; every cell stays a text: an answer such as 007 must not become a number.
+    """Return the rows of a CSV file. Cells stay strings, because an answer such as 007 must not become a number.
 
     Raises:
-        ValueError: a row has more or fewer cells than the first.
+        ValueError: a row has more or fewer cells than the header.
     """
     csv.field_size_limit(1 << 30)
     rows: list[Row] = []
