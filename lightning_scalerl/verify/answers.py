@@ -1,15 +1,15 @@
-"""The answer that a completion states: which part of it counts.
+"""Extraction of the answer that a completion states.
 
-The first of these that a completion has:
+The answer is the first of these that the completion contains:
 
-1. the last `\\boxed{...}` or `\\fbox{...}` whose braces close; boxes separated by nothing but a comma, a semicolon,
-   "and" or "or" are one list;
-2. the last `<answer>...</answer>`, if it comes after that box;
-3. the text behind the last `####`, if it is a number or an expression, or words up to the end;
-4. the rest of the line behind the last "answer is", "Answer:" or their Chinese forms;
+1. the last `<answer>...</answer>`, if no box comes after it;
+2. the last `\\boxed{...}` or `\\fbox{...}` with closed braces. Boxes that are separated only by a comma, a semicolon,
+   "and" or "or" form one list;
+3. the text after the last `####`, if it is a number or an expression, or words up to the end;
+4. the rest of the line after the last "answer is", "Answer:" or their Chinese forms;
 5. the end of the completion, in which math-verify looks for the last expression.
 
-Every pattern runs in time proportional to the text: a model that repeats itself writes a megabyte.
+Every pattern runs in time proportional to the text, because a model that repeats itself may write a megabyte.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-# Longer answers are not parsed: parsing time grows with length.
+# Longer answers are not parsed, because parsing time grows with length.
 MAX_CHARACTERS = 1000
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-# Braces, and escaped characters, so that an escaped brace is skipped.
+# Braces, and escaped characters so that escaped braces are skipped.
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # Text allowed between two boxes of one list. Without a comma, "and" or "or" the last box replaces the earlier one.
 _BETWEEN = re.compile(
@@ -30,23 +30,23 @@ _BETWEEN = re.compile(
 _SEPARATORS = 60
 _TAG = re.compile(r"<answer>", re.IGNORECASE)
 _TAG_END = re.compile(r"</answer>", re.IGNORECASE)
-# GSM8K's mark with a number or an expression behind it. A Markdown heading looks the same, with words behind it.
-# Both patterns start at the first # of a run and stop at the next mark, so that no character is read once per mark.
+# GSM8K's mark, followed by a number or an expression. Followed by words it would be a Markdown heading.
+# Both patterns start at the first # of a run and stop at the next mark, so that matching takes linear time.
 _MARKED = re.compile(r"(?<!#)#{4,}+\s*+(?![A-Za-z]{2})(\S[^\n]*)")
-# Words behind the mark, and nothing more: an answer that is a word.
+# The mark followed by words and then the end of the text: an answer in words.
 _MARKED_WORD = re.compile(r"(?<!#)#{4,}+\s*+([A-Za-z](?:[^\n:#]|#(?!###))*+)\Z")
 _LEAD_IN = re.compile(r"(?:\banswers?[*_\s]*+(?:is\b|are\b|[:=：])|答案(?:是|为)?)[\s*_:=：]*+", re.IGNORECASE)
-# The end of a sentence: a full stop that is not a decimal point or an abbreviation's.
+# The end of a sentence: a full stop that is not a decimal point and does not end an abbreviation.
 _SENTENCE_END = re.compile(r"[。！？]|[.!?](?=\s+[A-Z\"'(]|\s*$)")
 
 
 class Stated(NamedTuple):
-    """An answer as a completion states it.
+    """Answer as stated in a completion.
 
     Args:
-        text: the answer, empty if there is none.
-        marked: whether all of `text` is the answer; else the answer is the last expression in `text`.
-        prose: the end of the completion, where the answer came behind words such as "the answer is"; else empty.
+        text: the answer; empty if there is none.
+        marked: whether all of `text` is the answer. Otherwise the answer is the last expression in it.
+        prose: the end of the completion, if the answer follows a phrase such as "the answer is"; else empty.
     """
 
     text: str
@@ -55,30 +55,29 @@ class Stated(NamedTuple):
 
 
 def stated(text: str) -> Stated:
-    """Return the answer that a completion states, by the list in this module's docstring."""
+    """Return the answer that a completion states, by the rules in this module's docstring."""
     box, box_end = _boxes(text)
     tag, tag_end = _tagged(text)
     if tag is not None and tag_end > box_end:
-        inner = stated(tag) if box is not None and _BOX.search(tag) else Stated(tag.strip(), True)
-        return inner
+        return stated(tag) if box is not None and _BOX.search(tag) else Stated(tag.strip(), True)
     if box is not None:
         return Stated(box, True)
     marked = [*_MARKED.finditer(text), *_MARKED_WORD.finditer(text.rstrip())]
     if marked:
         return Stated(marked[-1][1].strip(), True)
-    end = text.rstrip("# \n\t").strip()[-MAX_CHARACTERS:]  # a mark with nothing behind it states nothing
-    line = _behind_lead_in(end)
+    end = text.rstrip("# \n\t").strip()[-MAX_CHARACTERS:]  # without a mark that nothing follows
+    line = _after_lead_in(end)
     return Stated(line, True, end) if line else Stated(end, False)
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last `\\boxed{...}` or `\\fbox{...}` whose braces close, in one pass; else None."""
+    """Return the content of the last `\\boxed{...}` or `\\fbox{...}` with closed braces, or None."""
     spans = _closed_boxes(text)
     return text[spans[-1][1] : spans[-1][2]].strip() if spans else None
 
 
 def _closed_boxes(text: str) -> list[tuple[int, int, int]]:
-    """Return (start of the command, start of the content, end of the content) of closed boxes, by their start."""
+    """Return (start of the command, start of the content, end of the content) of all closed boxes, sorted by start."""
     starts = {found.end() - 1: found.start() for found in _BOX.finditer(text)}
     if not starts:
         return []
@@ -95,7 +94,7 @@ def _closed_boxes(text: str) -> list[tuple[int, int, int]]:
 
 
 def _boxes(text: str) -> tuple[str | None, int]:
-    """Return the last box, or the list of boxes that ends with it, and where it ends."""
+    """Return the content of the last box, or of the list of boxes that it ends, and the position of its end."""
     spans = _closed_boxes(text)
     if not spans:
         return None, -1
@@ -113,7 +112,7 @@ def _boxes(text: str) -> tuple[str | None, int]:
 
 
 def _tagged(text: str) -> tuple[str | None, int]:
-    """Return the content of the last closed `<answer>`, and where it ends."""
+    """Return the content of the last closed `<answer>`, and the position of its end."""
     ends = [found.start() for found in _TAG_END.finditer(text)]
     starts = [found.end() for found in _TAG.finditer(text)]
     if not ends or not starts or starts[0] > ends[-1]:
@@ -122,11 +121,11 @@ def _tagged(text: str) -> tuple[str | None, int]:
     return text[start : ends[-1]], ends[-1]
 
 
-def _behind_lead_in(text: str) -> str:
-    """Return the rest of the line, or of the sentence, behind the last "answer is"; empty if there is none."""
+def _after_lead_in(text: str) -> str:
+    """Return the rest of the sentence, at most of the line, after the last "answer is"; empty without one."""
     ends = [found.end() for found in _LEAD_IN.finditer(text)]
     if not ends:
         return ""
     line = text[ends[-1] :].split("\n", 1)[0]
-    ended = _SENTENCE_END.search(line)
-    return line[: ended.start() if ended else None].strip()
+    sentence_end = _SENTENCE_END.search(line)
+    return line[: sentence_end.start() if sentence_end else None].strip()

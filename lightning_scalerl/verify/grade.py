@@ -1,6 +1,6 @@
-"""Records for verifiers: the sample to grade, and the outcome: a score, an abstention or an error.
+"""Records for verifiers: the sample to grade, and its outcome, which is a score, an abstention or an error.
 
-Nothing here needs torch: these records travel to the verifiers' processes.
+Nothing here imports torch, because verifier processes use these records.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from lightning_scalerl.prompt import Prompt
 
 @dataclass(frozen=True)
 class Sample:
-    """Completion to be graded, with its prompt.
+    """Completion to grade, with its prompt.
 
     Attributes:
-        prompt: the prompt that was completed.
+        prompt: the prompt.
         completion: the whole text, without special tokens and without the stop text or token.
-        answer: the text after the end of thinking: all of the completion if it has no thinking, empty if its thinking
-            has not ended.
+        answer: the text after the thinking: the whole completion if there is no thinking, empty if thinking has not
+            ended.
         tokens: the completion's token ids.
-        truncated: whether it hit the token limit.
-        step: optimizer steps done when it ended.
+        truncated: whether the completion reached the token limit.
+        step: number of optimizer steps when it finished.
     """
 
     prompt: Prompt
@@ -36,14 +36,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Grade:
-    """Grader's answer for one completion: a reward, or an abstention.
+    """Result of a grader for one completion: a reward, or an abstention.
 
     Attributes:
-        reward: a finite number, 0 to 1 by custom; None to abstain: the completion then counts as if not sampled.
+        reward: a finite number, usually 0 to 1; None to abstain, as if the completion had not been sampled.
         parts: components of the reward and other numbers to record, by name.
-        why: reason of an abstention, for people.
-        correct: whether the completion counts as a pass; None where that follows from the reward.
-        extra: texts to record beside the completion (`rollouts.jsonl`), by name.
+        why: reason for an abstention, for people.
+        correct: whether the completion counts as a pass; None to derive it from the reward.
+        extra: texts to record with the completion (`rollouts.jsonl`), by name.
         terms: weighted terms of a sum of several rewards, by name; empty for a single reward.
     """
 
@@ -56,21 +56,21 @@ class Grade:
 
 
 class Grader(Protocol):
-    """Protocol of graders: one completion at a time, in whatever process.
+    """Protocol of graders, which may run in any process.
 
-    One that compares the completions of a prompt with each other also has `needs_group(prompt)`, which says so, and
-    `grade_group(samples)`, which returns a grade for each, or the exception that this one ended in.
+    A grader that compares the completions of a prompt with each other has two more methods: `needs_group(prompt)`
+    returns True, and `grade_group(samples)` returns one entry per completion, its grade or the exception it caused.
     """
 
     def grade(self, sample: Sample) -> Grade:
-        """Grade one completion; an exception is an error of the infrastructure, never a reward of zero."""
+        """Grade one completion. An exception counts as an error of the infrastructure, never as a reward of 0."""
         ...
 
 
 def needs_group(grader: object, prompt: Prompt) -> bool:
-    """Return whether a grader is called once for all completions of a group, not for each as it ends."""
-    asked = getattr(grader, "needs_group", None)
-    return asked is not None and bool(asked(prompt))
+    """Return whether a grader is called once per group, instead of once per completion."""
+    method = getattr(grader, "needs_group", None)
+    return method is not None and bool(method(prompt))
 
 
 Kind = Literal["score", "abstain", "error"]
@@ -81,11 +81,11 @@ class Outcome:
     """Outcome of grading a completion: a score, an abstention or an error.
 
     Attributes:
-        kind: "score", "abstain" or "error"; only scores enter the statistics of a group.
+        kind: "score", "abstain" or "error"; only scores count in the statistics of a group.
         reward: reward of a score; 0 otherwise.
         parts: see `Grade`.
-        why: reason of an abstention or error, in one line.
-        seconds: time that the grader has taken, all attempts together.
+        why: reason for an abstention or error, in one line.
+        seconds: grading time of all attempts together.
         attempts: number of attempts.
         correct, extra, terms: see `Grade`.
     """
@@ -103,7 +103,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Known:
-    """Completion that is known to be right or wrong, for a verifier's trial before the first step."""
+    """Completion known to be right or wrong, to test a verifier before the first step."""
 
     sample: Sample
     right: bool

@@ -1,4 +1,4 @@
-"""Single attempt to grade a completion, or those of a group by one call, with any exception turned into an outcome."""
+"""Single attempt to grade a completion or a group; exceptions become outcomes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from lightning_scalerl.verify.grade import Grade, Grader, Outcome, Sample
 
 
 def attempt(grader: Grader, sample: Sample) -> Outcome:
-    """Grade one completion; an exception of the grader becomes an `error` outcome, unless it ends the process."""
+    """Grade one completion; an exception of the grader becomes an `error` outcome."""
     began = time.perf_counter()
     try:
         grade = grader.grade(sample)
-    # Not BaseException: what ends a process has to end the worker, which the pool replaces.
+    # Not BaseException: SystemExit and the like must end the worker, which the pool replaces.
     except Exception as error:
         return _raised(error, time.perf_counter() - began)
     return _outcome(grade, began)
 
 
 def attempt_group(grader: Any, samples: Sequence[Sample]) -> list[Outcome]:
-    """Grade the completions of one prompt by one call; each has its share of the time.
+    """Grade the completions of one prompt by one call; each outcome has an equal share of the time.
 
-    An exception of the grader is an `error` outcome of all of them, one that it returns in a grade's place of that one.
+    An exception that the grader raises becomes an `error` outcome of every completion. One that it returns instead of a
+    grade becomes the outcome of that completion alone.
     """
     began = time.perf_counter()
     try:
@@ -34,29 +35,29 @@ def attempt_group(grader: Any, samples: Sequence[Sample]) -> list[Outcome]:
         grades = [error] * len(samples)
     share_s = (time.perf_counter() - began) / len(samples)
     began = time.perf_counter() - share_s
-    return [_raised(each, share_s) if isinstance(each, Exception) else _outcome(each, began) for each in grades]
+    return [_raised(grade, share_s) if isinstance(grade, Exception) else _outcome(grade, began) for grade in grades]
 
 
 def in_function(error: Exception, name: str) -> Exception:
-    """Note on an error which of a user's reward functions it comes from; return the error."""
-    error.add_note(f"{_IN}{name}")
+    """Add the name of the user's reward function to an error's notes; returns the error."""
+    error.add_note(f"{_NOTE_PREFIX}{name}")
     return error
 
 
-# Before the function's name in an error's notes, where others may write too.
-_IN = "in reward function "
+# Distinguishes our note on an error from those of others.
+_NOTE_PREFIX = "in reward function "
 
 
 def _raised(error: Exception, seconds: float) -> Outcome:
-    named = [note for note in getattr(error, "__notes__", ()) if note.startswith(_IN)]
-    return Outcome("error", why=f"raised {said(error)}{f' ({named[0]})' if named else ''}", seconds=seconds)
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE_PREFIX)]
+    return Outcome("error", why=f"raised {said(error)}{f' ({notes[0]})' if notes else ''}", seconds=seconds)
 
 
 def _outcome(grade: Grade, began: float) -> Outcome:
-    """Return the outcome of a grade: a score, an abstention, or an error where its reward is no number."""
+    """Turn a grade into an outcome: a score, an abstention, or an error if its reward is not a finite number."""
     try:
         problem = _problem(grade)
-        # Converted within the `try`: a user's mapping or scalar may raise as well as the grader.
+        # Convert inside the `try`: a user's mapping or scalar may raise too.
         parts = {str(name): float(value) for name, value in grade.parts.items() if _finite(value)}
     except Exception as error:
         return _raised(error, time.perf_counter() - began)
@@ -71,12 +72,12 @@ def _outcome(grade: Grade, began: float) -> Outcome:
 
 
 def _problem(grade: Grade) -> str:
-    """Return one line if the reward is not finite, which would spoil the whole batch; else an empty text."""
+    """Return one line if the reward is not a finite number, which would ruin the whole batch; else an empty string."""
     if grade.reward is None or _finite(grade.reward):
         return ""
     return f"returned {str(grade.reward)[:80]}; a reward must be a finite number, or None to abstain"
 
 
 def _finite(value: Any) -> bool:
-    """Return whether a value is a finite number, numpy's and torch's scalars included."""
+    """Return whether a value is a finite number; scalars of numpy and torch count as numbers."""
     return not isinstance(value, str) and hasattr(value, "__float__") and math.isfinite(float(value))

@@ -1,4 +1,4 @@
-"""Verifier in the trainer's own process, for trusted graders: each completion is graded at once."""
+"""Verifier in the trainer's process, for trusted graders: completions are graded immediately."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sweeps.run.activity import activity
 
 
 class InlineVerifiers:
-    """Grades in the calling thread; nothing can stop a grader that hangs.
+    """Grades in the calling thread. A grader that hangs cannot be stopped.
 
     Args:
-        grader: grades one completion at a time.
+        grader: the grader.
         retries: number of further attempts after an error.
     """
 
@@ -25,7 +25,7 @@ class InlineVerifiers:
         self._next = 0
 
     def submit(self, sample: Sample) -> int:
-        """Grade a completion; return the ticket of its outcome."""
+        """Grade a completion and return the ticket of its outcome."""
         ticket, self._next = self._next, self._next + 1
         activity.note("grade")
         outcome = attempt(self._grader, sample)
@@ -36,7 +36,7 @@ class InlineVerifiers:
         return ticket
 
     def submit_group(self, samples: Sequence[Sample]) -> list[int]:
-        """Grade the completions of a group by one call; return the tickets of their outcomes."""
+        """Grade the completions of a group by one call and return the tickets of their outcomes."""
         activity.note("grade")
         outcomes = attempt_group(self._grader, samples)
         for attempts in range(2, self._retries + 2):
@@ -44,8 +44,8 @@ class InlineVerifiers:
                 break
             spent = [outcome.seconds for outcome in outcomes]
             outcomes = [
-                replace(again, seconds=before + again.seconds, attempts=attempts)
-                for before, again in zip(spent, attempt_group(self._grader, samples), strict=True)
+                replace(again, seconds=earlier_s + again.seconds, attempts=attempts)
+                for earlier_s, again in zip(spent, attempt_group(self._grader, samples), strict=True)
             ]
         tickets = list(range(self._next, self._next + len(samples)))
         self._next += len(samples)
@@ -53,11 +53,11 @@ class InlineVerifiers:
         return tickets
 
     def wait(self, ticket: int) -> Outcome:
-        """Return the outcome of a ticket, once."""
+        """Return the outcome of a ticket. It can be fetched once."""
         return self._done.pop(ticket)
 
     def done(self) -> Sequence[tuple[int, Outcome]]:
-        """Return all outcomes that were not fetched, with their tickets."""
+        """Return (ticket, outcome) for all outcomes that were not fetched yet."""
         fetched = list(self._done.items())
         self._done.clear()
         return fetched

@@ -1,11 +1,11 @@
-"""Verifier of mathematical answers: math-verify on one spelling of both answers, and our own comparison of their words.
+"""Verifier of mathematical answers: math-verify compares normalised answers, and our own rules compare their words.
 
-`answers.py` says which part of a completion is its answer, `spelling.py` brings gold and stated answer into one
-spelling, `words.py` compares words and units. Here the mathematics that is left is compared.
+`answers.py` finds the answer in a completion, `spelling.py` normalises the gold and the stated answer, and `words.py`
+compares words and units. This module compares the mathematics that is left.
 
-math-verify parses with sympy, and some expressions explode there. Time is limited by the processor time that is used,
-so that a busy machine makes nobody wrong, and memory by the worker's limit. A completion that asks for more is wrong; a
-gold answer that cannot be read is an error.
+math-verify parses with sympy, where some expressions take exponential time. The limit is on processor time, so that a
+busy machine does not make an answer wrong; memory is limited by the worker. A completion that exceeds a limit is wrong,
+while a gold answer that cannot be parsed is an error.
 """
 
 from __future__ import annotations
@@ -27,37 +27,39 @@ from lightning_scalerl.verify.words import Parted, agree, part, plain
 
 __all__ = ["MAX_CHARACTERS", "Mathematics", "changed", "last_boxed", "stated"]
 _BASE = re.compile(r"\d_\{?(\d+)\}?")
-# The space between a factor and a variable: 2 i is read as another thing than 2i.
+# The space between a factor and a variable: math-verify reads 2 i differently from 2i.
 _FACTOR = re.compile(r"(?<=\d)\s+(?=[A-Za-z](?![A-Za-z]))")
-# Of prose, where the words of its last expression are.
+# Characters at the end of prose in which the words of its last expression are.
 _LAST_WORDS = 60
-# Equal signs with another meaning: a congruence, and numerals of two bases, which sympy reads as decimal.
+# Texts in which an equal sign is not an equation of numbers: congruences, and numerals with a base, which sympy takes
+# for decimal ones.
 _NO_EQUATION = re.compile(r"\\equiv|\d_\{?\d")
 
 
 class TooCostlyError(BaseException):
-    """Raised when an expression takes more than its time. No `Exception`, because parsers catch those."""
+    """Raised when an expression exceeds its time limit. Not an `Exception`, because parsers catch those."""
 
 
 @dataclass(frozen=True)
 class Mathematics:
-    """Rewards 1 if the answer is mathematically equal to the gold one, else 0.
+    """Rewards 1 if the answer is mathematically equal to the gold answer, else 0.
 
     Args:
-        cpu_s: seconds of processor time for one completion, beyond which it is wrong and counts in `math_too_costly`.
+        cpu_s: limit in seconds of processor time for one completion. A completion that exceeds it is wrong, and counts
+            in `math_too_costly`.
     """
 
     cpu_s: float = 3.0
 
     def prepare(self) -> None:
-        """Import the parser before the first grade, which has a time limit."""
+        """Import the parser now, because the first grade has a time limit."""
         _warm()
 
     def grade(self, sample: Sample) -> Grade:
         """Grade the text after the thinking.
 
         Raises:
-            ValueError: the gold answer cannot be read in that time.
+            ValueError: the gold answer cannot be parsed within the time limit.
         """
         gold = str(sample.prompt.answer)
         answer, problem = _gold(gold, self.cpu_s)
@@ -65,22 +67,22 @@ class Mathematics:
             raise ValueError(problem)
         try:
             with _limited(self.cpu_s):
-                said = stated(sample.answer)
-                if not said.text or len(said.text) > MAX_CHARACTERS:
+                statement = stated(sample.answer)
+                if not statement.text or len(statement.text) > MAX_CHARACTERS:
                     return Grade(0.0, {"math_unstated": 1.0})
-                return Grade(float(_same(said.text, gold) or _equal(answer, said)), {"math_unstated": 0.0})
+                return Grade(float(_same(statement.text, gold) or _equal(answer, statement)), {"math_unstated": 0.0})
         except (TooCostlyError, MemoryError, RecursionError, OverflowError):
             return Grade(0.0, {"math_unstated": 0.0, "math_too_costly": 1.0})
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
-        """Return a right completion and a wrong one."""
+        """Return a right and a wrong completion."""
         return f"\\boxed{{{answer}}}", f"\\boxed{{{changed(str(answer))}}}"
 
 
 def changed(answer: str) -> str:
-    """Return another answer of the same kind, by changing its first digit.
+    """Return a wrong answer of the same kind, by changing the first digit.
 
-    Of an equation, the first digit on its right; without a digit, a number that is not the answer.
+    In an equation, the first digit of the right side is changed. For an answer without digits, returns a number.
     """
     digits = [place for place, character in enumerate(answer) if character.isdecimal() and character.isascii()]
     if not digits:
@@ -89,18 +91,18 @@ def changed(answer: str) -> str:
     return answer[:place] + str(int(answer[place]) % 9 + 1) + answer[place + 1 :]
 
 
-def _same(said: str, gold: str) -> bool:
+def _same(statement: str, gold: str) -> bool:
     """Return whether two texts are equal except for white space, so that no parser is needed."""
-    return said.split() == gold.split()
+    return statement.split() == gold.split()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer in the one spelling.
+    """Normalised answer.
 
     Args:
         text: the whole answer, words included.
-        parts: its mathematics and its words apart.
+        parts: its mathematics and its words, separated.
     """
 
     text: str
@@ -108,30 +110,30 @@ class Answer:
 
     @cached_property
     def readings(self) -> tuple[tuple[str, Any], ...]:
-        """Its mathematics, with what math-verify makes of it.
+        """Pairs of the mathematics as text and as parsed by math-verify.
 
-        More than one where a spelling has two meanings: 100,200 is a number or a list. Empty where not all of it is
-        mathematics.
+        There are several if the text is ambiguous: 100,200 is a number or a list. Readings that cannot be parsed as a
+        whole are left out.
         """
-        texts = dict.fromkeys(other for each in self.parts.readings for other in comma_readings(each) if other)
-        return tuple((each, found) for each in texts if (found := _read(each)))
+        texts = dict.fromkeys(text for reading in self.parts.readings for text in comma_readings(reading) if text)
+        return tuple((text, parsed) for text in texts if (parsed := _parse(text)))
 
 
 def _answer(text: str) -> Answer:
-    spelled = normal(text)
-    return Answer(spelled, part(spelled))
+    normalized = normal(text)
+    return Answer(normalized, part(normalized))
 
 
 @lru_cache(maxsize=4096)
 def _gold(gold: str, cpu_s: float) -> tuple[Answer | None, str]:
-    """Return a gold answer, cached, or what is wrong with it."""
+    """Return a gold answer, or None and the problem with it. Cached, because all completions of a prompt share it."""
     if not gold.strip():
         return None, "the gold answer is empty"
     _warm()
     try:
         with _limited(cpu_s):
             answer = _answer(gold)
-            _ = answer.readings  # within the time limit, and once
+            _ = answer.readings  # parse now, within the time limit; the result is cached
             return answer, ""
     except TooCostlyError as error:
         return None, f"the gold answer {gold[:80]!r} takes {error}"
@@ -142,43 +144,52 @@ def _gold(gold: str, cpu_s: float) -> tuple[Answer | None, str]:
 @lru_cache(maxsize=1)
 def _warm() -> None:
     """Import the parser and build its tables, outside of any time limit."""
-    _read("\\frac{1}{2}")
-    _found_in("1/2")
+    _parse("\\frac{1}{2}")
+    _parse_last("1/2")
 
 
-def _equal(gold: Answer, said: Stated) -> bool:
-    """Compare words first, then mathematics in every reading of both, then plain text where one has no mathematics."""
-    answer = _answer(said.text)
+def _equal(gold: Answer, statement: Stated) -> bool:
+    """Compare two answers: as text, then their words, then their mathematics in every pair of readings.
+
+    If the answer is in prose, the last expression in it is compared as well.
+    """
+    answer = _answer(statement.text)
     if gold.text == answer.text or (plain(gold.text) and plain(gold.text) == plain(answer.text)):
         return True
-    in_prose = bool(said.prose) or not said.marked
-    words = answer.parts.words if said.marked else part(answer.text[-_LAST_WORDS:]).words
+    in_prose = bool(statement.prose) or not statement.marked
+    words = answer.parts.words if statement.marked else part(answer.text[-_LAST_WORDS:]).words
     if not agree(gold.parts.words, words, in_prose):
         return False
-    if said.marked and gold.parts.mathematics and gold.parts.mathematics == answer.parts.mathematics:
+    if statement.marked and gold.parts.mathematics and gold.parts.mathematics == answer.parts.mathematics:
         return True
-    if said.marked and any(
-        _equal_mathematics(expected, found, text, other, True)
-        for text, expected in gold.readings
-        for other, found in answer.readings
+    if statement.marked and any(
+        _equal_mathematics(expected, found, gold_text, text, True)
+        for gold_text, expected in gold.readings
+        for text, found in answer.readings
     ):
         return True
     if not in_prose:
         return False
-    prose = in_ascii(said.prose or said.text)
-    found = _found_in(prose)
+    prose = in_ascii(statement.prose or statement.text)
+    found = _parse_last(prose)
     return any(_equal_mathematics(expected, found, text, prose, False) for text, expected in gold.readings)
 
 
-def _equal_mathematics(expected: Any, found: Any, gold: str, said: str, marked: bool) -> bool:
-    """Compare by math-verify, and by our own rules where it is blind: bases, brackets of sets, very small numbers."""
+def _equal_mathematics(expected: Any, found: Any, gold: str, text: str, marked: bool) -> bool:
+    """Compare with math-verify, and with our own rules for what it ignores: bases, kinds of brackets, small numbers.
+
+    Args:
+        expected, found: the gold and the stated answer as parsed by math-verify.
+        gold, text: the texts that they were parsed from.
+        marked: whether all of `text` is the answer.
+    """
     from math_verify import verify
 
-    if not found or (_contradicts_itself(said, found[0]) and not _contradicts_itself(gold, expected[0])):
+    if not found or (_contradicts_itself(text, found[0]) and not _contradicts_itself(gold, expected[0])):
         return False
     if marked:
-        for telling in (_base, _brackets):
-            both = telling(gold), telling(said)
+        for property_of in (_base, _brackets):
+            both = property_of(gold), property_of(text)
             if None not in both and both[0] != both[1]:
                 return False
     if not verify(expected, found, timeout_seconds=None, raise_on_error=False):
@@ -187,22 +198,22 @@ def _equal_mathematics(expected: Any, found: Any, gold: str, said: str, marked: 
 
 
 def _base(text: str) -> str | None:
-    """Return the base of a numeral, such as 102_3 or 102_{3}; None if none is given."""
+    """Return the base of a numeral such as 102_3 or 102_{3}; None without a base."""
     found = _BASE.findall(text)
     return found[-1] if found else None
 
 
 def _brackets(text: str) -> str | None:
-    """Return "set" or "order" for a list, by its brackets; None without commas or brackets."""
+    """Return "set" or "order" for a list, depending on its brackets; None without commas or brackets."""
     if "," not in text:
         return None
     return "set" if text.startswith("\\{") else "order" if text.startswith(("(", "[")) else None
 
 
 def _contradicts_itself(text: str, expression: Any) -> bool:
-    """Return whether an equation in it has two numbers for its sides that differ, such as 41=42.
+    """Return whether the expression has an equation of two different numbers, such as 41=42.
 
-    math-verify takes the right side of an equation for the answer, whatever the left one is.
+    math-verify takes the right side of an equation as the answer and ignores the left side.
     """
     import sympy
 
@@ -213,40 +224,40 @@ def _contradicts_itself(text: str, expression: Any) -> bool:
 
 
 def _near(expected: Any, found: Any) -> bool:
-    """Return whether two numbers differ by less than a ten thousandth; True for anything else."""
+    """Return whether two numbers are equal up to a relative difference of 1e-4; True for anything but numbers."""
     import sympy
 
-    if not all(isinstance(each, sympy.Expr) and each.is_number and each.is_comparable for each in (expected, found)):
+    if not all(isinstance(side, sympy.Expr) and side.is_number and side.is_comparable for side in (expected, found)):
         return True
     difference, size = sympy.N(expected - found), sympy.N(abs(expected))
     return bool(difference == 0 or abs(difference) <= 1e-4 * size)
 
 
-def _read(expression: str) -> Any:
-    """Parse all of an expression as LaTeX; empty if only part of it can be read."""
+def _parse(expression: str) -> Any:
+    """Parse a whole text as LaTeX; the result is empty if only a part of it can be parsed."""
     from math_verify import LatexExtractionConfig, parse
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    ways = (LatexExtractionConfig(),)
-    spelled = _FACTOR.sub("", expression)
-    return parse(f"${spelled}$", ways, parsing_timeout=None, fallback_mode="no_fallback")
+    formats = (LatexExtractionConfig(),)
+    latex = _FACTOR.sub("", expression)
+    return parse(f"${latex}$", formats, parsing_timeout=None, fallback_mode="no_fallback")
 
 
-def _found_in(prose: str) -> Any:
-    """Return the expression in a text that math-verify takes for its answer."""
+def _parse_last(prose: str) -> Any:
+    """Parse the expression that math-verify takes as the answer of a text, usually the last one."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    ways = (LatexExtractionConfig(), ExprExtractionConfig())
-    return parse(prose, ways, parsing_timeout=None, fallback_mode="no_fallback")
+    formats = (LatexExtractionConfig(), ExprExtractionConfig())
+    return parse(prose, formats, parsing_timeout=None, fallback_mode="no_fallback")
 
 
 @contextmanager
 def _limited(cpu_s: float) -> Iterator[None]:
-    """Raise `TooCostlyError` in the `with` block after so much processor time of this process, kernel time included.
+    """Raise `TooCostlyError` in the `with` block after `cpu_s` seconds of processor time, user and system together.
 
     Raises:
-        RuntimeError: not in a main thread, where no signal arrives.
+        RuntimeError: called outside of the main thread, where no signals arrive.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("the mathematics verifier needs a process of its own (verify.workers of 1 or more)")
@@ -254,15 +265,15 @@ def _limited(cpu_s: float) -> Iterator[None]:
     watching = True
 
     def over(number: int, frame: Any) -> None:
-        if watching:  # else it came while the clock was being stopped
+        if watching:  # otherwise the signal came while the timer was being stopped
             raise TooCostlyError(f"more than {cpu_s:g} s of processor time")
 
-    before = signal.signal(signal.SIGPROF, over)
-    # Again and again: one may come where it is swallowed.
+    previous_handler = signal.signal(signal.SIGPROF, over)
+    # Repeat the signal every 0.1 s: code that catches everything may swallow the first exception.
     signal.setitimer(signal.ITIMER_PROF, cpu_s, 0.1)
     try:
         yield
     finally:
         watching = False
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        signal.signal(signal.SIGPROF, before)
+        signal.signal(signal.SIGPROF, previous_handler)

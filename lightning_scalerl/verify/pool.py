@@ -1,9 +1,9 @@
-"""Verifiers in processes of their own: asynchronous, each of them killable, replaced when one is.
+"""Pool of verifier processes: asynchronous, with a timeout per completion; workers that hang or die are replaced.
 
-A thread of this process gives completions to whichever worker is free, and takes what comes back. Where grading is
-quick a worker prefetches the next ones before it has answered: a round trip would cost more than grading.
-A worker that is over its time is killed with everything that it has started, and another takes its place; so is one
-that dies. Nobody else waits meanwhile: jobs prefetched behind a completion that takes long are given to others.
+A thread of this process sends completions to free workers and collects their outcomes. If grading is quick, a worker
+gets further completions in advance, because a round trip would cost more than grading. A worker that exceeds its
+timeout is killed together with all processes that it has started, and replaced. This does not delay other completions:
+those that the worker got in advance move to other workers if the one before them takes long.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from lightning_scalerl.verify.grade import Grader, Outcome, Sample
 from sweeps.process import ended_with, kill_group
 from sweeps.run.activity import activity
 
-# Imports of a reward function may be heavy, on a busy machine.
+# Start timeout of a worker: imports of a reward function may be slow on a busy machine.
 START_S = 120.0
 # Prefetch limits of a worker: expected wait of the last job, number of jobs, and bytes that fit into a pipe unread.
 _AHEAD_S, _MOST_AHEAD, _AHEAD_BYTES = 0.01, 8, 32768
 # Weight of the latest completion in the moving average of grading times.
 _LATEST = 0.1
-# After so many seconds a completion counts as long, and the jobs queued behind it are given to other workers.
+# A completion that takes longer than this loses the jobs behind it to other workers.
 _LONG_S = 0.1
 
 
 @dataclass
 class _Job:
-    """Completion, or those of a group, being graded by one call, or waiting for it."""
+    """Completion, or all completions of a group, to be graded by one call."""
 
     tickets: tuple[int, ...]
     samples: tuple[Sample, ...]
@@ -54,50 +54,50 @@ class _Job:
 
     @cached_property
     def message(self) -> memoryview:
-        """Return the message that is sent to the worker."""
+        """Pickled sample or samples for the worker."""
         return ForkingPickler.dumps(self.samples[0] if len(self.samples) == 1 else self.samples)
 
 
 @dataclass
 class _Worker:
-    """Worker process, with the jobs that it has in hand."""
+    """Worker process and the jobs that were sent to it."""
 
     process: subprocess.Popen[bytes]
     connection: Connection[Any, Any]
-    scratch: str  # part of the names of its sandboxes' folders, so that they can be found and deleted
-    deadline: float  # of the start, or of the job that is being graded
+    scratch: str  # part of the names of its sandboxes' folders, to find and delete them
+    deadline: float  # of its start, or of the job that it is grading
     ready: bool = False
-    jobs: deque[_Job] = field(default_factory=deque)  # the first is being graded, the others are prefetched
-    given_away: deque[_Job] = field(default_factory=deque)  # prefetched, now given to others: answers ignored
-    since: float = 0.0
+    jobs: deque[_Job] = field(default_factory=deque)  # the first one is being graded, the others are prefetched
+    reassigned: deque[_Job] = field(default_factory=deque)  # prefetched, then given to other workers: ignore answers
+    job_start: float = 0.0  # when it began its current job
 
 
 @dataclass
 class _Shared:
-    """State that callers and the pool's thread share, under one lock."""
+    """State shared by callers and the pool's thread, protected by one lock."""
 
     queue: deque[_Job] = field(default_factory=deque)
     done: dict[int, Outcome] = field(default_factory=dict)
-    waiting: set[int] = field(default_factory=set)  # tickets that are given out and not fetched
-    awaited: set[int] = field(default_factory=set)  # those of them that a caller is blocked on
+    waiting: set[int] = field(default_factory=set)  # tickets whose outcome was not fetched yet
+    awaited: set[int] = field(default_factory=set)  # tickets on which a caller is blocked
     error: ConfigurationError | None = None
     closing: bool = False
-    woken: bool = False
+    woken: bool = False  # the pool's thread has an unread wake-up message
 
 
 class VerifierPool:
-    """Grades completions in `workers` processes, with a timeout for each.
+    """Grades completions in `workers` processes, with a timeout for each attempt.
 
     Args:
-        grader: grades one completion; sent to each worker by value (cloudpickle), functions of a script included.
+        grader: the grader; it is pickled by value (cloudpickle) for each worker, including functions of a script.
         workers: number of processes.
-        timeout_s: wall-clock seconds for one attempt, times the completions that it grades; more where the grader asks
-            for more for a completion (`needs_s`).
+        timeout_s: wall-clock timeout of one attempt, per completion. A grader may declare more for a completion
+            (`needs_s`).
         retries: number of further attempts after an error.
-        memory_gib: data that a worker may hold, in GiB; None for no limit.
+        memory_gib: limit on a worker's data segment in GiB; None for no limit.
 
     Raises:
-        ConfigurationError: the grader cannot be sent, or (by `wait` and `done`) none of the workers can load it.
+        ConfigurationError: the grader cannot be pickled, or (from `wait` and `done`) no worker can load it.
     """
 
     def __init__(
@@ -115,33 +115,33 @@ class VerifierPool:
                 f"({type(error).__name__}: {error}); hold less in it, or say verify.workers=0 to have it grade in the "
                 "trainer's own process, where nothing can stop it if it hangs"
             ) from error
-        # Handed over as a file in memory: a pipe would hold the pool up until the new process reads.
+        # Sent as a file in memory: writing to a pipe would block the pool until the new process reads.
         self._message = pickle.dumps((list(sys.path), memory_gib, pickled))
         self._timeout_s, self._retries = timeout_s, retries
         self._needs_s = getattr(grader, "needs_s", lambda sample: 0.0)
-        # A process that was killed cannot say in which function it was.
+        # A killed process cannot report in which function it was, so errors name all candidates.
         functions = getattr(grader, "functions", ())
         self._named = f" (in reward function {' or '.join(functions)})" if functions else ""
         self._shared = _Shared()
         self._changed = threading.Condition()
-        # A pipe, because poll() can wait for it together with the workers.
         self._next = 0
+        # Wakes the thread. It is a pipe because poll() can wait for it together with the workers.
         self._wake_r, self._wake_w = Pipe(duplex=False)
-        # One for the pool's life: `multiprocessing.connection.wait` makes one a call, which takes longer than grading.
+        # Kept for the pool's life: `multiprocessing.connection.wait` creates one per call, which is slower.
         self._readable = select.poll()
         self._readable.register(self._wake_r, select.POLLIN)
         self._workers: list[_Worker] = []
         self._count = workers
-        self._mean_s = _AHEAD_S  # nothing is given out ahead until grading is seen to be quick
+        self._mean_s = _AHEAD_S  # so high that nothing is prefetched until grading proves to be quick
         self._thread = threading.Thread(target=self._run, name="verifiers", daemon=True)
         self._thread.start()
 
     def submit(self, sample: Sample) -> int:
-        """Queue a completion for grading; return its ticket at once."""
+        """Queue a completion for grading and return its ticket immediately."""
         return self.submit_group([sample])[0]
 
     def submit_group(self, samples: Sequence[Sample]) -> Sequence[int]:
-        """Queue the completions of a group, to be graded by one call; return their tickets at once."""
+        """Queue the completions of a group, to be graded by one call, and return their tickets immediately."""
         with self._changed:
             tickets = tuple(range(self._next, self._next + len(samples)))
             self._next += len(samples)
@@ -151,11 +151,11 @@ class VerifierPool:
         return tickets
 
     def wait(self, ticket: int) -> Outcome:
-        """Return the outcome of a ticket, once, as soon as there is one.
+        """Block until a ticket has an outcome and return it. An outcome can be fetched once.
 
         Raises:
             ConfigurationError: no worker can load the grader.
-            KeyError: the ticket is unknown, forgotten or fetched already.
+            KeyError: the ticket is unknown, forgotten or already fetched.
             RuntimeError: the pool is closed.
         """
         with self._changed:
@@ -172,7 +172,7 @@ class VerifierPool:
             return self._shared.done.pop(ticket)
 
     def done(self) -> Sequence[tuple[int, Outcome]]:
-        """Return all outcomes that were not fetched, with their tickets.
+        """Return (ticket, outcome) for all outcomes that were not fetched yet, without blocking.
 
         Raises:
             ConfigurationError: no worker can load the grader.
@@ -185,16 +185,16 @@ class VerifierPool:
             return fetched
 
     def forget(self, tickets: Iterable[int]) -> None:
-        """Drop these tickets; a completion in hand is still graded, and its outcome dropped."""
-        gone = set(tickets)
+        """Drop these tickets. Completions that a worker already has are still graded, without any effect."""
+        dropped = set(tickets)
         with self._changed:
-            self._shared.queue = deque(job for job in self._shared.queue if not gone.issuperset(job.tickets))
-            self._shared.waiting -= gone
-            for ticket in gone:
+            self._shared.queue = deque(job for job in self._shared.queue if not dropped.issuperset(job.tickets))
+            self._shared.waiting -= dropped
+            for ticket in dropped:
                 self._shared.done.pop(ticket, None)
 
     def close(self) -> None:
-        """End all workers, whatever they have in hand."""
+        """End all workers, even while they are grading."""
         with self._changed:
             self._shared.closing = True
             self._wake()
@@ -206,7 +206,7 @@ class VerifierPool:
             raise self._shared.error
 
     def _wake(self) -> None:
-        """Wake the pool's thread, under the lock; once is enough until it has woken."""
+        """Wake the pool's thread, unless a wake-up message is unread already. Call it with the lock held."""
         if not self._shared.woken:
             self._shared.woken = True
             self._wake_w.send_bytes(b".")
@@ -215,9 +215,9 @@ class VerifierPool:
 
     def _run(self) -> None:
         """Start the workers and serve them until the pool is closed or fails; then kill them."""
-        # The kernel ends a worker with the thread that started it: all of them are started in this one.
+        # A worker dies with the thread that started it (PR_SET_PDEATHSIG), so only this thread starts workers.
         try:
-            self._workers = [self._started() for _ in range(self._count)]
+            self._workers = [self._start_worker() for _ in range(self._count)]
             while not self._shared.closing:
                 self._assign()
                 self._listen()
@@ -228,131 +228,137 @@ class VerifierPool:
             for worker in self._workers:
                 _kill(worker)
 
-    def _started(self) -> _Worker:
+    def _start_worker(self) -> _Worker:
         """Start a worker process; it has `START_S` seconds to load the grader."""
         process, ours, scratch = _process(self._message)
         self._readable.register(ours, select.POLLIN)
         return _Worker(process, ours, scratch, time.monotonic() + START_S)
 
     def _assign(self) -> None:
-        """Give one job to each worker, then another to each, so that they end together."""
+        """Send one job to each worker, then a second one to each, and so on, to keep them equally busy."""
         ahead = int(min(_MOST_AHEAD, max(1.0, _AHEAD_S / max(self._mean_s, 1e-6))))
         for held in range(ahead):
             for worker in self._workers:
-                free = worker.ready and not worker.given_away and len(worker.jobs) == held
+                free = worker.ready and not worker.reassigned and len(worker.jobs) == held
                 if free and sum(len(job.message) for job in worker.jobs) < _AHEAD_BYTES:
                     with self._changed:
                         queue = self._shared.queue
-                        # A large message would block in the pipe until the busy worker reads.
+                        # A large message would block in the pipe until the busy worker reads it.
                         if not queue or (held and len(queue[0].message) > _AHEAD_BYTES):
                             return
                         job = queue.popleft()
                     worker.jobs.append(job)
                     if not held:
-                        self._begins(worker)
-                    # A dead worker is noticed in `_listen`, by its closed pipe.
+                        self._start_timeout(worker)
+                    # A dead worker is detected in `_listen`, by its closed pipe.
                     with suppress(OSError):
                         worker.connection.send_bytes(job.message)
 
-    def _begins(self, worker: _Worker) -> None:
+    def _start_timeout(self, worker: _Worker) -> None:
         """Start the timeout of a worker's first job."""
         job = worker.jobs[0]
         job.attempts += 1
-        worker.since = time.monotonic()
-        worker.deadline = worker.since + self._allowed_s(job)
+        worker.job_start = time.monotonic()
+        worker.deadline = worker.job_start + self._job_timeout_s(job)
 
-    def _allowed_s(self, job: _Job) -> float:
+    def _job_timeout_s(self, job: _Job) -> float:
         return sum(max(self._timeout_s, float(self._needs_s(sample))) for sample in job.samples)
 
     def _listen(self) -> None:
-        """Wait until a worker has sent something, or a timeout has passed."""
-        busy = [worker.deadline for worker in self._workers if worker.jobs or worker.given_away or not worker.ready]
-        busy += [worker.since + _LONG_S for worker in self._workers if len(worker.jobs) > 1]
+        """Wait for messages of workers until the next timeout, and handle them."""
+        busy = [worker.deadline for worker in self._workers if worker.jobs or worker.reassigned or not worker.ready]
+        busy += [worker.job_start + _LONG_S for worker in self._workers if len(worker.jobs) > 1]
         timeout_s = max(0.0, min(busy) - time.monotonic()) if busy else None
-        heard = self._heard_from(timeout_s)
+        readable = self._readable_descriptors(timeout_s)
         for _ in range(_MOST_AHEAD):
-            if self._wake_r.fileno() in heard:
+            if self._wake_r.fileno() in readable:
                 with self._changed:
                     self._wake_r.recv_bytes()
                     self._shared.woken = False
             for number, worker in enumerate(self._workers):
-                if worker.connection.fileno() in heard:
-                    self._take_answer(number, worker)
-            # What has come meanwhile is taken too, before workers are given more: `_assign` looks at all of them.
-            heard = self._heard_from(0.0)
-            if not heard:
+                if worker.connection.fileno() in readable:
+                    self._receive(number, worker)
+            # Also handle messages that have arrived meanwhile: `_assign`, which comes next, goes through all workers.
+            readable = self._readable_descriptors(0.0)
+            if not readable:
                 break
 
-    def _heard_from(self, timeout_s: float | None) -> set[int]:
-        """Return descriptors with something to read, waiting at most so long for one; None for without limit."""
+    def _readable_descriptors(self, timeout_s: float | None) -> set[int]:
+        """Wait until a descriptor is readable, at most `timeout_s` (None: no limit), and return all readable ones."""
         return {fd for fd, _ in self._readable.poll(None if timeout_s is None else math.ceil(1000 * timeout_s))}
 
-    def _take_answer(self, number: int, worker: _Worker) -> None:
-        """Read one message of a worker, and replace the worker if there is none to read."""
+    def _receive(self, number: int, worker: _Worker) -> None:
+        """Read one message of a worker and handle it, or replace the worker if it is dead or the message unreadable."""
         try:
-            said = worker.connection.recv()
+            message = worker.connection.recv()
         except (EOFError, OSError):
             self._replace(number, "its process died", died=True)
-        except Exception as error:  # what it sent cannot be read
+        except Exception as error:  # the message cannot be unpickled
             self._replace(number, f"its answer cannot be read ({type(error).__name__}: {error})")
         else:
-            self._heard(worker, said)
+            self._handle(worker, message)
 
-    def _heard(self, worker: _Worker, said: Any) -> None:
-        """Handle a worker's message: that it is ready, that it cannot load the grader, or an outcome."""
+    def _handle(self, worker: _Worker, message: Any) -> None:
+        """Handle a message.
+
+        The first one is None if the worker is ready, or the error that prevented it from loading the grader. Each later
+        one is an outcome, or the list of a group's outcomes.
+        """
         if not worker.ready:
             worker.ready = True
-            if said is not None:
-                self._fail(f"task: the verifier cannot be loaded in a process of its own: {said}")
+            if message is not None:
+                self._fail(f"task: the verifier cannot be loaded in a process of its own: {message}")
             return
-        # A worker answers in order, and what was given away came behind what it kept.
+        # A worker answers in order: reassigned jobs come after the one that it kept.
         if worker.jobs:
-            outcomes = said if isinstance(said, list) else [said]
+            outcomes = message if isinstance(message, list) else [message]
             self._mean_s += _LATEST * (sum(outcome.seconds for outcome in outcomes) - self._mean_s)
-            self._ended(worker.jobs.popleft(), outcomes)
+            self._record(worker.jobs.popleft(), outcomes)
             if worker.jobs:
-                self._begins(worker)
-        elif worker.given_away:
-            worker.given_away.popleft()
-        if worker.given_away and not worker.jobs:
-            worker.deadline = time.monotonic() + self._allowed_s(worker.given_away[0])
+                self._start_timeout(worker)
+        elif worker.reassigned:
+            worker.reassigned.popleft()
+        if worker.reassigned and not worker.jobs:
+            worker.deadline = time.monotonic() + self._job_timeout_s(worker.reassigned[0])
 
     def _end_overruns(self) -> None:
-        """Give away jobs that wait behind a long one, and replace workers that are over their time."""
+        """Reassign jobs that wait behind a slow one, and replace workers that have exceeded their timeout."""
         now = time.monotonic()
         for number, worker in enumerate(self._workers):
-            if len(worker.jobs) > 1 and now >= worker.since + _LONG_S:
+            if len(worker.jobs) > 1 and now >= worker.job_start + _LONG_S:
                 behind = [worker.jobs.pop() for _ in range(len(worker.jobs) - 1)]
-                worker.given_away.extendleft(behind)
+                worker.reassigned.extendleft(behind)
                 with self._changed:
                     self._shared.queue.extendleft(behind)
-            if (worker.jobs or worker.given_away) and now >= worker.deadline:
-                self._replace(number, f"timed out after {worker.deadline - worker.since:g} s")
+            if (worker.jobs or worker.reassigned) and now >= worker.deadline:
+                self._replace(number, f"timed out after {worker.deadline - worker.job_start:g} s")
             elif not worker.ready and now >= worker.deadline:
                 self._fail(f"task: the verifier was not loaded within {START_S:g} s")
 
     def _replace(self, number: int, why: str, died: bool = False) -> None:
-        """Kill a worker and start another; its first job ends in an error, those behind it are queued again."""
+        """Kill a worker and start another. Its current job ends in an error; its prefetched jobs are queued again."""
         worker = self._workers[number]
         if died:
             with suppress(subprocess.TimeoutExpired):
                 why += f" ({ended_with(worker.process.wait(1.0))})"
-        self._readable.unregister(worker.connection)  # while it has its number, which a later file may be given
+        self._readable.unregister(worker.connection)  # before it is closed: its number may be reused by another file
         status = _kill(worker)
         if not worker.ready:
             self._fail(f"task: the verifier's process ended while it was loaded ({ended_with(status)})")
             return
-        self._workers[number] = self._started()
+        self._workers[number] = self._start_worker()
         if worker.jobs:
             job = worker.jobs.popleft()
-            lost = Outcome("error", why=why + self._named, seconds=(time.monotonic() - worker.since) / len(job.tickets))
-            self._ended(job, [lost] * len(job.tickets))
+            lost = Outcome(
+                "error", why=why + self._named, seconds=(time.monotonic() - worker.job_start) / len(job.tickets)
+            )
+            self._record(job, [lost] * len(job.tickets))
         with self._changed:
-            # extendleft reverses: the oldest stands first again.
+            # extendleft reverses the order, so that the oldest job is first again.
             self._shared.queue.extendleft(reversed(worker.jobs))
 
-    def _ended(self, job: _Job, outcomes: Sequence[Outcome]) -> None:
-        """Record a job's outcomes, or queue the job again after an error if it has an attempt left."""
+    def _record(self, job: _Job, outcomes: Sequence[Outcome]) -> None:
+        """Record a job's outcomes, or queue the job again after an error if it has attempts left."""
         activity.note("grade")
         with self._changed:
             if not self._shared.waiting.intersection(job.tickets):
@@ -361,10 +367,10 @@ class VerifierPool:
                 job.seconds += sum(outcome.seconds for outcome in outcomes)
                 self._shared.queue.append(job)
                 return
-            before_s = job.seconds / len(job.tickets)
+            earlier_s = job.seconds / len(job.tickets)  # per completion, of the attempts that failed
             for ticket, outcome in zip(job.tickets, outcomes, strict=True):
                 if ticket in self._shared.waiting:
-                    seconds = before_s + outcome.seconds
+                    seconds = earlier_s + outcome.seconds
                     self._shared.done[ticket] = replace(outcome, seconds=seconds, attempts=job.attempts)
             if self._shared.awaited.intersection(job.tickets):
                 self._changed.notify_all()
@@ -377,21 +383,25 @@ class VerifierPool:
 
 
 def _process(message: bytes) -> tuple[subprocess.Popen[bytes], Connection[Any, Any], str]:
-    """Start a worker's process with what it loads; return it, our end of its pipe, and its sandboxes' mark."""
+    """Start a worker process that loads `message`.
+
+    Returns:
+        The process, our end of its pipe, and the marker in the names of its sandboxes' folders.
+    """
     ours, theirs = Pipe()
-    with os.fdopen(os.memfd_create("grader"), "w+b") as handed:
-        handed.write(message)
-        handed.flush()
-        handed.seek(0)
-        numbers = [theirs.fileno(), handed.fileno()]
-        command = [sys.executable, "-m", "lightning_scalerl.verify.worker", str(numbers[0]), str(os.getpid())]
+    with os.fdopen(os.memfd_create("grader"), "w+b") as memory_file:
+        memory_file.write(message)
+        memory_file.flush()
+        memory_file.seek(0)
+        descriptors = [theirs.fileno(), memory_file.fileno()]
+        command = [sys.executable, "-m", "lightning_scalerl.verify.worker", str(descriptors[0]), str(os.getpid())]
         scratch = secrets.token_hex(8)
-        # A group of its own: it is killed as one, and Ctrl-C is not for it.
+        # In a new session, so that it can be killed with its children and does not receive Ctrl-C.
         process = subprocess.Popen(
-            [*command, str(numbers[1])], pass_fds=numbers, stdin=subprocess.DEVNULL, start_new_session=True,
+            [*command, str(descriptors[1])], pass_fds=descriptors, stdin=subprocess.DEVNULL, start_new_session=True,
             env=_environment() | {SCRATCH: scratch},
         )  # fmt: skip
-    # Open here as well it would hide the end of the process: no end of file, only a time-out.
+    # If this end stayed open here, the death of the process would not be seen as an end of file, only by a timeout.
     theirs.close()
     return process, ours, scratch
 
@@ -406,5 +416,5 @@ def _kill(worker: _Worker) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment without settings that would make each worker use all cores."""
+    """Return this process's environment with settings that keep each worker from using all cores."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -1,7 +1,11 @@
-"""Verifier of programs: run against their data set's tests in a sandbox (`lightning_scalerl.sandbox`).
+"""Verifier of programs: runs them against the tests of their data set in a sandbox (`lightning_scalerl.sandbox`).
 
-The answer is {"tests", "entry_point", "prelude", "names"} for tests that call functions (`sandbox.judge`), {"calls",
-"entry_point"} for calls with what they return, {"cases"} for programs that read and print.
+The prompt's answer has one of three forms:
+
+- {"tests", "entry_point", "prelude", "names"}: source text of tests that call the program's functions
+  (`sandbox.judge`);
+- {"calls", "entry_point"}: arguments of calls and their expected results;
+- {"cases"}: inputs and expected outputs of a program that reads and prints.
 """
 
 from __future__ import annotations
@@ -28,8 +32,8 @@ from lightning_scalerl.verify.grade import Grade, Sample
 
 _BLOCK = re.compile(r"```(?P<language>[\w+-]*)[ \t]*\n(?P<code>.*?)(?:```|\Z)", re.DOTALL)
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^)]*\)|[^\n(]*)\n?", re.MULTILINE)
-_STARTS_S = 2.0  # start and end of the sandboxes
-# What LiveCodeBench's own harness imports before every solution.
+_OVERHEAD_S = 2.0  # time to start and end a sandbox
+# Imports that LiveCodeBench's own harness puts before every solution.
 _IMPORTS = """
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import *
@@ -40,8 +44,8 @@ from itertools import *
 from math import *
 from typing import *
 """
-# Calls come from JSON, which has no tuples and whose keys are texts. Floats are compared as `judge_stdio` compares
-# printed ones. marshal, not JSON: it writes whole numbers of any length.
+# Tests for "calls". The expected values come from JSON, where tuples are lists and all keys are strings. Floats are
+# compared as in `judge_stdio`. The calls are stored with marshal, because it can write integers of any length.
 _CALLS = """
 import json, marshal, math
 
@@ -80,14 +84,14 @@ def check(candidate):
 class Programs:
     """Rewards 1 if the program passes all tests, else 0.
 
-    The program is the last block of code in the completion, or all of it if there is none.
+    The program is the last block of code in the completion, or the whole completion if it has no block.
 
     Args:
-        wall_s, cpu_s, memory_mib, output_kib, file_mib, processes: see `Limits`; of a program that reads and prints,
-            for each of its cases, as in LiveCodeBench's own harness.
-        total_s: wall-clock seconds of all cases of such a program together.
-        mode: walls to use: auto, bubblewrap, landlock or none (`check_protections`).
-        unprotected: whether programs run even where no walls can isolate them.
+        wall_s, cpu_s, memory_mib, output_kib, file_mib, processes: see `Limits`. For a program that reads and prints
+            they apply to each case, as in LiveCodeBench's own harness.
+        total_s: limit in wall-clock seconds on all cases of such a program together.
+        mode: isolation to use: auto, bubblewrap, landlock or none (`check_protections`).
+        unprotected: whether to run programs even if this machine cannot isolate them.
     """
 
     wall_s: float = 6.0
@@ -101,38 +105,38 @@ class Programs:
     total_s: float = 60.0
 
     def __post_init__(self) -> None:
-        _ = self.limits  # refused here, not in a worker
+        _ = self.limits  # raises here for bad limits, not later in a worker
         positive("task.sandbox.total_s", self.total_s)
 
     @property
     def limits(self) -> Limits:
-        """Limits of each run of a program."""
+        """Limits on each run of a program."""
         return Limits(**{field.name: getattr(self, field.name) for field in fields(Limits)})
 
     @property
     def longest_s(self) -> float:
-        """Wall-clock seconds that a grade takes at most, start and end of the sandboxes included."""
-        return self.wall_s + _STARTS_S
+        """Maximum wall-clock seconds of a grade, start and end of the sandbox included."""
+        return self.wall_s + _OVERHEAD_S
 
     def needs_s(self, sample: Sample) -> float:
-        """Return the seconds that this sample takes at most: more for one with many cases."""
+        """Return the maximum seconds for this sample, which grow with the number of its cases."""
         cases = sample.prompt.answer.get("cases", ())
-        return max(self.longest_s, min(self.total_s, len(cases) * self.longest_s) + _STARTS_S if cases else 0.0)
+        return max(self.longest_s, min(self.total_s, len(cases) * self.longest_s) + _OVERHEAD_S if cases else 0.0)
 
     @cached_property
     def protections(self) -> Protections:
-        """Protections of this machine, tried once in each process.
+        """Protections on this machine, tested once per process.
 
         Raises:
-            ConfigurationError: there are not enough.
+            ConfigurationError: they are not sufficient.
         """
         return check_protections(self.unprotected, self.mode)
 
     def notes(self) -> Sequence[str]:
-        """Return a line for each protection that programs run behind on this machine.
+        """Return one line per protection that isolates programs on this machine.
 
         Raises:
-            ConfigurationError: there are not enough.
+            ConfigurationError: they are not sufficient.
         """
         return [f"sandbox: {line}" for line in self.protections.lines()]
 
@@ -140,7 +144,7 @@ class Programs:
         """Grade the program in the text after the thinking.
 
         Raises:
-            SandboxError: the sandbox failed, not the program.
+            SandboxError: the sandbox itself failed.
         """
         code = program_of(sample.answer)
         if not code.strip():
@@ -149,13 +153,17 @@ class Programs:
         return Grade(float(result.passed), extra={"tests": result.reason})
 
     def _judged(self, code: str, answer: Mapping[str, Any]) -> JudgeResult:
-        """Return the verdict on a program by the kind of test that the answer holds."""
+        """Judge a program by the kind of test in the answer."""
         if "cases" in answer:
-            cases = [(str(given), str(expected)) for given, expected in answer["cases"]]
+            cases = [(str(text), str(expected)) for text, expected in answer["cases"]]
             return judge_stdio(code, cases, self.limits, self.protections, self.total_s)
         entry_point = answer.get("entry_point")
         if "calls" in answer:
-            tests, prelude, program = _CALLS.format(calls=marshal.dumps(answer["calls"])), "", _behind(_IMPORTS, code)
+            tests, prelude, program = (
+                _CALLS.format(calls=marshal.dumps(answer["calls"])),
+                "",
+                _join_sources(_IMPORTS, code),
+            )
         else:
             tests, prelude = str(answer["tests"]), str(answer.get("prelude") or "")
             program = _completed(prelude, code, entry_point)
@@ -170,7 +178,7 @@ class Programs:
         )
 
     def unjudgeable(self, answer: Any) -> str | None:
-        """Return why no program can be judged by this answer; None if one can."""
+        """Return the reason why this answer cannot be used to judge programs, or None if it can."""
         if not isinstance(answer, Mapping) or not {"tests", "calls", "cases"} & set(answer):
             return "the answer holds no tests, calls or cases"
         if "cases" in answer:
@@ -184,7 +192,7 @@ class Programs:
         )
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
-        """Return None in place of a right completion, and a wrong one."""
+        """Return None, because no right completion is known, and a wrong completion."""
         if "cases" in answer:
             return None, "```python\nprint('no answer')\n```"
         name = str(answer.get("entry_point") or "nothing").rpartition(".")[2]
@@ -192,22 +200,22 @@ class Programs:
 
 
 def program_of(text: str) -> str:
-    """Return the last block of Python, or of no language, in a completion; all of it if there is none."""
+    """Return a completion's last code block in Python or without a language, or the whole completion without one."""
     text = text.replace("\r\n", "\n")
     blocks = [found for found in _BLOCK.finditer(text) if found["language"].lower() in ("", "python", "python3", "py")]
     if not blocks:
         return text
-    # In a list the whole block is indented like its fence; its own indentation stays, a function's body may have one.
-    before = text[: blocks[-1].start()].rpartition("\n")[2]
-    indent = before if before.isspace() else ""
+    # A block in a Markdown list is indented like its fence. Remove only that much: the code has its own indentation.
+    prefix = text[: blocks[-1].start()].rpartition("\n")[2]
+    indent = prefix if prefix.isspace() else ""
     return "".join(line.removeprefix(indent) for line in str(blocks[-1]["code"]).splitlines(keepends=True))
 
 
 def _completed(prelude: str, code: str, entry_point: str | None) -> str:
-    """Return the program with what the task gave: a function to complete, or imports.
+    """Join a program with the task's prelude: the beginning of a function to complete, or imports.
 
-    A program that defines the function anew stands behind the prompt, which ends in a docstring; a body goes on where
-    the prompt ends.
+    An indented body continues where the prelude ends. Other code, such as a complete new definition of the function, is
+    placed after the prelude, which is valid by itself because it ends in a docstring.
     """
     if not prelude:
         return code
@@ -215,9 +223,9 @@ def _completed(prelude: str, code: str, entry_point: str | None) -> str:
     is_body = not defined and code.lstrip("\n")[:1].isspace()
     if is_body:
         return prelude + ("" if prelude.endswith("\n") else "\n") + code.lstrip("\n")
-    return _behind(prelude, code)
+    return _join_sources(prelude, code)
 
 
-def _behind(before: str, code: str) -> str:
-    """Join two sources, with `from __future__` imports moved to the front, where Python needs them."""
-    return "".join([*(f"{line.rstrip()}\n" for line in _FUTURE.findall(code)), f"{before}\n\n", _FUTURE.sub("", code)])
+def _join_sources(first: str, code: str) -> str:
+    """Join two sources, and move `from __future__` imports to the front, where Python requires them."""
+    return "".join([*(f"{line.rstrip()}\n" for line in _FUTURE.findall(code)), f"{first}\n\n", _FUTURE.sub("", code)])

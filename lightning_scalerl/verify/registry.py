@@ -1,4 +1,4 @@
-"""Named verifiers of this project and a user's own functions, combined with weights."""
+"""Lookup of verifiers by name, and their combination, with the user's own functions, into a weighted sum."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_scalerl.verify.text import Choice, ExactMatch, QuestionAnswer, Tr
 
 
 class NamedGrader(Protocol):
-    """Grader that can give a right and a wrong completion for an answer."""
+    """Grader that can construct a right and a wrong completion for an answer."""
 
     def grade(self, sample: Sample) -> Grade:
         """Grade one completion of a prompt."""
         ...
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
-        """Return a completion that is right for an answer and one that is wrong; None where it knows none."""
+        """Return a right and a wrong completion for an answer; None for one that it cannot construct."""
         ...
 
 
@@ -34,32 +34,32 @@ VERIFIERS: Mapping[str, type[NamedGrader]] = {
     "truthful": TruthfulAnswer,
     "code": Programs,
 }
-# Verifiers that compare texts and never hang: they need no process of their own.
+# Verifiers that only compare texts and never hang, so that they may run in the trainer's process.
 QUICK = (ExactMatch, Choice, QuestionAnswer, TruthfulAnswer)
 
 
-# A name or place, a function, or a mapping with one of these under `use`.
+# A name or location, a function, or a mapping with one of these under `use`.
 Reward = Mapping[str, Any] | str | Callable[..., Any]
 
 
 def named(field: str, given: Reward) -> Weighted:
-    """Build a grader with its weight from its configuration.
+    """Build a weighted grader from its configuration.
 
     Args:
-        field: configuration key, for error messages.
-        given: a verifier's name, a function's location (`file.py:function`, `module:function`), or a function itself;
-            or a mapping: `use` one of these, `weight`, `name` under which its values are recorded, a verifier's
-            settings.
+        field: configuration key, for errors.
+        given: a verifier's name, the location of a function (`file.py:function`, `module:function`) or a function; or a
+            mapping with one of these as `use`, and optionally `weight`, `name` (for its recorded values) and settings
+            of the verifier.
 
     Raises:
-        ConfigurationError: no such verifier, or settings that it does not have.
+        ConfigurationError: there is no such verifier or setting.
     """
     if not isinstance(given, str | Mapping) and not callable(given):
         raise ConfigurationError(f"{field}: {given!r} must be a name, a place, a function, or a mapping with `use`")
-    about = dict(given) if isinstance(given, Mapping) else {"use": given}
-    use = about.pop("use", None)
-    weight = about.pop("weight", 1.0)
-    called = about.pop("name", None)
+    settings = dict(given) if isinstance(given, Mapping) else {"use": given}
+    use = settings.pop("use", None)
+    weight = settings.pop("weight", 1.0)
+    custom_name = settings.pop("name", None)
     if not isinstance(use, str) and not callable(use):
         raise ConfigurationError(
             f"{field}: {given!r} names no verifier; give {', '.join(VERIFIERS)} or file.py:function"
@@ -68,11 +68,11 @@ def named(field: str, given: Reward) -> Weighted:
         raise ConfigurationError(f"{field}.weight: {weight!r} must be a number")
     if isinstance(use, str) and use in VERIFIERS:
         try:
-            return Weighted(str(called or use), VERIFIERS[use](**about), float(weight))
+            return Weighted(str(custom_name or use), VERIFIERS[use](**settings), float(weight))
         except TypeError as error:
             raise ConfigurationError(f"{field}: {use} has no such setting ({error})") from error
-    if about:
-        raise ConfigurationError(f"{field}: {', '.join(about)}: a function of yours has no settings here")
+    if settings:
+        raise ConfigurationError(f"{field}: {', '.join(settings)}: a function of yours has no settings here")
     if isinstance(use, str) and ":" not in use:
         raise ConfigurationError(
             f"{field}: {use!r} is none of {', '.join(VERIFIERS)}, and no file.py:function or module:function"
@@ -80,40 +80,40 @@ def named(field: str, given: Reward) -> Weighted:
     source = Source.of(field, use) if isinstance(use, str) else Given(field, use)
     grader = FunctionGrader(field, source, source.digest())
     grader.check()
-    return Weighted(str(called or source.function), grader, float(weight))
+    return Weighted(str(custom_name or source.function), grader, float(weight))
 
 
 def listed(given: Any) -> list[Any]:
-    """Return rewards as a list, of which one may be given as it is."""
+    """Return rewards as a list; a single reward need not be one."""
     return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
 
 
 def reward_sum(field: str, given: Sequence[Reward] | Reward) -> RewardSum:
-    """Build the weighted sum of one or several rewards.
+    """Build the weighted sum of one or more rewards.
 
     Raises:
-        ConfigurationError: see `named`; or two with one name.
+        ConfigurationError: see `named`; or two rewards have the same name.
     """
     entries = listed(given)
     if not entries:
         raise ConfigurationError(f"{field}: give at least one of {', '.join(VERIFIERS)}, or file.py:function")
-    found = tuple(named(field, entry) for entry in entries)
-    names = [each.name for each in found]
-    double = sorted({name for name in names if names.count(name) > 1})
-    if double:
-        raise ConfigurationError(f"{field}: two are called {double[0]!r}; give one of them a name of its own")
-    return RewardSum(found)
+    rewards = tuple(named(field, entry) for entry in entries)
+    names = [reward.name for reward in rewards]
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ConfigurationError(f"{field}: two are called {duplicates[0]!r}; give one of them a name of its own")
+    return RewardSum(rewards)
 
 
 def content(given: Any, digest: Any) -> Any:
-    """Return what identifies rewards in a run's identity: a file by its digest, whatever its name and place.
+    """Return what represents rewards in a run's identity: files by their digest, independent of their path.
 
     Args:
-        given: the rewards as the configuration has them.
+        given: the rewards as in the configuration.
         digest: path of a file -> digest of its content.
     """
     if isinstance(given, list | tuple):
-        return [content(each, digest) for each in given]
+        return [content(reward, digest) for reward in given]
     if callable(given):
         return {"source": Given("task.rewards", given).digest()}
     if isinstance(given, Mapping):

@@ -1,7 +1,7 @@
-"""Reward functions in TRL's form, in verl's, or ours; several of them with weights.
+"""Reward functions from the user, written for TRL, for verl or for this library, and weighted sums of rewards.
 
-Which form a function has is told by the names of its parameters. A file is loaded by its path, in each process anew; a
-function that a script or notebook hands over is sent there by value.
+The names of a function's parameters decide its form. A function in a file is loaded by its path in each process. A
+function object from a script or notebook is pickled by value.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Source:
 
     @classmethod
     def of(cls, field: str, name: str) -> Source:
-        """Parse a location; the path of a file is made absolute.
+        """Parse a location; the path of a file becomes absolute.
 
         Raises:
-            ConfigurationError: it names no function, or its file is not there.
+            ConfigurationError: it does not name a function, or its file does not exist.
         """
         place, _, function = name.rpartition(":")
         if not place or not function:
@@ -65,38 +65,38 @@ class Source:
         """Import the function from its file or module.
 
         Raises:
-            ImportError, AttributeError: it cannot be had; or whatever the file raises.
+            ImportError, AttributeError: the function does not exist; or any error that the file raises.
         """
         if not self.place.endswith(".py"):
-            found: Callable[..., Any] = getattr(import_module(self.place), self.function)
-            return found
+            function: Callable[..., Any] = getattr(import_module(self.place), self.function)
+            return function
         path = Path(self.place)
-        # As if it were run from its folder: files beside it can be imported, and its classes find their module.
+        # As if the file were run from its folder: it can import the files next to it.
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
-        # By the whole path: two files of one name are two modules.
+        # Named by the whole path, so that two files of the same name are two modules.
         name = f"_reward_file_{hashlib.sha256(self.place.encode()).hexdigest()[:12]}"
-        about = importlib.util.spec_from_file_location(name, path)
-        assert about is not None and about.loader is not None
-        module = importlib.util.module_from_spec(about)
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:
-            about.loader.exec_module(module)
+            spec.loader.exec_module(module)
         except BaseException:
-            # A module that was loaded in part would be taken for whole by the next import.
+            # The next import would take a partly loaded module for a complete one.
             del sys.modules[name]
             raise
-        found = getattr(module, self.function)
-        return found
+        function = getattr(module, self.function)
+        return function
 
 
 @dataclass(frozen=True)
 class Given:
-    """Function that was handed over itself, by a script or a notebook; stands where a `Source` stands.
+    """Function object from a script or a notebook, used in place of a `Source`.
 
-    Its identity is its source text, with the plain values that it takes from the function around it. Of a
-    `functools.partial` these are the arguments that it holds too; of a method or an object that is called, the source
-    text of its class and the object's plain attributes. Plain are texts, numbers, None, and lists and dicts of them.
+    It is identified by its source text and by plain values: those of its closure, the bound arguments of a
+    `functools.partial`, or, for a method or a callable object, the object's attributes together with the source text of
+    its class. Plain values are strings, numbers, None, and lists and dicts of them.
     """
 
     field: str
@@ -104,43 +104,43 @@ class Given:
 
     @property
     def function(self) -> str:
-        """Name of the function, which its values are recorded under."""
+        """Name of the function, under which its values are recorded."""
         called = _unwrapped(self.called)
         name = str(getattr(called, "__name__", type(called).__name__))
         return "reward" if name == "<lambda>" else name
 
     @property
     def place(self) -> str:
-        """Module that it was written in."""
+        """Module in which it is defined."""
         return str(getattr(_unwrapped(self.called), "__module__", "") or "__main__")
 
     def digest(self) -> str:
         """Return the SHA-256 of the function's source text.
 
         Raises:
-            ConfigurationError: it has none that can be read.
+            ConfigurationError: the source text cannot be read.
         """
         try:
-            text, around = _text_and_values(self.called)
+            text, values = _text_and_values(self.called)
         except (OSError, TypeError) as error:
             raise ConfigurationError(
                 f"{self.field}: the source text of {self.function} cannot be read ({said(error)}), and a run is "
                 "identified by it; give a function that is written with def or lambda in a file or a notebook, or "
                 '"file.py:function"'
             ) from error
-        taken = {name: value for name, value in sorted(around.items()) if _is_plain(value)}
-        whole = text + (json.dumps(taken) if taken else "")
-        return hashlib.sha256(whole.encode()).hexdigest()
+        plain_values = {name: value for name, value in sorted(values.items()) if _is_plain(value)}
+        content = text + (json.dumps(plain_values) if plain_values else "")
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def load(self) -> Callable[..., Any]:
-        """Return the function itself, as it was handed over."""
+        """Return the function object."""
         return self.called
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the function in bytes, for the process that grades.
+        """Pickle the function by value, for the process that grades.
 
         Raises:
-            ConfigurationError: it cannot be sent.
+            ConfigurationError: it cannot be pickled.
         """
         import cloudpickle
 
@@ -162,22 +162,22 @@ class Given:
 
 
 def _unwrapped(called: Any) -> Any:
-    """Return the function below any `functools.partial`."""
+    """Return the function inside any `functools.partial`."""
     while isinstance(called, partial):
         called = called.func
     return called
 
 
 def _text_and_values(called: Any) -> tuple[str, dict[str, Any]]:
-    """Return the source text of what is called, and the values that it holds, by name.
+    """Return the source text of a callable, and the values that it holds, by name.
 
     Raises:
-        OSError, TypeError: it has no source text that can be read.
+        OSError, TypeError: the source text cannot be read.
     """
     if isinstance(called, partial):
         text, held = _text_and_values(called.func)
         keywords = {name: value for name, value in sorted(called.keywords.items()) if _is_plain(value)}
-        return text, {**held, "partial": [[each for each in called.args if _is_plain(each)], keywords]}
+        return text, {**held, "partial": [[value for value in called.args if _is_plain(value)], keywords]}
     if inspect.isfunction(called):
         return textwrap.dedent(inspect.getsource(called)), dict(inspect.getclosurevars(called).nonlocals)
     owner = getattr(called, "__self__", called)
@@ -189,19 +189,19 @@ def _text_and_values(called: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a text, a number or None, or a list or dict of them."""
+    """Return whether a value is a string, a number or None, or a list or dict of them."""
     if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+        return all(isinstance(key, str) and _is_plain(entry) for key, entry in value.items())
     return isinstance(value, str | int | float | None) or (
         isinstance(value, list | tuple) and all(map(_is_plain, value))
     )
 
 
 def form_of(field: str, function: Callable[..., Any]) -> Form:
-    """Return the form that a reward function is written in, by its parameters' names.
+    """Return the form of a reward function, by the names of its parameters.
 
     Raises:
-        ConfigurationError: none that is known.
+        ConfigurationError: the form is unknown.
     """
     parameters = inspect.signature(function).parameters
     names = list(parameters)
@@ -213,8 +213,8 @@ def form_of(field: str, function: Callable[..., Any]) -> Form:
         return "sample"
     if names[:2] == ["completion", "answer"]:
         return "answer"
-    if [each.kind for each in parameters.values()] == [inspect.Parameter.VAR_KEYWORD]:
-        return "trl"  # which gives everything by keyword
+    if [parameter.kind for parameter in parameters.values()] == [inspect.Parameter.VAR_KEYWORD]:
+        return "trl"  # TRL passes everything by keyword
     raise ConfigurationError(
         f"{field}: its parameters ({', '.join(names)}) are of no known form; TRL's takes completions, verl's "
         "solution_str and ground_truth, ours (completion, answer) or (sample)"
@@ -223,29 +223,35 @@ def form_of(field: str, function: Callable[..., Any]) -> Form:
 
 @dataclass(frozen=True)
 class FunctionGrader:
-    """Grader that calls a user's function; it is loaded anew in each process, and refused if its file has changed."""
+    """Grader that calls a user's function. Each process loads it, and refuses it if its file has changed.
+
+    Attributes:
+        field: configuration key, for errors.
+        source: location of the function, or the function object.
+        digest: digest of the file, or of the source text of a function object; empty for a module.
+    """
 
     field: str
     source: Source | Given
-    digest: str = ""  # of the file's bytes, if it is one, or of the source text of a function that was handed over
+    digest: str = ""
 
     def prepare(self) -> None:
         """Load the function before the first grade, as its imports may take long."""
         _ = self._form
 
     def needs_group(self, prompt: Prompt) -> bool:
-        """Return whether the function is called with a list: in TRL's form."""
+        """Return whether the function is called once per group: True for TRL's form."""
         return self._form == "trl"
 
     def grade(self, sample: Sample) -> Grade:
-        """Grade by calling the function in its form."""
+        """Grade by calling the function with the arguments of its form."""
         try:
             return _CALLS[self._form](self._function, sample)
         except Exception as error:
             raise in_function(error, self.source.function) from error.__cause__
 
     def grade_group(self, samples: Sequence[Sample]) -> Sequence[Grade | Exception]:
-        """Grade the completions of a group: by one call in TRL's form, one by one in the others."""
+        """Grade the completions of a group: by one call in TRL's form, one by one in the other forms."""
         if self._form != "trl":
             return one_by_one(self, samples)
         try:
@@ -264,32 +270,32 @@ class FunctionGrader:
         return form_of(self.field, self._function)
 
     def check(self) -> None:
-        """Load the function in this process, so that a mistake in it is reported before anything starts.
+        """Load the function in this process, so that errors in it are reported before anything starts.
 
         Raises:
-            ConfigurationError: it cannot be loaded, or has no known form.
+            ConfigurationError: it cannot be loaded, or its form is unknown.
         """
         try:
             _ = self._form
         except ConfigurationError:
             raise
         except Exception as error:
-            said = " ".join(str(error).split())[:200]
+            message = " ".join(str(error).split())[:200]
             raise ConfigurationError(
                 f"{self.field}: {self.source.place}:{self.source.function} cannot be loaded "
-                f"({type(error).__name__}: {said})"
+                f"({type(error).__name__}: {message})"
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the function out of the pickle: it is loaded anew in the other process."""
+        """Leave the loaded function out of the pickle: the other process loads it again."""
         return {"field": self.field, "source": self.source, "digest": self.digest}
 
 
 def _call_trl(function: Callable[..., Any], samples: Sequence[Sample]) -> list[Grade | Exception]:
-    """Call in TRL's form for the completions of one prompt, in order; an entry each, a number or None.
+    """Call a function in TRL's form with all completions of one prompt; returns one grade per completion, in order.
 
-    Keywords, all of them lists: every column of the row but `prompt`. Of a conversation, prompts are lists of messages
-    and completions lists of one message of the assistant's.
+    All arguments are keywords. Every column of the row but `prompt` is passed as a list, one entry per completion. In a
+    conversation, a prompt is a list of messages, and a completion is a list of one message by the assistant.
     """
     prompt, count = samples[0].prompt, len(samples)
     conversational = bool(prompt.messages)
@@ -300,11 +306,11 @@ def _call_trl(function: Callable[..., Any], samples: Sequence[Sample]) -> list[G
         parts.setdefault(str(name), []).append(float(value))
 
     def log_extra(column: str, values: Any) -> None:
-        each = list(values) if isinstance(values, list | tuple) and len(values) == count else [values] * count
-        extra[str(column)] = [str(value) for value in each]
+        per_sample = list(values) if isinstance(values, list | tuple) and len(values) == count else [values] * count
+        extra[str(column)] = [str(value) for value in per_sample]
 
     arguments: dict[str, Any] = {
-        "prompts": [[dict(each) for each in prompt.messages] if conversational else prompt.text for _ in samples],
+        "prompts": [[dict(message) for message in prompt.messages] if conversational else prompt.text for _ in samples],
         "completions": [
             [{"role": "assistant", "content": sample.completion}] if conversational else sample.completion
             for sample in samples
@@ -324,7 +330,7 @@ def _call_trl(function: Callable[..., Any], samples: Sequence[Sample]) -> list[G
         wanted = {each.name for each in parameters}
         arguments = {name: value for name, value in arguments.items() if name in wanted}
     rewards = _awaited(function(**arguments))
-    # By `__len__` arrays and tensors are taken, too, of whichever library.
+    # `__len__` admits arrays and tensors of any library.
     if not isinstance(rewards, list | tuple) and not hasattr(rewards, "__len__"):
         raise TypeError(f"a reward function of TRL's form returns a list, not {type(rewards).__name__}")
     if len(rewards) != count:
@@ -337,7 +343,7 @@ def _call_trl(function: Callable[..., Any], samples: Sequence[Sample]) -> list[G
 
 
 def one_by_one(grader: Grader, samples: Sequence[Sample]) -> list[Grade | Exception]:
-    """Grade each completion of a group by itself; what one raises is its own."""
+    """Grade each completion of a group separately; an exception affects only its own completion."""
     grades: list[Grade | Exception] = []
     for sample in samples:
         try:
@@ -348,7 +354,7 @@ def one_by_one(grader: Grader, samples: Sequence[Sample]) -> list[Grade | Except
 
 
 def together(grader: Grader, samples: Sequence[Sample]) -> Sequence[Grade | Exception]:
-    """Grade the completions of a group as the grader wants it: by one call, or one by one."""
+    """Grade the completions of a group by one call if the grader needs that, else one by one."""
     if not needs_group(grader, samples[0].prompt):
         return one_by_one(grader, samples)
     try:
@@ -361,10 +367,10 @@ def together(grader: Grader, samples: Sequence[Sample]) -> Sequence[Grade | Exce
 def _call_verl(function: Callable[..., Any], sample: Sample) -> Grade:
     """Call in verl's form: compute_score(data_source, solution_str, ground_truth, extra_info=None) -> number or dict.
 
-    The dict holds the reward as `score`; `acc` says whether the solution is right; other numbers are recorded.
+    In a dict, `score` is the reward and `acc` whether the solution is right; other numbers are recorded.
     """
     columns = sample.prompt.columns
-    # verl's own rows hold the gold answer in this column.
+    # Rows in verl's format have the gold answer in this column.
     model = columns.get("reward_model") or {}
     arguments: dict[str, Any] = {
         "data_source": columns.get("data_source", sample.prompt.source),
@@ -376,21 +382,21 @@ def _call_verl(function: Callable[..., Any], sample: Sample) -> Grade:
     if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         wanted = {each.name for each in parameters}
         arguments = {name: value for name, value in arguments.items() if name in wanted}
-    said = _awaited(function(**arguments))
-    if not isinstance(said, Mapping):
-        return Grade(said)
-    numbers = {str(name): float(value) for name, value in said.items() if isinstance(value, bool | int | float)}
-    texts = {str(name): str(value) for name, value in said.items() if isinstance(value, str)}
-    if "score" not in said:
-        raise KeyError(f"a dict of verl's form holds 'score'; this one {sorted(map(str, said))}")
-    reward = numbers.pop("score", said["score"])
-    correct = bool(said["acc"]) if "acc" in said else None
+    result = _awaited(function(**arguments))
+    if not isinstance(result, Mapping):
+        return Grade(result)
+    numbers = {str(name): float(value) for name, value in result.items() if isinstance(value, bool | int | float)}
+    texts = {str(name): str(value) for name, value in result.items() if isinstance(value, str)}
+    if "score" not in result:
+        raise KeyError(f"a dict of verl's form holds 'score'; this one {sorted(map(str, result))}")
+    reward = numbers.pop("score", result["score"])
+    correct = bool(result["acc"]) if "acc" in result else None
     return Grade(reward, numbers, correct=correct, extra=texts)
 
 
 def _call_sample(function: Callable[..., Any], sample: Sample) -> Grade:
-    said = _awaited(function(sample))
-    return said if isinstance(said, Grade) else Grade(said)
+    result = _awaited(function(sample))
+    return result if isinstance(result, Grade) else Grade(result)
 
 
 def _call_answer(function: Callable[..., Any], sample: Sample) -> Grade:
@@ -398,7 +404,7 @@ def _call_answer(function: Callable[..., Any], sample: Sample) -> Grade:
 
 
 def _awaited(value: Any) -> Any:
-    """Return a coroutine's result in a new event loop; verifier processes have none running."""
+    """Run a coroutine in a new event loop and return its result; other values are returned unchanged."""
     return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
@@ -417,7 +423,7 @@ _CALLS: Mapping[Form, Callable[[Callable[..., Any], Sample], Grade]] = {
 
 
 def _number(name: str, value: Any) -> float:
-    """Return the number that a reward of this name has returned, and refuse what is none, naming the reward."""
+    """Return a reward as a number; raise an error that names the reward if it is not a finite number."""
     if isinstance(value, str):
         raise TypeError(f"a reward is a number or None, not the text {value[:40]!r}, which {name} returned")
     try:
@@ -431,7 +437,7 @@ def _number(name: str, value: Any) -> float:
 
 @dataclass(frozen=True)
 class Weighted:
-    """Grader with its weight in the sum, and the name that its values are recorded under."""
+    """Grader with its weight in the sum, and the name under which its values are recorded."""
 
     name: str
     grader: Grader
@@ -440,66 +446,66 @@ class Weighted:
 
 @dataclass(frozen=True)
 class RewardSum:
-    """Weighted sum of several rewards; abstentions are left out of it, and if all abstain so does the sum.
+    """Weighted sum of several rewards. Abstentions are left out; if all rewards abstain, so does the sum.
 
-    Whether a completion counts as a pass is what the first of them says that does not abstain: 1 or more.
+    A completion is a pass if the first reward that does not abstain is 1 or more (or decides it itself).
     Source of the sum: TRL's GRPOTrainer (`reward_weights`, nansum over functions).
     """
 
     rewards: Sequence[Weighted] = field(default_factory=tuple)
 
     def prepare(self) -> None:
-        """Prepare every grader that needs it before the first grade."""
-        for each in self.rewards:
-            if hasattr(each.grader, "prepare"):
-                each.grader.prepare()
+        """Prepare all graders that need it, before the first grade."""
+        for reward in self.rewards:
+            if hasattr(reward.grader, "prepare"):
+                reward.grader.prepare()
 
     @property
     def longest_s(self) -> float:
-        """Seconds that the graders with limits of their own take at most, one after the other."""
-        return sum(float(getattr(each.grader, "longest_s", 0.0)) for each in self.rewards)
+        """Maximum seconds of all graders that have their own limits, one after the other."""
+        return sum(float(getattr(reward.grader, "longest_s", 0.0)) for reward in self.rewards)
 
     def needs_s(self, sample: Sample) -> float:
-        """Return the seconds that graders with limits of their own take at most for this sample."""
-        needs = (getattr(each.grader, "needs_s", None) for each in self.rewards)
-        return float(sum(of(sample) for of in needs if of is not None))
+        """Return the maximum seconds for this sample of all graders that have their own limits."""
+        methods = (getattr(reward.grader, "needs_s", None) for reward in self.rewards)
+        return float(sum(method(sample) for method in methods if method is not None))
 
     @property
     def functions(self) -> Sequence[str]:
         """Names of the user's own functions among the rewards."""
-        return [each.name for each in self.rewards if isinstance(each.grader, FunctionGrader)]
+        return [reward.name for reward in self.rewards if isinstance(reward.grader, FunctionGrader)]
 
     def needs_group(self, prompt: Prompt) -> bool:
         """Return whether one of the rewards is called with all completions of a group."""
-        return any(needs_group(each.grader, prompt) for each in self.rewards)
+        return any(needs_group(reward.grader, prompt) for reward in self.rewards)
 
     def grade(self, sample: Sample) -> Grade:
         """Grade with every reward, and add up the weighted terms."""
-        return self._summed([each.grader.grade(sample) for each in self.rewards])
+        return self._summed([reward.grader.grade(sample) for reward in self.rewards])
 
     def grade_group(self, samples: Sequence[Sample]) -> Sequence[Grade | Exception]:
-        """Grade the completions of a group with every reward, and add up each one's terms."""
-        rows = zip(*(together(each.grader, samples) for each in self.rewards), strict=True)
+        """Grade the completions of a group with every reward, and add up the weighted terms per completion."""
+        rows = zip(*(together(reward.grader, samples) for reward in self.rewards), strict=True)
         return [self._summed_or_error(row) for row in rows]
 
     def _summed_or_error(self, row: Sequence[Grade | Exception]) -> Grade | Exception:
-        grades = [each for each in row if isinstance(each, Grade)]
+        grades = [grade for grade in row if isinstance(grade, Grade)]
         if len(grades) < len(row):
-            return next(each for each in row if isinstance(each, Exception))
+            return next(error for error in row if isinstance(error, Exception))
         try:
             return self._summed(grades)
-        except Exception as error:  # a reward that is no number
+        except Exception as error:  # a reward is not a finite number
             return error
 
     def _summed(self, by_reward: Sequence[Grade]) -> Grade:
         grades = list(zip(self.rewards, by_reward, strict=True))
-        numbers = {each.name: _number(each.name, grade.reward) for each, grade in grades if grade.reward is not None}
+        numbers = {one.name: _number(one.name, grade.reward) for one, grade in grades if grade.reward is not None}
         parts: dict[str, float] = {}
-        for each, grade in grades:
+        for one, grade in grades:
             parts |= dict(grade.parts)
-            if each.name in numbers and len(grades) > 1:
-                parts[each.name] = numbers[each.name]
-        terms = {each.name: each.weight * numbers[each.name] for each in self.rewards if each.name in numbers}
+            if one.name in numbers and len(grades) > 1:
+                parts[one.name] = numbers[one.name]
+        terms = {one.name: one.weight * numbers[one.name] for one in self.rewards if one.name in numbers}
         extra = {name: text for _, grade in grades for name, text in grade.extra.items()}
         if not terms:
             return Grade(None, parts, grades[0][1].why or "every reward abstains", extra=extra)

@@ -1,8 +1,8 @@
-"""One spelling for mathematics that can be written in several ways.
+"""Normalisation of mathematics that can be written in several ways.
 
-`normal` is applied to the gold answer and to the stated one before anything else. It changes how an answer is written,
-never what it means: Unicode becomes LaTeX, style, spacing and thousands separators go, upright constants and functions
-become plain ones, periodic decimals become fractions. Words stay, inside `\\text{...}` (`words.py` compares them).
+`normal` is applied to the gold answer and the stated answer before they are compared. It changes the notation, never
+the meaning. Unicode becomes LaTeX. Style, spacing and thousands separators are removed. Upright constants and functions
+become plain ones, and periodic decimals become fractions. Words stay in `\\text{...}` (`words.py` compares them).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOWERED = re.compile(f"[{''.join(map(re.escape, _SUBSCRIPT))}]+")
 _VULGARS = re.compile(f"[{''.join(_VULGAR)}]")
 _RADICAL = re.compile(r"([√∛])\s*(\((?:[^()]|\([^()]*\))*\)|\{[^{}]*\}|\d+(?:\.\d+)?|[A-Za-z]|\\pi\b)")
 
-# A command that only sets style, alone or with an argument that is not mathematics.
+# Commands that only set style, without an argument or with one that is not mathematics.
 _STYLE = re.compile(
     r"\\(?:displaystyle|textstyle|scriptstyle|scriptscriptstyle|bfseries|bf|itshape|it|rmfamily|rm|tiny|scriptsize|footnotesize|small|"
     r"normalsize|large|Large|LARGE|huge|Huge|boldmath|centering|strut|mathstrut|limits|nolimits|checkmark|"
@@ -40,7 +40,7 @@ _STYLE = re.compile(
     r"|\\(?:color|pagecolor)\s*(?:\[[^\]]*\])?\s*\{[^{}]*\}|\\(?:hspace|vspace|phantom|hphantom|vphantom|label|tag)\*?\{[^{}]*\}"
 )
 _SPACE = re.compile(r"(\\\\)|\\(?:[,;:> ]|quad\b|qquad\b|enspace\b|thinspace\b|medspace\b|thickspace\b)|~")
-# Commands whose last argument is kept as mathematics, and how many arguments come before it.
+# Commands whose last argument is kept as mathematics, with the number of arguments before it.
 _WRAPPERS = {
     **dict.fromkeys(
         (
@@ -89,7 +89,7 @@ _ANSWER_IS = re.compile(
 
 
 def normal(text: str) -> str:
-    """Return an answer in the one spelling that is compared."""
+    """Return an answer in normalised notation."""
     bare = in_ascii(text)
     bare = _DELIMITERS.sub(lambda found: found[1] or " ", bare)
     bare = _SPACED.sub(_digits, bare)
@@ -110,9 +110,10 @@ def _digits(found: re.Match[str]) -> str:
 
 
 def comma_readings(text: str) -> tuple[str, ...]:
-    """Return a normal text with its plain commas before three digits as thousands separators and as commas of a list.
+    """Return the two readings of plain commas before three digits: as thousands separators, and as commas of a list.
 
-    100,200 is a number or a list. In brackets it is a list, unless they hold another comma, with a space behind it.
+    Outside of brackets, 100,200 is a number or a list. In brackets of numbers it is only a list, unless they contain
+    another comma that is followed by a space. If both readings are the same text, it is returned once.
     """
     joined: list[str] = []
     place = 0
@@ -126,7 +127,7 @@ def comma_readings(text: str) -> tuple[str, ...]:
 
 
 def _enclosing(text: str, place: int) -> str | None:
-    """Return what the brackets around a place hold; None outside of round, square and set brackets."""
+    """Return the content of the brackets around a place; None outside of round, square and set brackets."""
     depth = 0
     for start in range(place - 1, -1, -1):
         if text[start] in ")]" or text[start - 1 : start + 1] == "\\}":
@@ -140,9 +141,9 @@ def _enclosing(text: str, place: int) -> str | None:
 
 
 def in_ascii(text: str) -> str:
-    """Return a text with the characters of Unicode that mathematics is written in as LaTeX."""
-    bare = _RAISED.sub(lambda found: "^{" + "".join(_SUPERSCRIPT[each] for each in found[0]) + "}", text)
-    bare = _LOWERED.sub(lambda found: "_{" + "".join(_SUBSCRIPT[each] for each in found[0]) + "}", bare)
+    """Return a text with mathematical Unicode characters replaced by LaTeX."""
+    bare = _RAISED.sub(lambda found: "^{" + "".join(_SUPERSCRIPT[character] for character in found[0]) + "}", text)
+    bare = _LOWERED.sub(lambda found: "_{" + "".join(_SUBSCRIPT[character] for character in found[0]) + "}", bare)
     bare = _VULGARS.sub(lambda found: "\\frac{{{}}}{{{}}}".format(*_VULGAR[found[0]].split("/")), bare)
     bare = bare.translate(_CHARACTERS)
     return _RADICAL.sub(lambda found: f"\\sqrt{'[3]' if found[1] == '∛' else ''}{{{_inside(found[2])}}}", bare)
@@ -153,7 +154,7 @@ def _inside(argument: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """Remove style commands with arguments; make all commands of text `\\text`, and unwrap text that is mathematics."""
+    """Remove style commands with arguments, make all text commands `\\text`, and unwrap mathematics in them."""
     closing = _closing_braces(text)
 
     def walk(start: int, end: int) -> str:
@@ -184,12 +185,20 @@ def _unwrapped(text: str) -> str:
     return walk(0, len(text))
 
 
-# Units of one letter, which are text behind a number and variables elsewhere.
+# Units of one letter: text after a number, variables elsewhere.
 _LETTER_UNITS = frozenset("mgshdlLNJWVKCF")
 
 
 def _text(name: str, content: str, before: str) -> str:
-    """Return text as `\\text{...}`, or as mathematics where it is that: a number, a constant, a function, (A)."""
+    """Return the argument of a text command as `\\text{...}`, or as mathematics if it is mathematics.
+
+    Mathematics is a number, a constant, a function, or something such as (A).
+
+    Args:
+        name: the command.
+        content: its argument.
+        before: the character before the command.
+    """
     bare = content.strip()
     if bare in _FUNCTIONS:
         return f"\\{bare} "
@@ -202,14 +211,14 @@ def _text(name: str, content: str, before: str) -> str:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Return where each brace that opens is closed."""
+    """Return the position of the closing brace for each opening brace, by its position."""
     pairs: dict[int, int] = {}
-    begun: list[int] = []
+    open_braces: list[int] = []
     for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):
         if found[0] == "{":
-            begun.append(found.start())
-        elif found[0] == "}" and begun:
-            pairs[begun.pop()] = found.start()
+            open_braces.append(found.start())
+        elif found[0] == "}" and open_braces:
+            pairs[open_braces.pop()] = found.start()
     return pairs
 
 
@@ -223,6 +232,7 @@ def _without_outer_braces(text: str) -> str:
 
 
 def _periodic(found: re.Match[str]) -> str:
+    """Return a match of `_PERIODIC`, such as 0.1\\overline{6}, as a fraction."""
     whole, fixed, period = found[1] or "0", found[2], found[3] or found[4]
     if len(whole) + len(fixed) + len(period) > 30:
         return found[0]
@@ -231,15 +241,15 @@ def _periodic(found: re.Match[str]) -> str:
     return f"\\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator != 1 else str(value.numerator)
 
 
-# No expression begins or ends with these.
+# Characters with which no expression begins or ends.
 _EMPHASIS = '*_`" '
 
 
 def _trimmed(text: str) -> str:
-    """Remove what surrounds an answer in prose: quotes, emphasis, a full stop, a plus, brackets around one number."""
+    """Remove quotes, emphasis, final punctuation, a leading plus and brackets around a single number from an answer."""
     for _ in range(4):
         before = text
-        text = re.sub(r"(?<!\\)\\$", "", text.strip())  # the backslash of a space that was escaped
+        text = re.sub(r"(?<!\\)\\$", "", text.strip())  # the backslash of an escaped space
         text = text.rstrip(f".,;:?{_EMPHASIS}").lstrip(_EMPHASIS)
         text = text[1:-1] if re.fullmatch(r"'[^']*'", text) else text
         bracketed = re.fullmatch(r"[(\[]\s*([+-]?[\d.]+)\s*[)\]]", text)

@@ -1,7 +1,7 @@
-"""Verifiers of short answers in words: exact match, F1, choice by letter.
+"""Verifiers of short answers in words: exact match, F1, multiple choice by letter.
 
-Normalization is SQuAD's (lower case, without punctuation, articles and needless space), which Natural Questions and
-TruthfulQA-style tasks are scored with too. Source: Rajpurkar et al. 2016, its evaluation script.
+Texts are normalised as for SQuAD: lower case, no punctuation or articles, no surplus white space. Natural Questions and
+tasks like TruthfulQA are scored this way too. Source: evaluation script of Rajpurkar et al. 2016.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 # Possessive quantifiers: without them a completion of many spaces takes quadratic time.
 _BOXED = re.compile(r"\\boxed\s*+\{\s*+(?:\\text\s*+\{)?\s*+\(?([A-Za-z])(?=\s*+[).:}])")
 _LETTER = r"\b\s*+(?i:is\b)?[\s:*]*+\(?((?<=\()[a-z](?=\))|[A-Z](?![A-Za-z']))"
-# "answer" takes precedence over "option": a reasoned answer mentions the other options too.
+# "answer" takes precedence over "option", because reasoning mentions the other options too.
 _SAID = re.compile(r"\b(?i:answer(?:\s++(?:choice|option))?)" + _LETTER)
 _NAMED = re.compile(r"\b(?i:choice|option)" + _LETTER)
 _IN_BRACKETS = re.compile(r"\(([A-Z])\)")
-# A letter by itself; but I is mostly the pronoun, and A before a word the article.
+# A letter on its own, but not I, which is mostly the pronoun, nor A before a word, where it is the article.
 _ALONE = re.compile(r"(?<![A-Za-z'])([B-HJ-Z]|A(?!\s+[a-z]))(?![A-Za-z'])")
-# Phrases after which the answer follows, to the end of the line.
+# Phrases that are followed by the answer, up to the end of the line.
 _FINAL = re.compile(r"\b(?:final answer|the answer|answer)\b\s*+(?:is\b)?\s*+:?", re.IGNORECASE)
-# Only so many last characters of a completion are searched.
+# Only this many characters at the end of a completion are searched.
 _LAST = 20_000
 
 
 def normalized(text: str) -> str:
-    """Normalise a text as SQuAD does: lower case, no punctuation, articles or extra white space."""
+    """Normalise a text as for SQuAD: lower case, no punctuation, articles or surplus white space."""
     bare = text.lower().translate(_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", bare).split())
 
 
 def final_answer(text: str) -> str:
-    """Return a completion's answer: after the last "answer is" or "answer:", else its last line."""
+    """Return a completion's answer: the line after the last "answer is" or "answer:", else its last line."""
     text = text[-_LAST:]
-    asked = [found for found in _FINAL.finditer(text) if found[0].rstrip().lower().endswith((":", "is"))]
-    after = text[asked[-1].end() :].strip() if asked else ""
+    phrases = [found for found in _FINAL.finditer(text) if found[0].rstrip().lower().endswith((":", "is"))]
+    after = text[phrases[-1].end() :].strip() if phrases else ""
     lines = [line.strip() for line in (after or text).splitlines() if line.strip()]
     if not lines:
         return ""
@@ -50,7 +50,7 @@ def final_answer(text: str) -> str:
 
 
 def f1(prediction: str, gold: str) -> float:
-    """Return the harmonic mean of precision and recall over the words of two texts, 0 to 1; for two empty texts 1."""
+    """Return the F1 score over the words of two texts, 0 to 1; 1 if both are empty."""
     ours, theirs = normalized(prediction).split(), normalized(gold).split()
     if not ours or not theirs:
         return float(ours == theirs)
@@ -62,16 +62,16 @@ def f1(prediction: str, gold: str) -> float:
 
 
 def golds(answer: Any) -> Sequence[str]:
-    """Return the accepted answers as a list, whether there is one or several."""
-    return [str(each) for each in answer] if isinstance(answer, list | tuple) else [str(answer)]
+    """Return the accepted answers as a list; a single answer becomes a list of one."""
+    return [str(gold) for gold in answer] if isinstance(answer, list | tuple) else [str(answer)]
 
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """Rewards 1 if the completion, stripped, is the answer or one of the answers, to the letter."""
+    """Rewards 1 if the completion is exactly one of the answers, apart from surrounding white space; else 0."""
 
     def grade(self, sample: Sample) -> Grade:
-        """Compare the text after the thinking with the answers, to the letter."""
+        """Compare the text after the thinking with the answers."""
         return Grade(float(sample.answer.strip() in [gold.strip() for gold in golds(sample.prompt.answer)]))
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
@@ -81,21 +81,21 @@ class ExactMatch:
 
 @dataclass(frozen=True)
 class QuestionAnswer:
-    """Rewards 1 if the final answer is an accepted one after normalization; the best F1 is recorded as `f1`.
+    """Rewards 1 if the final answer, normalised, is one of the accepted answers; the best F1 is recorded as `f1`.
 
     Args:
-        partial: whether the reward is F1, 0 to 1, instead of 1 for an exact match.
+        partial: whether the reward is the best F1 (0 to 1) instead.
     """
 
     partial: bool = False
 
     def grade(self, sample: Sample) -> Grade:
-        """Compare the final answer with the accepted ones, and record the best F1."""
-        said = final_answer(sample.answer)
+        """Compare the final answer with the accepted answers, and record the best F1."""
+        answer = final_answer(sample.answer)
         accepted = golds(sample.prompt.answer)
-        exact = float(normalized(said) in [normalized(gold) for gold in accepted])
-        nearest = max((f1(said, gold) for gold in accepted), default=0.0)
-        return Grade(nearest if self.partial else exact, {"f1": nearest}, correct=bool(exact))
+        exact = float(normalized(answer) in [normalized(gold) for gold in accepted])
+        best_f1 = max((f1(answer, gold) for gold in accepted), default=0.0)
+        return Grade(best_f1 if self.partial else exact, {"f1": best_f1}, correct=bool(exact))
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
         """Return a right completion and a wrong one."""
@@ -104,16 +104,16 @@ class QuestionAnswer:
 
 @dataclass(frozen=True)
 class TruthfulAnswer:
-    """Rewards 1 if the final answer is nearer (F1) to one of the true answers than to any of the false ones.
+    """Rewards 1 if the final answer is closer (by F1) to one of the true answers than to all false answers.
 
-    The answer is {"true": [...], "false": [...]}. A stand-in for the judges of TruthfulQA, which are models.
+    The prompt's answer is {"true": [...], "false": [...]}. TruthfulQA itself uses models as judges; this replaces them.
     """
 
     def grade(self, sample: Sample) -> Grade:
-        """Compare the final answer's best F1 over the true answers with that over the false ones."""
-        said = final_answer(sample.answer)
-        true = max((f1(said, each) for each in sample.prompt.answer["true"]), default=0.0)
-        false = max((f1(said, each) for each in sample.prompt.answer["false"]), default=0.0)
+        """Compare the final answer's best F1 with the true answers and with the false answers."""
+        answer = final_answer(sample.answer)
+        true = max((f1(answer, gold) for gold in sample.prompt.answer["true"]), default=0.0)
+        false = max((f1(answer, wrong) for wrong in sample.prompt.answer["false"]), default=0.0)
         return Grade(float(true > false), {"f1_true": true, "f1_false": false})
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
@@ -124,13 +124,13 @@ class TruthfulAnswer:
 
 @dataclass(frozen=True)
 class Choice:
-    """Rewards 1 if the letter that the completion gives is the answer.
+    """Rewards 1 if the completion chooses the letter of the answer, else 0.
 
-    The letter is looked for boxed, after "answer is", after "option", in brackets, else alone.
+    The letter is searched for in this order: boxed, after "answer is", after "option", in brackets, on its own.
     """
 
     def grade(self, sample: Sample) -> Grade:
-        """Compare the letter that the text after the thinking gives with the answer."""
+        """Compare the letter that the text after the thinking chooses with the answer."""
         return Grade(float(chosen_letter(sample.answer) == str(sample.prompt.answer).strip().upper()))
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
@@ -140,7 +140,7 @@ class Choice:
 
 
 def chosen_letter(text: str) -> str | None:
-    """Return the letter that a text chooses; None if it chooses none."""
+    """Return the letter that a text chooses, or None."""
     for pattern in (_BOXED, _SAID, _NAMED, _IN_BRACKETS, _ALONE):
         found = pattern.findall(text[-_LAST:])
         if found:

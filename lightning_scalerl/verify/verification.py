@@ -1,4 +1,4 @@
-"""Settings of verification: processes, timeouts, and the treatment of completions that cannot be graded."""
+"""Settings of verification: processes, timeouts, and how to treat completions that cannot be graded."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from lightning_scalerl.verify.grade import Grader, Known, Outcome, Sample
 from lightning_scalerl.verify.inline import InlineVerifiers
 from lightning_scalerl.verify.pool import VerifierPool
 
-# The share of errors is taken over so many outcomes, and over no fewer than `FEW`.
+# The share of errors is computed over the last `WINDOW` outcomes, and over at least `FEW`.
 WINDOW, FEW = 1000, 100
 ON_ERROR = ("stop", "drop", "zero")
-# Errors that are shown; of later ones every so many.
-SHOWN, TOLD_EVERY = 3, 100
-# Batches in a row without a score, of abstentions, after which a run ends.
+# The first `SHOWN` errors are logged, and then every `LOGGED_EVERY`-th one.
+SHOWN, LOGGED_EVERY = 3, 100
+# A run ends after this many batches in a row in which no completion has a score.
 EMPTY = 8
 
 log = logging.getLogger(__name__)
 
 
 class RewardError(CannotGoOnError):
-    """Raised when too many completions cannot be graded; it names prompts and errors."""
+    """Raised when too many completions cannot be graded; the message names prompts and errors."""
 
 
 class Verifiers(Protocol):
     """Protocol of verifiers: a pool of processes, or the calling process."""
 
     def submit(self, sample: Sample) -> int:
-        """Queue a completion for grading; return its ticket."""
+        """Queue a completion for grading and return its ticket."""
         ...
 
     def submit_group(self, samples: Sequence[Sample]) -> Sequence[int]:
-        """Queue the completions of a group, to be graded by one call of a grader that needs a group."""
+        """Queue the completions of a group, to be graded by one call; return their tickets."""
         ...
 
     def wait(self, ticket: int) -> Outcome:
-        """Return the outcome of a ticket, once, as soon as there is one."""
+        """Block until a ticket has an outcome and return it. An outcome can be fetched once."""
         ...
 
     def done(self) -> Sequence[tuple[int, Outcome]]:
-        """Return all outcomes that were not fetched, with their tickets."""
+        """Return (ticket, outcome) for all outcomes that were not fetched yet, without blocking."""
         ...
 
     def forget(self, tickets: Iterable[int]) -> None:
@@ -53,27 +53,28 @@ class Verifiers(Protocol):
         ...
 
     def close(self) -> None:
-        """End all processes that it has started."""
+        """End all verifier processes."""
         ...
 
 
 def submit_bundle(verifiers: Verifiers, samples: Sequence[Sample]) -> Sequence[int]:
-    """Queue what is graded together: one completion, or all of a group; return the tickets."""
+    """Queue completions that are graded together, one or a whole group; return the tickets."""
     return [verifiers.submit(samples[0])] if len(samples) == 1 else verifiers.submit_group(samples)
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Settings for where and how verifiers run; a grade is a score, an abstention or an infrastructure error.
+    """Settings for where verifiers run and how errors are treated.
 
     Args:
-        workers: number of processes; 0 for the trainer's own, where nothing can stop a verifier that hangs.
-        timeout_s: wall-clock seconds for one attempt.
-        memory_gib: data that a worker may hold, in GiB; None for no limit.
+        workers: number of verifier processes; 0 to grade in the trainer's process, where a verifier that hangs cannot
+            be stopped.
+        timeout_s: wall-clock timeout of one attempt.
+        memory_gib: limit on a worker's data segment in GiB; None for no limit.
         retries: number of further attempts after an error.
         on_error: treatment of a completion that could not be graded: "drop" as if it had not been sampled, "zero" for a
             reward of 0, "stop" to end the run.
-        max_error_share: share of errors in the last 1000 completions that ends the run, whatever `on_error` says.
+        max_error_share: the run ends if a larger share of the last 1000 completions are errors, for any `on_error`.
     """
 
     neutral: ClassVar[Mapping[str, Any] | None] = {
@@ -104,10 +105,10 @@ class Verification:
             raise ConfigurationError(f"verify.max_error_share: {share!r} must be a share, 0 to 1")
 
     def verifiers(self, grader: Grader, trusted: bool) -> Verifiers:
-        """Start verifiers with this grader; a `trusted` one runs in the trainer's own process.
+        """Start verifiers with this grader; a `trusted` grader runs in the trainer's process.
 
         Raises:
-            ConfigurationError: a grader may take longer than it is given.
+            ConfigurationError: `timeout_s` is shorter than the grader's own limit.
         """
         longest_s = float(getattr(grader, "longest_s", 0.0))
         if longest_s > self.timeout_s:
@@ -124,7 +125,7 @@ class ErrorWatch:
     """Counts outcomes, and ends a run whose verifiers fail too often.
 
     Args:
-        settings: gives the treatment of errors and the largest share of them.
+        settings: gives the treatment of errors and the limit on their share.
     """
 
     def __init__(self, settings: Verification) -> None:
@@ -137,15 +138,15 @@ class ErrorWatch:
         self._empty = 0
 
     def observe(self, prompt: Prompt, outcome: Outcome) -> None:
-        """Count one outcome, and raise if errors are too many.
+        """Count one outcome.
 
         Raises:
-            RewardError: an error, and they are to stop the run; or too many.
+            RewardError: it is an error and `on_error` is "stop", or the share of errors is too large.
         """
         failed = outcome.kind == "error"
         self._recent.append(failed)
         self._counts[{"score": "scored", "abstain": "abstained", "error": "errors"}[outcome.kind]] += 1
-        # The pool begins the reason of a time-out with these words (`VerifierPool._end_overruns`).
+        # The reason for a timeout begins with these words (`VerifierPool._end_overruns`).
         self._counts["timeouts"] += failed and outcome.why.startswith("timed out")
         self._counts["retried"] += outcome.attempts > 1
         self._seconds += outcome.seconds
@@ -153,13 +154,13 @@ class ErrorWatch:
         if not failed:
             return
         self._shown.append(f"prompt {prompt.prompt_id!r}: {outcome.why}")
-        if self._counts["errors"] <= SHOWN or self._counts["errors"] % TOLD_EVERY == 0:
+        if self._counts["errors"] <= SHOWN or self._counts["errors"] % LOGGED_EVERY == 0:
             log.warning("verifier: error %d, %s", self._counts["errors"], self._shown[-1])
         del self._shown[:-SHOWN]
         errors = sum(self._recent)
         if self._settings.on_error == "stop":
             self._stop("one completion could not be graded, and verify.on_error=stop")
-        # Over FEW outcomes at least: an error among the first ten is no share of a tenth yet.
+        # Over at least FEW outcomes: one error among the first ten is not yet a share of a tenth.
         if errors > self._settings.max_error_share * max(FEW, len(self._recent)):
             self._stop(
                 f"{errors} of the last {len(self._recent)} completions could not be graded, more than "
@@ -167,10 +168,10 @@ class ErrorWatch:
             )
 
     def check_step(self, scored: int, errors: int, step: int) -> None:
-        """Check a step's batch: one without any score, but with errors, would train on nothing.
+        """Check that a step's batch has scores: without any, it would train on nothing.
 
         Raises:
-            RewardError: there were errors in it, and no score; or none had one for many steps.
+            RewardError: the batch has errors and no score, or no batch has had a score for `EMPTY` steps.
         """
         self._empty = 0 if scored else self._empty + 1
         if self._empty >= EMPTY:
@@ -185,11 +186,11 @@ class ErrorWatch:
 
     @property
     def last_errors(self) -> Sequence[str]:
-        """Latest errors, one line each."""
+        """Latest errors, one line per error."""
         return tuple(self._shown)
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the run's beginning, and the graders' own seconds."""
+        """Return the counts of outcomes since the beginning of the run, and grading times in seconds."""
         graded = max(1, sum(self._counts[name] for name in ("scored", "abstained", "errors")))
         return {
             **{f"verify/{name}": float(count) for name, count in self._counts.items()},
@@ -218,32 +219,32 @@ class ErrorWatch:
 
 
 def check_verifiers(verifiers: Verifiers, known: Sequence[Known], passes: Callable[[Outcome], bool]) -> str:
-    """Try the verifiers before the first step, in the processes that will grade: right must pass, wrong must not.
+    """Test the verifiers before the first step: completions known to be right must pass, and wrong ones must not.
 
     Args:
-        verifiers: the verifiers that will grade the run.
+        verifiers: the verifiers of the run, so that the test happens in their processes.
         known: completions known to be right or wrong.
-        passes: whether an outcome counts as a pass.
+        passes: outcome -> whether it counts as a pass.
 
     Returns:
-        One line on what was tried.
+        One line on what was tested.
 
     Raises:
-        ConfigurationError: the verifier calls right wrong or wrong right, or cannot grade.
+        ConfigurationError: a right completion does not pass, a wrong one does, or one cannot be graded.
     """
     if not known:
         return "verifier: not tried beforehand, for no completion is known to be right or wrong"
-    # All before any is waited for, so that workers grade them in parallel.
-    tickets = [verifiers.submit(each.sample) for each in known]
-    for each, ticket in zip(known, tickets, strict=True):
+    # Submit all before waiting for any, so that workers grade them in parallel.
+    tickets = [verifiers.submit(one.sample) for one in known]
+    for one, ticket in zip(known, tickets, strict=True):
         outcome = verifiers.wait(ticket)
         passed = outcome.kind == "score" and passes(outcome)
-        said = {"score": f"rewards it with {outcome.reward:g}", "abstain": "abstains"}.get(outcome.kind, outcome.why)
-        if outcome.kind == "error" or passed != each.right:
-            shown = " ".join(each.sample.completion.split())[-120:]
+        result = {"score": f"rewards it with {outcome.reward:g}", "abstain": "abstains"}.get(outcome.kind, outcome.why)
+        if outcome.kind == "error" or passed != one.right:
+            excerpt = " ".join(one.sample.completion.split())[-120:]
             raise ConfigurationError(
-                f"task: its verifier is wrong before the first step: prompt {each.sample.prompt.prompt_id!r}, a "
-                f"completion known to be {'right' if each.right else 'wrong'} ({shown!r}): {said}"
+                f"task: its verifier is wrong before the first step: prompt {one.sample.prompt.prompt_id!r}, a "
+                f"completion known to be {'right' if one.right else 'wrong'} ({excerpt!r}): {result}"
             )
-    right = sum(each.right for each in known)
+    right = sum(one.right for one in known)
     return f"verifier: {right} completions known to be right and {len(known) - right} known to be wrong were told apart"

@@ -1,8 +1,8 @@
-"""Words and units of an answer: taken out of its mathematics, and compared where both answers have them.
+"""Words and units of an answer: separated from its mathematics, and compared if both answers have them.
 
-`12 \\text{ cm}` has the mathematics 12 and the word centimeter. Words on one side only do not decide: 12 is right.
-Words on both sides decide: 12 m is wrong. Case, plural, articles and the usual abbreviations of units make no
-difference.
+`12 \\text{ cm}` consists of the mathematics 12 and the word centimeter. An answer without words, 12, is right too. With
+words on both sides the words must agree: 12 m is wrong. Case, plural, articles and the usual abbreviations of units do
+not matter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FILLERS = frozenset((
 CONNECTORS = frozenset({"and", "or"})
 _NEGATIONS = frozenset({"not", "no", "never", "none", "without", "non", "except"})
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-# Words that are no product of variables, also where nothing marks them as text.
+# Words that are never a product of variables, even outside of \text{}.
 _LOGIC = (
     "and|or|not|odd|even|yes|no|true|false|none|prime|positive|negative|undefined|increasing|decreasing|percent|degrees?|"
     "divisible by|multiple of|dollars?|cents?|square|cubic|hundred|thousand|million|billion|trillion|[ap]\\.\\s?m\\.?"
@@ -39,7 +39,7 @@ _WORD = re.compile(
     r"|(?P<degree>\^\s*\{?\s*\\circ\s*\}?)(?:\s*(?P<scale>[CF])\b(?!\s*[({=]))?"
     r"|(?P<sign>\\?%|\\\$)"
     rf"|(?<![A-Za-z\\])(?P<logic>(?:{_LOGIC})(?![A-Za-z]))"
-    # 18 dollars, up to the end or a comma
+    # "18 dollars": words after a number, up to the end or a comma
     r"|(?<=[\d}])\s+(?P<behind>[A-Za-z]{2}[A-Za-z.]*(?:[ /-]+[A-Za-z.]+)*)(?:\^\{?(?P<power_behind>\d)\}?)?"
     r"(?=\s*(?:$|,|\\text))"
     # 18cm
@@ -55,7 +55,13 @@ _TOKEN = re.compile(r"[ap]\.\s?m\b\.?|[ap]m\b|[a-z%¢Ω]+(?:'[a-z]+)?|/|\d+", re
 
 
 class Parted(NamedTuple):
-    """An answer's mathematics, and its words in order, in canonical form."""
+    """Mathematics and words of an answer.
+
+    Attributes:
+        mathematics: the answer without its words.
+        words: its words in canonical form, in order.
+        scaled: the mathematics with words such as "million" as factors.
+    """
 
     mathematics: str
     words: tuple[str, ...]
@@ -63,34 +69,34 @@ class Parted(NamedTuple):
 
     @property
     def readings(self) -> tuple[str, ...]:
-        """The mathematics, and what it is if "million" is a factor."""
+        """The mathematics without and with words such as "million" as factors."""
         return (self.mathematics,) if self.scaled == self.mathematics else (self.mathematics, self.scaled)
 
 
 def part(text: str) -> Parted:
-    """Separate a normalised text into mathematics and words. "and" and "or" become commas."""
+    """Separate a normalised text into mathematics and words; in the mathematics, "and" and "or" become commas."""
     words: list[str] = []
     scaled = False
 
-    def taken(found: re.Match[str], scale: bool = False) -> str:
+    def without_words(found: re.Match[str], scale: bool = False) -> str:
         nonlocal scaled
-        here = _words_of(found)
-        if here is None:
+        matched_words = _words_of(found)
+        if matched_words is None:
             return found[0]
-        power = next((SCALES[word] for word in here[:1] if word in SCALES), None)
+        power = next((SCALES[word] for word in matched_words[:1] if word in SCALES), None)
         if scale and power:
             return f" \\cdot 10^{{{power}}} "
         if not scale:
-            words.extend(here)
+            words.extend(matched_words)
             scaled = scaled or power is not None
-        return " , " if CONNECTORS & {*here} else " "
+        return " , " if CONNECTORS & {*matched_words} else " "
 
-    bare = _tidy(_WORD.sub(taken, text))
-    return Parted(bare, tuple(words), _tidy(_WORD.sub(partial(taken, scale=True), text)) if scaled else bare)
+    bare = _tidy(_WORD.sub(without_words, text))
+    return Parted(bare, tuple(words), _tidy(_WORD.sub(partial(without_words, scale=True), text)) if scaled else bare)
 
 
 def _words_of(found: re.Match[str]) -> list[str] | None:
-    """Return the words of a match of `_WORD` in canonical form; None if it is a function of mathematics."""
+    """Return the words in a match of `_WORD` in canonical form; None if it is a mathematical function."""
     if found["degree"]:
         scale = {"C": " celsius", "F": " fahrenheit"}.get((found["scale"] or "").upper(), "")
         return tokens(f"degree{scale}")
@@ -98,18 +104,23 @@ def _words_of(found: re.Match[str]) -> list[str] | None:
         return ["percent" if "%" in found["sign"] else "dollar"]
     if found["behind"] and found["behind"].split()[0].lower() in _NO_WORDS:
         return None
-    said = found["text"] or found["logic"] or found["behind"] or found["unit"] or ""
-    return tokens(said, found["power"] or found["power_behind"] or found["power_unit"])
+    matched = found["text"] or found["logic"] or found["behind"] or found["unit"] or ""
+    return tokens(matched, found["power"] or found["power_behind"] or found["power_unit"])
 
 
 def _tidy(text: str) -> str:
+    """Remove surplus white space, commas and a final full stop, which the removed words leave behind."""
     bare = " ".join(text.split())
     return re.sub(r"\s*,(?:\s*,)+", ",", re.sub(r"\s+,", ",", bare)).strip(" ,;:").rstrip(".")
 
 
 def tokens(text: str, power: str | None = None) -> list[str]:
-    """Return the words of a text in canonical form, without articles and other fillers."""
-    found: list[str] = []
+    """Return the words of a text in canonical form, without articles and other fillers.
+
+    "square" and "cubic" become the exponent of the next word, "per" a slash before it. The last word gets the exponent
+    `power`.
+    """
+    words: list[str] = []
     raise_next, over = "", False
     for token in _TOKEN.findall(text.lower().replace("mph", "mile/hour")):
         if token in ("/", "per"):
@@ -118,18 +129,19 @@ def tokens(text: str, power: str | None = None) -> list[str]:
         if token in ("square", "sq", "cubic"):
             raise_next = "^3" if token == "cubic" else "^2"
             continue
-        if token in ("squared", "cubed") and found:
-            found[-1] += "^3" if token == "cubed" else "^2"
+        if token in ("squared", "cubed") and words:
+            words[-1] += "^3" if token == "cubed" else "^2"
             continue
         word = _canonical(token)
-        if word in _FILLERS and not (word == "in" and not found):
+        # A leading "in" is the unit inch.
+        if word in _FILLERS and not (word == "in" and not words):
             raise_next = "" if word in ("unit", "units") else raise_next
             continue
-        found.append(f"{'/' if over else ''}{word}{raise_next}")
+        words.append(f"{'/' if over else ''}{word}{raise_next}")
         raise_next, over = "", False
-    if power and found:
-        found[-1] += f"^{power}"
-    return found
+    if power and words:
+        words[-1] += f"^{power}"
+    return words
 
 
 def _canonical(token: str) -> str:
@@ -146,30 +158,33 @@ def _canonical(token: str) -> str:
 
 
 def agree(gold: tuple[str, ...], said: tuple[str, ...], prose: bool = False) -> bool:
-    """Return whether the words of two answers may mean the same.
+    """Return whether the words of two answers are compatible.
 
-    Connectors are compared with connectors. Of the other words one answer may have more, but no negation.
+    Connectors ("and", "or") must be equal if both have them. For the other words, one answer may have more than the
+    other, but not a negation.
 
     Args:
-        prose: the second answer is a sentence, so only its units are compared.
+        gold: words of the gold answer.
+        said: words of the stated answer.
+        prose: the stated answer is a sentence, so only units are compared.
     """
     ours, theirs = {*gold} & CONNECTORS, {*said} & CONNECTORS
     if ours and theirs and ours != theirs:
         return False
     ours, theirs = {*gold} - CONNECTORS, {*said} - CONNECTORS
     if prose:
-        ours, theirs = ({word for word in those if word.strip("/").split("^")[0] in _UNITS} for those in (ours, theirs))
+        ours, theirs = ({word for word in side if word.strip("/").split("^")[0] in _UNITS} for side in (ours, theirs))
     if not ours or not theirs:
         return True
     return (ours <= theirs or theirs <= ours) and not (ours ^ theirs) & _NEGATIONS
 
 
 def plain(text: str) -> str:
-    """Return an answer that is only words, in lower case and without articles; empty if it holds anything else."""
+    """Return an answer of words only in lower case and without articles; empty if it contains anything else."""
     bare = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)
     if not re.fullmatch(r"[\s()]*[^\W\d_][^\W\d_\s'.,()-]*(?:[\s'.,()-]+[^\W\d_]*)*", bare):
         return ""
     words = re.sub(r"[\s.,()]+", " ", bare).split()
     if len(words) == 1 and len(words[0]) == 1:
         return words[0]
-    return " ".join(word for word in (each.casefold() for each in words) if word not in ("a", "an", "the"))
+    return " ".join(word for word in map(str.casefold, words) if word not in ("a", "an", "the"))

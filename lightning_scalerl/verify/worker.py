@@ -1,7 +1,9 @@
-"""Process of a verifier: one completion or group at a time in its main thread; `pool` starts it with two descriptors.
+"""Verifier process, started by `pool`: grades one completion or group at a time.
 
-Its main thread, because math-verify and others stop themselves with SIGALRM, which works nowhere else. It is killed
-from outside if that does not help. It needs no torch, unless what it grades with does.
+Grading happens in the main thread, because math-verify and others limit their time with SIGALRM, which only works
+there. If that fails, the pool kills the process. The process does not import torch unless the grader does.
+
+Arguments: the descriptor of its pipe, the parent's process id, and the descriptor of a file with the pickled grader.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from sweeps.process import die_with_parent
 
 
 def main() -> None:
-    """Grade completions until the other end is closed."""
+    """Grade completions until the pool closes its end of the pipe."""
+    # A grader that hangs would never read the end of the pipe.
     die_with_parent(int(sys.argv[2]))
-    os.dup2(2, 1)  # what a reward function prints is not the run's own output
+    os.dup2(2, 1)  # prints of a reward function go to stderr, not into the run's output
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
-    with os.fdopen(int(sys.argv[3]), "rb") as handed:
-        path, memory_gib, pickled = pickle.load(handed)
-    # The trainer's own, so that the grader's modules are found where they were pickled.
+    with os.fdopen(int(sys.argv[3]), "rb") as memory_file:
+        path, memory_gib, pickled = pickle.load(memory_file)
+    # The trainer's path, so that the grader's modules are found here as well.
     sys.path[:] = path
     if memory_gib is not None:
         limit = int(memory_gib * 2**30)
@@ -45,7 +48,7 @@ def main() -> None:
             sample = connection.recv()
         except EOFError:
             return
-        # Several are the completions of one group.
+        # A tuple holds the completions of one group.
         connection.send(attempt_group(grader, sample) if isinstance(sample, tuple) else attempt(grader, sample))
 
 
