@@ -1,14 +1,16 @@
-"""Checkpoint of a sharded model: a folder in which each rank has written its own part of weights and optimizer state.
+"""Checkpoint of a sharded model: a folder in which each rank has written its part of the weights and optimizer state.
 
     step-00000100.ckpt/
-        __0_0.distcp  __1_0.distcp  ...     parts of tensors, by torch.distributed.checkpoint: one file a rank
-        .metadata                           torch's own index of them, for torch's own tools
-        meta.pt                             rank 0's: all else that a checkpoint of one file holds, and our index
+        __0_0.distcp  __1_0.distcp  ...     parts of tensors, by torch.distributed.checkpoint: one file per rank
+        .metadata                           torch's index of the parts, for torch's own tools
+        meta.pt                             from rank 0: our index, and everything else in a checkpoint
 
-In memory a checkpoint is the same dictionary in both forms. Where it comes from a folder (`outline`), tensors that lie
-in parts stand in it without data, on the meta device, and `shard_files.fill` reads them into tensors of any layout:
-whole, or this rank's part by another number of ranks. Our index repeats torch's, since that one is a pickle: reading it
-would run what a file says, and nothing tells whether a bit of it has flipped. `shard_files` writes and reads the parts.
+In memory, a checkpoint is the same dictionary whether it comes from a folder or from a single file. From a folder
+(`outline`), sharded tensors are on the meta device, without data. `shard_files.fill` reads them into tensors of any
+layout: whole, or this rank's part with another number of ranks.
+
+Our index repeats torch's because torch's is a pickle: reading it could run code from the file, and it has no checksum.
+`shard_files` writes and reads the parts.
 """
 
 from __future__ import annotations
@@ -28,46 +30,47 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from lightning_scalerl.checks import ConfigurationError
 
-# Lightning's name for what a sharded checkpoint holds beside its shards.
+# File with everything but the shards; Lightning uses the same name.
 META = "meta.pt"
-# Key in it of our index: by name of a tensor its type, its shape, and where its parts lie.
+# Key of our index in `META`. It maps tensor names to type, shape and the locations of the parts.
 INDEX = "scalerl_shards"
-# Suffix of a checkpoint that is not to be used.
+# Suffix of a checkpoint that must not be used.
 VOID = ".void"
 WHOLE_ONE = "give a whole checkpoint, step-N.ckpt (newest_checkpoint finds the newest)"
 
 
 def is_folder(path: Any) -> bool:
-    """Return whether a checkpoint is a folder of shards and not a file."""
+    """Return whether a checkpoint is a folder of shards, not a single file."""
     return Path(path).is_dir()
 
 
 @contextmanager
 def checksums() -> Iterator[None]:
-    """Turn on torch's checksums in the `with` block: a script may have turned them off for its own files."""
-    before = get_crc32_options()
+    """Turn on torch's checksums in the `with` block; a script may have turned them off for its own files."""
+    previous = get_crc32_options()
     set_crc32_options(True)
     try:
         yield
     finally:
-        set_crc32_options(before)
+        set_crc32_options(previous)
 
 
 def fsync_folder(folder: Path) -> None:
-    """Sync a folder to disk: only then does a new name in it survive a power failure."""
+    """Sync a folder to disk; otherwise a new file name in it may not survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that has no such thing
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not supported by this file system
             raise
     finally:
         os.close(descriptor)
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint of either form, if it is there; never a part of a folder under a whole one's name."""
+    """Delete a checkpoint, a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
+        # Rename first: a deletion that is interrupted must not leave a partial folder under a valid name.
         if path.suffix != VOID:
             path = move(path, path.with_suffix(VOID))
         shutil.rmtree(path, ignore_errors=True)
@@ -77,7 +80,7 @@ def remove(path: Path) -> None:
 
 
 def move(path: Path, target: Path) -> Path:
-    """Rename a checkpoint of either form, in place of another that has the name; return the new path."""
+    """Rename a checkpoint, replacing any other with the new name; returns the new path."""
     if target.is_dir() or (target.exists() and path.is_dir()):
         remove(target)
     return path.replace(target)
@@ -87,30 +90,30 @@ def move(path: Path, target: Path) -> Path:
 
 
 def outline(folder: Path, weights_only: bool = True) -> dict[str, Any]:
-    """Return the checkpoint of a folder with its sharded tensors on the meta device: `shard_files.fill` reads them.
+    """Return a folder's checkpoint with its sharded tensors on the meta device; `shard_files.fill` reads their data.
 
     Raises:
-        ConfigurationError: the folder is no checkpoint, or lacks a part of one.
+        ConfigurationError: the folder is not a checkpoint, or a part is missing.
     """
     if not (folder / META).is_file():
         raise ConfigurationError(
             f"ckpt_path: {str(folder)!r} is a folder without {META}, so no checkpoint; {WHOLE_ONE}"
         )
-    rest: dict[str, Any] = torch.load(folder / META, "cpu", weights_only=weights_only, mmap=True)
-    if (why := lacks(folder, rest)) is not None:
-        raise ConfigurationError(f"ckpt_path: {str(folder)!r} {why}; {WHOLE_ONE}")
-    for name, about in rest[INDEX].items():
-        blank = torch.empty(about["size"], dtype=about["dtype"], device="meta")
-        put(rest, name, blank)
-    return rest
+    checkpoint: dict[str, Any] = torch.load(folder / META, "cpu", weights_only=weights_only, mmap=True)
+    if (problem := lacks(folder, checkpoint)) is not None:
+        raise ConfigurationError(f"ckpt_path: {str(folder)!r} {problem}; {WHOLE_ONE}")
+    for name, entry in checkpoint[INDEX].items():
+        blank = torch.empty(entry["size"], dtype=entry["dtype"], device="meta")
+        put(checkpoint, name, blank)
+    return checkpoint
 
 
-def lacks(folder: Path, rest: Mapping[str, Any]) -> str | None:
-    """Return what a folder lacks of the files that its `meta.pt` names; None if all are there and long enough."""
-    if INDEX not in rest:
+def lacks(folder: Path, meta: Mapping[str, Any]) -> str | None:
+    """Return a line on missing or short files that `meta.pt` refers to, or None if they are complete."""
+    if INDEX not in meta:
         return "is of another program: its meta.pt says nothing of parts"
     ends: dict[str, int] = {}
-    for *_, file, offset, length in _chunks(rest):
+    for *_, file, offset, length in _chunks(meta):
         ends[file] = max(ends.get(file, 0), offset + length)
     for file, end in sorted(ends.items()):
         if not (folder / file).is_file():
@@ -120,42 +123,42 @@ def lacks(folder: Path, rest: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _chunks(rest: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    return (chunk for about in rest[INDEX].values() for chunk in about["chunks"])
+def _chunks(meta: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    return (chunk for entry in meta[INDEX].values() for chunk in entry["chunks"])
 
 
-def put(rest: dict[str, Any], name: str, value: Any) -> None:
-    """Set a tensor in a checkpoint by its name in the shards: names of weights have dots of their own."""
+def put(checkpoint: dict[str, Any], name: str, value: Any) -> None:
+    """Set a tensor in a checkpoint by its name in the shards, such as `optimizer_states.0.state.3.exp_avg`."""
     top, _, inner = name.partition(".")
-    if top == "state_dict":
-        rest[top][inner] = value
+    if top == "state_dict":  # names of weights contain dots themselves
+        checkpoint[top][inner] = value
         return
     number, _, parameter, key = inner.split(".", 3)
-    rest[top][int(number)]["state"][int(parameter)][key] = value
+    checkpoint[top][int(number)]["state"][int(parameter)][key] = value
 
 
 def damaged(folder: Path, sound: Callable[[BinaryIO], str | None]) -> str | None:
-    """Return a line on the damage to the bytes of a folder's parts; None if there is none.
+    """Return a line on damaged bytes in a folder's parts, or None if all are intact.
 
     Args:
-        folder: whose `meta.pt` is sound.
-        sound: returns the damage to what `torch.save` has written.
+        folder: a checkpoint folder whose `meta.pt` is intact.
+        sound: stream from `torch.save` -> a line on damage in it, or None.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: a file cannot be read.
     """
-    rest = torch.load(folder / META, "cpu", weights_only=True, mmap=True)
-    if (why := lacks(folder, rest)) is not None:
-        return why
-    for *_, file, offset, length in _chunks(rest):
+    meta = torch.load(folder / META, "cpu", weights_only=True, mmap=True)
+    if (problem := lacks(folder, meta)) is not None:
+        return problem
+    for *_, file, offset, length in _chunks(meta):
         with (folder / file).open("rb") as handle:
-            if (why := sound(io.BufferedReader(_Part(handle, offset, length)))) is not None:
-                return f"{why}, in {file}"
+            if (problem := sound(io.BufferedReader(_Part(handle, offset, length)))) is not None:
+                return f"{problem}, in {file}"
     return None
 
 
 class _Part(io.RawIOBase):
-    """Part of a file, read as if it were one."""
+    """Section of a file that can be read as if it were a whole file."""
 
     def __init__(self, handle: BinaryIO, offset: int, length: int) -> None:
         self._handle, self._offset, self._length, self._at = handle, offset, length, 0
@@ -182,22 +185,22 @@ class _Part(io.RawIOBase):
 
 
 def check_weights(path: Any, checkpoint: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
-    """Check that a folder's weights go into a model.
+    """Check that a checkpoint's weights fit a model.
 
     Args:
-        path: of the checkpoint, for the line.
-        checkpoint: of that folder.
+        path: path of the checkpoint, for the error.
+        checkpoint: the checkpoint.
         own: the model's weights by name.
 
     Raises:
         ConfigurationError: names or shapes differ.
     """
-    given = checkpoint["state_dict"]
-    missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
-    other = [name for name in own if name in given and given[name].shape != own[name].shape]
-    if not (missing or unexpected or other):
+    saved = checkpoint["state_dict"]
+    missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+    other_shape = [name for name in own if name in saved and saved[name].shape != own[name].shape]
+    if not (missing or unexpected or other_shape):
         return
-    shapes = [f"{name} {tuple(given[name].shape)}, not {tuple(own[name].shape)}" for name in other[:1]]
+    shapes = [f"{name} {tuple(saved[name].shape)}, not {tuple(own[name].shape)}" for name in other_shape[:1]]
     names = [f"without {missing[0]}" for _ in missing[:1]] + [f"with {unexpected[0]}" for _ in unexpected[:1]]
     raise ConfigurationError(
         f"ckpt_path: {path} is of another model ({', '.join(shapes or names)}); go on with a module made from the "

@@ -1,8 +1,8 @@
-"""Rendezvous of a run's ranks and the data they exchange there: nothing received can run code.
+"""Rendezvous of a run's ranks, and exchange of data between them that cannot run code.
 
-torch's store listens on all of a node's addresses, whatever MASTER_ADDR says, and its ways to send objects unpickle
-whatever arrives. So rank 0 opens the store where the ranks are: at 127.0.0.1 if they are all on one node, else at the
-first node's address. And what is sent is plain data, read as such.
+By default, torch's store listens on all addresses of a node regardless of MASTER_ADDR, and torch unpickles objects from
+other ranks. Here, rank 0 listens only where the ranks need it: at 127.0.0.1 if all are on one node, else at the first
+node's address. Only plain data is sent, and the receiver accepts nothing else.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _OWN = (TrainBatch, Denominators)
 
 
 class NotPlainError(RuntimeError):
-    """Raised for data between ranks that is more than numbers, texts, tensors and batches of them."""
+    """Raised for data between ranks that is not plain: numbers, strings, tensors, batches, and containers of them."""
 
 
-# --- the place -----------------------------------------------------------------------------------------------
+# --- rendezvous ----------------------------------------------------------------------------------------------
 
 
 def meet(trainer: Trainer) -> None:
-    """Make the process group of a trainer's ranks, as Lightning would, at an address that only they need to reach.
+    """Create the process group of a trainer's ranks as Lightning would, but on an address that only the ranks need.
 
-    All ranks call it before Lightning sets its strategy up, which then finds the group made. Left to others: one rank,
-    a group that is there already, and launchers that bring a store of their own (torchrun).
+    All ranks call it before Lightning sets up its strategy, which then uses this group. It does nothing for a single
+    rank, for an existing group, and for launchers with their own store (torchrun).
 
     Raises:
-        DistNetworkError: rank 0 cannot listen there.
+        DistNetworkError: rank 0 cannot listen on the address.
     """
     strategy = trainer.strategy
     if trainer.world_size == 1 or dist.is_initialized() or not isinstance(strategy, DDPStrategy | ShardedStrategy):
@@ -57,12 +57,12 @@ def meet(trainer: Trainer) -> None:
     environment = strategy.cluster_environment
     if not isinstance(environment, LightningEnvironment | SLURMEnvironment) or strategy.accelerator is None:
         return
-    # A user who has named another address has a reason: ranks with network name spaces of their own, for instance.
+    # Respect an address that the user has set: ranks may be in different network namespaces, for instance.
     on_one_node = trainer.num_nodes == 1 and os.environ.get("MASTER_ADDR", HERE) in (HERE, "localhost")
     address = HERE if on_one_node else environment.main_address
     if on_one_node:
-        _stay_here()
-    # None: the name is no address of this machine; torch then listens on all addresses, as by default.
+        _use_loopback()
+    # None if the name does not resolve to an address of this machine: torch then listens on all addresses, its default.
     listening = _listening(address, environment.main_port) if trainer.global_rank == 0 else None
     store = dist.TCPStore(  # type: ignore[attr-defined]
         address,
@@ -74,7 +74,7 @@ def meet(trainer: Trainer) -> None:
     )
     backend = strategy._get_process_group_backend()
     device = strategy.root_device
-    strategy.accelerator.setup_device(device)  # before NCCL takes whatever is current
+    strategy.accelerator.setup_device(device)  # NCCL would use the current device otherwise
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(slurm_job.step_name(), store),  # type: ignore[attr-defined]
@@ -84,11 +84,11 @@ def meet(trainer: Trainer) -> None:
         device_id=None if device.type == "cpu" else device,
     )
     if backend == "nccl":
-        atexit.register(_destroy_dist_connection)  # as Lightning does: NCCL complains of a group that nobody ends
+        atexit.register(_destroy_dist_connection)  # as Lightning does: NCCL warns about a group that is not destroyed
 
 
-def _stay_here() -> None:
-    """Have gloo and NCCL connect ranks over the loopback interface, unless the user has named another."""
+def _use_loopback() -> None:
+    """Make gloo and NCCL use the loopback interface, unless the user has chosen another."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if names:
@@ -96,10 +96,10 @@ def _stay_here() -> None:
 
 
 def _listening(address: str, port: int) -> socket.socket | None:
-    """Open a socket that listens at one address; None if the name has no address here that other nodes can reach."""
-    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    for family, kind, protocol, _, place in found:
-        # Debian's own name for itself is 127.0.1.1, where no other node comes.
+    """Open a socket that listens on one address; None if the name has no local address that other nodes can reach."""
+    addresses = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, place in addresses:
+        # Debian resolves its own host name to 127.0.1.1, which other nodes cannot reach.
         if address != HERE and ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback:
             continue
         opened = socket.socket(family, kind, protocol)
@@ -116,25 +116,25 @@ def _listening(address: str, port: int) -> socket.socket | None:
     return None
 
 
-# --- what is exchanged there ---------------------------------------------------------------------------------
+# --- exchange of plain data ----------------------------------------------------------------------------------
 
 
 def encode(value: Any) -> Tensor:
     """Encode plain data as bytes, shape (N,) uint8.
 
     Raises:
-        NotPlainError: there is an object in it whose class the other ranks would have to trust.
+        NotPlainError: the data contains an object of another class, which the receiver could only unpickle.
     """
-    written = io.BytesIO()
-    torch.save(_plain(value), written)
-    return torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
+    buffer = io.BytesIO()
+    torch.save(_plain(value), buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
 def decode(sent: Tensor) -> Any:
-    """Decode the bytes that `encode` made; tensors arrive on the CPU.
+    """Decode bytes from `encode`; tensors are on the CPU.
 
     Raises:
-        NotPlainError: nothing that `encode` makes; nothing of it was run.
+        NotPlainError: the bytes are not from `encode`. No code in them is run.
     """
     try:
         with torch.serialization.safe_globals(list(_OWN)):
@@ -144,30 +144,30 @@ def decode(sent: Tensor) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value made of plain types alone: tensors detached, numpy's numbers as Python's, mappings as dicts."""
+    """Return a value as plain types: tensors are detached, NumPy scalars become Python's, mappings become dicts."""
     kind = type(value)
     if value is None or kind in _PLAIN:
         return value.detach() if isinstance(value, Tensor) else value
     if isinstance(value, np.generic):
         return value.item()
     if kind in _OWN:
-        return kind(**{name: _plain(each) for name, each in vars(value).items()})
+        return kind(**{name: _plain(field) for name, field in vars(value).items()})
     if kind in (list, tuple):
         return kind(map(_plain, value))
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(each) for key, each in value.items()}
+        return {_plain(key): _plain(entry) for key, entry in value.items()}
     raise NotPlainError(f"{kind.__module__}.{kind.__qualname__}: ranks hand each other plain data only")
 
 
 def send(encoded: Tensor, group: Any) -> None:
-    """Broadcast what `encode` made from rank 0 to all others of a group on the hosts."""
-    # The length first: a receiver has to make room before it receives.
+    """Broadcast the result of `encode` from rank 0 to the other ranks of a gloo group."""
+    # The length first, so that receivers can allocate memory.
     dist.broadcast(torch.tensor([encoded.numel()]), src=0, group=group)
     dist.broadcast(encoded, src=0, group=group)
 
 
 def receive(group: Any) -> Any:
-    """Receive the value that rank 0 broadcasts with `send`.
+    """Receive and decode the value that rank 0 broadcasts with `send`.
 
     Raises:
         NotPlainError: see `decode`.
@@ -180,7 +180,7 @@ def receive(group: Any) -> Any:
 
 
 def all_gather(value: Any, group: Any, count: int) -> list[Any]:
-    """Return every rank's value, by rank, on every rank of a group on the hosts.
+    """Return the values of all ranks of a gloo group, by rank, on every rank.
 
     Raises:
         NotPlainError: see `encode` and `decode`.
@@ -188,10 +188,10 @@ def all_gather(value: Any, group: Any, count: int) -> list[Any]:
     sent = encode(value)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
     dist.all_gather(lengths, torch.tensor([sent.numel()]), group=group)
-    # all_gather wants one shape from all: lengths first, then everything padded to the longest.
+    # all_gather needs the same shape on all ranks: exchange the lengths, then pad everything to the longest.
     longest = max(map(int, lengths))
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: sent.numel()] = sent
     received = [torch.empty(longest, dtype=torch.uint8) for _ in range(count)]
     dist.all_gather(received, padded, group=group)
-    return [decode(each[: int(length)]) for each, length in zip(received, lengths, strict=True)]
+    return [decode(encoded[: int(length)]) for encoded, length in zip(received, lengths, strict=True)]

@@ -1,17 +1,17 @@
-"""Several processes ("ranks") that train one run together: what they share, sum and gather.
+"""Division of a run between several processes ("ranks"): how they share batches, sum gradients and gather results.
 
-Rank 0 leads: it alone has the rollout stream, the generator, the evaluation, the counters and the journal. The
-others only train. Every optimizer step,
+Rank 0 leads. It alone has the rollout stream, the generator, the evaluation, the counters and the journal. The other
+ranks only train. In every optimizer step,
 
-    rank 0 makes the batch -> share -> each rank trains on its own `rows` -> `sum_gradients` -> clip -> step
-                                                                          -> `gather_parts` -> rank 0 records
+    rank 0 assembles the batch -> `share` -> each rank trains on its `rows` -> `sum_gradients` -> clip -> step
+                                                                            -> `gather_parts` -> rank 0 records
 
-The batch's denominators are global, so the gradients of the rows add up to the gradient of the batch; nothing is
-averaged. With one rank everything here hands through what it is given.
+The batch's denominators are global, so the gradients of the rows add up to the gradient of the batch, and nothing is
+averaged. With a single rank, all functions here return their input.
 
-Two process groups: sums of tensors go through the strategy's (NCCL on GPUs, with its usual time limit, so that a
-rank that is stuck is noticed); whatever may wait for rank 0's generation or evaluation goes through one on the
-hosts (gloo), which waits a day and notices at once when a process is gone.
+There are two process groups. Sums of tensors use the strategy's group (NCCL on GPUs), whose usual timeout detects stuck
+ranks. Operations that may wait for rank 0's generation or evaluation use a gloo group on the hosts. It has a timeout of
+a day, and detects immediately when a process has died.
 """
 
 from __future__ import annotations
@@ -41,25 +41,28 @@ T = TypeVar("T")
 
 # Timeout of ranks that wait for rank 0 to generate, evaluate or save.
 PATIENCE = timedelta(hours=24)
-# First entry of what rank 0 sends to ranks that wait for its work: the result, or a request before it.
+# First element of a message from rank 0 to the waiting ranks: the result of its work, or a request before that.
 _RESULT, _REQUEST = "result", "request"
 # Gradients are summed in buffers of about this many numbers (128 MB in FP32).
 BUFFER = 2**25
 
 
 class LeaderFailedError(RuntimeError):
-    """Raised on the other ranks when rank 0 fails; it names the error, which rank 0 raises itself and records."""
+    """Raised on the other ranks when rank 0 fails; it names the error. Rank 0 raises and records the error itself."""
 
-    leave_journal = True
+    leave_journal = True  # only rank 0 writes to the journal
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that train the run; by default the only one.
+    """Position of this process among the ranks of a run; by default it is the only one.
 
-    `number` counts from 0 and `count` is how many there are. `hosts` is the process group that waits for rank 0,
-    None with one rank; `strategy` is the trainer's, if there are several. `answer` is what the other ranks do with a
-    request of rank 0, see `ask`.
+    Attributes:
+        number: rank of this process, from 0.
+        count: number of ranks.
+        hosts: gloo process group for waiting on rank 0; None with one rank.
+        strategy: the trainer's strategy, if it is one for several ranks.
+        answer: called on the other ranks with a request of rank 0, see `ask`.
     """
 
     number: int = 0
@@ -70,11 +73,11 @@ class Ranks:
 
     @classmethod
     def of(cls, trainer: Trainer, answer: Callable[[Any], None] | None = None) -> Ranks:
-        """Build the ranks of a trainer whose strategy is set up. All ranks must call it: it makes a process group.
+        """Build from a trainer whose strategy is set up. All ranks must call it, because it creates a process group.
 
         Args:
-            trainer: whose ranks these are.
-            answer: what another rank does with a request that rank 0 sends by `ask`.
+            trainer: the trainer.
+            answer: called on the other ranks with a request of rank 0, see `ask`.
         """
         strategy = trainer.strategy if isinstance(trainer.strategy, DDPStrategy | ShardedStrategy) else None
         hosts = dist.new_group(backend="gloo", timeout=PATIENCE) if trainer.world_size > 1 else None
@@ -82,49 +85,49 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Return True on rank 0, the one with the rollout stream and the journal."""
+        """Return True on rank 0, which has the rollout stream and the journal."""
         return self.number == 0
 
     @property
     def sharded(self) -> bool:
-        """Return whether no rank has the whole model: whatever passes through it passes on all ranks together."""
+        """Return whether the model is sharded, so that every pass through it has to run on all ranks together."""
         return isinstance(self.strategy, ShardedStrategy)
 
     @property
     def writes_shards(self) -> bool:
-        """Return whether each rank writes its own part of a checkpoint."""
+        """Return whether each rank writes its part of a checkpoint."""
         return isinstance(self.strategy, ShardedStrategy) and self.strategy.writes_shards
 
     @property
     def partners(self) -> int:
-        """Return how many ranks split each layer between them: they have the same rows, and compute the same."""
+        """Return the number of tensor-parallel ranks, which split each layer between them and have the same rows."""
         return self.strategy.tensor_parallel if isinstance(self.strategy, ShardedStrategy) else 1
 
     @property
     def place(self) -> int:
-        """Return this rank's number among those that rows are dealt to; its partners have the same one."""
+        """Return the data-parallel index of this rank; its tensor-parallel partners have the same one."""
         return self.number // self.partners
 
     @property
     def _group(self) -> Any:
-        """Process group of ranks with different rows, one of each set of partners; None for all ranks."""
+        """Data-parallel process group: one rank of each set of partners; None for all ranks."""
         if isinstance(self.strategy, ShardedStrategy) and self.partners > 1:
             return self.strategy.device_mesh["data_parallel"].get_group()
         return None
 
-    # --- on the hosts ------------------------------------------------------------------------------------
+    # --- on the hosts (gloo) -----------------------------------------------------------------------------
 
     def share(self, work: Callable[[], T], lean: Callable[[T], T] = lambda result: result) -> T:
-        """Do the work on rank 0 and return its result on every rank, or fail on every rank.
+        """Do the work on rank 0 and return its result on every rank. An error is raised on every rank.
 
-        Meanwhile the other ranks answer what rank 0 asks of them (`ask`).
+        Meanwhile the other ranks handle requests of rank 0 (`ask`).
 
         Args:
-            work: called on rank 0 only; its result is plain data, see `meeting`.
+            work: called on rank 0 only; its result must be plain data, see `meeting`.
             lean: reduces the result to what the other ranks need.
 
         Raises:
-            LeaderFailedError: on the other ranks, if the work raised on rank 0.
+            LeaderFailedError: on the other ranks, if the work raised an error on rank 0.
         """
         if self.count == 1:
             return work()
@@ -139,54 +142,54 @@ class Ranks:
             return result
         try:
             result = work()
-            # Within the `try`: a result that is no plain data has to fail on the waiting ranks as well.
+            # Inside the `try`: a result that is not plain data must raise on the waiting ranks as well.
             encoded = encode((_RESULT, None, lean(result)))
         except Exception as error:
-            with suppress(RuntimeError):  # ranks that are gone need no news
+            with suppress(RuntimeError):  # the other ranks may have died
                 send(encode((_RESULT, f"{type(error).__name__}: {error}", None)), self.hosts)
             raise
         send(encoded, self.hosts)
         return result
 
     def on_leader(self, work: Callable[[], T]) -> T | None:
-        """Do the work on rank 0 and return its result there, None elsewhere; fail on every rank as `share` does."""
+        """Do the work on rank 0 and return its result there, None elsewhere. Errors are raised on every rank."""
 
         def lean(result: T | None) -> None:
-            """Leave the result where it is: it need not be plain data."""
+            """Send nothing: the result need not be plain data."""
 
         return self.share(work, lean)
 
     def ask(self, request: Any) -> None:
-        """Have the other ranks do something together with rank 0, in the middle of its work in `share`.
+        """Send a request to the other ranks, so that they do something together with rank 0 during its work in `share`.
 
         Args:
-            request: plain data, see `meeting`; each of them hands it to its `answer`.
+            request: plain data, see `meeting`; the other ranks pass it to `answer`.
         """
         if self.count > 1:
             send(encode((_REQUEST, request)), self.hosts)
 
     def share_batch(self, work: Callable[[], TrainBatch | str | None]) -> TrainBatch | str | None:
-        """Make a batch on rank 0 and return it on every rank; the other ranks get it without its groups.
+        """Assemble a batch on rank 0 and return it on every rank, on the other ranks without its groups.
 
-        None, or a text on why there is no batch, is returned everywhere as it is.
+        If the work returns None or a string with the reason why there is no batch, every rank gets that.
         """
         return self.share(work, lambda batch: replace(batch, groups=[]) if isinstance(batch, TrainBatch) else batch)
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value, by rank, on every rank."""
+        """Return the values of all ranks, by rank, on every rank."""
         if self.count == 1:
             return [value]
         return all_gather(value, self.hosts, self.count)
 
     def agree(self, reason: str | None) -> str | None:
-        """Return the first reason that any rank has, the same on all ranks; None if none has one."""
-        return next((given for given in self.gather(reason) if given is not None), None)
+        """Return the first reason among all ranks, or None if no rank has one; the same on every rank."""
+        return next((other for other in self.gather(reason) if other is not None), None)
 
     def check_alike(self, what: str, value: Any) -> None:
         """Check that all ranks have the same value.
 
         Raises:
-            RuntimeError: they differ; on every rank.
+            RuntimeError: values differ; raised on every rank.
         """
         values = self.gather(value)
         if any(other != value for other in values):
@@ -195,51 +198,51 @@ class Ranks:
     def restore_sigterm(self, handler: Any) -> None:
         """Restore the SIGTERM handler from before Lightning's, if there was one or there are several ranks.
 
-        Lightning's handler ends the run as failed, even one that has just saved its last step. And it starts a
-        broadcast wherever the signal finds its rank; ranks at different places would take it for a part of their sums,
-        and train on with the result.
+        Lightning's handler marks the run as failed, even if it has just saved its last step. It also broadcasts a
+        tensor as soon as the signal arrives. Ranks at different points would mistake that for a part of their own sums
+        and continue training with wrong values.
         """
         if (
             (self.count > 1 or callable(handler))
             and handler is not None
             and threading.current_thread() is threading.main_thread()
         ):
-            # SIGTERM's default action would kill the ranks of a script: treat it as a request to stop instead.
-            asked = handler if callable(handler) else lambda *_: interruption.request("SIGTERM")
-            signal.signal(signal.SIGTERM, asked)
+            # The default action would kill the ranks of a script: treat SIGTERM as a request to stop instead.
+            restored = handler if callable(handler) else lambda *_: interruption.request("SIGTERM")
+            signal.signal(signal.SIGTERM, restored)
 
     # --- on the devices ----------------------------------------------------------------------------------
 
     def rows(self, batch: TrainBatch, size: PassSize | None = None) -> TrainBatch:
-        """Return this rank's rows of the batch, possibly none; long and short ones are dealt out evenly.
+        """Return this rank's rows of the batch, possibly none. Long and short rows are distributed evenly.
 
-        Where passes are cut by tokens ranks get as many tokens, not rows: the longest row that is left goes to the rank
-        with the fewest. Tensor-parallel partners get the same ones.
+        If passes are limited by tokens, ranks get equal numbers of tokens instead of rows: the longest remaining row
+        goes to the rank with the fewest tokens. Tensor-parallel partners get the same rows.
         """
         if self.count == 1:
             return batch
-        # Stable, since each rank sorts for itself and all must deal out the same.
+        # Stable, because every rank sorts on its own and all must arrive at the same order.
         order = torch.argsort(batch.lengths, descending=True, stable=True)
         places = self.count // self.partners
         if size is None or size.tokens is None:
             return batch.select(order[self.place :: places])
         fewest = [(0, place) for place in range(places)]  # tokens so far, a heap
-        own: list[int] = []
+        own_rows: list[int] = []
         for row, length in zip(order.tolist(), batch.lengths[order].tolist(), strict=True):
             tokens, place = fewest[0]
             heapq.heapreplace(fewest, (tokens + length, place))
             if place == self.place:
-                own.append(row)
-        return batch.select(order.new_tensor(own))
+                own_rows.append(row)
+        return batch.select(order.new_tensor(own_rows))
 
     def passes(self, rows: TrainBatch, size: PassSize) -> Iterator[tuple[Tensor, TrainBatch]]:
-        """Yield micro-batches of this rank's rows, with the numbers of their rows; if sharded, as many on every rank.
+        """Yield (row numbers, micro-batch) for this rank's rows.
 
-        Layers are gathered in lockstep: a rank that has fewer rows than others goes through the model with blank ones,
-        whose number of rows is none (`TrainBatch.blank`).
+        With a sharded model, every rank yields the same number of micro-batches, because layers are gathered in
+        lockstep. Ranks with fewer rows add blank micro-batches without row numbers (`TrainBatch.blank`).
         """
         cuts = list(rows.cut(size))
-        most = -self._least(-len(cuts))
+        most = -self._least(-len(cuts))  # the largest number over ranks, as minus the least of the negatives
         for number in range(most):
             if number < len(cuts):
                 yield cuts[number], rows.select(cuts[number])
@@ -247,11 +250,11 @@ class Ranks:
                 yield rows.row.new_zeros(0), rows.blank()
 
     def all_would(self, choice: bool) -> bool:
-        """Return whether the ranks of a sharded model all have chosen so; that of this rank alone where it is whole."""
+        """Return whether all ranks of a sharded model have chosen True; without sharding, this rank's own choice."""
         return bool(self._least(choice))
 
     def _least(self, value: int) -> int:
-        """Return the smallest of the ranks' numbers if they share a sharded model, else this rank's."""
+        """Return the smallest value over the ranks of a sharded model; without sharding, this rank's own value."""
         if not self.sharded:
             return value
         assert isinstance(self.strategy, ShardedStrategy)
@@ -260,25 +263,25 @@ class Ranks:
         return int(least)
 
     def unsynchronized(self) -> AbstractContextManager[None]:
-        """Suppress DDP's averaging in backward passes inside: ranks differ in how many micro-batches they have."""
+        """Turn off DDP's averaging in backward passes in the `with` block: ranks have different numbers of passes."""
         return self.strategy.block_backward_sync() if isinstance(self.strategy, DDPStrategy) else nullcontext()
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace each gradient by its sum over the ranks, bit for bit the same on all of them.
+        """Replace each gradient by its sum over the ranks, which is bit for bit the same on all ranks.
 
-        A parameter without a gradient counts as zeros where another rank has one, and stays without where none has.
+        A missing gradient counts as zeros if another rank has one; if no rank has one, it stays missing.
         """
         if self.count == 1 or self.sharded:  # FSDP2 has summed them in the backward passes
             return
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        # A rank without rows has no gradients and yet must sum the same buffers: which there are is agreed on first.
-        given = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
-        given = given.to(trained[0].device)
-        dist.all_reduce(given, dist.ReduceOp.MAX)
+        # A rank without rows has no gradients but must sum the same buffers, so first agree on which gradients exist.
+        exists = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
+        exists = exists.to(trained[0].device)
+        dist.all_reduce(exists, dist.ReduceOp.MAX)
         gradients = []
-        for parameter, somewhere in zip(trained, given.tolist(), strict=True):
-            if somewhere and parameter.grad is None:
+        for parameter, on_any_rank in zip(trained, exists.tolist(), strict=True):
+            if on_any_rank and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.grad is not None:
                 gradients.append(parameter.grad)
@@ -289,42 +292,47 @@ class Ranks:
                 gradient.copy_(summed.view_as(gradient))
 
     def sum(self, value: Tensor) -> Tensor:
-        """Return the sum over ranks, each row counted once, on every rank; `value` itself is overwritten."""
+        """Return the sum over data-parallel ranks, so that each row counts once. `value` is overwritten."""
         if self.count > 1:
             dist.all_reduce(value, group=self._group)
         return value
 
     def gather_rows(self, batch: TrainBatch, rows: TrainBatch) -> TrainBatch:
-        """Return the whole batch with the results that each rank computed for its rows before the update."""
+        """Return the whole batch with the results before the update (`BEFORE_UPDATE`) of all ranks.
+
+        Args:
+            batch: the whole batch.
+            rows: this rank's rows, with their results.
+        """
         if self.count == 1:
             return rows
         names = [name for name in BEFORE_UPDATE if getattr(rows, name) is not None]
         if batch.rollouts == 0 or not names:
             return replace(batch, **{name: getattr(rows, name) for name in names})
         order = torch.argsort(batch.row)
-        # Where each of this rank's rows stands in the batch: `row` is unique, and searchsorted wants it sorted.
+        # Position of each of this rank's rows in the batch: `row` is unique, and searchsorted needs it sorted.
         place = order[torch.searchsorted(batch.row[order], rows.row)]
         tables = torch.zeros(len(names), *batch.generator_logprobs.shape, device=batch.tokens.device)
         for table, name in zip(tables, names, strict=True):
             values = getattr(rows, name)
             table[place, : values.shape[1]] = values
-        # Each row is one rank's (or its partners') and zero on the others: the sum is a gather, and exact.
-        found: dict[str, Any] = dict(zip(names, self.sum(tables), strict=True))
-        return replace(batch, **found)
+        # Each row is nonzero on one rank (and its partners) only, so the sum gathers the rows exactly.
+        results: dict[str, Any] = dict(zip(names, self.sum(tables), strict=True))
+        return replace(batch, **results)
 
     def gather_parts(self, batch: TrainBatch, parts: Sequence[Part]) -> Sequence[Part]:
-        """Return the log-probabilities and entropies of all ranks' rows, as one part of the whole batch."""
+        """Return log-probabilities and entropies of the rows of all ranks, as one part of the whole batch."""
         if self.count == 1:
             return parts
         if batch.rollouts == 0:
             return []
-        # Each row is one rank's and zero on the others: the sum is exact.
+        # Each row is nonzero on one rank only, so the sum is exact.
         logprobs, entropies = self.sum(torch.stack(whole(batch, parts)))
         return [(batch, logprobs, entropies)]
 
 
 def _buffers(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the gradients in groups of about `BUFFER` numbers."""
+    """Yield the gradients in groups of about `BUFFER` elements."""
     group: list[Tensor] = []
     size = 0
     for gradient in gradients:
@@ -339,7 +347,7 @@ def _buffers(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @dataclass
 class Follower:
-    """Stand-in for the rollout stream on ranks that only train: it counts the completed steps."""
+    """Replacement for the rollout stream on ranks that only train: counts the completed steps."""
 
     completed_steps: int = 0
 
@@ -349,10 +357,10 @@ class Follower:
 
 
 def check_strategy(strategy: Any) -> None:
-    """Refuse strategies other than a single device, plain data parallelism and FSDP2.
+    """Check that a strategy is supported: a single device, plain data parallelism or FSDP2.
 
     Raises:
-        ConfigurationError: another strategy, or one that does not go with the number of devices.
+        ConfigurationError: it is another strategy, or its settings do not fit the number of devices.
     """
     if isinstance(strategy, ShardedStrategy):
         check_divides(strategy.tensor_parallel, strategy.num_nodes * strategy.num_processes)

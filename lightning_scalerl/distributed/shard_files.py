@@ -1,7 +1,7 @@
-"""Parts of tensors in the folder of a checkpoint, written and read by torch.distributed.checkpoint.
+"""Parts of tensors in a checkpoint folder, written and read by torch.distributed.checkpoint.
 
-Imported where a sharded checkpoint is written or read, and not before: importing torch's package takes 40 ms, which
-every command would pay at its start. What the folder holds is said in `checkpoint_folder`.
+Import this module only where a sharded checkpoint is written or read: importing torch's package takes 40 ms, which
+every command would pay at its start. `checkpoint_folder` describes the folder.
 """
 
 from __future__ import annotations
@@ -40,35 +40,36 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 def write_shards(checkpoint: Mapping[str, Any], folder: Path, group: Any) -> dict[str, Any]:
-    """Write this rank's part of every sharded tensor into a folder, and wait until all ranks' are on the disk.
+    """Write this rank's part of every sharded tensor into a folder, and wait until all ranks have done so.
 
-    All ranks call it. Raised on all of them is what any of them has raised.
+    All ranks call it. An error on one rank is raised on all ranks.
 
     Args:
-        checkpoint: as Lightning makes it; its sharded tensors are those of `state_dict` and `optimizer_states`.
-        folder: made if it is not there.
-        group: process group of the ranks on their hosts.
+        checkpoint: from Lightning; its sharded tensors are in `state_dict` and `optimizer_states`.
+        folder: created if it does not exist.
+        group: gloo process group of all ranks.
 
     Returns:
-        The checkpoint without what has been written, with the index of that: what `meta.pt` is to hold; on rank 0.
+        On rank 0, the content of `meta.pt`: the checkpoint without the sharded tensors, and their index.
 
     Raises:
         OSError: a rank could not write.
     """
     sharded: dict[str, Tensor] = {}
 
-    def without(value: Any, *path: Any) -> Any:
+    def without_sharded(value: Any, *path: Any) -> Any:
+        """Move the sharded tensors in a value into `sharded`, and leave None in their place."""
         if isinstance(value, Mapping):
-            return {key: without(each, *path, key) for key, each in value.items()}
+            return {key: without_sharded(entry, *path, key) for key, entry in value.items()}
         if isinstance(value, list):
-            return [without(each, *path, number) for number, each in enumerate(value)]
+            return [without_sharded(entry, *path, number) for number, entry in enumerate(value)]
         if isinstance(value, DTensor):
             sharded[_name(*path)] = value.detach()
             return None
         return value
 
-    parted = ("state_dict", "optimizer_states")
-    rest = {key: without(value, key) if key in parted else value for key, value in checkpoint.items()}
+    may_be_sharded = ("state_dict", "optimizer_states")
+    meta = {key: without_sharded(value, key) if key in may_be_sharded else value for key, value in checkpoint.items()}
     writer = FileSystemWriter(folder)
     try:
         with checksums():
@@ -77,33 +78,33 @@ def write_shards(checkpoint: Mapping[str, Any], folder: Path, group: Any) -> dic
         first, _ = next(iter(error.failures.values()))
         raise first from error
     if group is None or dist.get_rank() == 0:
-        rest[INDEX] = _index(written)
-    return rest
+        meta[INDEX] = _index(written)
+    return meta
 
 
 def _name(*path: Any) -> str:
-    """Return the name of a tensor in the shards, which torch's own tools take apart at the dots."""
+    """Return the name of a tensor in the shards; torch's own tools split it at the dots."""
     return ".".join(map(str, path))
 
 
 def _index(written: Metadata) -> dict[str, Any]:
-    """Return torch's index as plain values, which are read without running anything."""
+    """Return torch's index as plain values, which can be loaded without running code."""
     parts: dict[str, list[tuple[Any, ...]]] = {}
     for place, info in written.storage_data.items():
         parts.setdefault(place.fqn, []).append(
             (tuple(place.offset or ()), str(info.relative_path), int(info.offset), int(info.length))
         )
     index = {}
-    for name, about in written.state_dict_metadata.items():
-        assert isinstance(about, TensorStorageMetadata)
-        sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in about.chunks}
-        chunks = [(offsets, sizes[offsets], *where) for offsets, *where in parts[name]]
-        index[name] = {"dtype": about.properties.dtype, "size": tuple(about.size), "chunks": chunks}
+    for name, metadata in written.state_dict_metadata.items():
+        assert isinstance(metadata, TensorStorageMetadata)
+        sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in metadata.chunks}
+        chunks = [(offsets, sizes[offsets], *location) for offsets, *location in parts[name]]
+        index[name] = {"dtype": metadata.properties.dtype, "size": tuple(metadata.size), "chunks": chunks}
     return index
 
 
 class _Reader(FileSystemReader):
-    """Reader by our index in place of torch's pickle."""
+    """Reader that uses our index instead of torch's, which is a pickle."""
 
     def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
         super().__init__(folder)
@@ -112,14 +113,14 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors: dict[str, Any] = {}
         places: dict[MetadataIndex, _StorageInfo] = {}
-        for name, about in self._index.items():
+        for name, entry in self._index.items():
             chunks = [
-                ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in about["chunks"]
+                ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in entry["chunks"]
             ]
             tensors[name] = TensorStorageMetadata(
-                TensorProperties(dtype=about["dtype"]), torch.Size(about["size"]), chunks
+                TensorProperties(dtype=entry["dtype"]), torch.Size(entry["size"]), chunks
             )
-            for number, (offsets, _, file, offset, length) in enumerate(about["chunks"]):
+            for number, (offsets, _, file, offset, length) in enumerate(entry["chunks"]):
                 places[MetadataIndex(name, torch.Size(offsets), number)] = _StorageInfo(file, offset, length)
         return Metadata(tensors, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))
 
@@ -133,29 +134,29 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 @torch.no_grad()
 def fill(folder: Path, checkpoint: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Read tensors of a folder in place, each rank by itself; of a sharded one this rank's part.
+    """Read tensors from a checkpoint folder in place; of a sharded tensor only this rank's part.
 
-    Read at once is one part of one tensor, as the rank that saved it had it.
+    Each rank reads on its own. At most one part of one tensor, as a rank saved it, is in memory at a time.
 
     Args:
-        folder: of the checkpoint.
-        checkpoint: what `outline` returned of it.
-        tensors: to be filled, by their names in the shards, such as `state_dict.policy.model.lm_head.weight`; of the
-            shapes of those.
+        folder: the checkpoint's folder.
+        checkpoint: the result of `outline` for it.
+        tensors: the tensors to fill, by name in the shards, such as `state_dict.policy.model.lm_head.weight`, and of
+            the saved shapes.
     """
     if not tensors:
         return
     with warnings.catch_warnings():
-        # That it loads in a single process: each does, since each knows what it needs.
+        # torch warns about loading without process groups. It is intended: each rank knows which parts it needs.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         index = {name: checkpoint[INDEX][name] for name in tensors}
         load(dict(tensors), storage_reader=_Reader(folder, index), planner=_LoadPlanner(), no_dist=True)
 
 
 def read_whole(folder: Path, weights_only: bool = True) -> dict[str, Any]:
-    """Return the checkpoint of a folder with all of its tensors whole on the host, as one file would hold it."""
+    """Return a folder's checkpoint with all tensors whole on the host, as in a checkpoint of one file."""
     checkpoint = outline(folder, weights_only)
-    tensors = {name: torch.empty(about["size"], dtype=about["dtype"]) for name, about in checkpoint[INDEX].items()}
+    tensors = {name: torch.empty(entry["size"], dtype=entry["dtype"]) for name, entry in checkpoint[INDEX].items()}
     fill(folder, checkpoint, tensors)
     for name, tensor in tensors.items():
         put(checkpoint, name, tensor)

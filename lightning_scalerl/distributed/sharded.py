@@ -1,8 +1,8 @@
-"""Lightning strategy that shards the model over the ranks of a run (FSDP2): no device holds all of it.
+"""Lightning strategy that shards the model over the ranks of a run (FSDP2), so that no device holds all of it.
 
-Each rank keeps a part of every weight, of its gradient and of the optimizer's state; the whole of one layer exists on a
-device only while that layer computes. The gradients of all ranks are summed, not averaged: the denominators of a batch
-are global (`rollout.Denominators`).
+Each rank keeps a part of every weight, gradient and optimizer state. A layer is whole on a device only while it
+computes. Gradients are summed over ranks, not averaged, because the denominators of a batch are global
+(`rollout.Denominators`).
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ from lightning_scalerl.distributed.checkpoint_folder import (
 )
 
 NAME = "fsdp2"
-# Forms of a checkpoint: a folder to which each rank writes its own part, or one file that rank 0 gathers and writes.
+# Forms of a checkpoint: a folder to which each rank writes its part, or a single file gathered and written by rank 0.
 CHECKPOINTS = ("shards", "whole")
-# Timeout of ranks that wait for the slowest to write its part.
+# Timeout of ranks that wait for the slowest rank to write its part.
 _PATIENCE = timedelta(hours=24)
-# Name of a folder that becomes a checkpoint once it is whole.
+# Name of a folder that is renamed to a checkpoint once it is complete.
 _UNFINISHED = re.compile(r".+\.[0-9a-f]{8}\.part")
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """`Trainer(strategy="fsdp2")`: weights, gradients and optimizer states sharded over all ranks, by FSDP2.
+    """`Trainer(strategy="fsdp2")`: weights, gradients and optimizer states are sharded over all ranks by FSDP2.
 
-    A checkpoint is a folder in which each rank has written its own part (`checkpoint_folder`), so that no host holds
-    all of it. A run goes on from it, and from a file that one device or DDP has written, under any strategy and on any
-    number of devices.
+    By default a checkpoint is a folder in which each rank writes its part (`checkpoint_folder`), so that no host needs
+    memory for the whole. A run can resume from such a folder, or from the file of a single device or DDP, with any
+    strategy and any number of devices.
 
     Args:
-        timeout: of collective operations on the devices.
-        checkpoint: "shards" for such a folder; "whole" for one file of whole tensors, as one device and DDP write it,
-            gathered tensor by tensor on the first rank's host.
-        tensor_parallel: how many neighbouring ranks split each layer between them, and train on the same rows; it
-            divides the number of devices. The parts are sharded over the others.
+        timeout: timeout of collective operations on the devices.
+        checkpoint: "shards" for such a folder; "whole" for one file of whole tensors, as a single device or DDP writes
+            it. The tensors are gathered one by one on the host of rank 0.
+        tensor_parallel: number of neighbouring ranks that split each layer between them and train on the same rows. It
+            must divide the number of devices; the resulting parts are sharded over the remaining dimension.
 
     Raises:
-        ConfigurationError: a form of checkpoints that there is not, or no number of ranks.
+        ConfigurationError: `checkpoint` or `tensor_parallel` is invalid.
     """
 
     def __init__(
@@ -80,49 +80,51 @@ class ShardedStrategy(ModelParallelStrategy):
             raise ConfigurationError(f"strategy.checkpoint: {checkpoint!r} is unknown; valid: {', '.join(CHECKPOINTS)}")
         self.writes_shards = checkpoint == "shards"
         self._hosts: dist.ProcessGroup | None = None
-        self._folder: Path | None = None  # that the checkpoint comes from which is being loaded
+        self._folder: Path | None = None  # of the checkpoint that is being loaded, if it is a folder
 
     def setup_environment(self) -> None:
-        """Set the mesh to data-parallel groups of tensor-parallel partners, and make its process groups."""
+        """Set up the device mesh, data-parallel x tensor-parallel, and its process groups."""
         self._data_parallel_size = self.num_nodes * self.num_processes // self.tensor_parallel
         super().setup_environment()
         if self.tensor_parallel > 1:
-            self.device_mesh._flatten()  # what is summed over all ranks, such as norms, is summed at once
+            self.device_mesh._flatten()  # so that sums over all ranks, such as norms, need one reduction
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Load a checkpoint when other strategies do: the model is sharded by then (`configure_model`)."""
+        """Return False: checkpoints load at the usual time, because `configure_model` has sharded the model by then."""
         return False
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Return True: the optimizer's state is loaded by `load_optimizer_state_dict`."""
+        """Return True: Lightning calls `load_optimizer_state_dict`."""
         return True
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint in the form that was chosen. All ranks call it, and fail together.
+        """Write a checkpoint in the chosen form. All ranks call it; an error on one rank is raised on all.
 
-        A folder is written beside its place, and renamed once all ranks' parts are on the disk; a path that ends in
-        `.part` is the caller's to rename. What a killed save has left of an earlier try goes first.
+        A folder is written under a temporary name next to its final path, and renamed once all parts are on disk. If
+        the path ends in `.part`, it is left to the caller to rename it. Remains of earlier saves that were killed are
+        deleted first.
 
         Raises:
-            OSError: a rank could not write; nothing is in the checkpoint's place.
+            OSError: a rank could not write; the final path was not created.
         """
         if not self.writes_shards:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        if self._hosts is None:  # on the hosts: the devices' group has their time limit
+        if self._hosts is None:  # a group with a long timeout: ranks wait here for the slowest disk
             self._hosts = dist.new_group(backend="gloo", timeout=_PATIENCE)
         from lightning_scalerl.distributed.shard_files import write_shards
 
-        target = Path(self._from_first(str(filepath)))
+        # All ranks write into the folder of rank 0.
+        target = Path(self._from_rank_0(str(filepath)))
         unfinished = target
         if target.suffix != ".part":
             if self.is_global_zero:
                 _remove_parts(target)
-            unfinished = target.with_name(self._from_first(f"{target.name}.{uuid.uuid4().hex[:8]}.part"))
+            unfinished = target.with_name(self._from_rank_0(f"{target.name}.{uuid.uuid4().hex[:8]}.part"))
         try:
-            rest = write_shards(checkpoint, unfinished, self._hosts)
+            meta = write_shards(checkpoint, unfinished, self._hosts)
         except Exception:
             if self.is_global_zero:
                 remove(unfinished)
@@ -130,23 +132,24 @@ class ShardedStrategy(ModelParallelStrategy):
         failure: Exception | None = None
         if self.is_global_zero:
             try:
-                usual = self.checkpoint_io
-                # What is written in the background is not there yet when the folder takes its place.
-                at_once = TorchCheckpointIO() if isinstance(usual, AsyncCheckpointIO) else usual
-                at_once.save_checkpoint(rest, unfinished / META)
+                configured = self.checkpoint_io
+                # Written in the background, the file would not exist yet when the folder is renamed.
+                synchronous = TorchCheckpointIO() if isinstance(configured, AsyncCheckpointIO) else configured
+                synchronous.save_checkpoint(meta, unfinished / META)
                 self._put_in_place(unfinished, target)
             except Exception as error:
                 failure = error
-        said = self._from_first(None if failure is None else f"{type(failure).__name__}: {failure}")
+        message = self._from_rank_0(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             with suppress(OSError):
                 remove(unfinished)
             raise failure
-        if said is not None:
-            raise RuntimeError(f"checkpoint: rank 0 could not write it, {said}")
+        if message is not None:
+            raise RuntimeError(f"checkpoint: rank 0 could not write it, {message}")
 
     @staticmethod
     def _put_in_place(unfinished: Path, target: Path) -> None:
+        """Sync a complete folder to disk and rename it to its final path."""
         with (unfinished / META).open("rb") as handle:
             os.fsync(handle.fileno())
         fsync_folder(unfinished)
@@ -154,16 +157,16 @@ class ShardedStrategy(ModelParallelStrategy):
             move(unfinished, target)
         fsync_folder(target.parent)
 
-    def _from_first(self, value: Any) -> Any:
-        """Return rank 0's value, on every rank."""
+    def _from_rank_0(self, value: Any) -> Any:
+        """Return rank 0's value on every rank."""
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self._hosts)
         return values[0]
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return what a checkpoint holds, its tensors not read yet: each rank reads its own part of each.
+        """Return a checkpoint whose tensors are not read yet, so that each rank reads only its part of each.
 
-        Those of a file are mapped, those of a folder are on the meta device.
+        Tensors of a file are memory-mapped. Sharded tensors of a folder are on the meta device.
         """
         self._folder = None
         if is_folder(checkpoint_path):
@@ -182,19 +185,19 @@ class ShardedStrategy(ModelParallelStrategy):
             RuntimeError: names or shapes differ from the model's.
         """
         assert self.lightning_module is not None
-        own = self.lightning_module.state_dict()
-        given = checkpoint["state_dict"]
-        if strict and given.keys() != own.keys():
-            missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+        weights = self.lightning_module.state_dict()
+        saved = checkpoint["state_dict"]
+        if strict and saved.keys() != weights.keys():
+            missing, unexpected = sorted(weights.keys() - saved.keys()), sorted(saved.keys() - weights.keys())
             raise RuntimeError(f"checkpoint: weights {missing[:5]} are missing, {unexpected[:5]} belong to no module")
-        both = own.keys() & given.keys()
+        both = weights.keys() & saved.keys()
         for name in both:
-            if not given[name].is_meta:
-                own[name].copy_(part_like(given[name], own[name]))
+            if not saved[name].is_meta:
+                weights[name].copy_(part_like(saved[name], weights[name]))
         if self._folder is not None:
             from lightning_scalerl.distributed.shard_files import fill
 
-            parts = {f"state_dict.{name}": own[name] for name in own if name in both and given[name].is_meta}
+            parts = {f"state_dict.{name}": weights[name] for name in weights if name in both and saved[name].is_meta}
             fill(self._folder, checkpoint, parts)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -203,9 +206,9 @@ class ShardedStrategy(ModelParallelStrategy):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             to_read: dict[str, Tensor] = {}
             parts: dict[int, dict[str, Any]] = {}
-            for number, of_one in state["state"].items():
+            for number, parameter_state in state["state"].items():
                 parts[number] = {}
-                for name, value in of_one.items():
+                for name, value in parameter_state.items():
                     if isinstance(value, Tensor) and value.is_meta:
                         key = f"optimizer_states.{place}.state.{number}.{name}"
                         parts[number][name] = to_read[key] = _blank(value, parameters[number])
@@ -218,30 +221,30 @@ class ShardedStrategy(ModelParallelStrategy):
             optimizer.load_state_dict({**state, "state": parts})
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights for a checkpoint: this rank's parts, or whole on rank 0's host. All ranks call it."""
+        """Return the weights for a checkpoint: this rank's parts, or whole ones on rank 0's host. All ranks call it."""
         assert self.lightning_module is not None
         state = self.lightning_module.state_dict()
         return state if self.writes_shards else gathered(state, self.global_rank == 0)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state as `lightning_module_state_dict` returns the weights. All ranks call it."""
+        """Return the optimizer's state in the form of `lightning_module_state_dict`. All ranks call it."""
         state = (optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
         if self.writes_shards:
             return state
-        leads = self.global_rank == 0
-        return {**state, "state": {number: gathered(of_one, leads) for number, of_one in state["state"].items()}}
+        keep = self.global_rank == 0
+        return {**state, "state": {number: gathered(tensors, keep) for number, tensors in state["state"].items()}}
 
 
 def _remove_parts(target: Path) -> None:
-    """Delete what killed saves have left beside a checkpoint's place: of the same name, or untouched for a day.
+    """Delete unfinished folders of killed saves next to a checkpoint: those of the same name, or untouched for a day.
 
-    A younger one of another name may be in the making, by another run that saves into this folder.
+    A more recent one with another name may belong to another run that is saving into the same folder.
     """
     for path in target.parent.glob("*.part"):
         if _UNFINISHED.fullmatch(path.name) and path.is_dir():
-            touched = max((each.stat().st_mtime for each in path.iterdir()), default=path.stat().st_mtime)
-            same = path.name.startswith(f"{target.name}.")
-            if same or time.time() - touched > _PATIENCE.total_seconds():
+            touched = max((file.stat().st_mtime for file in path.iterdir()), default=path.stat().st_mtime)
+            same_name = path.name.startswith(f"{target.name}.")
+            if same_name or time.time() - touched > _PATIENCE.total_seconds():
                 remove(path)
 
 
@@ -251,10 +254,10 @@ StrategyRegistry.register(
 
 
 def check_divides(tensor_parallel: int, ranks: int) -> None:
-    """Check that a run's ranks are divided by the number that splits each layer.
+    """Check that `tensor_parallel` divides the number of ranks.
 
     Raises:
-        ConfigurationError: they are not, or it is no number.
+        ConfigurationError: it does not, or it is not a whole number of 1 or more.
     """
     if ranks % whole_number("strategy.tensor_parallel", tensor_parallel, 1):
         raise ConfigurationError(
@@ -264,69 +267,70 @@ def check_divides(tensor_parallel: int, ranks: int) -> None:
 
 
 def shard(root: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard a module over a mesh of one dimension: each repeated block by itself, then the rest with the root.
+    """Shard a module over a one-dimensional mesh: each repeated block separately, the remaining weights with the root.
 
-    The root must be what is called: its own weights (embedding, head) are whole while its `forward` runs.
+    Forward passes must call the root itself, because the root's own weights (embedding, head) are only gathered while
+    its `forward` runs.
 
     Args:
-        root: `Policy` or `ValueModel`; its weights are on the host.
-        mesh: of the ranks that share it.
+        root: `Policy` or `ValueModel`, with weights on the host.
+        mesh: the ranks that share it.
     """
     for block in blocks(root):
         fully_shard(block, mesh=mesh)
-    # Also the root: left whole after a pass without a backward pass, it would be used again as it was then, stale.
+    # Reshard the root too: left whole after a pass without a backward pass, it would serve the next pass stale weights.
     fully_shard(root, mesh=mesh, reshard_after_forward=True)
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            # A sum in place of the mean: divided by nothing, and by a reduction that does not divide by itself.
+            # Sum gradients instead of averaging: no division here, and a reduction operation without one.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
 def blocks(root: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model: the members of its lists of modules.
+    """Return the repeated blocks of a model: the members of its outermost `ModuleList`s.
 
-    A list inside of a member (the experts of a layer) belongs to that member.
+    A list inside a block, such as the experts of a layer, is part of that block.
     """
-    found: list[nn.Module] = []
+    members: list[nn.Module] = []
 
-    def look(module: nn.Module) -> None:
+    def collect(module: nn.Module) -> None:
         for child in module.children():
             if isinstance(child, nn.ModuleList):
-                found.extend(child)
+                members.extend(child)
             else:
-                look(child)
+                collect(child)
 
-    look(root)
-    return found
+    collect(root)
+    return members
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether the module has been through `shard`."""
+    """Return whether `shard` was applied to the module."""
     return isinstance(module, FSDPModule)
 
 
 def partners_of(module: nn.Module) -> int:
-    """Return over how many tensor-parallel ranks each layer of a sharded module is split."""
+    """Return the number of tensor-parallel ranks that split each layer of a sharded module."""
     mesh = next(parameter for parameter in module.parameters() if isinstance(parameter, DTensor)).device_mesh
     return mesh.size(1) if mesh.ndim > 1 else 1
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor as one device would have it: of a sharded one all parts. All ranks call it."""
+    """Return a tensor with all of its parts gathered; other tensors are unchanged. All ranks call it."""
     if not isinstance(tensor, DTensor):
         return tensor
     if tensor.device_mesh.ndim > 1:
-        # One dimension after the other, inner parts first: torch does so as well, but warns of it.
+        # Gather one dimension at a time, the inner one first. torch does the same, but with a warning.
         tensor = tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])
     return tensor.full_tensor()
 
 
 def part_like(value: Any, sample: Tensor) -> Any:
-    """Return this rank's part of a whole tensor, laid out as `sample` is; other values as they are."""
+    """Return this rank's part of a whole tensor, in the layout of `sample`; other values are unchanged."""
     if not isinstance(sample, DTensor) or not isinstance(value, Tensor) or value.shape != sample.shape:
         return value
-    # Every rank has the whole and keeps its own part of it; nothing is sent.
+    # Every rank has the whole tensor and takes its own part, so nothing is sent.
     _, place = own_part(sample)
     return DTensor.from_local(
         value[place].to(sample.device, copy=True),
@@ -339,7 +343,7 @@ def part_like(value: Any, sample: Tensor) -> Any:
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...] | None]:
-    """Return the part of a tensor that this rank keeps, and where it lies in the whole; None if that is what it is."""
+    """Return this rank's part of a tensor and its slices in the whole; the slices are None for a whole tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, None
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -348,7 +352,7 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...] | None]:
 
 
 def _blank(value: Tensor, sample: Tensor) -> Tensor:
-    """Return an empty tensor for one without data, laid out as `sample` is if the shapes are the same, else whole."""
+    """Return an empty tensor for one on the meta device: in the layout of `sample` if the shapes agree, else whole."""
     if isinstance(sample, DTensor) and value.shape == sample.shape:
         return torch.empty_like(sample, dtype=value.dtype)
     return torch.empty_like(value, device="cpu")
@@ -356,15 +360,15 @@ def _blank(value: Tensor, sample: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gathered(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
-    """Return a state dict's tensors whole and on the host, one after the other. All ranks call it.
+    """Gather the tensors of a state dict on the host, one after the other. All ranks call it.
 
     Args:
-        state: names and tensors, the same names in the same order on all ranks.
-        keep: whether this rank wants them; the others only take part.
+        state: tensors by name, with the same names in the same order on all ranks.
+        keep: whether this rank returns the tensors; the other ranks only take part and return an empty dict.
     """
-    found: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
     for name, value in state.items():
-        one = whole_tensor(value.detach()).to("cpu", copy=True) if isinstance(value, Tensor) else value
+        whole = whole_tensor(value.detach()).to("cpu", copy=True) if isinstance(value, Tensor) else value
         if keep:
-            found[name] = one
-    return found
+            kept[name] = whole
+    return kept
