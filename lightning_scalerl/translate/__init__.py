@@ -1,14 +1,15 @@
-"""A recipe of ours in another trainer's words, and our arithmetic task trained by TRL.
+"""Translation of recipes into the settings of other trainers, and training of our arithmetic task by TRL.
 
-In come a run's overrides; out comes a `Translation`: the settings that say the same over there, and by name every
-choice for which nothing does. A name that means another thing there is left out, not translated: `record.py` has the
-record, `to_trl.py`, `to_verl.py`, `to_prime_rl.py` and `to_skyrl.py` one trainer each, `command.py` what the command
-line asks. `trl_member.py` hands a whole run to TRL: under its interpreter `trl_run.py` trains, which imports nothing of
-ours.
+A run's overrides become a `Translation`: the other trainer's settings with the same meaning, and a list of all choices
+without a counterpart. A setting of the same name but with another meaning counts as no counterpart.
+
+`record.py` has the record. `to_trl.py`, `to_verl.py`, `to_prime_rl.py` and `to_skyrl.py` translate for one trainer
+each. `command.py` is the entry of the command line. `trl_member.py` lets TRL train a whole run: `trl_run.py` does so in
+TRL's interpreter and imports nothing of this package.
 """
 
 from lightning_scalerl.torchmetrics_on_demand import torchmetrics_on_demand
 
-# Before anything here imports Lightning. Only processes of our own commands import this room (`scalerl`, members of a
-# study): a script that imports the library keeps torchmetrics as it is.
+# Must run before Lightning is imported. Only our own commands (`scalerl`, members of a study) import this package, so
+# that torchmetrics is unchanged in scripts that import the library.
 torchmetrics_on_demand()

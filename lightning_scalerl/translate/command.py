@@ -1,4 +1,4 @@
-"""The entry of `scalerl translate`, with the trainers that it knows."""
+"""Entry of `scalerl translate`, and the trainers that it supports."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ TRAINERS: Mapping[str, Callable[[Run], Translation]] = {
 
 
 def translated(overrides: Sequence[str], to: str, folders: Sequence[str] = ()) -> Translation:
-    """Return a recipe in another trainer's words.
+    """Translate a recipe into the settings of another trainer.
 
     Args:
-        overrides: of a run, as for `scalerl train`.
-        to: a name of `TRAINERS`.
-        folders: of the user's, beside `conf/`.
+        overrides: overrides of a run, as for `scalerl train`.
+        to: the trainer, a key of `TRAINERS`.
+        folders: the user's folders of configuration files, in addition to `conf/`.
 
     Raises:
-        UserError: overrides that do not compose, or an unknown trainer.
+        UserError: the overrides do not compose, or the trainer is unknown.
     """
     if to not in TRAINERS:
         near = did_you_mean(to, list(TRAINERS))

@@ -1,4 +1,4 @@
-"""Planning of members that TRL trains: our recipes, checked and identified as ours, each started as a command."""
+"""Planning of members that TRL trains: recipes are checked and identified as usual, and each becomes a command."""
 
 from __future__ import annotations
 
@@ -20,69 +20,71 @@ from lightning_scalerl.translate.trl_member import refuse
 from sweeps.run.spec import RunSpec, make_spec
 
 GROUP = "trainer"
-# How a study is conducted, which is its controller's to know: a run's command is the same wherever and however it is
-# launched, and holds no address. Seed and budget are filled in by the runner.
+# Groups that only concern the study: a member's command must not depend on where and how it is launched, nor contain an
+# address. The runner fills in seed and budget. `_OF_RUN` are keys of these groups that do belong in the command.
 _OF_STUDY = frozenset({"seed", "budget", "study", "output_dir", "label", "cluster", "launch", "race", "mlflow"})
 _OF_RUN = ("launch.threads",)
-_ASKED = "from importlib.metadata import version; import torch, transformers, datasets; print(version('trl'))"
+# Run by TRL's interpreter: checks for the packages and prints TRL's version.
+_PROBE = "from importlib.metadata import version; import torch, transformers, datasets; print(version('trl'))"
 
 
 def plan_trl(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> list[RunSpec]:
-    """Compose, check and identify members as `plan_members` does, and make commands of TRL of them.
+    """Compose, check and identify members as `plan_members` does, and turn them into commands that run TRL.
 
     Args:
-        override_lists: one a member, as on the command line, with `trainer=trl trainer.python=PYTHON`.
-        folders: of the user's, beside `conf/`.
+        override_lists: overrides per member, as on the command line, with `trainer=trl trainer.python=PYTHON`.
+        folders: the user's folders of configuration files, in addition to `conf/`.
 
     Raises:
-        ConfigurationError: the first problem found, in one line: what TRL cannot express, by name, among them.
+        ConfigurationError: the first problem, in one line; this includes choices that TRL cannot express.
     """
     own = use_folders(folders)
     ours = [[entry for entry in overrides if group_of(entry) != GROUP] for overrides in override_lists]
     specs = plan_members(ours, folders)
-    made: list[RunSpec] = []
-    checked: set[str] = set()
-    for spec, overrides, rest in zip(specs, override_lists, ours, strict=True):
+    trl_specs: list[RunSpec] = []
+    checked: set[str] = set()  # members that differ only in their seed need one check
+    for spec, overrides, own_overrides in zip(specs, override_lists, ours, strict=True):
         if spec.curve not in checked:
-            refuse(Run.of(rest, list(own)))
+            refuse(Run.of(own_overrides, list(own)))
             checked.add(spec.curve)
-        made.append(_on_trl(spec, _python(overrides), rest, tuple(overrides)))
-    return made
+        trl_specs.append(_on_trl(spec, _python(overrides), own_overrides, tuple(overrides)))
+    return trl_specs
 
 
-def _is_runs(entry: str) -> bool:
-    """Return whether an override belongs in the command of a run."""
+def _belongs_in_command(entry: str) -> bool:
+    """Return whether an override belongs in the command of a member."""
     return group_of(entry) not in _OF_STUDY or entry.lstrip("+~").partition("=")[0] in _OF_RUN
 
 
 def _python(overrides: Sequence[str]) -> str:
-    """Return the interpreter that a member names, having asked it for its TRL."""
+    """Return the interpreter that a member's overrides name, after a check of its TRL."""
     named = [entry.partition("=")[2] for entry in overrides if entry.lstrip("+").startswith(f"{GROUP}.python=")]
     if not named:
         raise ConfigurationError(f"{GROUP}.python: needs a value; name the interpreter of an environment that has TRL")
-    return _asked(str(Path(named[-1]).expanduser().absolute()))
+    return _checked(str(Path(named[-1]).expanduser().absolute()))
 
 
-@cache  # once in a planner's process, which takes seconds
-def _asked(python: str) -> str:
+@cache  # starting the interpreter and importing torch takes seconds
+def _checked(python: str) -> str:
+    """Return an interpreter after checking that it has a suitable version of TRL."""
     try:
-        done = subprocess.run([python, "-c", _ASKED], capture_output=True, text=True, check=False)
+        done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, check=False)
     except OSError as error:
         raise ConfigurationError(f"{GROUP}.python: {python}: {error.strerror}; name an interpreter") from error
-    found = (done.stdout or done.stderr).strip().splitlines()[-1:] or [""]
-    if done.returncode or found[0].split(".")[:2] != VERSION.split(".")[:2]:
+    (output,) = (done.stdout or done.stderr).strip().splitlines()[-1:] or [""]
+    if done.returncode or output.split(".")[:2] != VERSION.split(".")[:2]:
         raise ConfigurationError(
-            f"{GROUP}.python: {python}: {found[0]}; an environment with trl {VERSION}, torch, transformers and "
+            f"{GROUP}.python: {python}: {output}; an environment with trl {VERSION}, torch, transformers and "
             "datasets is needed: the extra lightning-scalerl[trl], or one of its own"
         )
     return python
 
 
 def _on_trl(spec: RunSpec, python: str, overrides: Sequence[str], pasted: tuple[str, ...]) -> RunSpec:
-    """Return the specification of the same recipe on another trainer: another curve, under a label that says so."""
+    """Return the specification of the same recipe trained by TRL: another curve, labelled with `+trainer=trl`."""
     suffix = f"+{GROUP}=trl"
     label = f"{spec.baseline}{suffix}{spec.recipe.removeprefix(spec.baseline)}"
-    found = make_spec(
+    trl_spec = make_spec(
         config={**spec.config, GROUP: {"name": "trl", "python": python}, "command": _command(python, spec, overrides)},
         reference=spec.reference,
         identity={**identity_of(spec.config), GROUP: {"name": "trl", "version": VERSION}},
@@ -92,13 +94,13 @@ def _on_trl(spec: RunSpec, python: str, overrides: Sequence[str], pasted: tuple[
         settings=spec.settings,
         folders=spec.folders,
     )
-    return replace(found, overrides=tuple(entry for entry in pasted if not entry.lstrip("+~").startswith("mlflow")))
+    return replace(trl_spec, overrides=tuple(entry for entry in pasted if not entry.lstrip("+~").startswith("mlflow")))
 
 
 def _command(python: str, spec: RunSpec, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what `sweeps.command` is told of a member, with every key of conf/command/base/command.yaml."""
-    # Braces in a value are no placeholders.
-    escaped = [entry.replace("{", "{{").replace("}", "}}") for entry in overrides if _is_runs(entry)]
+    """Return the configuration of a member for `sweeps.command`, with all keys of conf/command/base/command.yaml."""
+    # Braces in values must not be taken for placeholders.
+    escaped = [entry.replace("{", "{{").replace("}", "}}") for entry in overrides if _belongs_in_command(entry)]
     directories = [word for folder in spec.folders for word in ("--config-dir", folder)]
     line = [sys.executable, "-m", "lightning_scalerl.translate.trl_member", "--python", python]
     line += ["--folder", "{run_dir}/trl", *directories, *escaped, "seed={seed}", "budget.steps={steps}"]

@@ -1,4 +1,4 @@
-"""The record of a translation, and what a run is asked for to make one."""
+"""Record of a translation, and the properties of a run that translations need."""
 
 from __future__ import annotations
 
@@ -25,15 +25,22 @@ from lightning_scalerl.composition import build_recipe, compose
 from lightning_scalerl.optim import ConstantSchedule, CosineSchedule, SqrtBatchSchedule
 from lightning_scalerl.recipe import Recipe
 
-# A bound that never acts, where a trainer knows no word for none: no gradient is that long, and no ratio that large
-# (ours and verl's end at exp(20), below it).
+# A bound that never acts, for trainers that cannot turn a bound off: gradients and ratios stay below it (ratios are
+# capped at exp(20) here and in verl).
 NEVER = 1e9
+# Reason in `Translation.missing` for choices that the user has defined.
 OWN = "a choice of your own"
 
 
 @dataclass(frozen=True)
 class Missing:
-    """A choice or setting of ours without a counterpart: its key, its value, and why nothing there says it."""
+    """Choice or setting without a counterpart in the other trainer.
+
+    Attributes:
+        key: configuration key.
+        value: its value, as text.
+        why: reason why the other trainer has no counterpart.
+    """
 
     key: str
     value: str
@@ -42,16 +49,17 @@ class Missing:
 
 @dataclass
 class Translation:
-    """A recipe in another trainer's words.
+    """Recipe as settings of another trainer.
 
     Attributes:
-        to: the trainer; `version` is the release or commit whose names and semantics these are.
-        form: how its settings are written: "yaml", "toml", or "overrides" (one KEY=VALUE a line).
-        settings: by the trainer's names, dots between the levels.
-        missing: what of ours has no counterpart.
-        notes: in what the two differ beyond any setting.
-        added: settings that the trainer's own file does not list, though its code reads them.
-        said: names of settings by axis; read it as `axes`.
+        to: the trainer.
+        version: release or commit of the trainer whose settings these are.
+        form: format of the text: "yaml", "toml", or "overrides" (one KEY=VALUE per line).
+        settings: values by the trainer's names, with dots between levels.
+        missing: our choices and settings without a counterpart.
+        notes: differences that no setting can remove.
+        added: settings that the trainer's code reads although its own configuration file does not list them.
+        said: names of settings by axis, before those in `missing` are left out; use `axes` instead.
     """
 
     to: str
@@ -64,7 +72,7 @@ class Translation:
     said: dict[str, list[str]] = field(default_factory=dict)
 
     def set(self, *axes: str, **settings: Any) -> None:
-        """Add settings by name; two underscores stand for a dot. Together they carry the choices on these axes."""
+        """Add settings by name, with two underscores for a dot. Together they express the choices on these axes."""
         named = {name.replace("__", "."): value for name, value in settings.items()}
         self.settings |= named
         for axis in axes:
@@ -75,37 +83,38 @@ class Translation:
         self.set(*axes, **{f"{prefix}.{name}": value for name, value in settings.items()})
 
     def says(self, axis: str, *names: str) -> None:
-        """Record which settings carry the choice on an axis; without names, the trainer does the same by itself."""
+        """Record which settings express the choice on an axis; no names if the trainer always behaves that way."""
         self.said.setdefault(axis, []).extend(names)
 
     @property
     def axes(self) -> dict[str, list[str]]:
-        """Settings by the axis whose choice they carry; an axis that is listed in `missing` as a whole is left out."""
-        missing = {each.key for each in self.missing}
+        """Names of the settings that express each axis, without axes in `missing`."""
+        missing = {entry.key for entry in self.missing}
         return {axis: names for axis, names in self.said.items() if axis not in missing}
 
     def add(self, name: str, value: Any) -> None:
-        """Add a setting that the trainer's own file leaves out: it is written as a new key, by Hydra's mark."""
+        """Add a setting that the trainer's own configuration file lacks; it is written as a new key (`+`) for Hydra."""
         self.settings[name] = value
         self.added.append(name)
 
     def lacks(self, key: str, value: Any, why: str) -> None:
-        """Add a choice or setting that has no counterpart; of a choice of the user's own no more is said."""
-        if any((each.key, each.why) == (key, OWN) for each in self.missing):
+        """Add a choice or setting without a counterpart."""
+        # For an axis with a choice that the user has defined, that reason is enough.
+        if any((entry.key, entry.why) == (key, OWN) for entry in self.missing):
             return
         self.missing.append(Missing(key, _shown(value), why))
 
     def note(self, text: str) -> None:
-        """Add a difference that no setting of either trainer decides."""
+        """Add a difference that no setting of either trainer can remove."""
         self.notes.append(text)
 
     def text(self) -> str:
-        """Return the settings as the trainer reads them; comments say what is missing and what differs besides."""
+        """Return the settings in the trainer's format; comments list missing choices and other differences."""
         head = [f"# {self.to} {self.version}: {len(self.settings)} settings; written by scalerl translate"]
-        head += [f"# without a counterpart: {each.key}={each.value}: {each.why}" for each in self.missing]
+        head += [f"# without a counterpart: {entry.key}={entry.value}: {entry.why}" for entry in self.missing]
         if alike := [axis for axis, names in self.axes.items() if not names]:
             head.append(f"# the same there without a setting: {', '.join(alike)}")
-        head += [f"# beyond any setting: {each}" for each in self.notes]
+        head += [f"# beyond any setting: {note}" for note in self.notes]
         marked = {f"{'+' if name in self.added else ''}{name}": value for name, value in self.settings.items()}
         body = {"yaml": _yaml, "toml": _toml, "overrides": _overrides}[self.form](marked)
         return "\n".join([*head, *body]) + "\n"
@@ -113,13 +122,13 @@ class Translation:
 
 def _shown(value: Any) -> str:
     if isinstance(value, DesignChoice):
-        parameters = ", ".join(f"{name}={each}" for name, each in value.parameters().items())
+        parameters = ", ".join(f"{name}={parameter}" for name, parameter in value.parameters().items())
         return f"{type(value).__name__}({parameters})" if parameters else type(value).__name__
     return str(value)
 
 
 def _plain(value: Any) -> str:
-    """Write a value as JSON, which YAML and TOML read as the same, but for null in TOML, which none of ours is."""
+    """Return a value as JSON, which YAML and TOML read the same way (except null in TOML, which does not occur)."""
     return json.dumps(value)
 
 
@@ -129,19 +138,19 @@ def _yaml(settings: Mapping[str, Any]) -> list[str]:
 
 def _in_yaml(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(name)}: {_in_yaml(each)}" for name, each in value.items()) + "}"
-    # With a point: 1e-15 is a text for YAML 1.1.
+        return "{" + ", ".join(f"{json.dumps(name)}: {_in_yaml(entry)}" for name, entry in value.items()) + "}"
+    # With a decimal point, because YAML 1.1 reads 1e-15 as a string.
     return re.sub(r"^(-?\d+)e", r"\1.0e", _plain(value)) if isinstance(value, float) else _plain(value)
 
 
 def _overrides(settings: Mapping[str, Any]) -> list[str]:
-    # Lists and mappings without blanks and quotes: one word of a shell, and what Hydra and OmegaConf read.
+    # Lists and mappings are written without spaces and quotes, so that each override is a single word for a shell.
     return [f"{name}={_bare(value)}" for name, value in settings.items()]
 
 
 def _bare(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{_bare(each)}" for name, each in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{_bare(entry)}" for name, entry in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(_bare, value)) + "]"
     return value if isinstance(value, str) else _plain(value)
@@ -160,7 +169,7 @@ def _toml(settings: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """A run to be translated: its configuration as composed, and the recipe that it makes."""
+    """Run to translate: its composed configuration, and the recipe built from it."""
 
     config: Any
     recipe: Recipe
@@ -170,7 +179,7 @@ class Run:
         """Compose the run that overrides describe.
 
         Raises:
-            ConfigurationError: overrides that do not compose, or choices that contradict each other.
+            ConfigurationError: the overrides do not compose, or choices contradict each other.
         """
         config = compose(overrides, folders)
         recipe = build_recipe(config, "")
@@ -184,7 +193,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the budget, each one batch, whatever its number of passes."""
+        """Steps of the budget. Each is one batch, independent of the number of passes over it."""
         return int(self.config.budget.steps)
 
     @property
@@ -194,52 +203,52 @@ class Run:
 
     @property
     def rollouts(self) -> int:
-        """Number of rollouts that a step trains on."""
+        """Number of rollouts per step."""
         return self.recipe.batch.prompts * self.recipe.batch.completions
 
     @property
     def k(self) -> int:
-        """Steps that are trained on what one version of the weights sampled."""
+        """Number of steps that train on samples of the same version of the weights."""
         mode = self.choices.async_mode
         return mode.k if isinstance(mode, PPOOffPolicy) else 1
 
     @property
     def vllm(self) -> bool:
-        """Return whether an engine samples, whose log-probabilities are not the trainer's."""
+        """Return whether vLLM samples, so that the generator's log-probabilities differ from the trainer's."""
         return "VLLM" in str(self.config.generator.get("_target_", ""))
 
     @cached_property
     def micro_batch(self) -> int:
-        """Rollouts of a pass: the largest number up to `batch.micro_batch` that divides those of a step."""
+        """Rollouts per pass: the largest number up to `batch.micro_batch` that divides the rollouts of a step."""
         most = min(self.recipe.batch.micro_batch, self.rollouts)
         return next(size for size in range(most, 0, -1) if self.rollouts % size == 0)
 
     @property
     def lr(self) -> float:
-        """The learning rate after warm-up, with what the schedule multiplies it by for the batch."""
+        """Learning rate after warm-up, including the schedule's factor for the batch size."""
         schedule, lr = self.recipe.schedule, self.recipe.optimizer.lr
         return lr * schedule.factor(schedule.warmup_steps) if isinstance(schedule, SqrtBatchSchedule) else lr
 
     @property
     def cosine(self) -> CosineSchedule | None:
-        """The schedule, if it falls along a cosine."""
+        """The schedule if it is a cosine, else None."""
         return self.recipe.schedule if isinstance(self.recipe.schedule, CosineSchedule) else None
 
     @property
     def clips(self) -> tuple[float, float] | None:
-        """Lower and upper clip of a loss with two bounds."""
+        """Lower and upper clip of the loss, or None if it does not have two bounds."""
         loss: Loss = self.choices.loss
         if isinstance(loss, DAPO | GSPO):
             return loss.clip_low, loss.clip_high
         return (loss.clip, loss.clip) if isinstance(loss, PPO) else None
 
     def aggregation_of(self, term: Any) -> type[Aggregation]:
-        """Return how a term of the loss is averaged: its own way, or else the run's."""
+        """Return the aggregation of a term of the loss: its own, or else the run's."""
         return type(named_aggregation("", term.aggregation) or self.choices.aggregation)
 
     @property
     def head(self) -> bool | None:
-        """Return whether the heads of both sides are in FP32 beside a 16-bit policy; None where only one is."""
+        """Return whether both heads (trainer, generator) are FP32 under a 16-bit policy; None if only one of them."""
         precision: Precision = self.choices.precision
         if precision.policy == "fp32":
             return False
@@ -248,7 +257,7 @@ class Run:
 
 
 def common(run: Run, into: Translation) -> None:
-    """List what none of the trainers has a word for."""
+    """Record the choices that no trainer supports, and neutral choices that need no setting in any of them."""
     choices = run.choices
     absent = {
         "resampling": ("uniform", "prompts are never retired there"),
@@ -268,7 +277,7 @@ def common(run: Run, into: Translation) -> None:
         if axis in choices.own:
             into.lacks(axis, choice, "an axis of your own")
         elif not type(choice).__module__.startswith("lightning_scalerl."):
-            # Also one that is derived from a choice of ours: what it has changed nobody knows here.
+            # This includes a subclass of one of our choices: its changes are unknown.
             into.lacks(axis, choice, OWN)
     if type(choices.length_control).__name__ == "Interruption":
         into.lacks("length_control", choices.length_control, "nothing is forced into a completion there")
@@ -300,9 +309,9 @@ def common(run: Run, into: Translation) -> None:
 
 
 def estimator(run: Run) -> str | None:
-    """Return the name that verl and SkyRL have for the advantage; None for one of the user's own.
+    """Return the name of the advantage estimator in verl and SkyRL; None for one that the user has defined.
 
-    GAE is named though `common` lists it as missing: without the name the trainer would use another estimator.
+    GAE gets its name although `common` lists it as missing: without it, the trainer would use another estimator.
     """
     return {GroupAdvantage: "grpo", GAE: "gae"}.get(type(run.choices.advantage))
 
@@ -318,14 +327,18 @@ _PIPELINE = {
 
 
 def on_policy(run: Run) -> bool:
-    """Return whether each batch is sampled by the weights that it trains."""
+    """Return whether each batch is sampled by the weights that it updates."""
     return isinstance(run.choices.async_mode, PPOOffPolicy) and run.k == 1
 
 
 def by_deviation(run: Run, into: Translation, eps: float, others: str) -> bool | None:
-    """Return whether advantages are divided by their group's deviation, plus `eps`, in a trainer that knows no other.
+    """Return whether advantages are divided by their group's standard deviation, for trainers that support only that.
 
-    None where they are divided otherwise: what has no counterpart is added, with what `others` says of it.
+    Args:
+        run: the run to translate.
+        into: gets an entry in `missing` if the run normalizes in another way; the result is None then.
+        eps: the trainer's fixed addition to the deviation.
+        others: reason for that entry.
     """
     scale = run.choices.normalization
     if isinstance(scale, PromptNormalization) and (scale.ddof, scale.eps) != (1, eps):
@@ -337,7 +350,7 @@ def by_deviation(run: Run, into: Translation, eps: float, others: str) -> bool |
 
 
 def distance(run: Run) -> float | None:
-    """Return the coefficient of a KL that is the same for all tokens and a term of the loss; None for another one."""
+    """Return the coefficient of a KL term in the loss, 0 without one; None for any other kind of KL."""
     kl = run.choices.kl
     if isinstance(kl, NoKL):
         return 0.0
@@ -345,12 +358,12 @@ def distance(run: Run) -> float | None:
 
 
 def lasting(run: Run, into: Translation, by_step: bool) -> tuple[bool, bool]:
-    """Return whether warm-up and cosine can be said, given that the schedule there advances as ours does.
+    """Return whether the run has a warm-up and whether it has a cosine schedule, as far as they can be translated.
 
     Args:
-        run: what is translated.
-        into: where what cannot be said is listed.
-        by_step: whether the trainer's schedule advances once for each of our steps.
+        run: the run to translate.
+        into: gets an entry in `missing` if the schedule cannot be translated.
+        by_step: whether the trainer's schedule advances once per step of the run.
     """
     schedule = run.recipe.schedule
     warms, falls = bool(schedule.warmup_steps), run.cosine is not None

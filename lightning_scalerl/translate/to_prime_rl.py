@@ -1,9 +1,10 @@
-"""A recipe in prime-rl's words: a TOML file for `uv run rl @ FILE`.
+"""Translation of a recipe for prime-rl: a TOML file for `uv run rl @ FILE`.
 
-None of our losses is one of its: `default` masks tokens by the difference of probabilities and adds a squared
-log-ratio, `ipo` likewise, both over all tokens of a batch. What is translated is what goes around it, for a loss of
-one's own (trainer.loss.type = "custom"). Its ratio is to the engine, as ours; its advantage is the reward less the
-group's mean.
+prime-rl has none of our losses. Its losses `default` and `ipo` mask tokens by the difference of probabilities and add a
+squared log-ratio, over all tokens of a batch. Everything but the loss is translated, for use with a custom loss
+(trainer.loss.type = "custom"). As here, its ratio is relative to the engine's log-probabilities. Its advantage is the
+reward minus the group's mean.
+
 Source: PrimeIntellect-ai/prime-rl 559b4477, packages/prime-rl-configs/src/prime_rl/configs, src/prime_rl/trainer.
 """
 
@@ -20,11 +21,11 @@ from lightning_scalerl.axes.truncated import MaskTruncated
 from lightning_scalerl.translate.record import Run, Translation, common, distance, lasting, on_policy
 
 VERSION = "559b4477"
-ADAM_EPS = 1e-8  # torch's, which it leaves as it is
+ADAM_EPS = 1e-8  # torch's default, which prime-rl always uses
 
 
 def to_prime_rl(run: Run) -> Translation:
-    """Return a recipe as a TOML file of prime-rl, its loss apart."""
+    """Translate a recipe, except its loss, into a TOML file of prime-rl."""
     into = Translation("prime-rl", VERSION, "toml")
     common(run, into)
     choices, recipe = run.choices, run.recipe
@@ -114,7 +115,7 @@ def _settings(run: Run, into: Translation) -> None:
     if falls:
         into.lacks("schedule", "cosine", "its shape is not compared with ours (trainer.scheduler.type)")
     elif warms:
-        # From min_lr at the first step to the whole at step warmup_steps: (s + 1) / (warmup_steps + 1), as ours.
+        # The rate rises from min_lr at the first step: (s + 1) / (warmup_steps + 1) of the whole at step s, as here.
         into.under(
             "trainer.scheduler",
             type="linear",

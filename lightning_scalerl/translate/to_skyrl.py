@@ -1,12 +1,19 @@
-"""A recipe in SkyRL's words: overrides of `skyrl.train.config` (`python -m skyrl.train.entrypoints.main_base`).
+"""Translation of a recipe for SkyRL: overrides of `skyrl.train.config` (`python -m skyrl.train.entrypoints.main_base`).
 
-What holds of the code at the commit: both bounds of `cispo` are offsets from 1; a masked rollout, whatever masked it,
-keeps its place in the averages over sequences and prompts, and leaves that over tokens; whether a group varies is asked
-of its unmasked rollouts; KL is averaged over sequences under every reduction; `advantage_batch_normalize` counts an
-advantage once a token; the trainer's log-probabilities of before the update are made by mini-batches, but of when the
-whole batch was sampled; workers compute under autocast of BF16, whatever `bf16` says; training ends with `epochs`, 1 by
-default, whatever `max_training_steps` says. Source: NovaSky-AI/SkyRL a9564572,
-skyrl/train/config/config.py, skyrl/train/trainer.py, skyrl/backends/skyrl_train/utils/ppo_utils.py, workers/worker.py.
+Properties of the code at this commit:
+
+- both bounds of `cispo` are offsets from 1;
+- masked rollouts still count in averages over sequences and prompts, but not in averages over tokens;
+- the variance of a group is computed over its unmasked rollouts;
+- KL is averaged over sequences under every reduction;
+- `advantage_batch_normalize` counts an advantage once per token;
+- the trainer's log-probabilities before the update are computed in mini-batches, at the time when the whole batch was
+  sampled;
+- workers compute under BF16 autocast, regardless of `bf16`;
+- training ends after `epochs` (1 by default), regardless of `max_training_steps`.
+
+Source: NovaSky-AI/SkyRL a9564572, skyrl/train/config/config.py, skyrl/train/trainer.py,
+skyrl/backends/skyrl_train/utils/ppo_utils.py, workers/worker.py.
 """
 
 from __future__ import annotations
@@ -36,8 +43,8 @@ from lightning_scalerl.translate.record import (
 )
 
 VERSION = "a9564572"
-EPS = 1e-6  # what SkyRL adds to a deviation; it has no setting for it
-ADAM_EPS = 1e-8  # torch's, which it leaves as it is
+EPS = 1e-6  # SkyRL's fixed addition to a standard deviation
+ADAM_EPS = 1e-8  # torch's default, which SkyRL always uses
 ALGORITHM = "trainer.algorithm"
 _BY_AGGREGATION = {
     PromptAggregation: "prompt_mean",
@@ -48,7 +55,7 @@ _BY_AGGREGATION = {
 
 
 def to_skyrl(run: Run) -> Translation:
-    """Return a recipe as overrides of SkyRL's configuration, for one device of each kind."""
+    """Translate a recipe into overrides of SkyRL's configuration, for one training and one generation device."""
     into = Translation("skyrl", VERSION, "overrides")
     common(run, into)
     _loss(run, into)
@@ -115,7 +122,8 @@ def _credit(run: Run, into: Translation) -> None:
     )
     if divided is not None:
         into.under(ALGORITHM, "normalization", grpo_norm_by_std=divided)
-    # Masked rollouts leave the token average, and a constant does not move; the other two count them all the same.
+    # Masked rollouts do not count in a token average, and a constant denominator is not affected. In averages over
+    # samples and prompts they still count.
     by_token = isinstance(choices.aggregation, TokenAggregation | ConstantAggregation)
     stays = "it keeps its place in the averages over samples and prompts there; aggregation=token is translated"
     if isinstance(choices.filter, DynamicSampling):
@@ -158,7 +166,7 @@ def _data(run: Run, into: Translation) -> None:
         "trainer",
         micro_train_batch_size_per_gpu=run.micro_batch,
         max_training_steps=run.steps // k,
-        epochs=run.steps // k,  # passes over the data: as many steps as a pass of one batch would have
+        epochs=run.steps // k,  # passes over the data: enough for all steps even if the data is a single batch
         max_prompt_length=limits.max_prompt_tokens,
         fully_async__enabled=False,
         seed=run.seed,
@@ -213,7 +221,7 @@ def _optimizer(run: Run, into: Translation) -> None:
 
 
 def _ratio(run: Run, into: Translation) -> None:
-    """Add types and the anchor of the ratio: the engine's log-probabilities, or the trainer's own."""
+    """Add precision and the anchor of the importance ratio: the engine's log-probabilities or the trainer's."""
     correction, precision, loss = run.choices.correction, run.choices.precision, run.choices.loss
     engine = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision.policy]
     if precision.policy == "fp32":

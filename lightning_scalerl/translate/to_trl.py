@@ -1,11 +1,17 @@
-"""A recipe in the words of TRL's `GRPOTrainer`: fields of `GRPOConfig`, as `trl grpo --config` reads them.
+"""Translation of a recipe for TRL's `GRPOTrainer`: fields of `GRPOConfig`, as read by `trl grpo --config`.
 
-`loss_type` there fixes surrogate and denominator together, so both axes are read at once. What holds of the released
-code and is easily taken for something else: `epsilon_high` of `cispo` is the cap itself; `scale_rewards="batch"` is the
-deviation of rewards, not of advantages; a masked completion and a group without variance keep their place in the
-averages over rows; the token denominator is that of the generation batch, not of the step; weight decay spares norms;
-the warm-up of `constant_with_warmup` begins at a learning rate of 0. Source: trl 1.16.0, trainer/grpo_trainer.py and
-grpo_config.py; the losses are compared number by number in tests/parity.
+TRL's `loss_type` fixes both surrogate and denominator, so these two axes are translated together. These properties of
+the released code are easily misunderstood:
+
+- `epsilon_high` of `cispo` is the cap itself, not an offset from 1;
+- `scale_rewards="batch"` divides by the deviation of rewards, not of advantages;
+- masked completions and groups without variance still count in averages over rows;
+- the token denominator is that of the generation batch, not of the step;
+- weight decay does not apply to norms;
+- the warm-up of `constant_with_warmup` begins at a learning rate of 0.
+
+Source: trl 1.16.0, trainer/grpo_trainer.py and grpo_config.py; the losses are compared number by number in
+tests/parity.
 """
 
 from __future__ import annotations
@@ -22,12 +28,12 @@ from lightning_scalerl.axes.truncated import MaskTruncated
 from lightning_scalerl.translate.record import Run, Translation, common, distance, lasting, on_policy
 
 VERSION = "1.16.0"
-EPS = 1e-4  # what TRL adds to a deviation; it has no setting for it
+EPS = 1e-4  # TRL's fixed addition to a standard deviation
 _BY_AGGREGATION = {SampleAggregation: "grpo", TokenAggregation: "dapo", ConstantAggregation: "dr_grpo"}
 
 
 def to_trl(run: Run) -> Translation:
-    """Return a recipe as fields of TRL's `GRPOConfig`, for one process."""
+    """Translate a recipe into fields of TRL's `GRPOConfig`, for one process."""
     into = Translation("trl", VERSION, "yaml")
     common(run, into)
     _loss(run, into)
@@ -65,7 +71,7 @@ def _loss(run: Run, into: Translation) -> None:
         if by_name is not None and not isinstance(aggregation, TokenAggregation):
             into.lacks("aggregation", aggregation, "loss_type=cispo divides by tokens; aggregation=token is translated")
     else:
-        # Losses with a clip have the same surrogate under all three names.
+        # Losses with a clip have the same surrogate under grpo, dapo and dr_grpo.
         into.set("loss", "aggregation", loss_type=by_name or "dapo")
         if isinstance(loss, Reinforce):
             into.lacks("loss", loss, "every loss_type has a ratio")
@@ -73,7 +79,7 @@ def _loss(run: Run, into: Translation) -> None:
             into.lacks("loss", loss, "no loss_type is known to be it")
         else:
             into.set("loss", epsilon=clips[0], epsilon_high=clips[1])
-    into.set(router_aux_loss_coef=0.0)  # else experts get the load-balancing loss of their model's configuration
+    into.set(router_aux_loss_coef=0.0)  # the default would add the load-balancing loss of a model with experts
     into.set("loss", importance_sampling_level="sequence" if isinstance(loss, GSPO) else "token")
     beta = distance(run)
     if beta is None:
@@ -81,7 +87,7 @@ def _loss(run: Run, into: Translation) -> None:
     else:
         if beta and run.aggregation_of(run.choices.kl) is not type(aggregation):
             into.lacks("kl.aggregation", run.choices.kl, "the distance is averaged as the loss is there")
-        # k3; the default multiplies it by the ratio, which is another estimate.
+        # The k3 estimator; by default TRL multiplies it by the ratio, which is another estimator.
         into.set("kl", beta=beta, use_bias_correction_kl=False)
     entropy = run.choices.entropy
     if isinstance(entropy, FixedEntropy):
@@ -225,7 +231,7 @@ def _optimizer(run: Run, into: Translation) -> None:
         else:
             into.set(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": cosine.final})
     elif warms:
-        # The one schedule of theirs whose first step is not at a rate of 0; a cosine that falls to 1 is a constant.
+        # TRL's only schedule whose first step has a rate above 0. With a final rate of 1 its cosine is constant.
         into.set(
             lr_scheduler_type="cosine_warmup_with_min_lr",
             lr_scheduler_kwargs={"min_lr_rate": 1.0},
@@ -243,10 +249,10 @@ def _optimizer(run: Run, into: Translation) -> None:
 
 
 def _ratio(run: Run, into: Translation) -> None:
-    """Add what the ratio is anchored on, the generator, and the types of both.
+    """Add the anchor of the importance ratio, the generator, and the precision of both.
 
-    Without an engine TRL anchors on what its trainer said of the tokens when they were sampled, which in FP32 is what
-    the generator recorded.
+    Without vLLM, TRL's anchor is the trainer's log-probabilities at the time of sampling. In FP32 these are the same as
+    the generator's.
     """
     correction, precision = run.choices.correction, run.choices.precision
     exact = precision.policy == "fp32"

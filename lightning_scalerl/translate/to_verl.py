@@ -1,14 +1,19 @@
-"""A recipe in verl's words: overrides of its Hydra configuration (`python -m verl.trainer.main_ppo`).
+"""Translation of a recipe for verl: overrides of its Hydra configuration (`python -m verl.trainer.main_ppo`).
 
-What holds of the released code: `vanilla` has a dual clip at 3 by default, a surrogate of its own; `clip_ratio_high` of
-`cispo` is the cap less 1, and its lower bound is 0 at `clip_ratio_low=1`; the divisor of `seq-mean-token-sum-norm` is
-the padded width unless `loss_scale_factor` is set; the learning rate advances once a generation batch; training ends
-with `total_epochs`, whatever `total_training_steps` says; FSDP's types are those of `mixed_precision`, BF16 without it,
-and `dtype` is not read. The engine is never the trainer, so that the anchor of the ratio is a choice: bypass_mode takes
-the engine's (and with `use_v1=false`, the older trainer, PPO's surrogate in the place of any other). Source: verl
-0.9.1, trainer/ppo/core_algos.py, trainer/ppo/rollout_corr_helper.py, trainer/ppo/v1/trainer_base.py, trainer/config,
-workers/engine/fsdp/transformer_impl.py, workers/utils/losses.py; the losses are compared number by number in
-tests/parity.
+Properties of the released code:
+
+- `vanilla` has a dual clip at 3 by default, which is another surrogate;
+- `clip_ratio_high` of `cispo` is the cap minus 1, and its lower bound is 0 at `clip_ratio_low=1`;
+- the divisor of `seq-mean-token-sum-norm` is the padded width unless `loss_scale_factor` is set;
+- the learning rate advances once per generation batch;
+- training ends after `total_epochs`, regardless of `total_training_steps`;
+- FSDP takes its types from `mixed_precision`, or BF16 without it, and never reads `dtype`;
+- an engine always samples, so the anchor of the ratio is a choice: `bypass_mode` uses the engine's log-probabilities.
+  With `use_v1=false`, the older trainer, `bypass_mode` also replaces any loss by PPO's.
+
+Source: verl 0.9.1, trainer/ppo/core_algos.py, trainer/ppo/rollout_corr_helper.py, trainer/ppo/v1/trainer_base.py,
+trainer/config, workers/engine/fsdp/transformer_impl.py, workers/utils/losses.py; the losses are compared number by
+number in tests/parity.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ from lightning_scalerl.translate.record import (
 )
 
 VERSION = "0.9.1"
-EPS = 1e-6  # what verl adds to a deviation; it has no setting for it
+EPS = 1e-6  # verl's fixed addition to a standard deviation
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 _BY_AGGREGATION = {
@@ -51,7 +56,7 @@ _BY_AGGREGATION = {
 
 
 def to_verl(run: Run) -> Translation:
-    """Return a recipe as overrides of verl's configuration, for one device."""
+    """Translate a recipe into overrides of verl's configuration, for one device."""
     into = Translation("verl", VERSION, "overrides")
     common(run, into)
     _loss(run, into)
@@ -83,7 +88,7 @@ def _loss(run: Run, into: Translation) -> None:
         mode = "gspo" if isinstance(loss, GSPO) else "vanilla"
         into.under(ACTOR, "loss", policy_loss__loss_mode=mode, clip_ratio_low=clips[0], clip_ratio_high=clips[1])
         if mode == "vanilla":
-            into.under(ACTOR, "loss", clip_ratio_c=NEVER)  # no dual clip
+            into.under(ACTOR, "loss", clip_ratio_c=NEVER)  # turns off the dual clip
     beta = distance(run)
     if beta is None:
         into.lacks("kl", run.choices.kl, "one coefficient for all tokens, in the loss: kl=fixed is translated")
@@ -156,7 +161,7 @@ def _data(run: Run, into: Translation) -> None:
         calculate_log_probs=True,
     )
     into.under(ACTOR, ppo_micro_batch_size_per_gpu=run.micro_batch, shuffle=False)
-    # Passes over the data: as many steps as a pass of one batch would have.
+    # Passes over the data (`total_epochs`): enough for all steps even if the data is a single batch.
     into.under("trainer", total_training_steps=run.steps // k, total_epochs=run.steps // k)
     into.under("trainer", use_v1=True, v1__trainer_mode="sync")
     every = int(recipe.evaluation.get("every_n_steps", 0))
@@ -196,11 +201,11 @@ def _optimizer(run: Run, into: Translation) -> None:
 
 
 def _ratio(run: Run, into: Translation) -> None:
-    """Add types and the anchor of the ratio: the engine's log-probabilities, or the trainer's own."""
+    """Add precision and the anchor of the importance ratio: the engine's log-probabilities or the trainer's."""
     correction, precision = run.choices.correction, run.choices.precision
     dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision.policy]
     into.under(ROLLOUT, "precision", dtype=dtype)
-    # The reference has an engine of its own, of BF16 too unless it is told.
+    # The reference policy has its own engine, which uses BF16 too by default.
     for engine in (ACTOR, "actor_rollout_ref.ref")[: 2 if distance(run) else 1]:
         into.under(f"{engine}.fsdp_config", model_dtype="fp32")
         types = {"param_dtype": dtype, "reduce_dtype": "float32", "buffer_dtype": "float32"}

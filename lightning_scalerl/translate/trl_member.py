@@ -1,8 +1,8 @@
-"""A run of ours handed to TRL: what its interpreter is given, and the refusal of all that it cannot express.
+"""Training of a run by TRL: writes the specification for TRL's interpreter, and refuses what TRL cannot express.
 
     python -m lightning_scalerl.translate.trl_member --python PYTHON --folder FOLDER OVERRIDE...
 
-trains one run in FOLDER under PYTHON, an interpreter with TRL of its own, and goes on with one that is there.
+trains one run in FOLDER with PYTHON, an interpreter that has TRL, or resumes the run that is already there.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from lightning_scalerl.translate.record import Run, Translation
 from lightning_scalerl.translate.to_trl import to_trl
 
 RUNNER = Path(__file__).with_name("trl_run.py")
-# Of TRL's own evaluation, which ours takes the place of.
+# Settings of TRL's own evaluation, which `trl_run.py` replaces.
 _EVALUATION = ("eval_strategy", "eval_steps", "eval_on_start", "num_generations_eval", "per_device_eval_batch_size")
 
 
 def refuse(run: Run) -> tuple[Translation, ArithmeticTask]:
-    """Return a run in TRL's words, with its task.
+    """Translate a run for TRL, or refuse it; returns the translation and the task.
 
     Raises:
-        ConfigurationError: something of the run that TRL cannot express, by name; or a task that is not handed over.
+        ConfigurationError: TRL cannot express a choice or setting (the error names it), or the task is not supported.
     """
     translation, task = to_trl(run), build(run.config, "task")
     if translation.missing:
-        named = "; ".join(f"{each.key}={each.value} ({each.why})" for each in translation.missing)
+        named = "; ".join(f"{entry.key}={entry.value} ({entry.why})" for entry in translation.missing)
         raise ConfigurationError(f"trainer=trl: what TRL {translation.version} cannot express: {named}")
     if not isinstance(task, ArithmeticTask):
         raise ConfigurationError(f"trainer=trl: task {type(task).__name__} is not handed over; task=arithmetic is")
@@ -45,10 +45,10 @@ def refuse(run: Run) -> tuple[Translation, ArithmeticTask]:
 
 
 def specification(run: Run) -> dict[str, Any]:
-    """Return what `trl_run.py` reads, as plain values.
+    """Return the specification that `trl_run.py` reads, as plain values.
 
     Raises:
-        ConfigurationError: as `refuse`.
+        ConfigurationError: see `refuse`.
     """
     (translation, task), recipe = refuse(run), run.recipe
     evaluation = recipe.evaluation
@@ -61,8 +61,10 @@ def specification(run: Run) -> dict[str, Any]:
         "model": model,
         "seed": run.seed,
         "threads": int(run.config.launch.threads),
-        "train": [{"prompt": each.text, "answer": each.answer} for each in task.train_prompts()],
-        "heldout": [{"prompt": each.text, "answer": each.answer} for each in heldout][: evaluation.get("prompts")],
+        "train": [{"prompt": prompt.text, "answer": prompt.answer} for prompt in task.train_prompts()],
+        "heldout": [{"prompt": prompt.text, "answer": prompt.answer} for prompt in heldout][
+            : evaluation.get("prompts")
+        ],
         "reward": {"correct": recipe.reward.correct, "incorrect": recipe.reward.incorrect},
         "penalty": {"limit": control.limit, "buffer": control.buffer} if isinstance(control, Penalty) else None,
         "evaluation": {
@@ -78,7 +80,7 @@ def specification(run: Run) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the specification into the folder, and become TRL's interpreter."""
+    """Write the specification into the folder, and replace this process by TRL's interpreter."""
     parser = argparse.ArgumentParser(description="One run of ours on TRL's GRPOTrainer.")
     parser.add_argument("--python", required=True, help="interpreter that has TRL")
     parser.add_argument("--folder", required=True, type=Path, help="of the run: evaluations.jsonl, checkpoints")
@@ -95,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     file.write_text(json.dumps(content, indent=1))
     command = [options.python, str(RUNNER), str(file), str(options.folder)]
     try:
-        # This very process, so that whoever asks it to stop reaches the trainer.
+        # Replace the process, so that signals to it reach the trainer.
         os.execv(options.python, command)
     except OSError as error:
         print(f"scalerl: {options.python}: {error.strerror}; name an interpreter that has trl", file=sys.stderr)
