@@ -1,4 +1,4 @@
-"""Planning of members that are commands of other trainers: composed by Hydra, identified by `sweeps.command`."""
+"""Planning of members that are commands of other trainers: Hydra composes them, `sweeps.command` identifies them."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from sweeps.errors import UserError
 from sweeps.run.spec import RunSpec
 
 BASE = "command"
-# Whose files are chosen, and whose values may stand in others.
+# Groups with a choice of files, whose values may also appear in other groups: Hydra must compose overrides of them.
 _GROUPS = ("cluster", "member", "hydra")
 _BEGIN = "defaults: [{member: command}, _self_]"
 
 
 def command_conf_dir() -> Path:
-    """Return the folder of configurations whose members are commands: the base, and an example a trainer."""
+    """Return the folder of configurations for members that are commands: the base and one example per trainer."""
     return conf_dir() / BASE
 
 
 def named_study(overrides: Sequence[str], file: Path) -> list[str]:
-    """Return the overrides with the study's name, which is that of its file where neither says another."""
-    named = "study" in _read(file) or any(word.startswith("study=") for word in overrides)
-    return [*overrides] if named else [*overrides, f"study={file.stem}"]
+    """Add the study's name to the overrides, unless they or the file set one; the default is the name of the file."""
+    is_named = "study" in _read(file) or any(word.startswith("study=") for word in overrides)
+    return [*overrides] if is_named else [*overrides, f"study={file.stem}"]
 
 
 def study_file(name: str | None, folders: Folders) -> Path | None:
     """Find the file of a study whose members are commands.
 
     Args:
-        name: as given by `--config-name`.
-        folders: of the user's.
+        name: value of `--config-name`.
+        folders: the user's folders of configuration files.
 
     Returns:
-        Its path; None for a name that is none of such a file: it chooses no `member`.
+        Path of the file; None if the name does not refer to such a file, because it does not choose a `member`.
 
     Raises:
-        ConfigurationError: the file says a command, and does not choose what goes with one, or its defaults are none.
+        ConfigurationError: the file has a command but does not choose `member: command`, or its defaults are invalid.
     """
     if name is None:
         return None
@@ -60,9 +60,9 @@ def study_file(name: str | None, folders: Folders) -> Path | None:
         content = _read(path)
         defaults = content.get("defaults") if isinstance(content, Mapping) else None
         chosen = defaults if isinstance(defaults, list) else []
-        if any(isinstance(each, Mapping) and "member" in each for each in chosen):
-            for each in chosen:
-                _check_default(path, each)
+        if any(isinstance(item, Mapping) and "member" in item for item in chosen):
+            for item in chosen:
+                _check_default(path, item)
             hydra = content.get("hydra")
             for name in ("launcher", "sweeper") if isinstance(hydra, Mapping) else ():
                 if not isinstance(hydra.get(name, {}), Mapping):
@@ -75,16 +75,16 @@ def study_file(name: str | None, folders: Folders) -> Path | None:
                 f"{path}: defaults: {defaults!r} must be a list; begin the file with {_BEGIN} for a study of a "
                 "command, else with defaults: [train, _self_]"
             )
-        for each in chosen:
-            _check_default(path, each, "for a study of a command, begin it")
+        for item in chosen:
+            _check_default(path, item, "for a study of a command, begin it")
     return None
 
 
 def _read(path: Path) -> Any:
-    """Return the content of a file as Hydra will read it, its interpolations as they are written.
+    """Return the content of a configuration file as Hydra will read it, with interpolations unresolved.
 
     Raises:
-        ConfigurationError: it is no text in UTF-8, or no YAML; one line, which names the file.
+        ConfigurationError: the file is not UTF-8 or not YAML; one line that names the file.
     """
     try:
         return OmegaConf.to_container(OmegaConf.load(path))
@@ -105,10 +105,10 @@ def _read(path: Path) -> Any:
 
 
 def _check_default(path: Path, item: Any, begin: str = "begin it") -> None:
-    """Check an item of a file's `defaults`: Hydra fails on some of them with an error of its own program.
+    """Check an item of a file's `defaults`, because Hydra fails on some invalid items with an internal error.
 
     Raises:
-        ConfigurationError: it is neither a name nor a group with its choice, or another member than `command`.
+        ConfigurationError: it is neither a name nor a group with its choice, or it chooses another `member`.
     """
     choices = list(item.values()) if isinstance(item, Mapping) else [item]
     names = choices[0] if isinstance(item, Mapping) and isinstance(choices[0], list) else choices
@@ -121,16 +121,16 @@ def _check_default(path: Path, item: Any, begin: str = "begin it") -> None:
 
 
 def plan_commands(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> list[RunSpec]:
-    """Compose, check and identify members that are commands; nothing is started before all of it holds.
+    """Compose, check and identify members that are commands, before anything is started.
 
     Args:
-        override_lists: one a member, as on the command line.
-        folders: of the user's, and behind them the study's file.
+        override_lists: overrides per member, as on the command line.
+        folders: the user's folders of configuration files, followed by the study's file.
 
     Raises:
-        ConfigurationError: the first problem found, in one line.
+        ConfigurationError: the first problem, in one line.
     """
-    # Here: it needs NumPy, which the command line does not before it is known to be one of these.
+    # Imported here because it needs NumPy, which most uses of the command line do not.
     from sweeps.command.plan import Composed, make_specs
 
     *own, file = folders
@@ -150,7 +150,7 @@ def plan_commands(override_lists: Sequence[Sequence[str]], folders: Folders = ()
 
 
 def run_command(run_dir: Path, progress: bool = False) -> None:
-    """Run a member that is a command, from its folder; see `sweeps.command.runner`."""
+    """Run a member that is a command, from its directory; see `sweeps.command.runner`."""
     from sweeps.command.runner import run_member
 
     run_member(run_dir, progress)
@@ -158,14 +158,15 @@ def run_command(run_dir: Path, progress: bool = False) -> None:
 
 @contextmanager
 def shared_groups() -> Iterator[None]:
-    """Context manager: Hydra finds the groups that all studies have, and the base of these, and no other of ours.
+    """Restrict Hydra in the `with` block to the groups that all studies share and the base of command members.
 
-    A key of the user's may then be called as a group of ours is: `loss`, `model`, `task`.
+    The user's keys may then have the same names as our other groups, such as `loss`, `model` or `task`.
     """
-    Plugins.instance()  # at its first use Hydra imports what adds to the store, which must not be lost afterwards
+    # Load plugins now: some add groups to the store, which would be lost when the store is restored.
+    Plugins.instance()
     store = ConfigStore.instance()
-    before = store.repo
-    store.repo = {key: copy.deepcopy(group) for key, group in before.items() if key != "variant"}
+    previous = store.repo
+    store.repo = {key: copy.deepcopy(group) for key, group in previous.items() if key != "variant"}
     try:
         for folder, group in _shared():
             for path in sorted(folder.glob("*.yaml")):
@@ -174,14 +175,14 @@ def shared_groups() -> Iterator[None]:
                 store.store(path.stem, OmegaConf.create(text), group=group, package=package)
         yield
     finally:
-        # Elsewhere they lie in `conf/`, and Hydra takes a configuration that it has twice for a schema of the other.
-        store.repo = before
+        # Other compositions find these groups in `conf/`. Hydra would take the copy in the store as a schema for them.
+        store.repo = previous
 
 
 def _shared() -> list[tuple[Path, str]]:
-    """Return the folders of the shared groups, each with the group's name."""
-    of_all = [(conf_dir() / group, group) for group in ("cluster", "hydra/launcher", "hydra/sweeper")]
-    return [*of_all, (command_conf_dir() / "base", "member")]
+    """Return the folders of the shared groups, each with the name of its group."""
+    shared = [(conf_dir() / group, group) for group in ("cluster", "hydra/launcher", "hydra/sweeper")]
+    return [*shared, (command_conf_dir() / "base", "member")]
 
 
 def _composed(overrides: Sequence[str], path: Path, folders: Folders) -> DictConfig:
@@ -191,27 +192,29 @@ def _composed(overrides: Sequence[str], path: Path, folders: Folders) -> DictCon
 
 
 def _changed(base: DictConfig, overrides: Sequence[str]) -> DictConfig | None:
-    """Return the configuration with plain values changed, without composing it anew: that takes a tenth of a second.
+    """Return a copy of the configuration with plain values changed, which saves a tenth of a second of composition.
 
-    None where an override is of another kind, or Hydra has something to say of it.
+    Returns None if an override does anything else, or is invalid: then Hydra has to compose the configuration.
     """
     config = copy.deepcopy(base)
     try:
-        for each in OverridesParser.create().parse_overrides(list(overrides)):
-            key, value = each.key_or_group, each.value()
-            plain = each.type == OverrideType.CHANGE and each.package is None and not each.is_sweep_override()
+        for override in OverridesParser.create().parse_overrides(list(overrides)):
+            key, value = override.key_or_group, override.value()
+            plain = (
+                override.type == OverrideType.CHANGE and override.package is None and not override.is_sweep_override()
+            )
             if not plain or key.split(".")[0] in _GROUPS or not isinstance(value, str | int | float | bool | None):
                 return None
             if OmegaConf.is_config(OmegaConf.select(config, key)):
                 return None
             OmegaConf.update(config, key, value)
-    except Exception:  # whatever it was: composed whole, the list fails with the message it deserves
+    except Exception:  # the composition by Hydra will raise a proper error
         return None
     return config
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
-    """Return the values of a file as they stand: resolved, unless they build upon one that it leaves open."""
+    """Return the values of the file alone: resolved, or unresolved if they refer to a value that it leaves open."""
     try:
         values: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException:

@@ -1,4 +1,4 @@
-"""`scalerl export RUN DIR`: the model of a run, as it is served and fine-tuned elsewhere."""
+"""`scalerl export RUN DIR`: writes the model of a run as a folder that transformers and other libraries can load."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ _PREFIX = "policy.model."
 def export_run(
     run_dir: Path, directory: Path, dtype: str = "fp32", step: int | None = None, trust: bool = False
 ) -> str:
-    """Write the model of a checkpoint of a run that `scalerl train` has made.
+    """Write the model in a checkpoint of a run of `scalerl train`.
 
     Args:
-        run_dir: of the run.
-        directory: to be made.
+        run_dir: directory of the run.
+        directory: folder to create.
         dtype: see `save_model`.
-        step: of the checkpoint; the newest that can be read if None.
-        trust: run whatever code the run names, see `member.trust`.
+        step: step of the checkpoint; None for the newest readable one.
+        trust: run any code that the run names, without the checks of `member.trust`.
 
     Returns:
-        One line: what was written.
+        One line about the written files.
 
     Raises:
-        UserError: no such run or checkpoint, the folder is taken, or the run names code of somebody else's.
+        UserError: there is no such run or checkpoint, the folder exists, or the run names untrusted code.
     """
     spec = RunSpec.read(run_dir)
     if not trust:
         check_run(run_dir, spec)
     view = read_journal(run_dir)
     path = _checkpoint(run_dir / "checkpoints", step, spec.run)
-    disable_progress_bar()  # of loading weights and writing shards: the command prints one line
+    disable_progress_bar()  # bars of loading weights and writing shards: the command prints one line only
     try:
-        free(directory)  # before a large model is read for nothing
+        free(directory)  # raises if the folder exists, before a large model is read
         use_folders(spec.folders)
         config = OmegaConf.create(dict(spec.config))
         source = str(build(config, "model"))
@@ -68,16 +68,16 @@ def export_run(
         facts = _facts(spec, view, at) | told_of(rendering)
         model = load_model(source, blank=is_folder(path) and not adapter.adapts)
         adapt(model, adapter)
-        given = {
+        weights = {
             name.removeprefix(_PREFIX): value for name, value in saved["state_dict"].items() if name.startswith(_PREFIX)
         }
         if is_folder(path):
-            check_weights(path, {"state_dict": given}, model.state_dict())
+            check_weights(path, {"state_dict": weights}, model.state_dict())
         weight = partial(_weight, path, saved)
         if is_folder(path) and not adapter.adapts:
             save_in_parts(model, weight, rendering.to_save(), directory, dtype, facts)
         else:
-            model.load_state_dict({name: weight(name) for name in given})
+            model.load_state_dict({name: weight(name) for name in weights})
             model = plain_copy(model) if adapter.adapts else model
             save_model(model, rendering.to_save(), directory, dtype, facts)
     except ConfigurationError as error:
@@ -86,7 +86,7 @@ def export_run(
 
 
 def _weight(path: Path, saved: Mapping[str, Any], name: str) -> Tensor:
-    """Return a weight of the policy's model in a checkpoint, by its name; of a folder of shards it is read now."""
+    """Return a weight of the policy's model by name; in a checkpoint of shards it is read now."""
     value: Tensor = saved["state_dict"][f"{_PREFIX}{name}"]
     if not value.is_meta:
         return value
@@ -96,15 +96,16 @@ def _weight(path: Path, saved: Mapping[str, Any], name: str) -> Tensor:
 
 
 def _checkpoint(folder: Path, step: int | None, run: str) -> Path:
-    there = [int(path.stem.removeprefix("step-")) for path in checkpoints(folder)]
-    listed = f"there are those of step {', '.join(map(str, sorted(there)))}" if there else "there is none"
+    """Return the checkpoint of a step, or the newest readable one if `step` is None."""
+    steps = [int(path.stem.removeprefix("step-")) for path in checkpoints(folder)]
+    listed = f"there are those of step {', '.join(map(str, sorted(steps)))}" if steps else "there is none"
     if step is not None:
-        if step not in there:
+        if step not in steps:
             raise UserError(f"--step {step}: no such checkpoint in {folder}; {listed}")
-        asked = folder / f"step-{step:08d}.ckpt"
-        if (why := unusable(asked, run)) is not None:
-            raise UserError(f"--step {step}: {asked} cannot be used, {why}; {listed}")
-        return asked
+        path = folder / f"step-{step:08d}.ckpt"
+        if (why := unusable(path, run)) is not None:
+            raise UserError(f"--step {step}: {path} cannot be used, {why}; {listed}")
+        return path
     newest = newest_checkpoint(folder, run=run).path
     if newest is None:
         raise UserError(f"{folder}: no checkpoint that can be read; {listed}; train the run, or go on with it")
@@ -112,7 +113,7 @@ def _checkpoint(folder: Path, step: int | None, run: str) -> Path:
 
 
 def _facts(spec: RunSpec, view: JournalView, step: int) -> dict[str, Any]:
-    """Return the facts on the model card: names, identities, and what was measured of these very weights."""
+    """Return the facts for the model card: names, identities, and evaluations of exactly these weights."""
     measured = {
         name: value
         for record in view.of_kind("eval")

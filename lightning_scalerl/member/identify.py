@@ -1,4 +1,4 @@
-"""Identifying a study's members: composed, checked and named before anything runs."""
+"""Identification of a study's members: they are composed, checked and named before anything runs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from lightning_scalerl.composition import (
 from sweeps.run.activity import Patience
 from sweeps.run.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, make_spec, science
 
-_LONGEST_NAME = 255  # bytes of a folder's name
-# Operational settings, with the least that each may be.
+_LONGEST_NAME = 255  # limit of file systems on a folder's name, in bytes
+# Operational settings, with their minima.
 _WHOLE_NUMBERS = {
     "checkpoint.every_n_steps": 1,
     "rollouts.groups": 0,
@@ -36,34 +36,35 @@ _WHOLE_NUMBERS = {
     "launch.max_parallel": 1,
     "launch.threads": 1,
 }
-# As in `distributed.start`, which imports torch.
+# As in `distributed.start`, which cannot be imported here because it imports torch.
 STRATEGIES = ("ddp", "fsdp2")
 CHECKPOINTS = ("shards", "whole")
-# Settings whose classes import torch at most: seconds less to say what is wrong with them.
+# Settings whose classes do not import Lightning: errors in them are reported without waiting seconds for that import.
 _WITHOUT_LIGHTNING = ("reward", "health", "verify", "optimizer", "schedule")
-# A pool is said to be at risk from so many draws of each prompt on: one in two groups that pass exhausts it.
+# Draws per prompt from which on a warning is printed: if one of two groups passes, the pool is exhausted by then.
 _DRAWN_OFTEN = 2.0
 DEFAULT_RECIPE = "scalerl"  # as in conf/train.yaml
-# Groups that never name a curve: its recipe does already, its seed does not, and the rest is not science.
+# Groups that are not part of a curve's label: it contains the recipe's name anyway, all seeds of a curve share it, and
+# operational settings do not matter.
 UNLABELLED = OPERATIONAL_KEYS | {"recipe", "experiment", "variant", "cluster"}
 
 
 def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> list[RunSpec]:
-    """Compose, check and identify members, and make what they share; no training starts before all of it holds.
+    """Compose, check and identify all members, and build their shared model, before any training starts.
 
-    Members share the parts of their configurations that are equal: these are read, never written.
+    Members share equal parts of their configurations, so do not modify them.
 
     Args:
-        override_lists: one a member, as on the command line.
-        folders: of the user's, beside `conf/`.
+        override_lists: overrides per member, as on the command line.
+        folders: the user's folders of configuration files, in addition to `conf/`.
 
     Raises:
-        ConfigurationError: the first problem found, in one line.
+        ConfigurationError: the first problem, in one line.
     """
     own = use_folders(folders)
     everywhere = set.intersection(*(set(overrides) for overrides in override_lists))
     composed = composer_of(own)
-    # All of them first: what Hydra has to complain about is answered before anything heavy is imported.
+    # Compose all members first, so that errors from Hydra are reported before any slow import.
     drafts = [_draft(list(overrides), everywhere, composed) for overrides in override_lists]
     builder = _Builder()
     for draft in drafts:
@@ -86,21 +87,21 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
 
 
 def _to_paste(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return the part of a command that may be written down: without the tracking address, which may hold a login."""
+    """Return the overrides that may be stored: all but the tracking address, which may contain a login."""
     return tuple(entry for entry in overrides if group_of(entry) != "mlflow")
 
 
 @dataclass(frozen=True)
 class _Draft:
-    """Member that is composed and not yet identified.
+    """Member that is composed but not yet identified.
 
     Attributes:
         values: its configuration.
-        reference: that of its recipe, with the same settings and without its departures.
-        recipe: the recipe's name.
-        variant: what its variant calls itself, such as `loss=dapo`; None if it has none.
+        reference: configuration of its recipe, with the same settings but without its departures.
+        recipe: name of the recipe.
+        variant: label of its variant, such as `loss=dapo`; None without a variant.
         by_hand: overrides of axes on the command line, by axis.
-        settings: other overrides, that not all members share.
+        settings: other overrides that are not common to all members.
     """
 
     values: dict[str, Any]
@@ -112,7 +113,7 @@ class _Draft:
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:
-    """Check the numbers that an identity is made with."""
+    """Check the seed and the number of steps, which a member's identity needs."""
     seed = values.get("seed")
     try:
         good = not isinstance(seed, bool) and seed is not None and int(seed) == float(seed)
@@ -124,10 +125,10 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
 
 
 def _setting(config: Mapping[str, Any], field: str) -> Any:
-    """Return what stands at `GROUP.NAME`; None if the group is there and has no such name.
+    """Return the value of `GROUP.NAME`; None if the group has no such name.
 
     Raises:
-        ConfigurationError: the group is a value, or was taken away.
+        ConfigurationError: the group is a plain value or was removed.
     """
     group, _, name = field.partition(".")
     part = config.get(group)
@@ -137,10 +138,10 @@ def _setting(config: Mapping[str, Any], field: str) -> Any:
 
 
 def check_layout(config: Mapping[str, Any]) -> None:
-    """Refuse several nodes of which it is not said how many ranks each has: nobody would start them.
+    """Refuse several nodes without a number of ranks per node: the ranks could not be started.
 
     Raises:
-        ConfigurationError: with what to give.
+        ConfigurationError: `strategy.nodes` is above 1 and `strategy.devices` is not set.
     """
     if "strategy" not in config or _setting(config, "strategy.devices") is not None:
         return
@@ -152,7 +153,7 @@ def check_layout(config: Mapping[str, Any]) -> None:
 
 
 def _check_settings(config: Mapping[str, Any]) -> None:
-    """Check settings of where and how a member runs, which are no part of its identity. Needs no torch."""
+    """Check operational settings, which are not part of a member's identity. Does not import torch."""
     for field, least in _WHOLE_NUMBERS.items():
         whole_number(field, _setting(config, field), least)
     Patience.of(config)
@@ -188,7 +189,7 @@ def _check_settings(config: Mapping[str, Any]) -> None:
 
 
 def _check_light_parts(config: Mapping[str, Any], builder: _Builder) -> None:
-    """Check data, scale and a model's place before the axes are built: importing Lightning for those takes seconds."""
+    """Check data, scale and the model's path before the axes are built, which need seconds to import Lightning."""
     from lightning_scalerl.member.identity import part_of
     from lightning_scalerl.task.base import check_task
 
@@ -202,7 +203,7 @@ def _check_light_parts(config: Mapping[str, Any], builder: _Builder) -> None:
 
 
 def _check_place(config: Mapping[str, Any]) -> None:
-    """Check the folder of the runs: it must have a valid name, and not be the one that the command was given in."""
+    """Check that `output_dir` is a valid path."""
     place = config["output_dir"]
     if not isinstance(place, str) or not place.strip() or "\0" in place:
         raise ConfigurationError(f"output_dir: {place!r} names no folder; give one, or leave it out (outputs/STUDY)")
@@ -215,6 +216,7 @@ def _check_place(config: Mapping[str, Any]) -> None:
 
 
 def _draft(overrides: list[str], everywhere: set[str], composed: Composer) -> _Draft:
+    """Compose a member and its recipe, and sort its overrides; all members share those in `everywhere`."""
     values = composed.resolved(overrides)
     _check_numbers(values)
     axes = axes_of(values)
@@ -226,8 +228,8 @@ def _draft(overrides: list[str], everywhere: set[str], composed: Composer) -> _D
         if group_of(entry) != "variant":
             by_hand.setdefault(group_of(entry), []).append(entry.lstrip("+"))
     unlabelled = UNLABELLED | set(axes)
-    own = [entry for entry in overrides if entry not in everywhere]
-    settings = [entry.lstrip("+") for entry in own if group_of(entry) not in unlabelled]
+    distinctive = [entry for entry in overrides if entry not in everywhere]
+    settings = [entry.lstrip("+") for entry in distinctive if group_of(entry) not in unlabelled]
     recipe = _value(overrides, "recipe") or DEFAULT_RECIPE
     for entry in overrides:
         if group_of(entry) == "label":
@@ -239,7 +241,7 @@ def _draft(overrides: list[str], everywhere: set[str], composed: Composer) -> _D
 
 
 def check_shown(overrides: Sequence[str], folders: Folders = ()) -> None:
-    """Refuse to show a configuration under a label of something else, as a run of it is refused.
+    """Check a configuration before it is shown: a misleading label is refused, as for a run.
 
     Raises:
         ConfigurationError: it cannot be composed, or its label and its choices contradict each other.
@@ -248,7 +250,7 @@ def check_shown(overrides: Sequence[str], folders: Folders = ()) -> None:
 
 
 def _check_label(draft: _Draft) -> None:
-    """Check that a label names what the variant's file changes, and that nothing else changes that."""
+    """Check that no override changes the axis that the variant changes, because the label would be wrong then."""
     axis = group_of(draft.variant) if draft.variant else ""
     if axis in draft.by_hand:
         raise ConfigurationError(
@@ -257,7 +259,7 @@ def _check_label(draft: _Draft) -> None:
 
 
 def _check_keys(values: Mapping[str, Any], overrides: Sequence[str], axes: Sequence[str]) -> None:
-    """Check that every top-level key is a setting or an axis: an unread key would silently have no effect."""
+    """Check that every top-level key is a setting or an axis: other keys would silently have no effect."""
     known = {*AXES, *SETTINGS, *OPERATIONAL_KEYS}
     for entry in overrides:
         name = entry.lstrip("~").split("=")[0]
@@ -280,42 +282,47 @@ def _identified(
     known: dict[bytes, dict[str, Any]],
     clean: dict[tuple[str, int], Any],
 ) -> RunSpec:
-    """Compute the member's identity, and its departures as fields and as a label.
+    """Compute a member's identity, its departures from the recipe and its label.
 
-    `known`: identities so far, by a digest of the values; `clean`: see `make_spec`.
+    Args:
+        draft: the composed member.
+        folders: the user's folders of configuration files.
+        builder: builds the parts of the configuration.
+        known: cache of identities, by a digest of the values.
+        clean: see `make_spec`.
     """
     from lightning_scalerl.member.identity import identity_of
 
-    def lasting(values: Mapping[str, Any]) -> dict[str, Any]:
+    def cached_identity(values: Mapping[str, Any]) -> dict[str, Any]:
         key = hashlib.blake2b(repr(science(values)).encode(errors="surrogatepass"), digest_size=16).digest()
         if key not in known:
             known[key] = identity_of(values)
         return known[key]
 
     for axis in axes_of(draft.values):
-        builder(draft.values, axis)  # a value out of range, or no choice on this axis at all
-    identity = lasting(draft.values)
-    changed = changed_keys(identity, lasting(draft.reference))
+        builder(draft.values, axis)  # raises for a value out of range, or for a class that is not a choice on this axis
+    identity = cached_identity(draft.values)
+    changed = changed_keys(identity, cached_identity(draft.reference))
     departures: dict[str, str] = {}
     _check_label(draft)
     if draft.variant:
         axis = group_of(draft.variant)
         if [axis] != [key for key in changed if key not in draft.by_hand]:
-            found = ", ".join(key for key in changed if key not in draft.by_hand) or "nothing"
+            changes = ", ".join(key for key in changed if key not in draft.by_hand) or "nothing"
             raise ConfigurationError(
-                f"variant: {draft.variant} changes {found} of {draft.recipe}; a variant is one change"
+                f"variant: {draft.variant} changes {changes} of {draft.recipe}; a variant is one change"
             )
         departures[axis] = draft.variant.removeprefix(f"{axis}=").removeprefix(f"{axis}.")
     for axis, entries in draft.by_hand.items():
         if axis in changed:
             departures[axis] = ", ".join(entry.removeprefix(f"{axis}=").removeprefix(f"{axis}.") for entry in entries)
-    shown = [draft.variant] if draft.variant else []
-    shown += [entry for axis, entries in draft.by_hand.items() if axis in changed for entry in entries]
+    label_parts = [draft.variant] if draft.variant else []
+    label_parts += [entry for axis, entries in draft.by_hand.items() if axis in changed for entry in entries]
     return make_spec(
         config=draft.values,
         reference=draft.reference,
         identity=identity,
-        label="+".join([draft.recipe, *shown, *draft.settings]),
+        label="+".join([draft.recipe, *label_parts, *draft.settings]),
         baseline=draft.recipe,
         departures=departures,
         settings={key: value for key, _, value in (entry.partition("=") for entry in draft.settings)},
@@ -325,7 +332,7 @@ def _identified(
 
 
 def group_of(override: str) -> str:
-    """Return the group that an override is of, the first word of its key."""
+    """Return the configuration group of an override, the first word of its key."""
     return override.lstrip("+~").split("=")[0].split(".")[0].split("@")[0]
 
 
@@ -335,24 +342,25 @@ def _value(overrides: Sequence[str], key: str) -> str | None:
 
 
 def _label(values: Mapping[str, Any], overrides: Sequence[str], folders: Folders) -> str | None:
-    """Return the variant's name for itself."""
+    """Return the label that the variant's file sets, or None."""
     if isinstance(values.get("label", False), str | None):
         return values["label"]  # type: ignore[no-any-return]
-    named: str | None = compose(overrides, folders).label  # gone or no text: OmegaConf has the words for that
-    return named
+    # The key is missing or not a string: OmegaConf raises an error with a good message.
+    label: str | None = compose(overrides, folders).label
+    return label
 
 
 class _Builder:
-    """Builds each distinct part of many configurations once."""
+    """Builds parts of configurations, each distinct part only once."""
 
     def __init__(self) -> None:
         self._built: dict[str, Any] = {}
 
     def __call__(self, config: Mapping[str, Any], group: str) -> Any:
-        """Build an object from plain values, as `build` does."""
+        """Build the object of a group from plain values, as `build` does."""
         part = {group: config[group]} if group in config else {}
         key = repr(part)
-        if "${" in key:  # text that reads like an interpolation, of anything
+        if "${" in key:  # looks like an interpolation, which may refer to any other part
             return build(OmegaConf.create(dict(config)), group)
         if key not in self._built:
             self._built[key] = build(OmegaConf.create(part), group)
@@ -360,10 +368,10 @@ class _Builder:
 
 
 def _cautions(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
-    """Return a line if the pool may be exhausted within the budget: the run would end there, and not be continued."""
+    """Return a warning if the pool may be exhausted within the budget, which would end the run early."""
     resampling, prompts = builder(spec.config, "resampling"), len(builder(spec.config, "task").train_prompts())
     batch = spec.config["batch"]
-    # Of each prompt that is left. A prompt need not pass the first time, so one pass over the pool exhausts none.
+    # Draws per prompt over the whole run.
     drawn = spec.steps * batch["prompts"] / prompts
     if drawn < _DRAWN_OFTEN or not resampling.retires((1.0,)):
         return ()
@@ -375,6 +383,7 @@ def _cautions(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
 
 
 def _check(spec: RunSpec, builder: _Builder) -> None:
+    """Check a member's recipe, the neutral choices of the user's axes, its curriculum and its evaluation."""
     recipe = build_recipe(spec.config, spec.recipe, builder)
     recipe.check(recipe.choices)
     for choice in recipe.choices.own.values():

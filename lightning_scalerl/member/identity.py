@@ -1,15 +1,15 @@
-"""Identity of a run: what of its configuration decides what it learns, in a form that outlives code versions.
+"""Identity of a run: everything in its configuration that affects learning, in a form that outlives code versions.
 
-An identity is a hash of this form (`sweeps.run.spec`). So that moving a class, or adding an axis or a parameter,
-changes no identity that exists:
+An identity is a hash of this form (`sweeps.run.spec`). Moving a class, or adding an axis or a parameter, must not
+change existing identities. Therefore:
 
-- a class or function counts by its name, not by the module it stands in;
-- a group at its neutral choice is left out (`neutral`, on the class of an axis);
-- a parameter that came later is left out at the value at which nothing changes (`added`, on the class);
-- a remark that explains a value is left out (`remarks`);
-- data counts by content, wherever it lies (`content`, a function of the parameters).
+- a class or function counts by its name, without its module;
+- a group at its neutral choice is left out (attribute `neutral` of an axis's class);
+- a parameter that was added later is left out at the value that changes nothing (attribute `added`);
+- remarks, such as the origin of a value, are left out (attribute `remarks`);
+- data counts by its content, independent of its path (function `content` of the parameters).
 
-All four are attributes of what `_target_` names. tests/member/identities.json holds them to it.
+The attributes belong to the class that `_target_` names. tests/member/identities.json freezes the results.
 """
 
 from __future__ import annotations
@@ -24,54 +24,55 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import axes_of
 from sweeps.run.spec import SPEC_FILE, RunSpec, changed_keys, identities, science
 
-# Hydra's keys for how an object is built, which are no parameters of it.
+# Hydra's keys for how an object is built; they are not parameters of the object.
 _HOW = frozenset({"_target_", "_partial_", "_convert_", "_recursive_"})
 
 
 def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the lasting form of a resolved configuration, without its seed and operational settings.
+    """Return the identity form of a resolved configuration, without seed and operational settings.
 
     Raises:
-        ConfigurationError: something that a group names cannot be found or read, or bears a public name of ours.
+        ConfigurationError: a class or file that a group names cannot be found or read, or a class has the name of one
+            of our public classes.
     """
     parts = {key: part_of(key, value) for key, value in science(config).items()}
     return {key: part for key, part in parts.items() if part is not None}
 
 
 def part_of(group: str, value: Any) -> Any:
-    """Return the lasting form of one group of a configuration; None for a group at its neutral choice.
+    """Return the identity form of one group of a configuration; None for a group at its neutral choice.
 
     Raises:
-        ConfigurationError: something that it names cannot be found or read, or bears a public name of ours.
+        ConfigurationError: see `identity_of`.
     """
     try:
         return _part(value)
     except ConfigurationError:
         raise
-    except Exception as error:  # of Hydra's look-up, of imports, of a user's `content`
-        said = " ".join(str(error.__cause__ or error).split())
-        raise ConfigurationError(f"{group}: {type(error).__name__}: {said}") from error
+    except Exception as error:  # from Hydra's look-up, an import, or a user's `content`
+        message = " ".join(str(error.__cause__ or error).split())
+        raise ConfigurationError(f"{group}: {type(error).__name__}: {message}") from error
 
 
 def check_identity(spec: RunSpec, run_dir: Path) -> None:
-    """Refuse a specification whose content does not have the identity that it names.
+    """Check that a specification has the identity that it names.
 
     Args:
-        spec: as read; the user's folders that it names are in use.
-        run_dir: it was read from there.
+        spec: the specification; the user's folders that it names must be in use (`use_folders`).
+        run_dir: directory from which it was read.
 
     Raises:
-        ConfigurationError: it is another run's by its content; or its identity cannot be told.
+        ConfigurationError: its content has another identity, or the identity cannot be own_id.
     """
-    made = identities(identity_of(spec.config), spec.seed)
-    if made != (spec.run, spec.curve) or spec.config.get("seed") != spec.seed:
+    own_id = identities(identity_of(spec.config), spec.seed)
+    if own_id != (spec.run, spec.curve) or spec.config.get("seed") != spec.seed:
         raise ConfigurationError(
-            f"{run_dir / SPEC_FILE}: names run {spec.run} of curve {spec.curve}, and its content is run {made[0]} of "
-            f"curve {made[1]}: it was changed, or a file was that it names (data, code); restore what was changed, or "
+            f"{run_dir / SPEC_FILE}: names run {spec.run} of curve {spec.curve}, and its content is run {own_id[0]} of "
+            f"curve {own_id[1]}: it was changed, or a file was that it names (data, code); restore what was changed, or "
             "launch this as a run of its own"
         )
-    # A run is made of its recipe's choices (`reference`) where it does not depart from them.
-    own, recipe = ({axis: each[axis] for axis in axes_of(each)} for each in (spec.config, spec.reference))
+    # Except for its departures, a run is built from its recipe's choices (`reference`), so they must agree.
+    own, recipe = ({axis: config[axis] for axis in axes_of(config)} for config in (spec.config, spec.reference))
     if changed := set(changed_keys(identity_of(own), identity_of(recipe))) - spec.departures.keys():
         raise ConfigurationError(
             f"{run_dir / SPEC_FILE}: config and reference differ in {', '.join(sorted(changed))}, which departures "
@@ -80,7 +81,7 @@ def check_identity(spec: RunSpec, run_dir: Path) -> None:
 
 
 def _part(value: Any) -> Any:
-    """Return the lasting form of one value; None for a group at its neutral choice."""
+    """Return the identity form of one value; None for a group at its neutral choice."""
     if isinstance(value, list | tuple):
         return [_part(item) for item in value]
     if not isinstance(value, Mapping):
@@ -103,10 +104,10 @@ def _part(value: Any) -> Any:
 
 
 def content_of(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that count by the content of files; empty if the target names no files.
+    """Return the parameters that count by the content of files; empty if the target uses no files.
 
     Raises:
-        ConfigurationError: a file that cannot be read.
+        ConfigurationError: a file cannot be read.
     """
     content = getattr(located(str(value["_target_"])), "content", None) if "_target_" in value else None
     return {} if content is None else dict(content(_parameters(value)))
@@ -117,7 +118,8 @@ def _parameters(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def located(path: str) -> Any:
-    """Return what a dotted path names, without the line that Hydra logs where it names nothing."""
+    """Return the object that a dotted path names."""
+    # The public `hydra.utils.get_object` logs an error line if there is no such object.
     from hydra._internal.utils import _locate
 
     return _locate(path)

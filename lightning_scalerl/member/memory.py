@@ -1,4 +1,4 @@
-"""Memory of a run by its overrides, as `scalerl memory` shows it: no weights are read, nothing is trained."""
+"""Prediction of a run's memory from its overrides, for `scalerl memory`; no weights are read and nothing is trained."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ from sweeps.run.spec import layout_of
 def memory_of(
     overrides: Sequence[str], devices: int | None = None, limit: int | None = None
 ) -> tuple[Memory, int, str, str]:
-    """Return the memory of a run, its devices, how they share the model, and a setting that fits where it does not.
+    """Predict the memory of a run.
 
     Args:
-        overrides: of the run, as on the command line.
-        devices: that train it; None for as many as the run's `strategy` asks for, 1 if it leaves that open.
-        limit: bytes of a device; None for no limit.
+        overrides: overrides of the run, as on the command line.
+        devices: number of training devices; None for the number in the run's `strategy`, or 1 if it has none.
+        limit: bytes of one device; None for no limit.
+
+    Returns:
+        The memory, the number of devices, the strategy, and advice on a setting that fits into `limit` (empty if the
+        run fits).
 
     Raises:
-        UserError: overrides that do not compose, or a model whose memory cannot be foretold.
+        UserError: the overrides do not compose, or the model's memory cannot be predicted.
     """
     try:
         return _memory_of(overrides, devices, limit)
@@ -45,18 +49,18 @@ def _memory_of(overrides: Sequence[str], devices: int | None, limit: int | None)
         check_layout(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
         devices = math.prod(layout_of(config) or (1, 1))
     recipe = build_recipe(config, "")
-    # A live driver's generators have devices of their own.
+    # The generators of a live driver use other devices than the trainer.
     slots = 0 if str(config.driver._target_).endswith("Live") else int(config.generator.get("slots") or 0)
     strategy, skeleton = str(config.strategy.name), _skeleton(config.model)
     most_gib = config.generator.get("cache_gib")
     partners = config.strategy.get("tensor_parallel") or 1
     check_divides(partners, devices)
-    found, remedy = fitted(skeleton, recipe, devices, strategy, slots, most_gib, limit, partners)
-    return found, devices, strategy, remedy
+    memory, remedy = fitted(skeleton, recipe, devices, strategy, slots, most_gib, limit, partners)
+    return memory, devices, strategy, remedy
 
 
 def _skeleton(model: Any) -> Callable[[], nn.Module]:
-    """Return a function that makes the configured model without its weights."""
+    """Return a function that builds the configured model without loading its weights."""
     if "path" in model:
         return from_config(str(model.path))
     return partial(new_model, int(model.width), int(model.layers), seed=0)

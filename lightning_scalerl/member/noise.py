@@ -1,4 +1,4 @@
-"""`scalerl noise MODEL TASK`: one evaluation repeated at fixed weights, and so how far a point may be off."""
+"""`scalerl noise MODEL TASK`: repeats one evaluation at fixed weights, to measure the error of a point on a curve."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int, trust: boo
     """Evaluate the same weights several times, each time with other random numbers.
 
     Args:
-        model: a run's folder (its newest checkpoint), or a model's folder or hub id.
-        overrides: of a run none; of a model at least its task.
-        repeats: how often.
-        trust: of a run, run whatever code it names, see `member.trust`.
+        model: folder of a run (its newest checkpoint is used), or folder or hub id of a model.
+        overrides: for a model at least its task; none for a run.
+        repeats: number of evaluations.
+        trust: run any code that a run names, without the checks of `member.trust`.
 
     Returns:
-        A row a held-out set: prompts, samples, pass rate, the standard deviation over the repeats with its 95% interval
-        (chi-squared), what a single evaluation foretells of it, and the standard error that another draw of the
-        prompts would add.
+        One row per held-out set: number of prompts and samples, mean pass rate, standard deviation over the repeats
+        with its 95% interval (chi-squared), the standard error that single evaluations report, and the standard error
+        due to the choice of prompts.
 
     Raises:
-        UserError: what cannot be evaluated, and why.
+        UserError: the model cannot be evaluated; the error gives the reason.
     """
     if repeats < 2:
         raise UserError(f"--repeats {repeats}: at least 2, or there is nothing to compare")
@@ -55,23 +55,23 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int, trust: boo
             logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[evaluation],
             enable_checkpointing=False, devices=1,
         )  # fmt: skip
-        found: dict[str, list[tuple[Tensor, float]]] = {}
+        repeats_by_set: dict[str, list[tuple[Tensor, float]]] = {}
         for repeat in range(repeats):
             evaluation.seed = evaluation.seed + bool(repeat)
             trainer.validate(module, datamodule, ckpt_path=weights, verbose=False, weights_only=True)
-            weights = None  # they are there now
+            weights = None  # loaded by the first repeat
             for name, passes in evaluation.passes.items():
                 counts = zip(passes.passed, passes.scored, strict=True)
                 rates = torch.tensor([passed / scored for passed, scored in counts if scored], dtype=torch.float64)
-                foretold = float(trainer.callback_metrics[f"eval/{name}/pass_rate_se"])
-                found.setdefault(name, []).append((rates, foretold))
+                reported = float(trainer.callback_metrics[f"eval/{name}/pass_rate_se"])
+                repeats_by_set.setdefault(name, []).append((rates, reported))
     except (ConfigurationError, CannotGoOnError) as error:
         raise UserError(str(error)) from error
-    return [_row(name, each, evaluation.samples) for name, each in found.items()]
+    return [_row(name, repeated, evaluation.samples) for name, repeated in repeats_by_set.items()]
 
 
 def _configured(model: str, overrides: Sequence[str], trust: bool) -> tuple[Any, str | None]:
-    """Return the configuration, and the checkpoint whose weights are evaluated."""
+    """Return the configuration, and the checkpoint to evaluate (None for the weights of the model itself)."""
     if (Path(model) / SPEC_FILE).is_file():
         if overrides:
             raise UserError(
@@ -93,14 +93,16 @@ def _configured(model: str, overrides: Sequence[str], trust: bool) -> tuple[Any,
 
 
 def _row(name: str, repeats: Sequence[tuple[Tensor, float]], samples: int) -> dict[str, Any]:
-    if len({each.numel() for each, _ in repeats}) > 1:
+    """Return the row of one held-out set from the pass rates per prompt and reported errors of all repeats."""
+    if len({rates.numel() for rates, _ in repeats}) > 1:
         raise UserError(f"{name}: its verifier graded other prompts from time to time; see scalerl rollouts for why")
-    rates = torch.stack([each for each, _ in repeats])  # (repeats, prompts)
+    rates = torch.stack([one for one, _ in repeats])  # (repeats, prompts)
     count, prompts = rates.shape
     means = rates.mean(1)
     spread = float(means.std())
     low, high = (stats.chi2.ppf(share, count - 1) for share in (0.975, 0.025))
     by_prompt = rates.mean(0)
+    # The variance between prompts includes sampling noise of each prompt's mean (`within`): subtract it.
     within = float((by_prompt * (1 - by_prompt)).mean()) / max(1, count * samples - 1)
     between = max(0.0, float(by_prompt.var()) - within) if prompts > 1 else 0.0
     return {
@@ -111,6 +113,6 @@ def _row(name: str, repeats: Sequence[tuple[Tensor, float]], samples: int) -> di
         "sampling_error": spread,
         "sampling_error_low": spread * math.sqrt((count - 1) / low),
         "sampling_error_high": spread * math.sqrt((count - 1) / high),
-        "foretold": math.sqrt(sum(each**2 for _, each in repeats) / count),
+        "foretold": math.sqrt(sum(reported**2 for _, reported in repeats) / count),
         "prompt_error": math.sqrt(between / prompts),
     }

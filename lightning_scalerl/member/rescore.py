@@ -1,4 +1,4 @@
-"""`scalerl rescore RUN --reward ...`: stored rollouts graded anew, nothing generated."""
+"""`scalerl rescore RUN --reward ...`: grades stored rollouts again, without generating anything."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from sweeps.run.files import append_lines
 from sweeps.run.rollouts import Group, read_groups
 from sweeps.run.spec import RunSpec
 
-REASONS = 3
+REASONS = 3  # most frequent reasons of errors to return
 
 
 def rescore_run(
     run_dir: Path, reward: str | None = None, out: Path | None = None, trust: bool = False
 ) -> list[dict[str, Any]]:
-    """Grade the rollouts that a run has kept.
+    """Grade the stored rollouts of a run again.
 
     Args:
-        run_dir: of a run of `scalerl train`.
-        reward: a name or place of a verifier (`math`, `file.py:function`); None for the task's own.
-        out: where to write the groups with their new grades; None for nowhere.
-        trust: run whatever code the run names, see `member.trust`.
+        run_dir: directory of a run of `scalerl train`.
+        reward: name or location of a verifier (`math`, `file.py:function`); None for the task's own.
+        out: file to write the groups with their new grades to; None to write nothing.
+        trust: run any code that the run names, without the checks of `member.trust`.
 
     Returns:
-        A row a task: rollouts, means of the verifier's rewards before and after, how many changed from right to wrong
-        or back, the most frequent reasons of errors.
+        One row per task: number of rollouts, mean rewards before and after, number of rollouts that changed between
+        right and wrong, and the most frequent reasons of errors.
 
     Raises:
-        UserError: no rollouts, no such prompt or verifier, `out` is there already, or the run names code of somebody
-            else's.
+        UserError: there are no rollouts, a prompt or the verifier does not exist, `out` exists, or the run names
+            untrusted code.
     """
     spec, groups = RunSpec.read(run_dir), read_groups(run_dir)
     if out is not None and out.exists():
@@ -53,7 +53,7 @@ def rescore_run(
         use_folders(spec.folders)
         config = OmegaConf.create(dict(spec.config))
         if reward is not None:
-            reward_sum("--reward", reward)  # refused by that name
+            reward_sum("--reward", reward)  # raises an error that names the option, before anything is built
         own = reward is None or _graded_by(config.task, reward)
         task = build(config, "task")
         settings = build(config, "verify") if "verify" in config else Verification()
@@ -70,19 +70,21 @@ def rescore_run(
     except ConfigurationError as error:
         raise UserError(str(error)) from error
     if out is not None:
-        append_lines(out, [_with(group, task, these) for group, these in zip(groups, outcomes, strict=True)])
+        append_lines(out, [_regraded(group, task, new) for group, new in zip(groups, outcomes, strict=True)])
     sources = sorted({group["source"] for group in groups})
     pairs = list(zip(groups, outcomes, strict=True))
     return [_row(source, [pair for pair in pairs if pair[0]["source"] == source], task) for source in sources]
 
 
 def _graded_by(task: Any, reward: str) -> bool:
-    """Have a data set's task, or all tasks of a mixture, graded by another reward, with the columns that it needs.
+    """Set the reward of a data set's task, or of all tasks of a mixture, so that they keep the columns that it needs.
 
-    False where a task is of another kind.
+    Returns:
+        False if a task is of another kind.
     """
     if "tasks" in task:
-        return all([_graded_by(each, reward) for each in task.tasks.values()])
+        # A list, not a generator: all tasks must be changed.
+        return all([_graded_by(part, reward) for part in task.tasks.values()])
     if not str(task.get("_target_", "")).endswith("DatasetTask"):
         return False
     task.rewards = reward
@@ -99,10 +101,10 @@ def _graded(
         tickets = []
         for group in groups:
             prompt = prompts[group["prompt_id"]]
-            samples = [_sample(prompt, each, group["step"]) for each in group["rollouts"]]
+            samples = [_sample(prompt, rollout, group["step"]) for rollout in group["rollouts"]]
             bundles = [samples] if needs_group(grader, prompt) else [[sample] for sample in samples]
             tickets.append([ticket for bundle in bundles if bundle for ticket in submit_bundle(verifiers, bundle)])
-        return [[verifiers.wait(ticket) for ticket in those] for those in tickets]
+        return [[verifiers.wait(ticket) for ticket in group_tickets] for group_tickets in tickets]
     finally:
         verifiers.close()
 
@@ -113,24 +115,26 @@ def _sample(prompt: Prompt, stored: dict[str, Any], step: int) -> Sample:
     return Sample(prompt, stored["completion"], answer, tuple(stored["ids"]), truncated, step)
 
 
-def _with(group: Group, task: Task, outcomes: Sequence[Outcome]) -> Group:
+def _regraded(group: Group, task: Task, outcomes: Sequence[Outcome]) -> Group:
+    """Return a stored group with new outcomes."""
     rollouts = [
         {
-            **each,
+            **rollout,
             "grade": outcome.reward if outcome.kind == "score" else None,
             "correct": outcome.kind == "score" and passes(task, outcome),
             "outcome": outcome.kind,
             "parts": dict(outcome.parts),
             "extra": {**outcome.extra, **({"why": outcome.why} if outcome.why else {})},
         }
-        for each, outcome in zip(group["rollouts"], outcomes, strict=True)
+        for rollout, outcome in zip(group["rollouts"], outcomes, strict=True)
     ]
     return {**group, "rollouts": rollouts}
 
 
 def _row(source: str, pairs: Sequence[tuple[Group, list[Outcome]]], task: Task) -> dict[str, Any]:
-    before = [each for group, _ in pairs for each in group["rollouts"]]
-    after = [each for group, outcomes in pairs for each in _with(group, task, outcomes)["rollouts"]]
+    """Return the row of one task from its groups and their new outcomes."""
+    before = [rollout for group, _ in pairs for rollout in group["rollouts"]]
+    after = [rollout for group, outcomes in pairs for rollout in _regraded(group, task, outcomes)["rollouts"]]
     both = [(old, new) for old, new in zip(before, after, strict=True) if old["outcome"] == new["outcome"] == "score"]
     return {
         "source": source,
@@ -143,17 +147,17 @@ def _row(source: str, pairs: Sequence[tuple[Group, list[Outcome]]], task: Task) 
 
 
 def _means(rollouts: Sequence[dict[str, Any]]) -> dict[str, float]:
-    scored = [each for each in rollouts if each["outcome"] == "score"]
+    scored = [rollout for rollout in rollouts if rollout["outcome"] == "score"]
     count = max(1, len(scored))
     return {
-        "reward": sum(each["grade"] for each in scored) / count,
-        "pass_rate": sum(each["correct"] for each in scored) / count,
-        "abstained": sum(each["outcome"] == "abstain" for each in rollouts),
-        "errors": sum(each["outcome"] == "error" for each in rollouts),
+        "reward": sum(rollout["grade"] for rollout in scored) / count,
+        "pass_rate": sum(rollout["correct"] for rollout in scored) / count,
+        "abstained": sum(rollout["outcome"] == "abstain" for rollout in rollouts),
+        "errors": sum(rollout["outcome"] == "error" for rollout in rollouts),
     }
 
 
 def _reasons(rollouts: Sequence[dict[str, Any]]) -> list[str]:
     """Return the reasons of errors, the most frequent first."""
-    said = Counter(str(each["extra"].get("why", "")) for each in rollouts if each["outcome"] == "error")
-    return [why for why, _ in said.most_common(REASONS)]
+    reasons = Counter(str(one["extra"].get("why", "")) for one in rollouts if one["outcome"] == "error")
+    return [reason for reason, _ in reasons.most_common(REASONS)]

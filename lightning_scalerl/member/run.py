@@ -1,4 +1,4 @@
-"""Execution of a study's member: run from its directory, to the end of its budget or to a clean border."""
+"""Execution of a study's member from its directory, to the end of its budget or to a request to stop."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from sweeps.run.writer import sole_writer
 
 
 def hush_libraries() -> None:
-    """Silence start-up messages and bars of Lightning and transformers that are of no use to a user of the command."""
+    """Silence start-up messages and progress bars of Lightning and transformers that do not help users of a command."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-    # A hint at `srun` wherever SLURM is installed: a study starts its ranks by itself.
+    # Lightning suggests `srun` wherever SLURM is installed, but a study starts its ranks itself.
     warnings.filterwarnings("ignore", message=".*`srun` command.*")
-    disable_progress_bar()  # of loading weights, which would stand between the lines of the run
+    disable_progress_bar()  # the bar of loading weights would mix with the lines of the run
 
 
 def run_member(run_dir: Path, progress: bool = False) -> None:
-    """Run the member frozen in `run_dir` to the end of its budget, from its newest checkpoint if it has one.
+    """Run the member in `run_dir` to the end of its budget, from its newest checkpoint if it has one.
 
-    Of several processes that do so at once, one does, and another of them goes on if it dies: a scheduler that has
-    lost sight of a job starts a second copy. The ranks of one job count as one.
+    If several processes do this at the same time, one of them runs the member, and another takes over if it dies. (A
+    scheduler that loses contact to a job starts a second copy.) All ranks of one job count as one process.
 
     Raises:
-        RunInterruptedError: the run was asked to stop and has saved itself.
-        UserError: another process is running it, the journal in `run_dir` is another run's, or the frozen
-            specification is not of the run that it names.
+        RunInterruptedError: the run received a request to stop, and has saved a checkpoint.
+        UserError: another process is running the member, the journal in `run_dir` belongs to another run, or the
+            specification does not have the identity that it names.
     """
     hush_libraries()
     spec = RunSpec.read(run_dir)
@@ -65,16 +65,17 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
         check_identity(spec, run_dir)
         if lease is not None:
             write_atomically(run_dir / CONFIG_FILE, OmegaConf.to_yaml(config))
-        # Before any rank looks for a checkpoint: a late rank must not find one beyond the break in the journal.
+        # Before any rank looks for a checkpoint: a late rank must not find one after the break in the journal.
         broken = find_break(run_dir)
         covered = covered_step(run_dir) if broken is None else broken.step
         if broken is not None and lease is not None:
             _mend(broken, run_dir / "checkpoints", lease)
-        # -1 without a journal: a member writes one from its first step, so a checkpoint without it is not recorded.
+        # -1 without a journal. A member writes one from its first step, so checkpoints without a journal are ignored.
         _fit(run_dir, spec, config, lease, progress, -1 if covered is None else covered)
 
 
 def _mend(broken: Break, checkpoints: Path, lease: Lease) -> None:
+    """Cut the journal at the break, and set aside the checkpoints after it, which it does not cover."""
     lease.check()
     set_aside(checkpoints, broken.step, UNRECORDED)
     kept = mend(broken)
@@ -84,15 +85,16 @@ def _mend(broken: Break, checkpoints: Path, lease: Lease) -> None:
 
 
 def _fit(run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, progress: bool, covered: int) -> None:
-    # The recipe's own choices; what this run changes comes as callbacks, as in a user's script.
-    shared = {key: value for key, value in spec.config.items() if key not in axes_of(spec.config)}
-    own_choices = {axis: spec.reference[axis] for axis in axes_of(spec.reference)}
-    reference = build_recipe(OmegaConf.create({**shared, **own_choices}), spec.baseline)
-    # A variant may also change settings, which are in the configuration already.
+    """Build module, callbacks and trainer from the configuration, and fit from the newest covered checkpoint."""
+    # The module gets the recipe's choices. Departures are passed as callbacks, as in a user's script.
+    settings = {key: value for key, value in spec.config.items() if key not in axes_of(spec.config)}
+    recipe_choices = {axis: spec.reference[axis] for axis in axes_of(spec.reference)}
+    reference = build_recipe(OmegaConf.create({**settings, **recipe_choices}), spec.baseline)
+    # A variant may also change settings; those are part of the configuration already.
     changed = [build(config, axis) for axis in spec.departures if axis in axes_of(spec.config)]
-    # How many ranks there are to be is asked of those that start them (`spec.layout`).
-    given = config.get("strategy", {"name": "ddp"})
-    strategy = {str(key): value for key, value in given.items() if key not in ("nodes", "devices")}
+    # Nodes and devices are not arguments of the strategy: they are requested from the launcher (`spec.layout`).
+    configured = config.get("strategy", {"name": "ddp"})
+    strategy = {str(key): value for key, value in configured.items() if key not in ("nodes", "devices")}
     devices = trainer_settings(strategy.pop("name"), spec.layout, **strategy)
     sharded = isinstance(devices.get("strategy"), ShardedStrategy)
     module = ScaleRL(model=build(config, "model"), recipe=reference, streamed=sharded)

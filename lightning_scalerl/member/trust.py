@@ -1,17 +1,19 @@
-"""Check of the code that a run's or study's folder would have this machine run, before any of it is imported.
+"""Check of the code that the folder of a run or study names, before any of it is imported.
 
-`scalerl export`, `rescore`, `noise` and `collect` build objects from a frozen specification (and `collect` starts the
-entry that `launch.json` names: `sweeps.launch.trust`): a folder that somebody else has made could name anything.
-Without `--trust` the names in it must be
+`scalerl export`, `rescore`, `noise` and `collect` build objects from a stored specification. `collect` also starts the
+entry that `launch.json` names (`sweeps.launch.trust`). A folder from another person could name any code. Without
+`--trust`, code in a specification must be one of these:
 
-- choices and settings that this package offers by a public name, as the files of `conf/` do;
-- or code of the user's own: a folder of `--config-dir` that the specification has frozen, or a reward's file, which
-  belongs to the user, which nobody else may write, and which lies outside of the study's folder;
+- a choice or setting with a public name of this package, as in the files of `conf/`;
+- code of the user: in a folder of `--config-dir` that the specification lists, or a file with a reward function. It
+  must belong to the user, not be writable by others, and be outside of the study's folder.
 
-A member that is a command must be what the study's file says, which belongs to the user and lies elsewhere: only values
-may differ that it leaves to a grid. One that TRL trains must be the command that its overrides make here, and its
-interpreter the user's or the system's. And the specification must be that of its identity. An identity can be computed
-by anybody, so that this finds what was edited or damaged; that nothing foreign runs rests on the names.
+If a member is a command, it must be the command in the study's file, which must belong to the user and be elsewhere;
+only values that the file leaves to a grid may differ. If TRL trains a member, its command must be the one that its
+overrides produce here, and its interpreter must belong to the user or the system.
+
+The specification must also have the identity that it names. This detects edits and damage. It does not protect against
+attackers, who can compute identities: only the check of names prevents foreign code from running.
 """
 
 from __future__ import annotations
@@ -38,30 +40,30 @@ from sweeps.run.spec import SPEC_FILE, RunSpec, digest
 from sweeps.run.trust import REMEDY, belongs_to_system, belongs_to_user, refusal
 
 _PACKAGE = "lightning_scalerl"
-_TRAINER = "trainer"  # group of who trains a run; only others' are in a specification
+_TRAINER = "trainer"  # group that a specification only has if another trainer, such as TRL, trains the run
 _NAMED_IN_CONF = re.compile(rf"\b_target_: *({_PACKAGE}\.\w+)")
-# Keys of a task under which a verifier is named: one of ours in one word, or file.py:function or module:function.
+# Keys of a task that name verifiers: a single word for a built-in one, else file.py:function or module:function.
 _VERIFIERS = ("rewards", "use", "verifier")
-_RUNS = "runs"  # in a study's folder
+_RUNS = "runs"  # folder of the runs in a study's folder
 
 
 def check_run(run_dir: Path, spec: RunSpec, done: bool = False) -> None:
-    """Check that all code which a run's specification names is ours or the user's own, and that it is of its identity.
+    """Check that all code in a run's specification is ours or the user's, and that the specification has its identity.
 
-    Makes the run's folders known (`use_folders`), for what they define is looked up.
+    It also puts the run's folders into use (`use_folders`), because their definitions are looked up.
 
     Args:
-        run_dir: of the run.
-        spec: as read from there.
-        done: whether nothing will be run of it, so that its identity, for which its data is read, need not be known.
+        run_dir: directory of the run.
+        spec: the specification read from it.
+        done: whether the run has finished and none of it will run. Its identity, which needs its data, is not checked.
 
     Raises:
-        UserError: something is not; one line with the field, its value and the remedy.
+        UserError: a check failed; one line with the field, its value and the remedy.
     """
     study = run_dir.resolve().parents[1] if run_dir.resolve().parent.name == _RUNS else run_dir.resolve()
     file = run_dir / SPEC_FILE
     if "adopted" in spec.config:
-        return  # it is never started
+        return  # an adopted run is never started
     for folder in spec.folders:
         if not (Path(folder).is_absolute() and belongs_to_user(Path(folder), study) and belongs_to_user(file)):
             raise refusal(file, "folders", folder, "a folder of yours")
@@ -78,16 +80,16 @@ def check_run(run_dir: Path, spec: RunSpec, done: bool = False) -> None:
 
 
 def check_runs(words: Sequence[Sequence[str]], _: Sequence[str]) -> list[RunSpec]:
-    """Check members of a study (`check_run`), in the form of a planner, which gets a process of its own.
+    """Check members of a study (`check_run`). It has the signature of a planner, so that it can run in its own process.
 
     Args:
-        words: of each member its folder, and its identity in the ledger.
+        words: for each member, its folder and its identity in the ledger.
 
     Raises:
-        UserError: see `check_run`; or a folder holds another run.
+        UserError: see `check_run`; or a folder contains another run.
     """
-    for place, run in words:
-        run_dir = Path(place)
+    for folder, run in words:
+        run_dir = Path(folder)
         spec = RunSpec.read(run_dir)
         if spec.run != run:
             raise refusal(run_dir / SPEC_FILE, "run", spec.run, f"{run!r}, as the ledger has it")
@@ -96,31 +98,31 @@ def check_runs(words: Sequence[Sequence[str]], _: Sequence[str]) -> list[RunSpec
 
 
 def _check_names(file: Path, configs: Mapping[str, Any], folders: Sequence[str], study: Path) -> None:
-    # Before the folders are known, so that no name of ours is looked for in them.
-    theirs = [
+    # Before `use_folders`, so that our names are not looked up in the user's folders.
+    other_names = [
         (field, name)
         for part, config in configs.items()
         for field, name in dict.fromkeys(_code_named(config, part))
         if not _is_ours(field, name)
     ]
     use_folders(folders)
-    for field, name in theirs:
+    for field, name in other_names:
         if not (belongs_to_user(file) and _is_own_code(name, folders, study)):
             raise refusal(file, field, name, "a public name of lightning_scalerl, nor code of yours")
 
 
 def _code_named(config: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield every text in a configuration that names code, with the place where it stands."""
+    """Yield (field, text) for every text in a configuration that names code."""
     if isinstance(config, Mapping):
         for key, value in config.items():
-            place = f"{path}.{key}"
-            # Arguments by position: a verifier could be among them, and no file of ours has any.
+            field = f"{path}.{key}"
+            # Positional arguments may contain a verifier. They are never accepted: none of our files has any.
             if key in ("_target_", "_args_") or (key in _VERIFIERS and isinstance(value, str)):
-                yield place, str(value)
+                yield field, str(value)
             else:
                 if key in _VERIFIERS and isinstance(value, list | tuple):
-                    yield from ((place, each) for each in value if isinstance(each, str))
-                yield from _code_named(value, place)
+                    yield from ((field, entry) for entry in value if isinstance(entry, str))
+                yield from _code_named(value, field)
     elif isinstance(config, list | tuple):
         for number, value in enumerate(config):
             yield from _code_named(value, f"{path}[{number}]")
@@ -136,7 +138,7 @@ def _is_ours(field: str, name: str) -> bool:
 def _choosable() -> frozenset[str]:
     """Return the public names that a configuration may build.
 
-    `run_member` is none of them: it would run what another folder names.
+    `run_member` is not among them, because it would run code that another folder names.
     """
     files = conf_dir().rglob("*.yaml")
     named = {name for file in files for name in _NAMED_IN_CONF.findall(file.read_text(encoding="utf-8"))}
@@ -144,35 +146,37 @@ def _choosable() -> frozenset[str]:
 
 
 def _is_own_code(name: str, folders: Sequence[str], study: Path) -> bool:
-    """Return whether a name is defined by a file of the user's, or in one of the folders, which are the user's."""
-    place, _, function = name.rpartition(":")
-    if place.endswith(".py"):
-        return function.isidentifier() and belongs_to_user(Path(place), study)
+    """Return whether a name is defined in a file of the user, or in one of `folders`, which belong to the user."""
+    file, _, function = name.rpartition(":")
+    if file.endswith(".py"):
+        return function.isidentifier() and belongs_to_user(Path(file), study)
     dotted = name.replace(":", ".")
     if not folders or not all(part.isidentifier() for part in dotted.split(".")):
         return False
-    try:  # where it would be imported from, without importing what is not the user's
-        about = importlib.util.find_spec(dotted.partition(".")[0])
-        places = [] if about is None else [about.origin, *(about.submodule_search_locations or [])]
-        if not any(_below(place, folders) for place in places):
+    try:
+        # Find out where it would be imported from before importing it.
+        spec = importlib.util.find_spec(dotted.partition(".")[0])
+        paths = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or [])]
+        if not any(_below(path, folders) for path in paths):
             return False
         target = located(dotted)
     except Exception as error:
         raise ConfigurationError(f"{name}: {type(error).__name__}: {' '.join(str(error).split())}") from error
-    # Not what it has imported from elsewhere, such as my_choices.os.system.
-    home = sys.modules.get(str(getattr(target, "__module__", "")))
-    return _below(getattr(home, "__file__", None), folders)
+    # The module may have imported the object from elsewhere, as in my_choices.os.system: check its defining module.
+    module = sys.modules.get(str(getattr(target, "__module__", "")))
+    return _below(getattr(module, "__file__", None), folders)
 
 
-def _below(place: str | None, folders: Sequence[str]) -> bool:
-    found = None if place is None else Path(place).resolve()
-    return found is not None and any(found.is_relative_to(Path(folder).resolve()) for folder in folders)
+def _below(path: str | None, folders: Sequence[str]) -> bool:
+    resolved = None if path is None else Path(path).resolve()
+    return resolved is not None and any(resolved.is_relative_to(Path(folder).resolve()) for folder in folders)
 
 
 def _check_command(file: Path, spec: RunSpec, _: Path) -> None:
-    """Check that a member's command is the one that the user's own file makes of its overrides.
+    """Check that a member's command is the one that the user's study file produces from its overrides.
 
-    The file, the last of the folders, is known to be the user's and to lie outside of the study.
+    The study file is the last of the folders. It was already checked to belong to the user and to be outside of the
+    study's folder.
     """
     foreign = _foreign(file, spec, "the command of a study's file of yours")
     study_file = Path(spec.folders[-1]) if spec.folders else None
@@ -192,16 +196,16 @@ def _foreign(file: Path, spec: RunSpec, expected: str) -> UserError:
 
 
 def _names_a_command(spec: RunSpec) -> bool:
-    """Return whether an override says what is run, or how it is launched, in the place of the file or of ours."""
+    """Return whether an override changes the command itself or how it is launched, which only the file may decide."""
     return any(group_of(word) in ("command", "member", "hydra") for word in spec.overrides)
 
 
 def _check_trl(file: Path, spec: RunSpec, study: Path) -> None:
-    """Check that a member's command is the one that its overrides make here, of names that are ours or the user's own.
+    """Check that a member's command is the one that its overrides produce here, from code of ours or the user's.
 
-    Names are looked at before anything of the overrides is built, and the interpreter before it is asked for its TRL.
+    Names are checked before anything is built from the overrides, and the interpreter before it is started.
     """
-    from lightning_scalerl import plan_trl  # by its public name, for its room is above this one
+    from lightning_scalerl import plan_trl  # by its public name, because `translate` may not be imported here
 
     foreign = _foreign(file, spec, "the command that this version makes of its overrides")
     trainer, command = spec.config[_TRAINER], spec.config["command"]
@@ -213,11 +217,11 @@ def _check_trl(file: Path, spec: RunSpec, study: Path) -> None:
     try:
         composed = OmegaConf.to_container(compose(spec.overrides, spec.folders), resolve=True)
         _check_names(file, {"overrides": composed}, spec.folders, study)
-        # By its whole path: a relative one was seen from where the study was launched.
+        # With the absolute path of the interpreter: a relative one refers to the folder of the launch.
         (again,) = plan_trl([[*spec.overrides, f"{_TRAINER}.python={python}"]], spec.folders)
     except ConfigurationError as error:
         raise UserError(f"{file}: {error}") from error
-    # Where it is started, Python looks for modules.
+    # Python searches its working folder for modules, so that folder must belong to the user too.
     folder = command.get("folder")
     if not (isinstance(folder, str) and Path(folder).is_absolute() and belongs_to_user(Path(folder), study)):
         raise refusal(file, "config.command.folder", folder, "a folder of yours")
@@ -228,31 +232,32 @@ def _check_trl(file: Path, spec: RunSpec, study: Path) -> None:
         raise foreign
 
 
-def _is_another_name_of(place: Path, python: Path) -> bool:
-    return place.parent == python.parent and place.resolve() == python.resolve()
+def _is_another_name_of(path: Path, python: Path) -> bool:
+    return path.parent == python.parent and path.resolve() == python.resolve()
 
 
 def _is_own_interpreter(python: Any, study: Path) -> bool:
-    """Return whether an interpreter, and the folder that it is named in, are the user's or the system's.
+    """Return whether an interpreter and its folder belong to the user or the system.
 
-    The folder decides what a virtual environment imports; its interpreter is a link to another.
+    The folder matters because the interpreter of a virtual environment is a link, and its folder decides which
+    packages it imports.
     """
     if not (isinstance(python, str) and Path(python).is_absolute()):
         return False
-    places = (Path(python), Path(python).parent)
-    return all(belongs_to_user(place, study) or belongs_to_system(place, study) for place in places)
+    paths = (Path(python), Path(python).parent)
+    return all(belongs_to_user(path, study) or belongs_to_system(path, study) for path in paths)
 
 
 def _check_identity(file: Path, spec: RunSpec) -> None:
     try:
         identity = identity_of(spec.config)
     except ConfigurationError:
-        return  # its data is not here: what is run says so itself, if it needs it
-    found = digest({"science": identity, "seed": spec.seed})
-    # A configuration that reads files may differ because they have changed: that cannot be told from an edit.
-    if found != spec.run and not _reads_files(spec.config):
+        return  # its data is missing here; commands that need the data report that themselves
+    actual = digest({"science": identity, "seed": spec.seed})
+    # With files in the configuration the identity may differ because a file has changed, not the specification.
+    if actual != spec.run and not _reads_files(spec.config):
         raise UserError(
-            f"{file}: run: {spec.run!r} is not the identity of its configuration, which is {found}: it was edited or "
+            f"{file}: run: {spec.run!r} is not the identity of its configuration, which is {actual}: it was edited or "
             f"damaged; {REMEDY}"
         )
 
