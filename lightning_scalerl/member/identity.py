@@ -62,13 +62,13 @@ def check_identity(spec: RunSpec, run_dir: Path) -> None:
         run_dir: directory from which it was read.
 
     Raises:
-        ConfigurationError: its content has another identity, or the identity cannot be own_id.
+        ConfigurationError: its content has another identity, or the identity cannot be computed.
     """
-    own_id = identities(identity_of(spec.config), spec.seed)
-    if own_id != (spec.run, spec.curve) or spec.config.get("seed") != spec.seed:
+    ids = identities(identity_of(spec.config), spec.seed)
+    if ids != (spec.run, spec.curve) or spec.config.get("seed") != spec.seed:
         raise ConfigurationError(
-            f"{run_dir / SPEC_FILE}: names run {spec.run} of curve {spec.curve}, and its content is run {own_id[0]} of "
-            f"curve {own_id[1]}: it was changed, or a file was that it names (data, code); restore what was changed, or "
+            f"{run_dir / SPEC_FILE}: names run {spec.run} of curve {spec.curve}, and its content is run {ids[0]} of "
+            f"curve {ids[1]}: it was changed, or a file was that it names (data, code); restore what was changed, or "
             "launch this as a run of its own"
         )
     # Except for its departures, a run is built from its recipe's choices (`reference`), so they must agree.
