@@ -1,18 +1,20 @@
-"""Runs and judges foreign code behind walls: what it may take, what shields this machine from it, and its verdict.
+"""Sandbox that runs untrusted programs and judges them.
 
-In come a program's source with tests that it never sees (`judge`), with inputs and expected outputs (`judge_stdio`) or
-with one input (`run_program`), its `Limits`, and the `Protections` that `check_protections` has tried on this machine.
-Out goes a verdict or what was printed. Where the sandbox itself failed, `SandboxError` is raised, never a verdict.
+There are three entry points. `judge` runs a program against tests that it never sees, `judge_stdio` compares its
+outputs for given inputs, and `run_program` runs it once. Each takes `Limits` on resources and the `Protections` that
+`check_protections` has tested on this machine. If the sandbox itself fails, `SandboxError` is raised: that is never a
+verdict on the program.
 
-    judge.py   run.py            the questions; protections.py finds out what works here, survey.py reads tests
-        launch.py                starts processes behind walls.py, keeps limits.py, ends them, removes their folders
-    ---- a process of its own, which takes the last steps into the jail itself -----------------------------------
+    judge.py   run.py            entry points; protections.py tests this machine, survey.py analyses tests
+        launch.py                starts processes behind walls.py, enforces limits.py, ends processes, removes folders
+    ---- a separate process, which applies the last protections to itself ----------------------------------------
         inside.py -> jail.py     limits, user, Landlock, seccomp
-            serve.py             with the program: answers calls       <- pipes: plain data (frames.py, plain.py)
+            serve.py             next to the program: answers calls    <- pipes: plain data (frames.py, plain.py)
             examine.py           with the tests, in another sandbox: calls, compares, and knows the nonce
+                conduct.py       runs the tests
 
-Modules below the line are sent there as compiled code and import only the standard library. The others also import
-`lightning_scalerl.checks`, for its errors, and nothing else: no torch, no run, no task.
+Modules below the line are sent to the process as compiled code and import only the standard library. The others also
+import `lightning_scalerl.checks` for its errors, and nothing else: no torch, no run, no task.
 """
 
 from __future__ import annotations

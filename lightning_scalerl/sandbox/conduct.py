@@ -1,7 +1,7 @@
-"""Run of a data set's tests: everything that they define is run, once.
+"""Execution of a data set's tests: everything that they define is run once.
 
-Runs inside the judge's sandbox (standard library only; pytest where the tests import it). Tests that cannot be run were
-refused when the row was read (`survey.py`).
+Runs inside the judge's sandbox (standard library only, and pytest if the tests import it). Tests that cannot be run
+were refused when the row was read (`survey.py`).
 """
 
 from __future__ import annotations
@@ -14,32 +14,33 @@ from itertools import product
 from types import CoroutineType, FunctionType, SimpleNamespace
 from typing import Any
 
-# Names in the tests' module; with two underscores classes would mangle them.
+# Names added to the tests' module. They start with one underscore because classes mangle names with two.
 _ENTERED, _REACHED, _FAILED = "_scalerl_entered", "_scalerl_reached", "_scalerl_failed"
 _CATCHES_ASSERTS = ("AssertionError", "Exception", "BaseException")
 
 
 class FailedError(Exception):
-    """Raised when the verdict is reached, and is a failure."""
+    """Raised when the program has failed; the message is the reason."""
 
 
 class _Marked(ast.NodeTransformer):
-    """Tests in which each test function and each assert says that it was reached, and an assert that it failed."""
+    """Adds calls to the tests that record each entered test function, each reached assert and each failed assert."""
 
     def __init__(self, tree: ast.Module) -> None:
         self._catches = _catches_asserts(tree)
         self.asserts, self.functions = False, dict[str, tuple[str, int]]()
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
-        # A right program does not reach `assert False`, so it does not count as a check.
+        # `assert False` does not count as a check, because a correct program never reaches it.
         self.asserts |= not isinstance(node.test, ast.Constant)
         if not self._catches:
-            # Evaluated only if it fails: a thread, `suppress` or `gather` may keep the error from us.
-            said = ast.Tuple([_call(_FAILED, str(node.lineno), node).value, node.msg or ast.Constant("")], ast.Load())
-            node.msg = ast.Subscript(said, ast.Constant(1), ast.Load())
-            for made in ast.walk(node.msg):
-                if not hasattr(made, "lineno"):
-                    ast.copy_location(made, node)
+            # Put the call into the assert's message, which is evaluated only if it fails. The exception alone may be
+            # lost in a thread, in `suppress` or in `gather`.
+            pair = ast.Tuple([_call(_FAILED, str(node.lineno), node).value, node.msg or ast.Constant("")], ast.Load())
+            node.msg = ast.Subscript(pair, ast.Constant(1), ast.Load())
+            for part in ast.walk(node.msg):
+                if not hasattr(part, "lineno"):
+                    ast.copy_location(part, node)
         return [_call(_REACHED, "", node), node]
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
@@ -53,40 +54,40 @@ class _Marked(ast.NodeTransformer):
         if node.name.startswith("test") or node.name == "check":
             key = f"{node.name}:{node.lineno}"
             self.functions[key] = node.name, node.lineno
-            behind = 1 if ast.get_docstring(node, clean=False) is not None else 0
-            node.body.insert(behind, _call(_ENTERED, key, node.body[0]))
+            index = 1 if ast.get_docstring(node, clean=False) is not None else 0
+            node.body.insert(index, _call(_ENTERED, key, node.body[0]))
         return node
 
 
 def _catches_asserts(tree: ast.Module) -> bool:
-    """Return whether the tests handle failed asserts themselves, such as to count them."""
+    """Return whether the tests catch failed asserts themselves, for instance to count them."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler):
             kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             if any(kind is None or getattr(kind, "id", "") in _CATCHES_ASSERTS for kind in kinds):
                 return True
         if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) != "suppress":
-            given = [*node.args, *(k.value for k in node.keywords)]
-            if any(getattr(value, "id", "") in _CATCHES_ASSERTS for value in given):
+            arguments = [*node.args, *(k.value for k in node.keywords)]
+            if any(getattr(value, "id", "") in _CATCHES_ASSERTS for value in arguments):
                 return True
     return False
 
 
 def _call(name: str, argument: str, at: ast.stmt) -> ast.Expr:
-    made = ast.Expr(ast.Call(ast.Name(name, ast.Load()), [ast.Constant(argument)], []))
-    for node in ast.walk(made):
+    call = ast.Expr(ast.Call(ast.Name(name, ast.Load()), [ast.Constant(argument)], []))
+    for node in ast.walk(call):
         ast.copy_location(node, at)
-    return made
+    return call
 
 
 class TestRun:
-    """One run of the tests in their module.
+    """Run of the tests in their module.
 
     Args:
-        tree: the tests; marks are added to it.
-        names: the module's dictionary, with the prelude's and the program's names.
-        candidate: the entry point; None without one.
-        source: text of the tests.
+        tree: the parsed tests; calls that record progress are added to it.
+        names: dictionary of the module, with names from the prelude and the program.
+        candidate: the entry point, or None.
+        source: source of the tests.
     """
 
     def __init__(self, tree: ast.Module, names: dict[str, Any], candidate: Any, source: str) -> None:
@@ -101,27 +102,27 @@ class TestRun:
             self._prepare_pytest()
 
     def all(self) -> None:
-        """Run all the tests that were found.
+        """Run all tests.
 
         Raises:
-            FailedError: one failed where only its framework noticed, was never run, or none could fail.
-            BaseException: what a test raised.
+            FailedError: a test failed without an exception, a test function was never run, or no assert was reached.
+            BaseException: the exception of a test.
         """
         doctests = list(self._docstrings()) if self._has_doctests else []
         marks = _Marked(self._tree)
         ended_at = max((node.lineno for node in self._tree.body), default=0)
         tree = marks.visit(self._tree)
-        before = set(self._names)
+        names_before = set(self._names)
         self._names |= {_ENTERED: self._entered.add, _REACHED: self._note, _FAILED: self._note_failure}
         try:
             exec(compile(tree, "tests.py", "exec", dont_inherit=True), self._names)
         except SystemExit as error:
             if error.code not in (None, 0) or self._line(error) < ended_at:
                 raise
-        made = {name: value for name, value in self._names.items() if name not in before}
-        self._run_check(made, marks)
-        self._run_functions(made, marks)
-        self._run_classes(made, marks)
+        defined = {name: value for name, value in self._names.items() if name not in names_before}
+        self._run_check(defined, marks)
+        self._run_functions(defined, marks)
+        self._run_classes(defined, marks)
         self._run_cases()
         self._run_doctests(doctests)
         if self._failures:
@@ -139,7 +140,7 @@ class TestRun:
         self._failures.append(f"the assert in line {line} of the tests failed, and its error was caught")
 
     def _line(self, error: BaseException) -> int:
-        """Return the line of the module's own statement that raised."""
+        """Return the line of the top-level statement that raised the error."""
         trace = error.__traceback__
         while trace is not None:
             if trace.tb_frame.f_code.co_filename == "tests.py":
@@ -150,28 +151,28 @@ class TestRun:
 
     def _was_run(self, function: Any, marks: _Marked) -> bool:
         """Return whether the tests have called this function themselves."""
-        while hasattr(function, "__wrapped__"):  # as `inspect.unwrap`, whose import takes 10 ms
+        while hasattr(function, "__wrapped__"):  # like `inspect.unwrap`, whose import takes 10 ms
             function = function.__wrapped__
         code = getattr(function, "__code__", None)
         keys = [k for k, (name, _) in marks.functions.items() if code is not None and name == code.co_name]
-        # A function begins at its first decorator, and its mark has the line of its `def`.
+        # The code's first line is that of the first decorator, while the key has the line of `def`: compare all lines.
         at = [k for k in keys if code is not None and marks.functions[k][1] in {n[2] for n in code.co_lines()}]
         return any(key in self._entered for key in at or keys)
 
-    def _run_check(self, made: Mapping[str, Any], marks: _Marked) -> None:
-        check = made.get("check")
+    def _run_check(self, defined: Mapping[str, Any], marks: _Marked) -> None:
+        check = defined.get("check")
         if self._candidate is not None and callable(check) and not self._was_run(check, marks):
             _finish("check", check(self._candidate))
 
-    def _run_functions(self, made: Mapping[str, Any], marks: _Marked) -> None:
-        for name, value in made.items():
-            # A function of the tests: not one of the program under another name.
-            mine = isinstance(value, FunctionType) and value.__module__ == "__main__"
-            if name.startswith("test") and mine and not self._was_run(value, marks):
+    def _run_functions(self, defined: Mapping[str, Any], marks: _Marked) -> None:
+        for name, value in defined.items():
+            # A function that the tests define, not one from elsewhere under another name.
+            of_tests = isinstance(value, FunctionType) and value.__module__ == "__main__"
+            if name.startswith("test") and of_tests and not self._was_run(value, marks):
                 _run_with_all_parameters(name, value, [])
 
-    def _run_classes(self, made: Mapping[str, Any], marks: _Marked) -> None:
-        for name, value in made.items():
+    def _run_classes(self, defined: Mapping[str, Any], marks: _Marked) -> None:
+        for name, value in defined.items():
             if name.startswith("Test") and isinstance(value, type) and value.__module__ == "__main__":
                 self._run_class(value, marks)
 
@@ -195,7 +196,7 @@ class TestRun:
                 self._run_class(inner, marks)
 
     def _prepare_unittest(self) -> None:
-        """Have every result of unittest's note its failures: tests drop results, and `main` ends the process."""
+        """Make unittest's results record failures here, because tests may drop them, and disable `unittest.main`."""
         import unittest
 
         failures = self._failures
@@ -213,15 +214,15 @@ class TestRun:
         unittest.main = lambda *_, **__: SimpleNamespace(result=unittest.TestResult())  # type: ignore[assignment]
 
     def _prepare_pytest(self) -> None:
-        """Make `pytest.main` do nothing: the tests that it would collect are run here."""
+        """Disable `pytest.main`: the tests that it would collect are run here."""
         try:
             pytest: Any = import_module("pytest")
         except ImportError:
-            return  # only its name is in the tests
+            return  # the tests only contain its name
         pytest.main = lambda *_, **__: 0
 
     def _run_cases(self) -> None:
-        # Not imported by the tests: then they have no cases.
+        # If the tests did not import unittest, they have no cases.
         unittest = sys.modules.get("unittest")
         if unittest is None:
             return
@@ -263,25 +264,26 @@ def _call_if_there(owner: Any, name: str, *arguments: Any) -> None:
 
 
 def _run_with_all_parameters(name: str, test: Callable[..., Any], marks: Any) -> None:
-    """Call a test once for each combination that `pytest.mark.parametrize` gives, or once."""
-    own = [*marks, *getattr(test, "pytestmark", [])]
-    axes = [_cases(*mark.args, **mark.kwargs) for mark in own if mark.name == "parametrize"]
+    """Call a test once for each combination of parameters from `pytest.mark.parametrize`, or once without any."""
+    all_marks = [*marks, *getattr(test, "pytestmark", [])]
+    axes = [_cases(*mark.args, **mark.kwargs) for mark in all_marks if mark.name == "parametrize"]
     for chosen in product(*axes):
         _finish(name, test(**{key: value for case in chosen for key, value in case.items()}))
 
 
 def _cases(argnames: Any, argvalues: Any, **_: Any) -> list[dict[str, Any]]:
+    """Return the parameters of each case of one `pytest.mark.parametrize`, by name."""
     names = [n.strip() for n in argnames.split(",") if n.strip()] if isinstance(argnames, str) else list(argnames)
     cases = []
     for value in argvalues:
-        # `pytest.param(...)` keeps its values; of several names a case is a sequence, of one the value itself.
+        # A case is a `pytest.param(...)` with values, a sequence (for several names), or a single value (for one name).
         values = value.values if type(value).__name__ == "ParameterSet" else value if len(names) > 1 else (value,)
         cases.append(dict(zip(names, values, strict=True)))
     return cases
 
 
 def _finish(name: str, returned: Any) -> None:
-    """Run a coroutine that a test returned; a test that returns false has failed."""
+    """Run a coroutine returned by a test. A test that returns False has failed."""
     if isinstance(returned, CoroutineType):
         import asyncio
 

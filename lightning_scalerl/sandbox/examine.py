@@ -1,8 +1,8 @@
 """Judge's side of a judgement: it runs a data set's tests against a program in another process.
 
-Runs inside the judge's sandbox (standard library only). Names that the tests use and only the program can mean are
-bound to what the program sends: plain values, or `Remote` stand-ins whose calls go there and which are equal to nothing
-but themselves. `conduct.py` runs the tests. Success is the nonce, written to a pipe that only the parent reads.
+Runs inside the judge's sandbox (standard library only). Names that the tests take from the program are bound to values
+that the program sends: plain data, or `Remote` proxies, whose calls go to the program and which are equal only to
+themselves. `conduct.py` runs the tests. On success, the nonce is written to a pipe that only the parent reads.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from lightning_scalerl.sandbox.frames import receive, send
 from lightning_scalerl.sandbox.plain import Handle, MalformedError, decode, encode
 
 _LONGEST_REASON = 300
-# Raised inside the tests' own `map` or `iter`, these would silently end a loop whose asserts then never run.
+# Exceptions that would silently end a loop over `map` or `iter` in the tests, so that its asserts never run.
 _ENDS_A_LOOP = (StopIteration, StopAsyncIteration)
-# Built-ins that turn an exception into a default, which would hide the program's exception from the judge.
+# Built-ins that turn an exception into a default value. In tests that use them, this exception of the program would be
+# hidden from the judge.
 _HIDES = {"getattr": AttributeError, "hasattr": AttributeError}
 
 
 class ProgramError(Exception):
-    """Raised in the tests where the program raised no ordinary built-in exception, or one that would end their loop."""
+    """Raised in the tests in place of a program's exception that is not an ordinary built-in, or would be hidden."""
 
 
 class ProgramGoneError(BaseException):
-    """Raised when the program's process has ended or sent no valid answer; tests cannot catch it."""
+    """Raised when the program's process has ended or sent an invalid answer; not an `Exception`, which tests catch."""
 
 
 class Remote:
-    """Proxy of a program's object in the tests: attributes and calls go to the program, all else stays here."""
+    """Proxy for an object of the program: attributes and calls are forwarded to it, everything else happens here."""
 
     __slots__ = ("__handle", "__program")
 
@@ -43,7 +44,7 @@ class Remote:
         self.__program, self.__handle = program, handle
 
     def __getattr__(self, name: str) -> Any:
-        # Protocols that ask an object for special methods, such as copy's, get no answer of the program's.
+        # Look-ups of special methods, as by `copy`, are not forwarded to the program.
         if name.startswith("__"):
             raise AttributeError(name)
         return self.__program.ask("get", self.__handle, name)
@@ -65,23 +66,23 @@ class Program:
         self.hides: set[type[Exception]] = set()
 
     def loaded(self) -> str | None:
-        """Return None once the program is ready; otherwise the type of the exception that it raised."""
+        """Wait until the program is loaded. Returns None, or the type of the exception that loading raised."""
         status, kind = self._receive()
         return None if status == "loaded" else str(kind)
 
     def names(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the names that the program defines, of those given, with their values."""
-        given = self.ask("names", sorted(names))
-        if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+        """Return the values of these names, as far as the program defines them."""
+        values = self.ask("names", sorted(names))
+        if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
             raise self._gone("an answer of another kind")
-        return given
+        return values
 
     def ask(self, what: str, *operands: Any) -> Any:
-        """Send one request and return its answer, or raise the program's exception."""
+        """Send a request and return its answer, or raise the program's exception."""
         return self._answer([what, *operands])[0]
 
     def call(self, target: Handle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an object of the program; arguments that it changed in place are changed here, too."""
+        """Call an object of the program. Arguments that the call changed in place are changed here too."""
         self.calls += 1
         value, changed = self._answer(["call", target, encode((args, kwargs), _handle_of)], (args, kwargs))
         if changed is not None:
@@ -89,7 +90,7 @@ class Program:
         return value
 
     def _answer(self, request: list[Any], arguments: Any = None) -> tuple[Any, Any]:
-        """Send a request; return value and changed arguments (None: unchanged), or raise the program's exception."""
+        """Send a request and return its value and changed arguments (None: unchanged), or raise the exception."""
         try:
             send(self._requests, encode(request, _handle_of))
         except OSError:
@@ -136,20 +137,20 @@ class Program:
         return ProgramGoneError(why)
 
 
-def _handle_of(thing: Any) -> Handle | None:
-    if isinstance(thing, Handle):
-        return thing
-    return thing._Remote__handle if type(thing) is Remote else None
+def _handle_of(value: Any) -> Handle | None:
+    if isinstance(value, Handle):
+        return value
+    return value._Remote__handle if type(value) is Remote else None
 
 
 def _as_raised(kind: str, args: tuple[Any, ...], hidden: tuple[type[Exception], ...]) -> Exception:
-    """Return the same built-in exception if it is an ordinary one that shows, else a `ProgramError`."""
+    """Return the same built-in exception if it is an ordinary one and not in `hidden`, else a `ProgramError`."""
     known = getattr(builtins, kind, None)
     if isinstance(known, type) and issubclass(known, Exception) and not issubclass(known, hidden):
         try:
             return known(*args)
         except Exception:
-            # Some want other arguments than `args` has, as UnicodeDecodeError may: made without any.
+            # Some, such as UnicodeDecodeError, need other arguments than `args`: create it without arguments.
             return known.__new__(known)
     return ProgramError(f"{kind}: {args}"[:200])
 
@@ -180,26 +181,26 @@ def _changed(old: Any, new: Any) -> Any:
     if isinstance(old, list | dict | set | bytearray | tuple) and isinstance(new, type(old)):
         _change(old, new)
         return new if isinstance(old, tuple) else old
-    # A stand-in is made anew for every message; the one that the tests hold is the same object.
+    # Each message creates a new proxy; keep the one that the tests have, which refers to the same object.
     return old if type(old) is Remote else new
 
 
 def examine(config: dict[str, Any], requests: int, answers: int, report: int) -> None:
-    """Run the tests and report: the nonce, or one line that says why not."""
+    """Run the tests, and write the nonce or one line with the reason of the failure to the pipe `report`."""
     program = Program(requests, answers)
     try:
         _examine(config, program)
-        # A bare `except` in the tests may swallow the death of the program; it has failed anyway.
+        # A bare `except` in the tests may have swallowed the program's death, but the program has failed.
         if program.broken:
             raise FailedError(program.broken)
-        said = config["nonce"]
+        result = config["nonce"]
     except FailedError as error:
-        said = str(error)
+        result = str(error)
     except ProgramGoneError as error:
-        said = f"the program: {error}"
+        result = f"the program: {error}"
     except BaseException as error:
-        said = f"{type(error).__name__}{_where(error)}: {_text(error)}"
-    os.write(report, said.replace("\n", " ")[:_LONGEST_REASON].encode("utf-8", "replace"))
+        result = f"{type(error).__name__}{_where(error)}: {_text(error)}"
+    os.write(report, result.replace("\n", " ")[:_LONGEST_REASON].encode("utf-8", "replace"))
 
 
 def _text(error: BaseException) -> str:
@@ -210,7 +211,7 @@ def _text(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """Return the line of the tests that was running."""
+    """Return the line of the tests in which an error was raised, as text for a message."""
     line, trace = 0, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "tests.py":
@@ -220,15 +221,15 @@ def _where(error: BaseException) -> str:
 
 
 def _examine(config: dict[str, Any], program: Program) -> None:
-    """Run the prelude, the tests and all that they define; raise at the first failure."""
-    # The main module: guards hold, and dataclasses look their class's module up there.
+    """Run the prelude, the tests and everything that they define; raises at the first failure."""
+    # As the main module, so that main guards are true. It must be in `sys.modules`, where dataclasses look it up.
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     names = module.__dict__
     names["__file__"] = "tests.py"
     try:
         tree = ast.parse(config["tests"], "tests.py")
-        # dont_inherit: else this file's `annotations` future would hold in foreign code as well.
+        # dont_inherit: otherwise this file's `from __future__ import annotations` would apply to the prelude too.
         exec(compile(config["prelude"], "prelude.py", "exec", dont_inherit=True), names)
     except Exception as error:
         raise FailedError(f"the data set's own code: {type(error).__name__}: {_text(error)}") from None
@@ -240,28 +241,28 @@ def _examine(config: dict[str, Any], program: Program) -> None:
     program.hides |= {IndexError for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "__getitem__"}
     run = TestRun(tree, names, candidate, config["tests"])
     run.all()
-    # Tests that ask the program nothing prove nothing of it.
+    # Tests that never call the program prove nothing.
     if not program.calls:
         raise FailedError("the tests never called the program")
 
 
 def _bind(config: dict[str, Any], names: dict[str, Any], program: Program) -> Any:
-    """Give the tests the names they lack, as `survey.py` found them; return the entry point as a callable."""
+    """Bind the names that the tests lack, as found by `survey.py`; returns the entry point as a callable, or None."""
     entry_point = config["entry_point"]
     root = entry_point.partition(".")[0].removesuffix("()") if entry_point else None
     for name, module in config["modules"].items():
         names.setdefault(name, import_module(module))
     for name, module in config["lent"].items():
         names.setdefault(name, getattr(import_module(module), name))
-    given = program.names(config["asked"])
-    if root is not None and root not in given:
+    values = program.names(config["asked"])
+    if root is not None and root not in values:
         raise FailedError(f"the program does not define {root}")
     for name in config["asked"]:
-        if name in given and (name == root or name not in names):
-            names[name] = given[name]
+        if name in values and (name == root or name not in names):
+            names[name] = values[name]
     if entry_point is None or root is None:
         return None
-    candidate = _candidate(entry_point, given[root])
+    candidate = _candidate(entry_point, values[root])
     last = entry_point.rpartition(".")[2].removesuffix("()")
     if "." not in entry_point:
         names[last] = candidate
@@ -272,20 +273,20 @@ def _bind(config: dict[str, Any], names: dict[str, Any], program: Program) -> An
 
 
 def _candidate(entry_point: str, root: Any) -> Callable[..., Any]:
-    """Return `f`, or `Solution.method` with a new instance for every call."""
+    """Return a callable for `f`, or for `Solution.method` with a new instance for each call."""
     path = entry_point.split(".")
 
     def candidate(*args: Any, **kwargs: Any) -> Any:
-        thing = root
+        target = root
         for at, step in enumerate(path):
             name = step.removesuffix("()")
             if at:
-                thing = getattr(thing, name)
-            # A class on the way is instantiated: `Solution.method` is a method of a new instance.
-            handle = _handle_of(thing)
+                target = getattr(target, name)
+            # A class before the last step is instantiated: `Solution.method` is a method of a new instance.
+            handle = _handle_of(target)
             if step.endswith("()") or (at < len(path) - 1 and handle is not None and handle.kind == "type"):
-                thing = thing()
-        return thing(*args, **kwargs)
+                target = target()
+        return target(*args, **kwargs)
 
     candidate.__name__ = candidate.__qualname__ = path[-1].removesuffix("()")
     return candidate

@@ -1,4 +1,4 @@
-"""Messages over a pair of pipes: a length, then that many bytes. Runs inside the sandbox (standard library only)."""
+"""Messages over a pair of pipes: a length, then the bytes. Runs inside the sandbox (standard library only)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import struct
 
 from lightning_scalerl.sandbox.plain import MAX_BYTES
 
-# A message holds encoded values beside its own few fields.
+# A message contains encoded values in addition to its own few fields.
 _MAX_FRAME = 3 * MAX_BYTES
 
 
@@ -15,16 +15,16 @@ def send(pipe: int, message: bytes) -> None:
     """Write one message to a pipe, its length first.
 
     Raises:
-        OSError: nobody reads any more.
+        OSError: the reading end is closed.
     """
-    rest = memoryview(struct.pack("<I", len(message)) + message)
-    # A pipe may take a part of it only.
-    while rest:
-        rest = rest[os.write(pipe, rest) :]
+    remaining = memoryview(struct.pack("<I", len(message)) + message)
+    # A pipe may accept only a part.
+    while remaining:
+        remaining = remaining[os.write(pipe, remaining) :]
 
 
 def receive(pipe: int) -> bytes | None:
-    """Read the next message; None at the end, and for one that is cut short or too long."""
+    """Read the next message; None at the end, and for a message that is incomplete or too long."""
     head = _exactly(pipe, 4)
     if head is None:
         return None

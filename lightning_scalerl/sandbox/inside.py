@@ -1,4 +1,4 @@
-"""Entry of a sandboxed process: it enters the jail, tells the parent, then plays its role.
+"""Entry point of a sandboxed process: it enters the jail, reports to the parent, then performs its role.
 
 Runs inside the child only (standard library only).
 """
@@ -20,7 +20,7 @@ READY = b"ready\n"
 
 
 def main(config: dict[str, Any]) -> None:
-    """Enter the jail and play `config["role"]`: `script`, `program` or `judge`."""
+    """Enter the jail and perform `config["role"]`: `script`, `program` or `judge`."""
     status = config["status"]
     try:
         if config["watched"]:
@@ -29,11 +29,11 @@ def main(config: dict[str, Any]) -> None:
         scratch = enter(config["jail"])
     except BaseException as error:
         os.write(status, f"{type(error).__name__}: {error}"[:1000].encode("utf-8", "replace"))
-        # EX_SOFTWARE of sysexits.h.
+        # EX_SOFTWARE in sysexits.h
         os._exit(70)
-    # Its own standard error from here on; until now it was the parent's to read.
+    # Until now, standard error went to the parent as part of the status. From here on it is the program's.
     os.dup2(1 if config["stderr"] is None else config["stderr"], 2)
-    # Fails if the parent has gone meanwhile.
+    # Sending raises an error if the parent has died meanwhile.
     line = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, status)
     if scratch is None:
         line.send(READY)
@@ -55,10 +55,11 @@ def main(config: dict[str, Any]) -> None:
 
 
 def _prepare(config: dict[str, Any]) -> None:
-    # Python's limit of 4,300 digits protects servers from slow conversions; here the limits of time do.
+    """Set up the interpreter as a program expects it, and hide the modules of this package."""
+    # Python's limit of 4,300 digits protects servers from slow conversions. Here, time limits do.
     sys.set_int_max_str_digits(0)
     sys.path.extend(config["sys_path"])
-    if not hasattr(builtins, "exit"):  # Python without `site`, which takes half of the start-up.
+    if not hasattr(builtins, "exit"):  # Python runs without `site`, which takes half of the start-up time
         from _sitebuiltins import Quitter
 
         for name in ("exit", "quit"):

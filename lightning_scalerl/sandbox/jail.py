@@ -1,8 +1,8 @@
-"""Confinement that a sandboxed process applies to itself before foreign code runs: limits, user, Landlock, seccomp.
+"""Confinement that a sandboxed process applies to itself before untrusted code runs: limits, user, Landlock, seccomp.
 
-Runs inside the child only, as its first act, and imports nothing but the standard library: the parent sends the
-compiled module along (`launch.py`), so nothing of this package has to be visible in the sandbox. Every step is one way:
-what has been given up here, the code that runs afterwards cannot take back.
+Runs inside the child only, as its first action, and imports only the standard library. The parent sends the compiled
+module (`launch.py`), so this package need not be visible in the sandbox. No step can be undone by the code that runs
+afterwards.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Calls that foreign code gets EPERM for, with their numbers on x86_64 and aarch64 (-: it has none). Processes, sockets,
-# other processes' memory and signals, mounts, the kernel's own settings; changes to metadata, which Landlock does not
-# look at; and memory and queues that no limit of the process counts or that outlive it: contexts of asynchronous I/O
-# are a budget of the whole machine, and setsockopt would let each socket hold as much as the machine's largest buffer.
+# System calls that return EPERM to untrusted code, with their numbers on x86_64 and aarch64 (-: it has none). They
+# concern processes, sockets, memory and signals of other processes, mounts and the kernel's settings. Changes of
+# metadata are among them because Landlock does not control these. So are calls for memory and queues that no limit of
+# the process covers or that outlive it: contexts of asynchronous I/O come from a machine-wide budget, and setsockopt
+# would let each socket hold as much as the machine's largest buffer.
 _REFUSED = """
 fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, unshare 272 97, setns 308 268, pivot_root 155 41,
 chroot 161 51, mount 165 40, umount2 166 39, open_tree 428 428, move_mount 429 429, fsopen 430 430, fsconfig 431 431,
@@ -47,7 +48,7 @@ lookup_dcookie 212 18, nfsservctl 180 42, vhangup 153 58, sync 162 81, syncfs 30
 uselib 134 -, ustat 136 -, sysfs 139 -, _sysctl 156 -, lsm_set_self_attr 460 460
 """
 
-# Numbers of the calls whose arguments decide.
+# Numbers of the calls that are allowed or refused depending on their arguments.
 _NUMBERS = {
     "x86_64": {
         "clone": 56, "clone3": 435, "openat2": 437, "open": 2, "openat": 257, "kill": 62, "tkill": 200, "tgkill": 234,
@@ -61,7 +62,7 @@ _NUMBERS = {
     },
 }  # fmt: skip
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# Calls of kernels younger than this table do not exist for foreign code.
+# Later calls, of kernels newer than this table, return ENOSYS to untrusted code.
 _LAST_KNOWN = 462
 _X32 = 0x40000000
 
@@ -72,7 +73,8 @@ _NR_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16
 
 _CLONE_THREAD = 0x00010000
 _CLONE_NEW = 0x7E020000
-# F_SETOWN, F_SETSIG and F_SETOWN_EX have the kernel send signals elsewhere; a pipe's size is a budget of the user.
+# F_SETOWN, F_SETSIG and F_SETOWN_EX make the kernel send signals to other processes. F_SETPIPE_SZ (1031) uses up a
+# budget that the user's processes share.
 _FCNTL_REFUSED = (8, 10, 15, 1031)
 # TIOCSCTTY, TIOCSPGRP, TIOCSTI, TIOCLINUX, FIOSETOWN, SIOCSPGRP.
 _IOCTL_REFUSED = (0x540E, 0x5410, 0x5412, 0x541C, 0x8901, 0x8902)
@@ -85,15 +87,15 @@ _CAP_DAC_READ_SEARCH = 2
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _REFER, _TRUNCATE, _IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
-# Devices, sockets and FIFOs are not among what may be made in the scratch directory.
+# Rights for the scratch directory; there is none to create devices, sockets and FIFOs.
 _REMOVE_DIR, _REMOVE_FILE, _MAKE_DIR, _MAKE_REG, _MAKE_SYM = 1 << 4, 1 << 5, 1 << 7, 1 << 8, 1 << 12
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
 
 _MEBIBYTE = 1 << 20
 
 _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
-_NOSUID, _NODEV, _PRIVATE = 1 << 1, 1 << 2, 1 << 18 | 1 << 14  # the last: and all below
-# __O_TMPFILE, which O_TMPFILE has beside O_DIRECTORY; MAP_TYPE, MAP_PRIVATE, MAP_ANONYMOUS.
+_NOSUID, _NODEV, _PRIVATE = 1 << 1, 1 << 2, 1 << 18 | 1 << 14  # MS_PRIVATE with MS_REC
+# __O_TMPFILE (O_TMPFILE is this and O_DIRECTORY); MAP_TYPE, MAP_PRIVATE, MAP_ANONYMOUS.
 _TMPFILE = 0o20000000
 _MAP_TYPE, _MAP_PRIVATE, _MAP_ANONYMOUS = 0xF, 0x2, 0x20
 
@@ -101,7 +103,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class JailError(RuntimeError):
-    """Raised when a step of the confinement fails; foreign code must then not run."""
+    """Raised when a step of the confinement fails; untrusted code must not run then."""
 
 
 def _checked(what: str, result: int) -> int:
@@ -121,12 +123,12 @@ def _syscall(number: int, *arguments: Any) -> int:
 
 
 def landlock_abi() -> int:
-    """Return the version of Landlock that this kernel gives; 0 if it has none or it is switched off."""
+    """Return the version of Landlock in this kernel; 0 if it has none or it is switched off."""
     return max(0, _syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
 
 
 def seccomp_obstacle() -> str | None:
-    """Return why system calls cannot be filtered on this machine; None if no reason is known."""
+    """Return the reason why system calls cannot be filtered on this machine, or None."""
     machine = os.uname().machine
     if machine not in _AUDIT_ARCH:
         return f"no filter is written for {machine}"
@@ -136,35 +138,36 @@ def seccomp_obstacle() -> str | None:
 
 
 def enter(config: Mapping[str, Any]) -> int | None:
-    """Confine this process; return a descriptor of its bounded scratch directory, if it has one.
+    """Confine this process, and return a descriptor of its scratch directory if that is bounded.
 
     Args:
-        config: plain data of `launch.py`: `scratch`, `readable`, `devices` (paths); `limits` (cpu_s, memory_mib,
-            file_mib, processes); `user` (uid and gid in one, or None); `keeps_read`; `landlock` (ABI, 0: leave out);
-            `seccomp`; `parent` (its pid as seen from here); `bounded` (bytes and entries of a file system in memory to
-            be the scratch directory, or None); `own_mounts` (whether this process has a namespace of mounts by now).
+        config: plain data from `launch.py`: `scratch`, `readable`, `devices` (paths); `limits` (cpu_s, memory_mib,
+            file_mib, processes); `user` (number of both user and group, or None); `keeps_read`; `landlock` (version, 0
+            to do without it); `seccomp`; `parent` (its pid in this namespace); `bounded` (bytes and entries of the file
+            system in memory for the scratch directory, or None); `own_mounts` (whether this process already has its own
+            mount namespace).
 
     Raises:
-        JailError: a step that was asked for did not work.
-        OSError: a limit, a user or a directory could not be set, or a path not opened.
+        JailError: a step of the confinement failed.
+        OSError: a limit, a user or a directory could not be set, or a path could not be opened.
     """
     os.umask(0o077)
-    # Before a namespace of users, so that they hold for the user outside of it.
+    # Before a user namespace is created, so that the limits apply to the user outside of it.
     _set_limits(config["limits"])
     scratch = _bound_scratch(config) if config["bounded"] else None
-    # Before the user changes: what is readable may lie below a folder that only root can enter.
+    # Before the user changes, because readable paths may be below a folder that only root can enter.
     ruleset = _ruleset(config) if config["landlock"] else -1
     _drop(config["user"], config["keeps_read"])
     os.chdir(config["scratch"])
-    # Landlock and seccomp ask for it of a process without CAP_SYS_ADMIN.
+    # Landlock and seccomp require this of a process without CAP_SYS_ADMIN.
     _prctl("no_new_privs", _PR_SET_NO_NEW_PRIVS, 1)
-    # Both are undone by a change of user, hence only now.
+    # A change of user would undo both, hence only now.
     _prctl("dumpable", _PR_SET_DUMPABLE, 0)
     _prctl("parent's death signal", _PR_SET_PDEATHSIG, 9)
     if os.getppid() != config["parent"]:
         raise JailError("the parent has gone")
     if ruleset >= 0:
-        flags = 1 if config["landlock"] >= 7 else 0  # What foreign code is denied would fill the audit log.
+        flags = 1 if config["landlock"] >= 7 else 0  # do not fill the audit log with denials
         _checked("landlock", _syscall(_LANDLOCK_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(flags)))
         os.close(ruleset)
     if config["seccomp"]:
@@ -173,10 +176,11 @@ def enter(config: Mapping[str, Any]) -> int | None:
 
 
 def watch_over_a_child() -> None:
-    """Fork, and return in the new process; this one only waits for it and exits with its status.
+    """Fork and return in the child; the parent only waits for the child and exits with its status.
 
-    For the first process of a pid namespace: signals mean something else to it, and with it all others end. It stays
-    the user it is, so that the one who started it may end it, but gives up its rights.
+    For the first process of a PID namespace, which must not run the program itself: it ignores most signals, and all
+    other processes die with it. It keeps its user, so that the process that started it may kill it, but drops its
+    capabilities.
     """
     _prctl("dumpable", _PR_SET_DUMPABLE, 0)
     child = os.fork()
@@ -192,9 +196,9 @@ def watch_over_a_child() -> None:
 
 
 def _bound_scratch(config: Mapping[str, Any]) -> int:
-    """Mount a file system in memory on the scratch directory, visible to this process only; return a descriptor of it.
+    """Mount a file system in memory on the scratch directory, visible to this process only; returns its descriptor.
 
-    Its size bounds what is written, whatever way: also to files that have no name any more, which nobody could find.
+    Its size limits everything that is written, even to deleted files that are still open.
     """
     uid, gid = os.geteuid(), os.getegid()
     if not config["own_mounts"]:
@@ -204,19 +208,19 @@ def _bound_scratch(config: Mapping[str, Any]) -> int:
             for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
                 with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123 (pathlib takes time to load)
                     file.write(line)
-        # Private, or the mount below would appear outside as well.
+        # Private, because otherwise the mount below would also appear outside.
         _checked("mount", int(_libc.mount(None, b"/", None, ctypes.c_ulong(_PRIVATE), None)))
     size, entries = config["bounded"]
     owner = (uid, gid) if config["user"] is None else (config["user"],) * 2
     options = f"size={size},nr_inodes={entries},mode=0700,uid={owner[0]},gid={owner[1]}".encode()
-    place = os.fsencode(config["scratch"])
-    _checked("tmpfs", int(_libc.mount(b"tmpfs", place, b"tmpfs", ctypes.c_ulong(_NOSUID | _NODEV), options)))
-    return os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    path = os.fsencode(config["scratch"])
+    _checked("tmpfs", int(_libc.mount(b"tmpfs", path, b"tmpfs", ctypes.c_ulong(_NOSUID | _NODEV), options)))
+    return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def _set_limits(limits: Mapping[str, Any]) -> None:
-    """Set this process's resource limits, never above the hard limits that it has."""
-    # RLIMIT_CPU counts whole seconds: rounded up. SIGXCPU comes at the soft limit, SIGKILL a second later.
+    """Set this process's resource limits, never above its present hard limits."""
+    # RLIMIT_CPU counts whole seconds, hence rounded up. SIGXCPU comes at the soft limit, SIGKILL a second later.
     cpu_s = max(1, -(-int(limits["cpu_s"] * 1000) // 1000))
     wanted = {
         resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),
@@ -228,7 +232,7 @@ def _set_limits(limits: Mapping[str, Any]) -> None:
         resource.RLIMIT_MSGQUEUE: (0, 0),
         resource.RLIMIT_SIGPENDING: (256, 256),
         resource.RLIMIT_NPROC: (limits["processes"],) * 2,
-        # Correct programs may recurse deeply.
+        # Large, because correct programs may recurse deeply.
         resource.RLIMIT_STACK: (64 * _MEBIBYTE,) * 2,
     }
     for kind, (soft, hard) in wanted.items():
@@ -239,10 +243,10 @@ def _set_limits(limits: Mapping[str, Any]) -> None:
 
 
 def _drop(user: int | None, keeps_read: bool) -> None:
-    """Become `user`, whom no other process has, and give up every capability.
+    """Switch to `user`, which no other process has, and drop all capabilities.
 
-    One may stay: where the interpreter lies below a folder that only root may enter, reading would end with root, so
-    the right to read is kept and Landlock alone says what.
+    With `keeps_read`, the capability to read all files is kept, for an interpreter in a folder that only root may
+    enter. Only Landlock restricts reading then.
     """
     if user is not None:
         if keeps_read:
@@ -258,21 +262,21 @@ def _drop(user: int | None, keeps_read: bool) -> None:
 
 
 def _ruleset(config: Mapping[str, Any]) -> int:
-    """Build a Landlock ruleset: read below `readable`, write below `scratch` only, no network, no signals outside."""
+    """Build a Landlock ruleset: read below `readable`, write below `scratch`, no network, no signals to the outside."""
     abi = config["landlock"]
-    # The thirteen rights of version 1, and below those that later versions added: what is not handled is allowed.
+    # The thirteen rights of version 1, and those that later versions added. Rights that are not listed are allowed.
     handled = (1 << 13) - 1
     for since, right in ((2, _REFER), (3, _TRUNCATE), (5, _IOCTL_DEV)):
         handled |= right if abi >= since else 0
-    # Binding and connecting TCP from version 4; abstract sockets and signals to outside from version 6.
+    # From version 4: binding and connecting TCP. From version 6: abstract sockets, and signals to the outside.
     fields = [handled] + ([3] if abi >= 4 else []) + ([3] if abi >= 6 else [])
     attribute = ctypes.create_string_buffer(struct.pack(f"={len(fields)}Q", *fields), 8 * len(fields))
     ruleset = _syscall(_LANDLOCK_CREATE, attribute, ctypes.c_size_t(8 * len(fields)), ctypes.c_uint32(0))
     _checked("landlock_create_ruleset", ruleset)
-    # No right to execute: nothing is started from here, and mapping a library takes no such right.
+    # No right to execute: nothing is started from here, and mapping a library does not need it.
     read = _READ_FILE | _READ_DIR
     write = _WRITE_FILE | _REMOVE_DIR | _MAKE_DIR | _MAKE_REG | _MAKE_SYM | _REFER | _TRUNCATE
-    # A file that is deleted takes room as long as it is open or mapped, and no look at the directory sees it.
+    # A deleted file that is open or mapped uses space that a check of the directory cannot see.
     write |= _REMOVE_FILE if config["bounded"] else 0
     _allow(ruleset, config["readable"], read)
     _allow(ruleset, config["devices"], _READ_FILE | _WRITE_FILE)
@@ -281,19 +285,19 @@ def _ruleset(config: Mapping[str, Any]) -> int:
 
 
 def _allow(ruleset: int, paths: Sequence[str], rights: int) -> None:
-    """Add a rule with these rights for each path to a Landlock ruleset; paths that cannot be opened are skipped."""
+    """Add these rights for each path to a Landlock ruleset; paths that cannot be opened are skipped."""
     for path in paths:
         try:
-            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except (FileNotFoundError, PermissionError):
             continue
         try:
             granted = rights if os.path.isdir(path) else rights & _OF_FILES  # noqa: PTH112 (pathlib takes time to load)
-            rule = ctypes.create_string_buffer(struct.pack("=Qi", granted, place), 12)
+            rule = ctypes.create_string_buffer(struct.pack("=Qi", granted, descriptor), 12)
             result = _syscall(_LANDLOCK_ADD, ctypes.c_int(ruleset), ctypes.c_int(1), rule, ctypes.c_uint32(0))
             _checked(f"landlock_add_rule: {path}", result)
         finally:
-            os.close(place)
+            os.close(descriptor)
 
 
 def _filter_calls(machine: str, own_pid: int, bounded: bool) -> None:
@@ -303,8 +307,8 @@ def _filter_calls(machine: str, own_pid: int, bounded: bool) -> None:
         _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
 
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
-    given = Program(len(program), code)
-    result = _libc.prctl(ctypes.c_int(_PR_SET_SECCOMP), ctypes.c_ulong(2), ctypes.byref(given), 0, 0)
+    argument = Program(len(program), code)
+    result = _libc.prctl(ctypes.c_int(_PR_SET_SECCOMP), ctypes.c_ulong(2), ctypes.byref(argument), 0, 0)
     _checked("seccomp", int(result))
 
 
@@ -316,19 +320,20 @@ def seccomp_program(machine: str, own_pid: int, bounded: bool = True) -> list[In
 
     Args:
         machine: `x86_64` or `aarch64`.
-        own_pid: signals may go to this process only.
-        bounded: whether the scratch directory is; otherwise what takes room unseen, or all at once, is refused.
+        own_pid: the only process to which signals may be sent.
+        bounded: whether the scratch directory has a bounded size. Otherwise calls that use space unseen by the checks,
+            or too quickly for them, are refused.
     """
     column = 1 if machine == "x86_64" else 2
     number = _NUMBERS[machine]
     refused = [int(n) for row in _REFUSED.split(",") if (n := row.split()[column]) != "-"]
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCH_AT),
-        # First of all the architecture: a number means another call in another one, such as i386's by int 0x80.
+        # Check the architecture first: call numbers differ between architectures, and int 0x80 enters as i386.
         (_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NR_AT),
-        # x32's calls have numbers of their own, which the table does not know.
+        # Calls of the x32 ABI have other numbers, which are not in the table.
         (_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _KILL),
         (_ABOVE, 0, 1, _LAST_KNOWN),
@@ -337,13 +342,13 @@ def seccomp_program(machine: str, own_pid: int, bounded: bool = True) -> list[In
     for call, body in _by_argument(own_pid, bounded).items():
         if call in number:
             program += [(_EQUAL, 0, len(body), number[call]), *body]
-    for one in refused:
-        program += [(_EQUAL, 0, 1, one), _refuse()]
-    return [*program, _give()]
+    for call_number in refused:
+        program += [(_EQUAL, 0, 1, call_number), _refuse()]
+    return [*program, _permit()]
 
 
 def _argument(index: int) -> Instruction:
-    """Load the low half of an argument: all those looked at are ints to the kernel."""
+    """Return the instruction that loads the low half of an argument; all checked arguments are ints to the kernel."""
     return (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * index)
 
 
@@ -351,27 +356,27 @@ def _refuse(error: int = _EPERM) -> Instruction:
     return (_RETURN, 0, 0, _ERRNO | error)
 
 
-def _give() -> Instruction:
+def _permit() -> Instruction:
     return (_RETURN, 0, 0, _ALLOW)
 
 
 def _only(index: int, *values: int) -> list[Instruction]:
-    """Allow the call if the argument is one of `values`, else refuse it."""
+    """Return instructions that allow the call if the argument is one of `values`, and refuse it otherwise."""
     tests = [(_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
-    return [_argument(index), *tests, _refuse(), _give()]
+    return [_argument(index), *tests, _refuse(), _permit()]
 
 
 def _none_of(index: int, *values: int) -> list[Instruction]:
-    """Refuse the call if the argument is one of `values`, else allow it."""
+    """Return instructions that refuse the call if the argument is one of `values`, and allow it otherwise."""
     tests = [(_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
-    return [_argument(index), *tests, _give(), _refuse()]
+    return [_argument(index), *tests, _permit(), _refuse()]
 
 
 def _by_argument(own_pid: int, bounded: bool) -> dict[str, list[Instruction]]:
-    """Return the filter's parts for calls that are judged by their arguments, by the call's name."""
-    # Opened for reading only, but truncated: early versions of Landlock take that for reading.
-    truncates = [(_AND, 0, 0, os.O_ACCMODE | os.O_TRUNC), (_EQUAL, 0, 1, os.O_TRUNC), _refuse(), _give()]
-    # Private mappings stay: libraries are mapped so.
+    """Return the parts of the filter for calls that depend on their arguments, by name of the call."""
+    # Opening for reading with O_TRUNC truncates the file, but early versions of Landlock check only for reading.
+    truncates = [(_AND, 0, 0, os.O_ACCMODE | os.O_TRUNC), (_EQUAL, 0, 1, os.O_TRUNC), _refuse(), _permit()]
+    # Private mappings are allowed, because libraries need them.
     unbounded: dict[str, list[Instruction]] = {
         "fallocate": [_refuse(_EOPNOTSUPP)],
         "mmap": [
@@ -381,7 +386,7 @@ def _by_argument(own_pid: int, bounded: bool) -> dict[str, list[Instruction]]:
             (_AND, 0, 0, _MAP_ANONYMOUS),
             (_EQUAL, 1, 0, _MAP_ANONYMOUS),
             _refuse(),
-            _give(),
+            _permit(),
         ],
     }
     unnamed: list[Instruction] = [(_AND, 0, 0, _TMPFILE), (_EQUAL, 0, 1, _TMPFILE), _refuse(_EOPNOTSUPP)]
@@ -391,9 +396,9 @@ def _by_argument(own_pid: int, bounded: bool) -> dict[str, list[Instruction]]:
         (_AND, 0, 0, _CLONE_THREAD | _CLONE_NEW),
         (_EQUAL, 1, 0, _CLONE_THREAD),
         _refuse(),
-        _give(),
+        _permit(),
     ]
-    # A connected pair of this very process, which asyncio wants; datagram pairs could send to other sockets.
+    # asyncio needs a connected pair of stream sockets. Datagram pairs are refused, as they could send to other sockets.
     pair = [
         _argument(0),
         (_EQUAL, 1, 0, 1),
@@ -402,11 +407,11 @@ def _by_argument(own_pid: int, bounded: bool) -> dict[str, list[Instruction]]:
         (_AND, 0, 0, 0xF),
         (_EQUAL, 1, 0, 1),
         _refuse(),
-        _give(),
+        _permit(),
     ]
     return {
         "clone": thread,
-        # Its flags lie in memory, where a filter cannot look; libraries fall back to clone.
+        # Its flags are in memory, which a filter cannot read; libraries fall back to clone.
         "clone3": [_refuse(_ENOSYS)],
         "openat2": [_refuse(_ENOSYS)],
         **({} if bounded else unbounded),
@@ -421,7 +426,7 @@ def _by_argument(own_pid: int, bounded: bool) -> dict[str, list[Instruction]]:
         "fcntl": _none_of(1, *_FCNTL_REFUSED),
         "ioctl": _none_of(1, *_IOCTL_REFUSED),
         "prctl": _only(0, *_PRCTL_GIVEN),
-        # Own process only: limits of other processes of the same user could be changed otherwise.
+        # Only for this process: otherwise limits of the user's other processes could be changed.
         "prlimit64": _only(0, 0, own_pid),
         "sched_setaffinity": _only(0, 0, own_pid),
     }

@@ -1,4 +1,4 @@
-"""Judgement of a program by a data set's tests. The program never sees them, nor what they expect."""
+"""Judgement of a program by the tests of a data set. The program never sees the tests or their expected values."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from lightning_scalerl.sandbox.walls import Protections
 _ENTRY_POINT = re.compile(r"[A-Za-z_]\w*(\(\))?(\.[A-Za-z_]\w*(\(\))?)*")
 _TOLERANCE = Decimal("1e-6")
 _RELATIVE_TOLERANCE = Decimal("1e-8")
-_EXACT = 1 << 53  # whole numbers below it are exact as floats
+_EXACT = 1 << 53  # floats represent whole numbers below this exactly
 _FRACTION = re.compile(r"[.eE]")
-# Numbers as a C program reads them: Python also accepts underscores and digits of other scripts.
+# Numbers as in C: Python would also accept underscores and digits of other scripts.
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _REPORT_BYTES = 4096
-_SPARE_KIB = 64  # beyond what is expected: other white space
+_SPARE_KIB = 64  # allowance beyond the expected output, for other white space
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class JudgeResult:
     """Verdict on a program, with the first failure.
 
     Args:
-        passed: whether all tests ran to their end.
+        passed: whether all tests passed.
         reason: one line: `passed`, or the first failure.
-        seconds: wall-clock seconds, start and end of the sandboxes included.
+        seconds: wall-clock seconds, including start and end of the sandboxes.
     """
 
     passed: bool
@@ -57,30 +57,30 @@ def judge(
 ) -> JudgeResult:
     """Run tests that call functions of a program.
 
-    Program and tests have a process and a sandbox each; calls and results cross as plain data (`plain.py`). Objects of
-    the program's own classes stay there: the tests can call them, not compare them.
+    Program and tests run in separate processes, each in its own sandbox. Calls and results are exchanged as plain data
+    (`plain.py`). Objects of the program's own classes stay in its process: the tests can call but not compare them.
 
-    The tests are the main module. Run are its statements, `check` with the entry point, functions `test...` (coroutines
-    and pytest's parametrised ones, too), methods of pytest's classes and of unittest cases, and doctests. Tests that
-    never call the program fail it, as do those of whose asserts none is reached.
+    The tests are the main module of their process. Everything in them is run: statements, `check` with the entry point,
+    functions `test...` (including coroutines and functions parametrised by pytest), methods of pytest classes and
+    unittest cases, and doctests. The program fails if the tests never call it, or if none of their asserts is reached.
 
     Args:
         program: untrusted source.
         tests: source of the data set's tests.
-        entry_point: the function under test, `f` or `Solution.method` (a new instance for every call); None for the one
-            name that the tests use and nobody else defines.
-        prelude: source of the data set that the tests need, run before them; the entry point in it is replaced.
-        names: further names that the tests may take from the program: those that a right program is known to define.
-        limits: limits of each of the two processes; `wall_s` is for both together.
+        entry_point: the function under test, `f` or `Solution.method` (with a new instance for each call); None for the
+            only name that the tests use and that is defined nowhere else.
+        prelude: source from the data set that runs before the tests; a definition of the entry point in it is replaced.
+        names: other names that the tests may take from the program, because correct programs define them.
+        limits: limits on each of the two processes; `wall_s` is for both together.
         protections: protections around each of them (`check_protections`).
 
     Raises:
-        ConfigurationError: the entry point is no such name, or the tests cannot be judged (`unjudgeable`).
-        SandboxError: the sandbox itself failed; says nothing of the program.
+        ConfigurationError: the entry point is not a valid name, or the tests cannot be judged (`unjudgeable`).
+        SandboxError: the sandbox itself failed, for a reason unrelated to the program.
     """
     sources = _surveyed(tests, entry_point, prelude, names)
     began = time.monotonic()
-    # Of the system's randomness, so that nothing foreign code sees helps it to guess.
+    # From the system's random source, so that untrusted code cannot guess it.
     nonce = secrets.token_hex(32)
     with contextlib.ExitStack() as closing:
         requests, answers, reports = (os.pipe() for _ in range(3))
@@ -102,24 +102,25 @@ def judge(
             judging = Sandboxed(protections.walls, limits, role, (requests[1], answers[0], reports[1]))
             closing.enter_context(judging)
         finally:
-            # Both children have theirs: open here as well, no reader would ever see an end.
+            # The children have their own copies. If these stayed open, no reader would ever see the end of a pipe.
             for end in (*requests, *answers, reports[1]):
                 os.close(end)
         why, _ = attend(
             [served, judging], [report], limits.wall_s, lambda: not report.open or judging.returncode is not None
         )
         report.drain()
-        said = report.text
-    passed = why == "done" and secrets.compare_digest(said.encode(), nonce.encode())
+        message = report.text
+    passed = why == "done" and secrets.compare_digest(message.encode(), nonce.encode())
     if why == "done":
-        why = "passed" if passed else said or "the tests ended without a verdict"
+        why = "passed" if passed else message or "the tests ended without a verdict"
     return JudgeResult(passed, why, time.monotonic() - began)
 
 
 def unjudgeable(tests: str, *, entry_point: str | None, prelude: str = "", names: Collection[str] = ()) -> str | None:
-    """Return why tests cannot be judged: one would not run or could not fail, or lacks a name; None if they can.
+    """Return the reason why tests cannot be used to judge programs, or None if they can.
 
-    Nothing is run, so a row can be refused when it is read. Arguments are those of `judge`.
+    Such tests would not run, could not fail, or use an unknown name. Nothing is executed, so rows can be refused when
+    they are read. The arguments are those of `judge`.
     """
     try:
         _surveyed(tests, entry_point, prelude, names)
@@ -144,22 +145,25 @@ def judge_stdio(
     protections: Protections,
     total_s: float = float("inf"),
 ) -> JudgeResult:
-    """Run a program once for each case, until one fails, and compare what it prints.
+    """Run a program once per case, until one fails, and compare its outputs.
 
-    Outputs are equal if they have the same tokens (split at white space). Two tokens that differ as text are equal if
-    both are decimal numbers in ASCII, one of them at least with a point or an exponent, that differ by 1e-6 at most, or
-    by 1e-8 of their size where both have a point or an exponent and are not both whole numbers below 2^53.
+    Outputs are equal if they have the same tokens (split at white space). Two tokens with different text are equal if
+    both are decimal numbers in ASCII, at least one of them has a point or an exponent, and one of these holds:
+
+    - they differ by at most 1e-6;
+    - they differ by at most 1e-8 relative to the expected number, both have a point or an exponent, and they are not
+      both whole numbers below 2^53.
 
     Args:
         program: untrusted source.
         cases: pairs of standard input and expected output.
-        limits: limits of each run; a program that is expected to print more than `output_kib` may.
+        limits: limits on each run; `output_kib` is raised if the expected output is larger.
         protections: protections around it (`check_protections`).
-        total_s: wall-clock seconds of all runs together, starts and ends of the sandboxes included; beyond it the
-            program fails.
+        total_s: limit in wall-clock seconds on all runs together, including start and end of the sandboxes; a program
+            that exceeds it fails.
 
     Raises:
-        SandboxError: the sandbox itself failed; says nothing of the program.
+        SandboxError: the sandbox itself failed, for a reason unrelated to the program.
     """
     began = time.monotonic()
 
@@ -168,13 +172,13 @@ def judge_stdio(
 
     if not cases:
         return verdict(False, "there are no cases")
-    for number, (given, expected) in enumerate(cases, start=1):
-        left = total_s - (time.monotonic() - began)
-        if left <= 0:
+    for number, (text, expected) in enumerate(cases, start=1):
+        remaining_s = total_s - (time.monotonic() - began)
+        if remaining_s <= 0:
             return verdict(False, f"case {number}: timeout (all cases together)")
         output_kib = max(limits.output_kib, len(expected.encode("utf-8", "replace")) // 1024 + _SPARE_KIB)
         result = run_program(
-            program, given, replace(limits, wall_s=min(limits.wall_s, left), output_kib=output_kib), protections
+            program, text, replace(limits, wall_s=min(limits.wall_s, remaining_s), output_kib=output_kib), protections
         )
         if result.status != "ok":
             last = result.stderr_tail.strip().rpartition("\n")[2][:200]
@@ -191,7 +195,8 @@ def same_output(printed: str, expected: str) -> bool:
 
 
 def _close(one: str, other: str) -> bool:
-    # Decimal, not float: floats would make large whole numbers equal to their neighbours.
+    """Return whether two tokens are equal as numbers."""
+    # Decimal, because as floats large whole numbers would be equal to their neighbours.
     written = [bool(_FRACTION.search(token)) for token in (one, other)]
     if not any(written) or not (_NUMBER.fullmatch(one) and _NUMBER.fullmatch(other)):
         return False
@@ -200,7 +205,7 @@ def _close(one: str, other: str) -> bool:
         difference = abs(mine - theirs)
         if difference <= _TOLERANCE:
             return True
-        # Whole numbers that a float holds exactly are counts, and no count is nearly right.
+        # Whole numbers that floats represent exactly are treated as counts, which must be exactly right.
         counts = all(abs(number) < _EXACT and number == int(number) for number in (mine, theirs))
         return all(written) and not counts and difference <= _RELATIVE_TOLERANCE * abs(theirs)
     except ArithmeticError:

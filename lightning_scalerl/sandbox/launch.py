@@ -1,7 +1,7 @@
 """Sandboxed processes from the outside: starting, reading, ending and cleaning up.
 
-What runs inside (`inside.py` and what it imports) is sent along as compiled code in an anonymous file, so that the
-sandbox needs nothing of this package's folder, and starting costs no reading of modules.
+The code inside (`inside.py` and its imports) is sent as compiled code in an anonymous file. The sandbox therefore needs
+no access to this package's folder, and starts faster.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from lightning_scalerl.sandbox.inside import READY
 from lightning_scalerl.sandbox.limits import Limits
 from lightning_scalerl.sandbox.walls import Walls
 
-_ROOM = "lightning_scalerl.sandbox"
-# In the order in which they import each other.
+_PACKAGE = "lightning_scalerl.sandbox"
+# Modules that run inside, in the order in which they import each other.
 _INSIDE = ("plain", "frames", "jail", "serve", "conduct", "examine", "inside")
 _BOOT = """
 import marshal, sys
@@ -48,6 +48,7 @@ for name, code in modules:
 module.main(config)
 """
 
+# System paths that are readable inside.
 _SYSTEM = (
     "/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/usr/local/lib",
     "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives",
@@ -55,36 +56,36 @@ _SYSTEM = (
 )  # fmt: skip
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
-# Starting is not the program's time; a machine that takes longer is in trouble.
+# Start timeout. It does not count as the program's time.
 _START_S = 60.0
 _END_S = 10.0
 _TICK_S = 0.02
 _MOST_ENTRIES = 4096
-# A user's other processes start threads between the count and a program's own; one that gets none would fail unjustly.
+# Margin for threads that the user's other processes start after the count; without it a correct program could fail.
 _STARTED_MEANWHILE = 200
-# Each look resolves every path anew.
+# Limit on nesting in the scratch directory, because each check resolves all paths.
 _LONGEST_PATH = 1024
 _MEBIBYTE = 1 << 20
 _PREFIX = "scalerl-sandbox-"
-# A variable of the process that starts sandboxes: stands in the names of their folders, so that whoever kills it can
-# find them.
+# Environment variable of the process that starts sandboxes. Its value is part of the names of their folders, so that
+# another process that kills it can find and delete them.
 SCRATCH = "SCALERL_SANDBOX_SCRATCH"
-# Above the users of systems and of containers, below what tools take for negative.
+# Range of user numbers for sandboxes: above those of systems and containers, below those that tools take for negative.
 _USERS = (1_900_000_000, 2_100_000_000)
 
 
 class SandboxError(RuntimeError):
-    """Raised when the sandbox itself failed, not the program that was to run in it. One line."""
+    """Raised when the sandbox itself fails, as opposed to the program in it. The message is one line."""
 
 
 @dataclass
 class Capture:
-    """Reader of one pipe of the sandbox, with a limit on the bytes that it keeps.
+    """Reader of one pipe of the sandbox, which keeps a limited number of bytes.
 
     Args:
-        pipe: descriptor of the reading end; closed when the pipe ends.
-        limit: number of bytes that are kept.
-        ends_at_limit: whether more bytes end the run; else they are dropped.
+        pipe: descriptor of the reading end; it is closed when the pipe ends.
+        limit: number of bytes to keep.
+        ends_at_limit: whether more bytes end the run; otherwise they are dropped.
     """
 
     pipe: int
@@ -95,7 +96,7 @@ class Capture:
     open: bool = True
 
     def read(self) -> None:
-        """Read what is there; the caller has checked that there is something."""
+        """Read available bytes; the caller has checked that there are some."""
         part = os.read(self.pipe, 1 << 16)
         if not part:
             self.close()
@@ -104,7 +105,7 @@ class Capture:
         self.full |= len(part) > room
 
     def drain(self) -> None:
-        """Read everything that is there now, without waiting."""
+        """Read all available bytes without waiting."""
         while self.open and not self.full and select.select([self.pipe], [], [], 0)[0]:
             self.read()
 
@@ -121,17 +122,17 @@ class Capture:
 
 
 class Sandboxed:
-    """One sandboxed process and its scratch directory; both are gone when the context ends.
+    """Sandboxed process and its scratch directory; the context manager removes both at its end.
 
     Args:
         walls: walls around the process.
-        limits: limits on what it takes of this machine.
-        role: configuration for `inside.main`: plain data that `marshal` can write.
-        pipes: descriptors that it inherits, under the same numbers.
+        limits: limits on its resources.
+        role: configuration for `inside.main`, as plain data that `marshal` can write.
+        pipes: descriptors that it inherits with the same numbers.
         stdin: descriptor of its standard input; None for an empty one.
         stdout: descriptor of its standard output; None to discard it.
-        stderr: descriptor of its standard error; None for standard output's. What comes before the start goes into the
-            error message instead.
+        stderr: descriptor of its standard error; None for that of standard output. Output before the start becomes part
+            of an error message instead.
 
     Raises:
         SandboxError: it cannot be started.
@@ -152,8 +153,8 @@ class Sandboxed:
         self.returncode: int | None = None
         self.ended: int | None = None
         self._user = _new_user() if walls.own_user else None
-        self._said = bytearray()
-        self._bounded: int | None = None
+        self._status = bytearray()  # bytes from the status line until the process is ready
+        self._bounded: int | None = None  # descriptor of the scratch file system, if it is a bounded one
         self._closing = contextlib.ExitStack()
         try:
             self._scratch = _new_scratch(self._user)
@@ -174,7 +175,7 @@ class Sandboxed:
         stdout: int | None,
         stderr: int | None,
     ) -> None:
-        """Start the process, with its code and configuration in an anonymous file and its status on a socket."""
+        """Start the process, with code and configuration in an anonymous file and a socket for its status."""
         self._line, theirs = socket.socketpair()
         self._closing.callback(self._line.close)
         self.status, status_in = self._line.fileno(), theirs.detach()
@@ -195,9 +196,9 @@ class Sandboxed:
                 "keeps_read": self._walls.own_user and not self._walls.bubblewrap and not _open_to_all(),
                 "landlock": self._walls.landlock,
                 "seccomp": self._walls.seccomp,
-                # In a namespace of its own there is the one that watches over it, the first.
+                # In bubblewrap's PID namespace, the parent is the first process (`jail.watch_over_a_child`).
                 "parent": 1 if self._walls.bubblewrap else os.getpid(),
-                # A little more than is looked for, so that a look sees what was too much.
+                # Slightly above the quota, so that `over_quota` can see an excess.
                 "bounded": (self._most_bytes + _MEBIBYTE, _MOST_ENTRIES + 64) if self._walls.bounded else None,
                 "own_mounts": bool(self._walls.bubblewrap),
             }
@@ -214,7 +215,7 @@ class Sandboxed:
                     command,
                     stdin=subprocess.DEVNULL if stdin is None else stdin,
                     stdout=subprocess.DEVNULL if stdout is None else stdout,
-                    # What bubblewrap or Python say before the start is why there is none.
+                    # Messages of bubblewrap or Python before the start explain why the start failed.
                     stderr=status_in,
                     pass_fds=(payload, status_in, about_in, *passed),
                     env=_environment(self._scratch),
@@ -223,7 +224,7 @@ class Sandboxed:
                 )
             finally:
                 os.close(payload)
-        # Linux before 5.3 has none, nor has Python that was built there: then each tick asks.
+        # Not available before Linux 5.3, or in a Python built there: the process is then polled at each tick.
         with contextlib.suppress(OSError, AttributeError):
             self.ended = os.pidfd_open(self._process.pid)
             self._closing.callback(os.close, self.ended)
@@ -236,31 +237,33 @@ class Sandboxed:
         self.end()
 
     def end(self) -> None:
-        """Kill all its processes and delete its files; return when nothing is left. A second call does nothing."""
+        """Kill all its processes and delete its files, and wait for that. A second call does nothing."""
         self._closing.close()
 
     def hear(self) -> None:
-        """Read from the status line, which has something; never once it is ready: foreign code could write there, too.
+        """Read available bytes from the status line.
+
+        Do not call it after the process is ready, because the untrusted code could write there too.
 
         Raises:
-            SandboxError: it has ended without ever being ready.
+            SandboxError: the process ended before it was ready.
         """
         part, sent, _, _ = socket.recv_fds(self._line, 1 << 12, 1, socket.MSG_CMSG_CLOEXEC)
         for descriptor in sent:
             self._bounded = descriptor
             self._closing.callback(os.close, descriptor)
-        self._said += part
-        self.ready = READY in self._said
-        if not self.ready and (not part or len(self._said) > 1 << 16):
-            words = " ".join(self._said.decode("utf-8", "replace").split())
-            raise SandboxError(f"the sandbox does not start: {words[-300:] or 'it says nothing'}")
+        self._status += part
+        self.ready = READY in self._status
+        if not self.ready and (not part or len(self._status) > 1 << 16):
+            message = " ".join(self._status.decode("utf-8", "replace").split())
+            raise SandboxError(f"the sandbox does not start: {message[-300:] or 'it says nothing'}")
 
     def over_quota(self) -> bool:
-        """Return whether the scratch directory holds too much or, on a disk, is nested too deep."""
+        """Return whether the scratch directory is too large, has too many entries or, on disk, is nested too deep."""
         if self._bounded is None:
-            return _holds_more(self._scratch, self._most_bytes)
-        about = os.fstatvfs(self._bounded)  # Files without a name are among it.
-        used, entries = (about.f_blocks - about.f_bfree) * about.f_frsize, about.f_files - about.f_ffree
+            return _exceeds(self._scratch, self._most_bytes)
+        usage = os.fstatvfs(self._bounded)  # this includes unnamed files
+        used, entries = (usage.f_blocks - usage.f_bfree) * usage.f_frsize, usage.f_files - usage.f_ffree
         return used > self._most_bytes or entries > _MOST_ENTRIES
 
     @property
@@ -268,31 +271,34 @@ class Sandboxed:
         return (self._limits.file_mib + 1) * _MEBIBYTE
 
     def wait(self, options: int = 0) -> int | None:
-        """Return its exit code, or minus the signal that ended it; None with `os.WNOHANG` while it runs."""
+        """Wait for its end and return its exit code, or minus the number of the signal that ended it.
+
+        With `os.WNOHANG`, do not wait, and return None while it runs.
+        """
         if self.returncode is not None:
             return self.returncode
         try:
             waited, status = os.waitpid(self._process.pid, options)
-        except ChildProcessError:  # Somebody else in this process waits for children, too.
+        except ChildProcessError:  # other code in this process has waited for all children
             waited, status = self._process.pid, signal.SIGKILL
         if waited:
             self.returncode = os.waitstatus_to_exitcode(status)
             self._process.returncode = self.returncode
-            # bubblewrap reports a signal inside as a shell does, 128 + its number.
+            # bubblewrap reports a signal inside like a shell, as 128 + its number.
             if self._walls.bubblewrap and 128 < self.returncode <= 128 + signal.SIGRTMAX:
                 self.returncode = 128 - self.returncode
         return self.returncode
 
     def _kill(self) -> None:
-        """Kill the process; return when nothing of it is left, not even a zombie for the machine's init."""
+        """Kill the process and wait until nothing of it is left, not even a zombie."""
         until = time.monotonic() + _END_S
         if self._walls.bubblewrap and (inner := self._inside()) is not None:
-            # Killing bubblewrap itself would orphan what it has started.
+            # Killing bubblewrap itself would orphan the processes that it has started.
             while self.wait(os.WNOHANG) is None and time.monotonic() < until:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(inner, signal.SIGKILL)
                 select.select([] if self.ended is None else [self.ended], [], [], _TICK_S)
-        # Only before it was waited for: afterwards the kernel may give its pid to another process.
+        # Only if it was not waited for yet: afterwards the kernel may give its pid to another process.
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -301,29 +307,29 @@ class Sandboxed:
             _sweep(self._user)
 
     def _inside(self) -> int | None:
-        """Return the number of the process inside bubblewrap; None if it is not known yet."""
+        """Return the pid of the process inside bubblewrap, or None if it is not known yet."""
         if not select.select([self._about], [], [], 0)[0]:
             return None
-        found = re.search(rb'"child-pid":\s*(\d+)', os.read(self._about, 1 << 12))
-        return int(found[1]) if found else None
+        match = re.search(rb'"child-pid":\s*(\d+)', os.read(self._about, 1 << 12))
+        return int(match[1]) if match else None
 
 
 def attend(
     children: Sequence[Sandboxed], captures: Sequence[Capture], wall_s: float, done: Callable[[], bool]
 ) -> tuple[str, float]:
-    """Read from the children until `done`, or until a limit ends it.
+    """Read from the children until `done` returns True or a limit is reached.
 
     Args:
-        children: the processes; the clock starts when all of them are ready.
+        children: the processes; time counts from the moment when all of them are ready.
         captures: pipes to read meanwhile.
-        wall_s: wall-clock seconds that they have.
-        done: called whenever something has happened, after everything readable has been read.
+        wall_s: limit in wall-clock seconds.
+        done: called after each event, when everything available has been read.
 
     Returns:
-        `done`, `timeout`, `output_limit` or `disk_limit`; and wall-clock seconds since all were ready.
+        `done`, `timeout`, `output_limit` or `disk_limit`, and the wall-clock seconds since all were ready.
 
     Raises:
-        SandboxError: one did not become ready.
+        SandboxError: a process did not become ready.
     """
     started = time.monotonic()
     began: float | None = None
@@ -338,7 +344,7 @@ def attend(
             return "timeout", now - began
         _listen(children, captures, _TICK_S)
         for child in children:
-            # Ended already: it was ready before, or it never will be, which is not the program's failure.
+            # It has ended. Either it reported before that it was ready, or the sandbox has failed, which raises here.
             while child.returncode is not None and not child.ready:
                 child.hear()
         now = time.monotonic()
@@ -354,24 +360,24 @@ def attend(
 
 
 def _listen(children: Sequence[Sandboxed], captures: Sequence[Capture], timeout_s: float) -> None:
-    """Read what captures and status lines have, waiting at most `timeout_s` for it, and reap children that ended."""
+    """Read from captures and status lines, waiting at most `timeout_s` for bytes, and reap children that have ended."""
     poller = select.poll()
-    heard: dict[int, Callable[[], None]] = {c.pipe: c.read for c in captures if c.open}
-    heard |= {child.status: child.hear for child in children if not child.ready}
-    for pipe in heard:
+    readers: dict[int, Callable[[], None]] = {c.pipe: c.read for c in captures if c.open}
+    readers |= {child.status: child.hear for child in children if not child.ready}
+    for pipe in readers:
         poller.register(pipe, select.POLLIN)
     for child in children:
         if child.returncode is None and child.ended is not None:
             poller.register(child.ended, select.POLLIN)
     for pipe, _ in poller.poll(timeout_s * 1000):
-        if pipe in heard:
-            heard[pipe]()
+        if pipe in readers:
+            readers[pipe]()
     for child in children:
         child.wait(os.WNOHANG)
 
 
 def anonymous(content: bytes) -> int:
-    """Return a descriptor of an unnamed, immutable file that holds `content`; the caller closes it."""
+    """Return a descriptor of an unnamed, immutable file with this content; the caller closes it."""
     sealed = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(sealed, "wb", closefd=False) as file:
         file.write(content)
@@ -384,7 +390,7 @@ def anonymous(content: bytes) -> int:
 @cache
 def _modules() -> list[tuple[str, CodeType]]:
     modules = []
-    for name in (f"{_ROOM}.{short}" for short in _INSIDE):
+    for name in (f"{_PACKAGE}.{short}" for short in _INSIDE):
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.loader is not None
         code: CodeType = spec.loader.get_code(name)  # type: ignore[attr-defined]
@@ -394,21 +400,21 @@ def _modules() -> list[tuple[str, CodeType]]:
 
 @cache
 def _python() -> str:
-    """Return the path of the interpreter itself, not of a virtual environment's link to it."""
+    """Return the path of the real interpreter, not that of a virtual environment's link."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 @cache
 def _sys_path() -> list[str]:
-    """Return where installed packages are, without what `.pth` files add (this very project, if editable)."""
-    places = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages") and Path(p).is_dir()]
-    # Links are resolved: of a linked environment only the folder itself is visible inside.
-    return [os.path.realpath(p) for p in places]
+    """Return the folders of installed packages, without those from `.pth` files (such as this project, if editable)."""
+    folders = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages") and Path(p).is_dir()]
+    # Resolve links, because only the real folders are visible inside.
+    return [os.path.realpath(p) for p in folders]
 
 
 @cache
 def _readable() -> list[str]:
-    """Return all paths visible inside, apart from the scratch directory: libraries and Python."""
+    """Return all paths that are readable inside, without the scratch directory: libraries and Python."""
     libraries = [str(Path(sys.base_prefix) / name) for name in ("lib", "lib64")]
     libraries.append(str(sysconfig.get_config_var("LIBDIR") or ""))
     libraries.append(str(Path(os.__file__).parent))
@@ -418,7 +424,7 @@ def _readable() -> list[str]:
 
 @cache
 def _open_to_all() -> bool:
-    """Return whether a user with no rights of its own can use this Python."""
+    """Return whether a user without any special rights can read this Python."""
     for path in (Path(p) for p in _readable()):
         for folder in path.parents:
             if not folder.stat().st_mode & stat.S_IXOTH:
@@ -429,7 +435,7 @@ def _open_to_all() -> bool:
 
 
 def _environment(scratch: str) -> dict[str, str]:
-    """Return all environment variables of a sandboxed process; none is the parent's."""
+    """Return the environment of a sandboxed process. It inherits no variable of the parent."""
     environment = {
         "PATH": "/usr/bin:/bin",
         "HOME": scratch,
@@ -448,24 +454,24 @@ def _environment(scratch: str) -> dict[str, str]:
 
 
 def _bubblewrap(walls: Walls, scratch: str, about: int) -> list[str]:
-    """Return bubblewrap's part of the command line, with options that its early versions know, too.
+    """Return bubblewrap's part of the command line, with options that its early versions support too.
 
-    Python is the first process of its namespace (`inside.py` watches from there): one of bubblewrap's in between would
-    be left for the machine's first process to wait for, which in a container often never does.
+    Python is the first process in the PID namespace (and `inside.py` watches its child from there). With a process of
+    bubblewrap in between, a zombie would be left to the machine's init, which in a container often never reaps it.
     """
     command = [walls.bubblewrap]
     if walls.user_namespace:
         command += ["--unshare-all", "--cap-drop", "ALL"]
     else:
-        # All namespaces but the user's: in one with a single user, root could become nobody else.
+        # All namespaces but that of users: in a user namespace with a single user, root could not switch to another.
         command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
         command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     if walls.bounded:
-        command += ["--cap-add", "CAP_SYS_ADMIN"]  # for the one mount; given up with all others (`jail.py`)
+        command += ["--cap-add", "CAP_SYS_ADMIN"]  # to mount the scratch directory; `jail.py` drops it again
     command += ["--die-with-parent", "--new-session", "--as-pid-1", "--info-fd", str(about)]
     made: set[str] = set()
     for path in _topmost(_readable()):
-        # Left to itself, bubblewrap gives parents the mode of the originals, and root's are closed to the new user.
+        # By default, bubblewrap creates parent folders with the original modes, and root's are closed to the new user.
         for folder in [str(p) for p in reversed(Path(path).parents)][1:]:
             if folder not in made:
                 made.add(folder)
@@ -479,31 +485,31 @@ def _bubblewrap(walls: Walls, scratch: str, about: int) -> list[str]:
     command += ["--dir", "/dev"]
     for device in _DEVICES:
         command += ["--dev-bind", device, device]
-    # The root is a file system in memory, where only its owner's rights would limit what is written.
+    # The root is a writable file system in memory without a size limit, so remount it read-only.
     return [*command, "--bind", scratch, scratch, "--remount-ro", "/", "--chdir", "/", "--"]
 
 
 def _topmost(paths: Sequence[str]) -> list[str]:
-    """Return the paths without those that lie below another one of them."""
+    """Return the paths that are not below another one of them."""
     return [p for p in paths if not any(str(parent) in paths for parent in Path(p).parents)]
 
 
 def remove_left(name: str) -> None:
-    """Delete the scratch folders of a process that was killed; `name` was its `SCRATCH`."""
-    for place in _places():
-        for scratch in Path(place).glob(f"{_PREFIX}{name}-*"):
+    """Delete the scratch folders of a process that was killed; `name` was the value of its variable `SCRATCH`."""
+    for folder in _temporary_folders():
+        for scratch in Path(folder).glob(f"{_PREFIX}{name}-*"):
             _remove(str(scratch))
 
 
-def _places() -> list[str]:
+def _temporary_folders() -> list[str]:
     return list(dict.fromkeys([tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"]))
 
 
 def _new_scratch(user: int | None) -> str:
-    """Make a scratch directory and return its path; `user`, if there is one, owns and can reach it."""
-    candidates = _places()
-    place = next((c for c in candidates if user is None or _passable(c)), candidates[0])
-    scratch = os.path.realpath(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.environ.get(SCRATCH, '')}-", dir=place))
+    """Create a scratch directory and return its path. If `user` is given, it owns the directory and can enter it."""
+    candidates = _temporary_folders()
+    folder = next((c for c in candidates if user is None or _passable(c)), candidates[0])
+    scratch = os.path.realpath(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.environ.get(SCRATCH, '')}-", dir=folder))
     try:
         if user is not None:
             os.chown(scratch, user, user)
@@ -513,15 +519,16 @@ def _new_scratch(user: int | None) -> str:
     return scratch
 
 
-def _passable(place: str) -> bool:
-    path = Path(os.path.realpath(place))
+def _passable(folder: str) -> bool:
+    """Return whether every user can enter a folder."""
+    path = Path(os.path.realpath(folder))
     return path.is_dir() and all(p.stat().st_mode & stat.S_IXOTH for p in (path, *path.parents))
 
 
 def user_range() -> tuple[int, int] | None:
-    """Return a range of user numbers that nobody has; None where root can become nobody else.
+    """Return a range of unused user numbers, or None if root cannot switch to any.
 
-    In a container only some numbers exist: the last quarter of the longest row of them is taken.
+    In a container only some numbers exist; the range is then the last quarter of the longest sequence of them.
     """
     rows = []
     for name in ("uid_map", "gid_map"):
@@ -538,21 +545,21 @@ def user_range() -> tuple[int, int] | None:
 
 
 def _new_user() -> int:
-    found = user_range()
-    if found is None:
+    numbers = user_range()
+    if numbers is None:
         raise SandboxError("the sandbox does not start: there are no user numbers to spare")
-    # Not the global generator: a training run's seed is not touched.
-    return random.SystemRandom().randrange(*found)
+    # Not the global generator, whose state belongs to a training run.
+    return random.SystemRandom().randrange(*numbers)
 
 
 def _threads_of_others() -> int:
-    """Return the threads to allow beside a sandbox that shares its user's limit: those now, and a margin."""
+    """Return the number of threads to allow for the user's other processes, which share the limit of a sandbox."""
     return _count_threads(os.geteuid(), int(time.monotonic())) + _STARTED_MEANWHILE
 
 
 @lru_cache(maxsize=1)
 def _count_threads(user: int, second: int) -> int:
-    """Return the number of threads that the user has on this machine; counted once a second at most."""
+    """Return the number of threads of a user on this machine; `second` limits counting to once per second."""
     total = 0
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
@@ -563,9 +570,9 @@ def _count_threads(user: int, second: int) -> int:
 
 
 def _sweep(user: int) -> None:
-    """Kill all processes of a user that only one sandbox has; without a pid namespace nothing else would."""
+    """Kill all processes of a user that only this sandbox has. Without a PID namespace nothing else kills them."""
     for _ in itertools.repeat(None, 100):
-        found = False
+        killed = False
         for process in Path("/proc").iterdir():
             if process.name.isdigit():
                 with contextlib.suppress(OSError):
@@ -574,13 +581,13 @@ def _sweep(user: int) -> None:
                     state = next(line for line in lines if line.startswith("State:")).split()[1]
                     if int(uid) == user and state != "Z":
                         os.kill(int(process.name), signal.SIGKILL)
-                        found = True
-        if not found:
+                        killed = True
+        if not killed:
             return
 
 
 def _entries(folder: str) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """Yield all entries below a folder without recursion, in no order; links are not followed."""
+    """Yield all entries below a folder, in any order, without recursion and without following links."""
     waiting = [folder]
     while waiting:
         with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(waiting.pop()) as entries:
@@ -591,24 +598,24 @@ def _entries(folder: str) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
                         waiting.append(entry.path)
 
 
-def _holds_more(folder: str, limit: int) -> bool:
-    """Return whether a folder holds more than `limit` bytes, too many entries, or is nested too deep."""
+def _exceeds(folder: str, limit: int) -> bool:
+    """Return whether a folder has more than `limit` bytes, too many entries, or too deep nesting."""
     total = 0
     try:
-        for count, (entry, found) in enumerate(_entries(folder), start=1):
-            total += found.st_blocks * 512
+        for count, (entry, entry_stat) in enumerate(_entries(folder), start=1):
+            total += entry_stat.st_blocks * 512
             deep = len(entry.path) > len(folder) + _LONGEST_PATH
             if total > limit or count > _MOST_ENTRIES or deep:
                 return True
-    except OSError:  # Nested deeper than a path can say.
+    except OSError:  # nested deeper than the longest possible path
         return True
     return False
 
 
 def _remove(scratch: str) -> None:
-    """Delete a folder, whatever depth, names and permissions it holds.
+    """Delete a folder with any depth, names and permissions.
 
-    Folders within folders are moved up before they are emptied, so that neither recursion nor a path's length matters.
+    Nested folders are moved up before they are emptied, so that neither recursion nor the length of paths matters.
     """
     try:
         top = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -616,7 +623,7 @@ def _remove(scratch: str) -> None:
         return
     try:
         numbers = itertools.count()
-        # A round without any success ends it: something that not even its owner may delete.
+        # Stop after a round without success: then there is something that not even its owner may delete.
         while any([_flatten(top, name, numbers) for name in _names(top)]):
             pass
     finally:
@@ -630,7 +637,7 @@ def _names(folder: int) -> list[str]:
 
 
 def _flatten(top: int, name: str, numbers: Iterator[int]) -> bool:
-    """Remove one entry of the folder `top`, moving folders in it up to `top`; return whether that worked."""
+    """Remove one entry of the folder `top`, moving nested folders up into `top`; returns whether that worked."""
     try:
         if not stat.S_ISDIR(os.stat(name, dir_fd=top, follow_symlinks=False).st_mode):
             os.unlink(name, dir_fd=top)

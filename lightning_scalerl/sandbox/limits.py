@@ -1,4 +1,4 @@
-"""Limits on what one run of foreign code may take of this machine."""
+"""Limits on the resources of one run of untrusted code."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ from dataclasses import dataclass, fields
 
 from lightning_scalerl.checks import ConfigurationError, positive, whole_number
 
-# With less the interpreter itself does not start.
+# With less memory the interpreter itself does not start.
 _LEAST_MEMORY_MIB = 64
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one process each, unless a field says otherwise.
+    """Limits per process, unless a field says otherwise.
 
     Args:
-        wall_s: wall-clock seconds from the start of foreign code; for a judgement, of all its calls together.
+        wall_s: wall-clock seconds from the start of the untrusted code; for a judgement, of all its calls together.
         cpu_s: seconds of processor time, rounded up to a whole second.
         memory_mib: address space in MiB.
-        output_kib: KiB that are kept of standard output, and of standard error; more ends the program.
-        file_mib: MiB of the largest file, and of the scratch directory as a whole (looked at some 50 times a second).
-        processes: number of threads, where the sandbox has a user of its own; otherwise that many beyond those that the
-            user has now, and 200 for what it starts elsewhere meanwhile. New processes are never allowed.
+        output_kib: limit on standard output and on standard error in KiB; exceeding it ends the program.
+        file_mib: limit in MiB on the largest file and on the whole scratch directory, which is checked about 50 times
+            per second.
+        processes: number of threads, if the sandbox has its own user. Otherwise the limit is this number beyond the
+            user's present threads, plus 200 for threads that the user starts elsewhere meanwhile. New processes are
+            never allowed.
     """
 
     wall_s: float = 10

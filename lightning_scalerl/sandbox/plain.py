@@ -1,7 +1,7 @@
-"""Plain data as bytes: values from a program under test are rebuilt for the judge from built-in types alone.
+"""Encoding of plain data: the judge rebuilds values from a program under test from built-in types alone.
 
-Not pickle: nothing in a message can name a class or a function, so an object whose `__eq__` lies arrives as the plain
-value it was made from, or as a handle that is equal to nothing. Runs inside the sandbox (standard library only).
+Unlike a pickle, a message cannot name a class or a function. An object with a false `__eq__` therefore arrives as a
+plain value, or as a handle that is equal to nothing else. Runs inside the sandbox (standard library only).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _MAX_NAME = 200
 
 
 class NotPlainError(Exception):
-    """Raised for a value that cannot cross: of another type, too deep or too large."""
+    """Raised for a value that cannot be sent: it has another type, is nested too deep or is too large."""
 
 
 class MalformedError(Exception):
-    """Raised for bytes that are no valid message."""
+    """Raised for bytes that are not a valid message."""
 
 
 class Handle:
-    """Stand-in in a message for an object that stays in its process."""
+    """Reference in a message to an object that stays in its process."""
 
     __slots__ = ("kind", "number")
 
@@ -42,16 +42,16 @@ FromHandle = Callable[[Handle], Any]
 def encode(value: Any, handle: ToHandle = lambda _: None) -> bytes:
     """Encode a value of built-in types as bytes.
 
-    Subclasses of the built-in types (Counter, namedtuple, IntEnum) and NumPy's scalars travel as the built-in value;
-    iterators as what they would give.
+    Subclasses of the built-in types (Counter, namedtuple, IntEnum) and NumPy's scalars are sent as the built-in value,
+    and iterators as their items.
 
     Args:
         value: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, an
-            iterator, and what `handle` knows.
-        handle: the stand-in for any other object; None refuses it.
+            iterator, or an object that `handle` accepts.
+        handle: any other object -> a handle for it, or None to refuse it.
 
     Raises:
-        NotPlainError: something in it cannot cross.
+        NotPlainError: something in the value cannot be sent.
     """
     out = bytearray()
     _write(out, value, MAX_DEPTH, handle)
@@ -59,21 +59,21 @@ def encode(value: Any, handle: ToHandle = lambda _: None) -> bytes:
 
 
 def decode(message: bytes, handle: FromHandle | None = None) -> Any:
-    """Decode a value from the bytes of `encode`.
+    """Decode a value from bytes of `encode`.
 
     Args:
-        message: bytes from any sender, foreign code included.
-        handle: the object that a stand-in means; without it stand-ins are malformed.
+        message: bytes from any sender, including untrusted code.
+        handle: handle -> its object; without it, a message with handles is malformed.
 
     Raises:
-        MalformedError: not one whole message, too deep or too large.
+        MalformedError: the bytes are not exactly one message, or it is nested too deep or too large.
     """
     if len(message) > MAX_BYTES:
         raise MalformedError(f"more than {MAX_BYTES} bytes")
     reader = _Reader(message, handle)
     try:
         value = reader.value(MAX_DEPTH)
-    # Whatever rebuilding foreign values raises, such as a TypeError for a key that cannot be hashed.
+    # Errors from rebuilding malformed values, such as a TypeError for a key that cannot be hashed.
     except (struct.error, UnicodeDecodeError, TypeError, OverflowError, IndexError) as error:
         raise MalformedError(type(error).__name__) from None
     if reader.at != len(message):
@@ -97,15 +97,15 @@ def _many(out: bytearray, tag: bytes, items: Iterable[Any], count: int, depth: i
 
 
 def _number(out: bytearray, tag: bytes, value: int) -> None:
-    # With room for the sign, which bit_length() leaves out.
+    # With space for the sign, which bit_length() does not count.
     size = value.bit_length() // 8 + 1
     _sized(out, tag, size)
     out += value.to_bytes(size, "little", signed=True)
 
 
 def _write_integers(out: bytearray, value: list[Any]) -> bool:
-    """Write a long list of small integers, the bulk of what tests send, in one C call; False if it is none."""
-    # Exactly int: a bool has a tag of its own, a subclass becomes an int item by item.
+    """Write a long list of small integers, the bulk of messages, in one C call; False if the value is not one."""
+    # Exactly int: bools have their own tag, and subclasses are converted one by one.
     if list.__len__(value) < 16 or set(map(type, list.__iter__(value))) != {int}:
         return False
     try:
@@ -118,7 +118,7 @@ def _write_integers(out: bytearray, value: list[Any]) -> bool:
 
 
 def _write(out: bytearray, value: Any, depth: int, handle: ToHandle) -> None:
-    """Append a value to the message: a tag of one byte, then the content, with its size where it varies."""
+    """Append a value to the message: a tag of one byte, the size if it varies, and the content."""
     if depth <= 0:
         raise NotPlainError(f"nested more than {MAX_DEPTH} deep")
     if value is None:
@@ -127,7 +127,7 @@ def _write(out: bytearray, value: Any, depth: int, handle: ToHandle) -> None:
         out += b"T"
     elif value is False:
         out += b"F"
-    # The base class's own methods: a subclass's may say anything, or nothing that can be sent.
+    # Call the methods of the built-in class, because a subclass may override them with anything.
     elif isinstance(value, int):
         _number(out, b"i", int.__pos__(value))
     elif isinstance(value, float):
@@ -166,7 +166,7 @@ def _write_rarer(out: bytearray, value: Any, depth: int, handle: ToHandle) -> No
             _number(out, b"i", int(number))
     elif type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "shape", None) == ():
         item = value.item()
-        # `item` of some scalars, such as longdouble, is no built-in but itself: it would go round for ever.
+        # Some scalars, such as longdouble, return themselves from `item`, which would recurse for ever.
         if type(item) is type(value):
             raise NotPlainError(f"{type(value).__name__} is not plain data")
         _write(out, item, depth - 1, handle)
@@ -177,15 +177,15 @@ def _write_rarer(out: bytearray, value: Any, depth: int, handle: ToHandle) -> No
             raise NotPlainError(f"an iterator of more than {MAX_ITEMS_OF_ITERATOR} items")
         _many(out, b"I", items, len(items), depth, handle)
     else:
-        stand_in = handle(value)
-        if stand_in is None:
+        reference = handle(value)
+        if reference is None:
             raise NotPlainError(f"{type(value).__name__[:_MAX_NAME]} is not plain data")
-        kind = stand_in.kind[:_MAX_NAME].encode("utf-8", "replace")
-        out += b"h" + struct.pack("<IH", stand_in.number, len(kind)) + kind
+        kind = reference.kind[:_MAX_NAME].encode("utf-8", "replace")
+        out += b"h" + struct.pack("<IH", reference.number, len(kind)) + kind
 
 
 class _Reader:
-    """Reader of one message; it makes nothing but built-in types and what `handle` returns."""
+    """Reader of one message, which creates only built-in types and the results of `handle`."""
 
     def __init__(self, message: bytes, handle: FromHandle | None) -> None:
         self.message, self.at, self._handle = message, 0, handle
@@ -199,7 +199,7 @@ class _Reader:
 
     def _size(self) -> int:
         size = int(struct.unpack("<I", self._take(4))[0])
-        # Every item takes a byte at least: a claim beyond the message's end is refused before anything is made.
+        # Every item takes at least one byte, so refuse a size beyond the end of the message before allocating anything.
         if size > len(self.message) - self.at:
             raise MalformedError("cut short")
         return size

@@ -1,4 +1,4 @@
-"""Detection of the protections that this machine gives, by trial and not just by looking up."""
+"""Detection of the protections that work on this machine, by trial runs behind them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lightning_scalerl.sandbox.walls import BUBBLEWRAP, LANDLOCK, OWN_USER, SCRA
 
 Mode = Literal["auto", "bubblewrap", "landlock", "none"]
 
+# Kernel settings that forbid user namespaces, with the value that does so.
 _SETTINGS = (
     ("/proc/sys/kernel/unprivileged_userns_clone", "0"),
     ("/proc/sys/user/max_user_namespaces", "0"),
@@ -26,7 +27,7 @@ _SETTINGS = (
 )
 _PROBE_LIMITS = Limits(wall_s=20, cpu_s=10, memory_mib=512, output_kib=16, file_mib=1, processes=16)
 
-# Each line that it prints is something that it could do and should not have been able to.
+# Each line that this program prints, except the last, is something that it should not have been able to do.
 _PROBE = """
 import os, socket
 
@@ -47,24 +48,24 @@ print("done")
 
 
 def check_protections(allow_unprotected: bool, mode: Mode = "auto") -> Protections:
-    """Return the best protections of this machine, after a trial run behind them.
+    """Return the best protections on this machine, after a trial run behind them.
 
     Args:
-        allow_unprotected: whether to go on without isolation, with whatever there is (`task.sandbox.unprotected`).
-        mode: `auto` for the best, or only `bubblewrap` (with all that works inside it), `landlock` (with seccomp and
-            without bubblewrap) or `none`.
+        allow_unprotected: whether to accept incomplete isolation (`task.sandbox.unprotected`).
+        mode: `auto` for the best protections, or only `bubblewrap` (with everything that works inside it), `landlock`
+            (with seccomp, without bubblewrap) or `none`.
 
     Raises:
-        ConfigurationError: network, files and processes cannot all be isolated, and that is not allowed.
+        ConfigurationError: network, files and processes cannot all be isolated, and this is not allowed.
     """
     if mode not in get_args(Mode):
         raise ConfigurationError(f"task.sandbox.mode: {mode!r} must be one of {', '.join(get_args(Mode))}")
     obstacles: dict[str, str] = {}
-    found = next((w for w in _candidates(mode, obstacles) if _stands(w, obstacles)), Walls())
+    walls = next((w for w in _candidates(mode, obstacles) if _works(w, obstacles)), Walls())
     if mode == "none":
         obstacles = dict.fromkeys((BUBBLEWRAP, LANDLOCK, SECCOMP, SCRATCH), "left out")
-    protections = Protections(found, tuple(obstacles.items()))
-    if not (found.isolated or allow_unprotected):
+    protections = Protections(walls, tuple(obstacles.items()))
+    if not (walls.isolated or allow_unprotected):
         lacks = "; ".join(f"{name}: {why}" for name, why in obstacles.items() if name not in (OWN_USER, SCRATCH))
         raise ConfigurationError(
             f"task.sandbox: this machine cannot shut foreign code in ({lacks or mode}); install bubblewrap, or use "
@@ -74,7 +75,7 @@ def check_protections(allow_unprotected: bool, mode: Mode = "auto") -> Protectio
 
 
 def _candidates(mode: Mode, obstacles: dict[str, str]) -> list[Walls]:
-    """Return walls to try, best first; note on the way what is missing from the start."""
+    """Return the walls to try, best first, and record in `obstacles` what is missing from the start."""
     landlock = landlock_abi() if mode != "none" else 0
     if not landlock:
         obstacles[LANDLOCK] = "the kernel has none, or it is switched off"
@@ -92,34 +93,34 @@ def _candidates(mode: Mode, obstacles: dict[str, str]) -> list[Walls]:
         obstacles[BUBBLEWRAP] = "bwrap is not installed"
     elif mode in ("auto", "bubblewrap"):
         inner = [(landlock, seccomp), (0, seccomp), (0, False)]
-        shut_in = [Walls(program, False, *pair, own_user=True) for pair in inner] if own_user else []
-        tried += _bounded_first([*shut_in, *(Walls(program, True, *pair) for pair in inner)])
+        as_root = [Walls(program, False, *pair, own_user=True) for pair in inner] if own_user else []
+        tried += _bounded_first([*as_root, *(Walls(program, True, *pair) for pair in inner)])
     if mode in ("auto", "landlock") and landlock and seccomp:
         owners = (True, False) if own_user else (False,)
         tried += _bounded_first([Walls("", True, landlock, True, own) for own in owners])
     if mode in ("auto", "none"):
         weaker = [(landlock, False), (0, seccomp), (0, False)] if mode == "auto" else [(0, False)]
         tried += [Walls("", True, *pair, own_user=own) for pair in weaker for own in {own_user: 0, False: 0}]
-    # Each once, in order: without Landlock several are the same.
+    # Remove duplicates: without Landlock, several candidates are the same.
     return list(dict.fromkeys(tried))
 
 
-def _bounded_first(walls: list[Walls]) -> list[Walls]:
-    return [replace(each, bounded=bounded) for bounded in (True, False) for each in walls]
+def _bounded_first(candidates: list[Walls]) -> list[Walls]:
+    return [replace(walls, bounded=bounded) for bounded in (True, False) for walls in candidates]
 
 
-def _stands(walls: Walls, obstacles: dict[str, str]) -> bool:
-    """Return whether a program starts behind these walls and reaches nothing beyond; note what fails."""
+def _works(walls: Walls, obstacles: dict[str, str]) -> bool:
+    """Return whether a program starts behind these walls and cannot escape them; record failures in `obstacles`."""
     try:
         in_reach = _try_out(walls)
-        # Walls that promise nothing need only stand.
+        # Walls without complete isolation only need to start.
         if not (in_reach and walls.isolated):
             return True
         why = ", ".join(f"{what} in reach" for what in in_reach)
     except SandboxError as error:
         why = str(error).removeprefix("the sandbox does not start: ")
     if walls.bounded:
-        # The same walls are tried without it, and say themselves what is in their way.
+        # The same walls are tried again without a bounded scratch directory, and then record their own failures.
         obstacles.setdefault(SCRATCH, f"{why}; so no file can be deleted in it")
     elif walls.bubblewrap:
         obstacles.setdefault(BUBBLEWRAP, why + _namespace_settings())
@@ -129,7 +130,7 @@ def _stands(walls: Walls, obstacles: dict[str, str]) -> bool:
 
 
 def _try_out(walls: Walls) -> list[str]:
-    """Return what a program behind these walls could do that it must not; empty if nothing."""
+    """Return the forbidden actions that a program behind these walls could do; empty if it could do none."""
     with tempfile.TemporaryDirectory(prefix="scalerl-probe-") as folder, socket.socket() as listener:
         secret = Path(folder, "secret")
         secret.write_text("secret")
@@ -144,19 +145,19 @@ def _try_out(walls: Walls) -> list[str]:
         result = run_in(walls, source, "", _PROBE_LIMITS)
     reached = result.stdout.split()
     if result.status != "ok" or reached[-1:] != ["done"]:
-        said = " ".join(result.stderr_tail.split())[-200:]
-        raise SandboxError(f"a trial run ended with {result.status}: {said}")
+        message = " ".join(result.stderr_tail.split())[-200:]
+        raise SandboxError(f"a trial run ended with {result.status}: {message}")
     return list(dict.fromkeys(reached[:-1]))
 
 
 def _namespace_settings() -> str:
-    """Return the kernel settings that forbid user namespaces, as the end of a sentence."""
-    said = []
+    """Return the kernel settings that forbid user namespaces, to append to an error."""
+    settings = []
     for path, forbidding in _SETTINGS:
         try:
             value = Path(path).read_text().strip()
         except OSError:
             continue
         if value == forbidding:
-            said.append(f"{path} is {value}")
-    return f" ({', '.join(said)})" if said else ""
+            settings.append(f"{path} is {value}")
+    return f" ({', '.join(settings)})" if settings else ""

@@ -1,4 +1,4 @@
-"""Runs of a program of standard input and output in the sandbox."""
+"""Runs of a program in the sandbox, with standard input and output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from lightning_scalerl.sandbox.launch import Capture, Sandboxed, anonymous, atte
 from lightning_scalerl.sandbox.limits import Limits
 from lightning_scalerl.sandbox.walls import Protections, Walls
 
-# ok: exit code 0. nonzero: another one. killed: a signal ended it (memory, stack). The rest are limits of the sandbox.
+# ok: exit code 0. nonzero: another exit code. killed: ended by a signal (memory, stack). The rest are limits of the
+# sandbox.
 Status = Literal["ok", "nonzero", "killed", "timeout", "output_limit", "disk_limit"]
 
 _STDERR_TAIL = 4096
@@ -20,13 +21,13 @@ _STDERR_TAIL = 4096
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """Result of a program's run: how it ended and what it wrote.
+    """Result of a program's run.
 
     Args:
         status: how it ended, see `Status`.
-        stdout: standard output up to the limit; invalid UTF-8 is replaced.
+        stdout: standard output up to the limit, with invalid UTF-8 replaced.
         stderr_tail: last 4096 characters of standard error.
-        seconds: wall-clock seconds since its sandbox was ready.
+        seconds: wall-clock seconds from the moment when its sandbox was ready.
     """
 
     status: Status
@@ -36,29 +37,29 @@ class ProgramResult:
 
 
 def run_program(source: str, stdin: str, limits: Limits, protections: Protections) -> ProgramResult:
-    """Run Python source as a program of its own; nothing of it is left when this returns.
+    """Run Python source as a program. Its processes and files are removed before this returns.
 
     Args:
         source: untrusted source.
         stdin: content of its standard input.
-        limits: limits on what it takes of this machine.
+        limits: limits on its resources.
         protections: protections around it (`check_protections`).
 
     Raises:
-        SandboxError: the sandbox itself failed; says nothing of the program.
+        SandboxError: the sandbox itself failed, for a reason unrelated to the program.
     """
     return run_in(protections.walls, source, stdin, limits)
 
 
 def run_in(walls: Walls, source: str, stdin: str, limits: Limits) -> ProgramResult:
-    """Run the program behind walls that were not checked; `protections.py` tries them out with it.
+    """Run a program behind walls that have not been tested; `protections.py` uses it to test them.
 
     Raises:
-        SandboxError: the sandbox itself failed; says nothing of the program.
+        SandboxError: the sandbox itself failed, for a reason unrelated to the program.
     """
     with contextlib.ExitStack() as closing:
-        given = anonymous(stdin.encode("utf-8", "surrogatepass"))
-        closing.callback(os.close, given)
+        input_file = anonymous(stdin.encode("utf-8", "surrogatepass"))
+        closing.callback(os.close, input_file)
         captures, ends = [], []
         for _ in range(2):
             pipe, end = os.pipe()
@@ -68,9 +69,11 @@ def run_in(walls: Walls, source: str, stdin: str, limits: Limits) -> ProgramResu
         out, err = captures
         try:
             role = {"role": "script", "source": source}
-            child = closing.enter_context(Sandboxed(walls, limits, role, stdin=given, stdout=ends[0], stderr=ends[1]))
+            child = closing.enter_context(
+                Sandboxed(walls, limits, role, stdin=input_file, stdout=ends[0], stderr=ends[1])
+            )
         finally:
-            # The child has its own: open here as well, the pipes would never come to their end.
+            # The child has its own copies. Copies that stay open here would keep the pipes from reaching their end.
             for end in ends:
                 os.close(end)
         why, seconds = attend([child], captures, limits.wall_s, lambda: child.returncode is not None)
@@ -85,14 +88,14 @@ def run_in(walls: Walls, source: str, stdin: str, limits: Limits) -> ProgramResu
 
 
 def _status(why: str, code: int | None, seconds: float, limits: Limits) -> Status:
-    """Return how a program ended, from the reason that `attend` gave and the exit code."""
+    """Return how a program ended, from the reason that `attend` returned and the exit code."""
     if why == "timeout":
         return "timeout"
     if why == "output_limit":
         return "output_limit"
     if why == "disk_limit":
         return "disk_limit"
-    # The kernel's answer to too much processor time: a signal, and if that is ignored, the one that cannot be.
+    # The kernel ends a process over its CPU limit with SIGXCPU, and with SIGKILL if that is ignored.
     if code == -signal.SIGXCPU or (code == -signal.SIGKILL and seconds >= limits.cpu_s):
         return "timeout"
     if code == 0:

@@ -1,12 +1,20 @@
-"""Program's side of a judgement: it loads the program and answers calls. Expected values never come here.
+"""Program's side of a judgement: it loads the program and answers calls. It never receives expected values.
 
-Runs inside the program's sandbox (standard library only), next to foreign code that can change all of it; what it
-sends is checked by the other side (`examine.py`).
+Runs inside the program's sandbox (standard library only), in one process with untrusted code that can change all of it.
+The other side (`examine.py`) therefore checks its messages.
 
-Requests and answers are plain data (`plain.py`). `["names", names]` asks for globals, `["get", object, name]` for an
-attribute, `["call", object, encoded (args, kwargs)]` calls, `["await", coroutine]` runs it to its end. Answers:
-`["gave", value, the arguments after a call that changed them or None]`, `["raised", type, args, the arguments
-likewise]`, `["unplain", why]`.
+Requests and answers are plain data (`plain.py`). Requests:
+
+- `["names", names]`: values of these globals;
+- `["get", object, name]`: an attribute;
+- `["call", object, encoded (args, kwargs)]`: the result of a call;
+- `["await", coroutine]`: the result of a coroutine.
+
+Answers:
+
+- `["gave", value, changed]`: a value, and the arguments after the call if it changed them, else None;
+- `["raised", type, args, changed]`: an exception, and the arguments likewise;
+- `["unplain", reason]`: the value cannot be sent.
 """
 
 from __future__ import annotations
@@ -19,35 +27,35 @@ from lightning_scalerl.sandbox.plain import Handle, NotPlainError, decode, encod
 
 
 class _Kept:
-    """Objects that stay in this process, by the number that the judge knows them by."""
+    """Objects that stay in this process, with the numbers by which the judge refers to them."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
 
-    def to_handle(self, thing: Any) -> Handle:
-        number = self._numbers.setdefault(id(thing), len(self._objects))
+    def to_handle(self, value: Any) -> Handle:
+        number = self._numbers.setdefault(id(value), len(self._objects))
         if number == len(self._objects):
-            # Kept alive with that: its id() is never given to another object.
-            self._objects.append(thing)
-        return Handle(number, "type" if isinstance(thing, type) else type(thing).__name__)
+            # This keeps the object alive, so that its id() is not reused.
+            self._objects.append(value)
+        return Handle(number, "type" if isinstance(value, type) else type(value).__name__)
 
     def from_handle(self, handle: Handle) -> Any:
         return self._objects[handle.number]
 
 
 def run_script(source: str) -> None:
-    """Run a whole program, as `python program.py` would."""
+    """Run a whole program as `python program.py` would."""
     module = type(sys)("__main__")
     module.__dict__.update(__file__="program.py", __builtins__=__builtins__)
     sys.modules["__main__"] = module
     sys.argv = ["program.py"]
-    # dont_inherit: else this file's `annotations` future would hold in foreign code as well.
+    # dont_inherit: otherwise this file's `from __future__ import annotations` would apply to the program too.
     exec(compile(source, "program.py", "exec", dont_inherit=True), module.__dict__)
 
 
 def serve(source: str, requests: int, answers: int) -> None:
-    """Load the program, report on that, and answer calls until the judge sends no more."""
+    """Load the program, report whether that succeeded, and answer requests until the judge closes the pipe."""
     module = type(sys)("program")
     sys.modules["program"] = module
     sys.argv = ["program.py"]
@@ -67,17 +75,17 @@ def _answer(request: bytes, names: dict[str, Any], kept: _Kept) -> bytes:
     try:
         what, *operands = decode(request, kept.from_handle)
         if what == "names":
-            given = encode({n: names[n] for n in operands[0] if n in names}, kept.to_handle)
-            return encode(["gave", given, None])
+            found = encode({n: names[n] for n in operands[0] if n in names}, kept.to_handle)
+            return encode(["gave", found, None])
         if what == "get":
             return _outcome(lambda: getattr(operands[0], operands[1]), kept, lambda: None)
         if what == "await":
-            from asyncio import run  # of programs with coroutines, which have imported it
+            from asyncio import run  # only for programs with coroutines, which have imported it already
 
             return _outcome(lambda: run(operands[0]), kept, lambda: None)
         encoded = operands[1]
         args, kwargs = decode(encoded, kept.from_handle)
-        # Only these are encoded a second time, after the call, to see whether it has changed them.
+        # Encoded a second time after the call, to see whether it has changed them.
         mutable = any(isinstance(a, list | dict | set | bytearray | tuple) for a in (*args, *kwargs.values()))
 
         def changed() -> Any:
@@ -89,11 +97,11 @@ def _answer(request: bytes, names: dict[str, Any], kept: _Kept) -> bytes:
 
 
 def _outcome(act: Any, kept: _Kept, changed: Any) -> bytes:
-    """Act, and return the encoded value or exception with the arguments that the call changed."""
+    """Call `act` and return its encoded value or exception, together with the result of `changed`."""
     try:
         value = act()
-        # Inside: an iterator that is returned runs the program's code only now.
-        given = encode(value, kept.to_handle)
+        # Inside the `try`, because encoding a returned iterator runs the program's code.
+        encoded = encode(value, kept.to_handle)
     except NotPlainError:
         raise
     except BaseException as error:
@@ -102,4 +110,4 @@ def _outcome(act: Any, kept: _Kept, changed: Any) -> bytes:
         except Exception:
             args = ()
         return encode(["raised", type(error).__name__, args, changed()], kept.to_handle)
-    return encode(["gave", given, changed()], kept.to_handle)
+    return encode(["gave", encoded, changed()], kept.to_handle)

@@ -1,7 +1,7 @@
-"""Survey of a data set's tests before they run: whether they can be judged, and where the names they use come from.
+"""Static analysis of a data set's tests: whether they can be used to judge programs, and the sources of their names.
 
-Standard library only. `survey` reads source and runs nothing, so a row whose tests would not run, or whose verdict
-would depend on what the program calls by the right name, is refused when it is read.
+Standard library only. `survey` parses the source and runs nothing, so unusable rows can be refused when they are read.
+A row is unusable if its tests would not run, or if a program could influence the verdict by defining a certain name.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 
-# Where a name that tests use without importing it comes from, before the program may say what it means: a program
-# that lends tests their `isclose` has a say in what is close.
+# Modules that provide names which tests use without importing them. They take precedence over the program: one that
+# provides `isclose` could decide which results are close.
 _LENDERS = (
     "math", "collections", "itertools", "functools", "typing", "copy", "heapq", "bisect", "string", "re", "fractions",
     "decimal", "datetime",
 )  # fmt: skip
 _LENT_AS = {"np": "numpy", "numpy": "numpy"}
+# Names that every module has.
 _OF_A_MODULE = {"__name__", "__file__", "__doc__", "__builtins__", "__spec__", "__package__", "__loader__"}
-# Of pytest and unittest: what keeps a test from running, or needs pytest itself.
+# Features of pytest and unittest that keep a test from running or need pytest itself.
 _UNSUPPORTED = {
     "skip", "skipif", "skipIf", "skipUnless", "skipTest", "xfail", "importorskip", "usefixtures", "pytestmark",
     "autouse", "load_tests", "FunctionTestCase",
 }  # fmt: skip
 _SETTINGS = {"pytestmark", "autouse"}
 _FRAMEWORKS = {"pytest", "mark", "unittest", "self"}
-# Methods that a framework calls by their names.
+# Prefixes of methods that a framework calls by name.
 _SET_UP = ("setUp", "tearDown", "setup_", "teardown_", "asyncSetUp", "asyncTearDown", "runTest")
 _CATCHES_ALL = {"AssertionError", "Exception", "BaseException"}
 
@@ -41,17 +42,17 @@ _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
 class UnjudgeableError(Exception):
-    """Raised for tests that cannot be judged; its text says why."""
+    """Raised for tests that cannot be used to judge programs; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Sources of the names that tests use and do not define.
+    """Sources of the names that tests use but do not define.
 
     Args:
-        modules: module that each of these names stands for, such as `np`.
-        lent: module of the standard library that defines each of these names.
-        asked: names that the program defines, the entry point's root included.
+        modules: names of modules, such as `np`, with the module that each refers to.
+        lent: names defined in the standard library, with the module of each.
+        asked: names to take from the program, including the first part of the entry point.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -59,17 +60,17 @@ class Sources:
     asked: Collection[str] = ()
 
 
-@lru_cache(maxsize=256)  # A row is judged once for each completion of its group.
+@lru_cache(maxsize=256)  # a row is used once for each completion of its group
 def survey(tests: str, prelude: str, entry_point: str | None, names: tuple[str, ...]) -> Sources:
-    """Return where the names come from that the tests lack.
+    """Return the sources of the names that the tests use but do not define.
 
     Args:
-        tests, prelude: source of the data set; the prelude runs first.
-        entry_point: name of the function under test; None if it is the one name that nobody defines.
-        names: further names that a right program defines, such as those of the row's own solution.
+        tests, prelude: source from the data set; the prelude runs first.
+        entry_point: name of the function under test; None if it is the only name that is defined nowhere.
+        names: other names that a correct program defines, such as those in the row's solution.
 
     Raises:
-        UnjudgeableError: some test would not run, could not fail, or lacks a name.
+        UnjudgeableError: a test would not run, could not fail, or uses an unknown name.
     """
     tree, before = _parsed("tests", tests), _parsed("prelude", prelude)
     for part in (before, tree):
@@ -82,7 +83,7 @@ def survey(tests: str, prelude: str, entry_point: str | None, names: tuple[str, 
 def _parsed(what: str, source: str) -> ast.Module:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the data set's source: not the user's to mend
+            warnings.simplefilter("ignore")  # the user cannot fix the data set's source
             tree = ast.parse(source, f"{what}.py")
             compile(tree, f"{what}.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -91,7 +92,7 @@ def _parsed(what: str, source: str) -> ast.Module:
 
 
 def _check_imports(tree: ast.Module) -> None:
-    """Refuse imports of modules that are not installed, unless the tests are prepared for that."""
+    """Refuse imports of modules that are not installed, unless they are inside a `try`."""
     guarded = {id(n) for t in ast.walk(tree) if isinstance(t, ast.Try) for n in ast.walk(t)}
     for node in ast.walk(tree):
         if id(node) in guarded or not isinstance(node, ast.Import | ast.ImportFrom):
@@ -107,12 +108,12 @@ def _check_imports(tree: ast.Module) -> None:
 
 
 def _check_files(tree: ast.Module) -> None:
-    """Refuse tests that read a file which they do not write: the sandbox begins with an empty folder."""
+    """Refuse tests that read a file without writing it, because the sandbox starts with an empty folder."""
     opened: dict[str, tuple[str, int]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open":
-            given = [*node.args, *(k.value for k in node.keywords if k.arg == "mode")]
-            texts = [a.value for a in given[:2] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+            arguments = [*node.args, *(k.value for k in node.keywords if k.arg == "mode")]
+            texts = [a.value for a in arguments[:2] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
             if texts and texts[0] != "/dev/null":
                 mode = texts[1] if len(texts) > 1 else "r"
                 opened[texts[0]] = (opened.get(texts[0], ("", 0))[0] + mode, node.lineno)
@@ -122,7 +123,7 @@ def _check_files(tree: ast.Module) -> None:
 
 
 def defined_names(source: str) -> list[str]:
-    """Return functions, classes and variables that a module defines at its top level; none if it does not parse."""
+    """Return the functions, classes and variables defined at the top level of a module; none if it does not parse."""
     try:
         table = symtable.symtable(source, "solution.py", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -131,7 +132,7 @@ def defined_names(source: str) -> list[str]:
 
 
 def used_names(source: str) -> set[str]:
-    """Return names that a module reads and does not define; none if it does not parse."""
+    """Return the names that a module uses but does not define; none if it does not parse."""
     try:
         return _free(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -145,29 +146,33 @@ def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
 
 
 def _free(source: str) -> set[str]:
+    """Return the global names that a module uses but does not define."""
     top = symtable.symtable(source, "tests.py", "exec")
     read: set[str] = set()
-    made = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
+    defined = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
     for scope in _scopes(top):
         for symbol in scope.get_symbols():
             if scope is top or symbol.is_global():
                 read |= {symbol.get_name()} if symbol.is_referenced() else set()
-                made |= {symbol.get_name()} if symbol.is_assigned() or symbol.is_imported() else set()
-    return read - made - _OF_A_MODULE
+                defined |= {symbol.get_name()} if symbol.is_assigned() or symbol.is_imported() else set()
+    return read - defined - _OF_A_MODULE
 
 
 def _starred(*trees: ast.Module) -> tuple[set[str], bool]:
-    """Return what `from module import *` brings; and whether there are modules that only the sandbox may import."""
-    brought: set[str] = set()
+    """Return the names from `from module import *`, and whether some are unknown.
+
+    Only modules in `_LENDERS` may be imported here; others are untrusted and only imported in the sandbox.
+    """
+    starred: set[str] = set()
     unknown = False
     for node in (n for tree in trees for n in ast.walk(tree)):
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
             if node.module in _LENDERS:
                 module = import_module(node.module)
-                brought |= set(getattr(module, "__all__", None) or (n for n in vars(module) if n[0] != "_"))
+                starred |= set(getattr(module, "__all__", None) or (n for n in vars(module) if n[0] != "_"))
             else:
                 unknown = True
-    return brought, unknown
+    return starred, unknown
 
 
 def _sources(
@@ -178,21 +183,24 @@ def _sources(
     entry_point: str | None,
     names: tuple[str, ...],
 ) -> Sources:
+    """Divide the names that the tests lack among modules, the standard library and the program; see `survey`."""
     root = entry_point.partition(".")[0].removesuffix("()") if entry_point else None
-    own = {root, entry_point.rpartition(".")[2].removesuffix("()"), "candidate"} if root and entry_point else set()
-    brought, unknown = _starred(tree, before)
-    from_prelude = _made_at_top(prelude) | brought
-    free = {n for n in _free(tests) if n not in from_prelude and not hasattr(builtins, n)} - own
-    given = free & set(names)
-    free -= given
-    # Only what is always dotted: `string.digits` means the module, while `string` alone may be the program's.
+    # The names under which `examine._bind` gives the tests the entry point.
+    bound = {root, entry_point.rpartition(".")[2].removesuffix("()"), "candidate"} if root and entry_point else set()
+    starred, unknown = _starred(tree, before)
+    from_prelude = _defined_at_top(prelude) | starred
+    free = {n for n in _free(tests) if n not in from_prelude and not hasattr(builtins, n)} - bound
+    from_program = free & set(names)
+    free -= from_program
+    # A name refers to a module only if it is always dotted, as in `string.digits`; `string` alone may be the program's.
     dotted = _only_dotted(tree)
     modules = {n: _LENT_AS.get(n, n) for n in free & dotted if n in sys.stdlib_module_names or n in _LENT_AS}
-    lent = {n: found for n in free - set(modules) if (found := _lender(n)) is not None}
+    lent = {n: module for n in free - set(modules) if (module := _lender(n)) is not None}
     missing = free - set(modules) - set(lent)
-    asked = given | ({root} if root else set())
+    asked = from_program | ({root} if root else set())
     if not asked and not unknown:
-        # One of the names must be the function under test; `gcd` is, where nothing else is.
+        # One of the names must be the function under test. A name of the standard library, such as `gcd`, is taken for
+        # it only if there is no other candidate.
         if not missing and len(lent) == 1:
             missing, lent = set(lent), {}
         if len(missing) == 1:
@@ -210,7 +218,7 @@ def _sources(
     return Sources(modules, lent, sorted(asked))
 
 
-def _made_at_top(source: str) -> set[str]:
+def _defined_at_top(source: str) -> set[str]:
     table = symtable.symtable(source, "prelude.py", "exec")
     return {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
 
@@ -220,7 +228,7 @@ def _lender(name: str) -> str | None:
 
 
 def _only_dotted(tree: ast.Module) -> set[str]:
-    """Return names that are only used as `name.attribute`."""
+    """Return the names that are only used as `name.attribute`."""
     dotted = [n.value.id for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
     used = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name)]
     return {name for name in dotted if used.count(name) == dotted.count(name)}
@@ -231,24 +239,24 @@ def _listed(names: Collection[str]) -> str:
 
 
 def _inside(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what runs when this node does: its parts, without the bodies of functions that it defines."""
+    """Yield the nodes that run when this one does: all nodes inside, except the bodies of functions."""
     todo = list(ast.iter_child_nodes(node))
     while todo:
-        one = todo.pop()
-        yield one
-        if isinstance(one, _Function):
-            todo += [*one.decorator_list, *one.args.defaults, *(d for d in one.args.kw_defaults if d)]
-        elif isinstance(one, ast.Lambda):
-            todo += [*one.args.defaults, *(d for d in one.args.kw_defaults if d)]
+        child = todo.pop()
+        yield child
+        if isinstance(child, _Function):
+            todo += [*child.decorator_list, *child.args.defaults, *(d for d in child.args.kw_defaults if d)]
+        elif isinstance(child, ast.Lambda):
+            todo += [*child.args.defaults, *(d for d in child.args.kw_defaults if d)]
         else:
-            todo += ast.iter_child_nodes(one)
+            todo += ast.iter_child_nodes(child)
 
 
 class _Coverage:
-    """Check that everything in the tests that can fail a program is run, as far as the source tells.
+    """Checks, from the source, that all code in the tests that can fail a program will run.
 
-    Run are: statements at the top (main guards hold), `check` with an entry point, functions and methods `test...`,
-    unittest cases, and whatever these mention by name.
+    Code that runs: statements at the top level (main guards are true), `check` if there is an entry point, functions
+    and methods `test...`, unittest cases, and all functions that these refer to by name.
     """
 
     def __init__(self, tree: ast.Module, entry_point: str | None) -> None:
@@ -264,7 +272,7 @@ class _Coverage:
         """Refuse tests that would not run or could not fail.
 
         Raises:
-            UnjudgeableError: names the line.
+            UnjudgeableError: there is such a test; the error names the line.
         """
         self._refuse_what_cannot_run()
         self._follow()
@@ -287,44 +295,44 @@ class _Coverage:
                 raise UnjudgeableError(f"{name} in line {line} is a generator, whose asserts do not run")
 
     def _follow(self) -> None:
-        """Find the functions that run, from the top on, until no more are found."""
+        """Find the functions that run, starting from the top level, until no more are found."""
         self._mention(self._tree)
-        while found := [b for b in self._bodies if id(b) not in self._run and self._runs(b)]:
-            for body in found:
+        while newly_run := [b for b in self._bodies if id(b) not in self._run and self._runs(b)]:
+            for body in newly_run:
                 self._run.add(id(body))
                 self._mention(body)
 
     def _mention(self, body: ast.AST) -> None:
-        """Note what this body mentions, apart from `test.__name__` and what it only returns."""
+        """Record the names that a body refers to, except in `test.__name__` and tests that it only returns."""
         parts = ast.walk(body) if isinstance(body, ast.GeneratorExp) else _inside(body)
         for node in parts:
             above = self._parent.get(id(node))
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                about = isinstance(above, ast.Attribute) and above.attr.startswith("__")
+                metadata = isinstance(above, ast.Attribute) and above.attr.startswith("__")
                 idle = isinstance(above, ast.Expr) or (isinstance(above, ast.Return) and _is_test(node.id))
-                self._mentioned |= set() if about or idle else {node.id}
+                self._mentioned |= set() if metadata or idle else {node.id}
             elif isinstance(node, ast.Attribute):
                 self._mentioned.add(node.attr)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 self._mentioned.add(node.value)
 
     def _runs(self, body: ast.AST) -> bool:
-        """Return whether a function runs, given what is mentioned so far."""
+        """Return whether a function runs, given the names that were mentioned so far."""
         above = self._parent[id(body)]
         if not isinstance(body, _Function):
-            # Anonymous: it runs where it stands, unless it is only given a name.
+            # An anonymous function counts as run where it is written, unless it is only assigned to a name.
             if isinstance(above, ast.Assign | ast.AnnAssign | ast.NamedExpr):
                 targets = above.targets if isinstance(above, ast.Assign) else [above.target]
                 named = {t.id for t in targets if isinstance(t, ast.Name)}
-                lent = {n for n in named if isinstance(body, ast.Lambda) and self._is_root(n, body)}
-                return bool(named & self._mentioned or lent) if named else True
+                roots = {n for n in named if isinstance(body, ast.Lambda) and self._is_root(n, body)}
+                return bool(named & self._mentioned or roots) if named else True
             return not isinstance(above, ast.Expr)
         if isinstance(above, ast.ClassDef):
             return self._method_runs(above, body)
         return body.name in self._mentioned or (self._at_top(body) and self._is_root(body.name, body))
 
     def _is_root(self, name: str, body: _Function | ast.Lambda) -> bool:
-        """Return whether we run a function of the top by its name."""
+        """Return whether `conduct.py` runs a top-level function with this name."""
         if name == "check":
             return self._entry_point is not None and len(_required(body)) == 1
         if not name.startswith("test"):
@@ -362,30 +370,30 @@ class _Coverage:
         return True
 
     def _bases(self, owner: ast.ClassDef) -> list[ast.ClassDef]:
-        """Return the classes of the tests that a class is derived from."""
-        found: list[ast.ClassDef] = []
+        """Return the base classes of a class, as far as the tests define them."""
+        bases: list[ast.ClassDef] = []
         todo = [owner]
         while todo:
             for base in todo.pop().bases:
-                one = self._classes.get(base.id) if isinstance(base, ast.Name) else None
-                if one is not None and one not in found:
-                    found.append(one)
-                    todo.append(one)
-        return found
+                definition = self._classes.get(base.id) if isinstance(base, ast.Name) else None
+                if definition is not None and definition not in bases:
+                    bases.append(definition)
+                    todo.append(definition)
+        return bases
 
     def _is_case(self, owner: ast.ClassDef) -> bool:
         named = [b for c in (owner, *self._bases(owner)) for b in c.bases]
         return any(_last_name(base).endswith("TestCase") for base in named)
 
     def _is_pytest_class(self, owner: ast.ClassDef) -> bool:
-        """Return whether pytest would collect it: at the top, or in another such class."""
+        """Return whether pytest would collect a class: at the top level, or inside another such class."""
         if not owner.name.startswith("Test") or any(getattr(n, "name", "") == "__init__" for n in owner.body):
             return False
         above = self._parent[id(owner)]
         return self._is_pytest_class(above) if isinstance(above, ast.ClassDef) else self._at_top(owner)
 
     def _decides(self, body: ast.AST) -> bool:
-        """Return whether this function could fail a program."""
+        """Return whether this function can fail a program: it has an assert, or calls one or the tested function."""
         if _is_test(getattr(body, "name", "")):
             return True
         parts = ast.walk(body) if isinstance(body, ast.GeneratorExp) else _inside(body)
@@ -422,23 +430,23 @@ def _called(body: ast.AST) -> str:
 
 
 def _last_name(node: ast.AST) -> str:
-    """Return `c` of `c` and of `a.b.c`; an empty text for any other expression."""
+    """Return `c` for `c` and for `a.b.c`; an empty string for any other expression."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def _required(body: _Function | ast.Lambda, method: bool = False) -> set[str]:
-    """Return the parameters without a default."""
-    taken = body.args
-    positional = [a.arg for a in (*taken.posonlyargs, *taken.args)]
-    required = positional[: len(positional) - len(taken.defaults)]
+    """Return the parameters without a default, for a method without `self`."""
+    parameters = body.args
+    positional = [a.arg for a in (*parameters.posonlyargs, *parameters.args)]
+    required = positional[: len(positional) - len(parameters.defaults)]
     static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in getattr(body, "decorator_list", ()))
-    named = [a.arg for a, default in zip(taken.kwonlyargs, taken.kw_defaults, strict=True) if default is None]
+    named = [a.arg for a, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True) if default is None]
     return {*(required[1:] if method and not static else required), *named}
 
 
 def _parametrised(body: ast.AST) -> set[str]:
-    """Return the parameters that `pytest.mark.parametrize` gives."""
-    given: set[str] = set()
+    """Return the parameters that `pytest.mark.parametrize` provides."""
+    parameters: set[str] = set()
     for mark in getattr(body, "decorator_list", ()):
         if isinstance(mark, ast.Call) and isinstance(mark.func, ast.Attribute) and mark.func.attr == "parametrize":
             first = mark.args[0] if mark.args else next((k.value for k in mark.keywords if k.arg == "argnames"), None)
@@ -448,12 +456,12 @@ def _parametrised(body: ast.AST) -> set[str]:
                 names = ast.literal_eval(first)
             except ValueError:
                 continue
-            given |= {n.strip() for n in (names.split(",") if isinstance(names, str) else names)}
-    return given
+            parameters |= {n.strip() for n in (names.split(",") if isinstance(names, str) else names)}
+    return parameters
 
 
 def _swallows(handler: ast.ExceptHandler) -> bool:
-    """Return whether a handler catches failed asserts and does no more than print."""
+    """Return whether a handler catches failed asserts and does nothing but print."""
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     if not any(kind is None or (isinstance(kind, ast.Name) and kind.id in _CATCHES_ALL) for kind in kinds):
         return False

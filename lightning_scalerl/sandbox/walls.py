@@ -1,4 +1,4 @@
-"""Walls around a sandboxed process, and their description for a user."""
+"""Isolation mechanisms ("walls") around a sandboxed process, and their description for users."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ SCRATCH = "a scratch of bounded size"
 
 @dataclass(frozen=True)
 class Walls:
-    """Walls to use, not those that exist; `protections.py` finds out what works on this machine.
+    """Walls to use; `protections.py` finds out which of them work on this machine.
 
     Args:
-        bubblewrap: path of bubblewrap's program; empty for none.
-        user_namespace: whether bubblewrap makes a user namespace; else it uses root's own rights.
-        landlock: version of Landlock's interface; 0 for none.
+        bubblewrap: path of the program bubblewrap; empty to do without it.
+        user_namespace: whether bubblewrap creates a user namespace; otherwise it uses root's rights.
+        landlock: version of Landlock's interface; 0 to do without it.
         seccomp: whether system calls are filtered.
-        own_user: whether the process starts as root and becomes a user that nobody else is.
-        bounded: whether the scratch directory is a file system in memory of bounded size; else it is looked at some 50
-            times a second, and what a look does not see is refused: deleting, O_TMPFILE, fallocate.
+        own_user: whether the process starts as root and switches to a user that no other process has.
+        bounded: whether the scratch directory is a file system in memory of bounded size. Otherwise its size is checked
+            about 50 times per second, and operations that would escape this check are refused (deleting files,
+            O_TMPFILE, fallocate).
     """
 
     bubblewrap: str = ""
@@ -31,17 +32,17 @@ class Walls:
 
     @property
     def isolated(self) -> bool:
-        """Return whether network, files and processes are all out of reach."""
+        """Return whether network, files and other processes are all inaccessible."""
         return bool(self.bubblewrap) or (self.landlock > 0 and self.seccomp)
 
 
 @dataclass(frozen=True)
 class Protections:
-    """Protections around foreign code, and those that this machine lacks.
+    """Protections around untrusted code, and those that this machine lacks.
 
     Args:
-        walls: walls in use, which a trial run has passed.
-        obstacles: pairs of a protection that is not in use and the reason.
+        walls: walls in use, which have been tested by a trial run.
+        obstacles: pairs of an unused protection and the reason why it is not used.
     """
 
     walls: Walls
@@ -49,23 +50,23 @@ class Protections:
 
     @property
     def network(self) -> bool:
-        """Return whether the network is out of reach."""
+        """Return whether the network is inaccessible."""
         return self.walls.isolated
 
     @property
     def files(self) -> bool:
-        """Return whether all files but the scratch directory, Python and system libraries are out of reach."""
+        """Return whether all files are inaccessible, except the scratch directory, Python and system libraries."""
         return self.walls.isolated
 
     @property
     def processes(self) -> bool:
-        """Return whether other processes are out of reach."""
+        """Return whether other processes are inaccessible."""
         return self.walls.isolated
 
     def lines(self) -> list[str]:
-        """Return one line for each protection: how it is given, or why it is missing."""
+        """Return one line per protection: how it is provided, or why it is missing."""
         walls = self.walls
-        given = {
+        descriptions = {
             BUBBLEWRAP: "user namespace" if walls.user_namespace else "as root" if walls.bubblewrap else "",
             LANDLOCK: f"version {walls.landlock}",
             SECCOMP: "system calls are filtered",
@@ -81,5 +82,5 @@ class Protections:
             SCRATCH: walls.bounded,
         }
         absent = {name: f"missing, {missing.get(name, 'not asked for')}" for name in used}
-        said = [f"{name}: {given[name] if used[name] else absent[name]}" for name in used]
-        return [*said, "limits of time, memory, output and files: always"]
+        lines = [f"{name}: {descriptions[name] if used[name] else absent[name]}" for name in used]
+        return [*lines, "limits of time, memory, output and files: always"]
