@@ -133,16 +133,16 @@ def plan_commands(override_lists: Sequence[Sequence[str]], folders: Folders = ()
     # Imported here because it needs NumPy, which most uses of the command line do not.
     from sweeps.command.plan import Composed, make_specs
 
-    *own, file = folders
+    *user_folders, file = folders
     path = Path(file)
-    use_folders(own)
+    use_folders(user_folders)
     try:
-        base = _composed(named_study([], path), path, own)
+        base = _composed(named_study([], path), path, user_folders)
         plain = _plain(base)
         members = []
         for overrides in override_lists:
             config = _changed(base, overrides)
-            values = _values(_composed(overrides, path, own) if config is None else config, path)
+            values = _values(_composed(overrides, path, user_folders) if config is None else config, path)
             members.append(Composed(values, plain, tuple(overrides)))
         return make_specs(members, path.stem, path.parent, tuple(map(str, folders)))
     except UserError as error:

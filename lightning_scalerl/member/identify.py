@@ -61,9 +61,9 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
     Raises:
         ConfigurationError: the first problem, in one line.
     """
-    own = use_folders(folders)
+    used_folders = use_folders(folders)
     everywhere = set.intersection(*(set(overrides) for overrides in override_lists))
-    composed = composer_of(own)
+    composed = composer_of(used_folders)
     # Compose all members first, so that errors from Hydra are reported before any slow import.
     drafts = [_draft(list(overrides), everywhere, composed) for overrides in override_lists]
     builder = _Builder()
@@ -73,7 +73,7 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
     known: dict[bytes, dict[str, Any]] = {}
     clean: dict[tuple[str, int], Any] = {}
     specs = [
-        replace(_identified(draft, own, builder, known, clean), overrides=_to_paste(overrides))
+        replace(_identified(draft, used_folders, builder, known, clean), overrides=_to_paste(overrides))
         for draft, overrides in zip(drafts, override_lists, strict=True)
     ]
     checked: set[str] = set()

@@ -54,10 +54,10 @@ def rescore_run(
         config = OmegaConf.create(dict(spec.config))
         if reward is not None:
             reward_sum("--reward", reward)  # raises an error that names the option, before anything is built
-        own = reward is None or _graded_by(config.task, reward)
+        by_task = reward is None or _graded_by(config.task, reward)
         task = build(config, "task")
         settings = build(config, "verify") if "verify" in config else Verification()
-        grader = task.grader() if own else reward_sum("--reward", str(reward))
+        grader = task.grader() if by_task else reward_sum("--reward", str(reward))
         prompts = {prompt.prompt_id: prompt for prompt in task.train_prompts()}
         lost = [
             group["prompt_id"]
@@ -66,7 +66,7 @@ def rescore_run(
         ]
         if lost:
             raise UserError(f"{run_dir}: its task holds no prompt {lost[0]!r} any more; the data has changed")
-        outcomes = _graded(groups, prompts, grader, settings, trusted=own and task.trusted)
+        outcomes = _graded(groups, prompts, grader, settings, trusted=by_task and task.trusted)
     except ConfigurationError as error:
         raise UserError(str(error)) from error
     if out is not None:

@@ -38,14 +38,14 @@ def plan_trl(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> 
     Raises:
         ConfigurationError: the first problem, in one line; this includes choices that TRL cannot express.
     """
-    own = use_folders(folders)
+    used_folders = use_folders(folders)
     ours = [[entry for entry in overrides if group_of(entry) != GROUP] for overrides in override_lists]
     specs = plan_members(ours, folders)
     trl_specs: list[RunSpec] = []
     checked: set[str] = set()  # members that differ only in their seed need one check
     for spec, overrides, own_overrides in zip(specs, override_lists, ours, strict=True):
         if spec.curve not in checked:
-            refuse(Run.of(own_overrides, list(own)))
+            refuse(Run.of(own_overrides, list(used_folders)))
             checked.add(spec.curve)
         trl_specs.append(_on_trl(spec, _python(overrides), own_overrides, tuple(overrides)))
     return trl_specs
@@ -61,11 +61,11 @@ def _python(overrides: Sequence[str]) -> str:
     named = [entry.partition("=")[2] for entry in overrides if entry.lstrip("+").startswith(f"{GROUP}.python=")]
     if not named:
         raise ConfigurationError(f"{GROUP}.python: needs a value; name the interpreter of an environment that has TRL")
-    return _checked(str(Path(named[-1]).expanduser().absolute()))
+    return _asked(str(Path(named[-1]).expanduser().absolute()))
 
 
 @cache  # starting the interpreter and importing torch takes seconds
-def _checked(python: str) -> str:
+def _asked(python: str) -> str:
     """Return an interpreter after checking that it has a suitable version of TRL."""
     try:
         done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, check=False)

@@ -78,18 +78,18 @@ def last_boxed(text: str) -> str | None:
 
 def _closed_boxes(text: str) -> list[tuple[int, int, int]]:
     """Return (start of the command, start of the content, end of the content) of all closed boxes, sorted by start."""
-    starts = {found.end() - 1: found.start() for found in _BOX.finditer(text)}
+    starts = {match.end() - 1: match.start() for match in _BOX.finditer(text)}
     if not starts:
         return []
     open_braces: list[int] = []
     spans: list[tuple[int, int, int]] = []
-    for found in _BRACE.finditer(text, min(starts)):
-        if found[0] == "{":
-            open_braces.append(found.start())
-        elif found[0] == "}" and open_braces:
+    for match in _BRACE.finditer(text, min(starts)):
+        if match[0] == "{":
+            open_braces.append(match.start())
+        elif match[0] == "}" and open_braces:
             first = open_braces.pop()
             if first in starts:
-                spans.append((starts[first], first + 1, found.start()))
+                spans.append((starts[first], first + 1, match.start()))
     return sorted(spans)
 
 
@@ -113,8 +113,8 @@ def _boxes(text: str) -> tuple[str | None, int]:
 
 def _tagged(text: str) -> tuple[str | None, int]:
     """Return the content of the last closed `<answer>`, and the position of its end."""
-    ends = [found.start() for found in _TAG_END.finditer(text)]
-    starts = [found.end() for found in _TAG.finditer(text)]
+    ends = [match.start() for match in _TAG_END.finditer(text)]
+    starts = [match.end() for match in _TAG.finditer(text)]
     if not ends or not starts or starts[0] > ends[-1]:
         return None, -1
     start = max(start for start in starts if start <= ends[-1])
@@ -123,7 +123,7 @@ def _tagged(text: str) -> tuple[str | None, int]:
 
 def _after_lead_in(text: str) -> str:
     """Return the rest of the sentence, at most of the line, after the last "answer is"; empty without one."""
-    ends = [found.end() for found in _LEAD_IN.finditer(text)]
+    ends = [match.end() for match in _LEAD_IN.finditer(text)]
     if not ends:
         return ""
     line = text[ends[-1] :].split("\n", 1)[0]

@@ -326,10 +326,10 @@ class VerifierPool:
         now = time.monotonic()
         for number, worker in enumerate(self._workers):
             if len(worker.jobs) > 1 and now >= worker.job_start + _LONG_S:
-                behind = [worker.jobs.pop() for _ in range(len(worker.jobs) - 1)]
-                worker.reassigned.extendleft(behind)
+                waiting_jobs = [worker.jobs.pop() for _ in range(len(worker.jobs) - 1)]
+                worker.reassigned.extendleft(waiting_jobs)
                 with self._changed:
-                    self._shared.queue.extendleft(behind)
+                    self._shared.queue.extendleft(waiting_jobs)
             if (worker.jobs or worker.reassigned) and now >= worker.deadline:
                 self._replace(number, f"timed out after {worker.deadline - worker.job_start:g} s")
             elif not worker.ready and now >= worker.deadline:

@@ -326,8 +326,8 @@ def _call_trl(function: Callable[..., Any], samples: Sequence[Sample]) -> list[G
         if name not in ("prompt", "completion", *arguments)
     }
     parameters = inspect.signature(function).parameters.values()
-    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
-        wanted = {each.name for each in parameters}
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        wanted = {parameter.name for parameter in parameters}
         arguments = {name: value for name, value in arguments.items() if name in wanted}
     rewards = _awaited(function(**arguments))
     # `__len__` admits arrays and tensors of any library.
@@ -379,8 +379,8 @@ def _call_verl(function: Callable[..., Any], sample: Sample) -> Grade:
         "extra_info": columns.get("extra_info"),
     }
     parameters = inspect.signature(function).parameters.values()
-    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
-        wanted = {each.name for each in parameters}
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        wanted = {parameter.name for parameter in parameters}
         arguments = {name: value for name, value in arguments.items() if name in wanted}
     result = _awaited(function(**arguments))
     if not isinstance(result, Mapping):

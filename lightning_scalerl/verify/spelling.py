@@ -91,22 +91,22 @@ _ANSWER_IS = re.compile(
 def normal(text: str) -> str:
     """Return an answer in normalised notation."""
     bare = in_ascii(text)
-    bare = _DELIMITERS.sub(lambda found: found[1] or " ", bare)
+    bare = _DELIMITERS.sub(lambda match: match[1] or " ", bare)
     bare = _SPACED.sub(_digits, bare)
     bare = _BEFORE_DECIMALS.sub(_digits, _BARE_SPACED.sub(_digits, bare)).replace("\\!", "")
     bare = _unwrapped(bare)
     bare = _STYLE.sub(" ", bare)
-    bare = _SPACE.sub(lambda found: found[1] or " ", bare).replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
+    bare = _SPACE.sub(lambda match: match[1] or " ", bare).replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
     bare = _without_outer_braces(" ".join(bare.split()))
-    bare = _ANSWER_IS.sub(lambda found: "" if found[1] or "{" not in found[0] else "\\text{", bare)
+    bare = _ANSWER_IS.sub(lambda match: "" if match[1] or "{" not in match[0] else "\\text{", bare)
     bare = _PERIODIC.sub(_periodic, bare)
     bare = _HALF_BRACED.sub(r"\\frac{\1}", _FRACTION.sub(r"\\frac{\1}{\2}", bare))
     bare = _ROOT.sub(r"\\sqrt{\1}", bare)
     return _trimmed(bare)
 
 
-def _digits(found: re.Match[str]) -> str:
-    return re.sub(r"\D", "", found[0])
+def _digits(match: re.Match[str]) -> str:
+    return re.sub(r"\D", "", match[0])
 
 
 def comma_readings(text: str) -> tuple[str, ...]:
@@ -117,12 +117,12 @@ def comma_readings(text: str) -> tuple[str, ...]:
     """
     joined: list[str] = []
     place = 0
-    for found in _COMMAED.finditer(text):
-        inside = _enclosing(text, found.start())
+    for match in _COMMAED.finditer(text):
+        inside = _enclosing(text, match.start())
         if inside is None or ", " in inside or not re.fullmatch(r"[\s\d.,+-]*", inside):
-            joined += [text[place : found.start()], found[0].replace(",", "")]
-            place = found.end()
-    separated = _COMMAED.sub(lambda found: found[0].replace(",", ", "), text)
+            joined += [text[place : match.start()], match[0].replace(",", "")]
+            place = match.end()
+    separated = _COMMAED.sub(lambda match: match[0].replace(",", ", "), text)
     return tuple(dict.fromkeys(("".join([*joined, text[place:]]), separated)))
 
 
@@ -142,11 +142,11 @@ def _enclosing(text: str, place: int) -> str | None:
 
 def in_ascii(text: str) -> str:
     """Return a text with mathematical Unicode characters replaced by LaTeX."""
-    bare = _RAISED.sub(lambda found: "^{" + "".join(_SUPERSCRIPT[character] for character in found[0]) + "}", text)
-    bare = _LOWERED.sub(lambda found: "_{" + "".join(_SUBSCRIPT[character] for character in found[0]) + "}", bare)
-    bare = _VULGARS.sub(lambda found: "\\frac{{{}}}{{{}}}".format(*_VULGAR[found[0]].split("/")), bare)
+    bare = _RAISED.sub(lambda match: "^{" + "".join(_SUPERSCRIPT[character] for character in match[0]) + "}", text)
+    bare = _LOWERED.sub(lambda match: "_{" + "".join(_SUBSCRIPT[character] for character in match[0]) + "}", bare)
+    bare = _VULGARS.sub(lambda match: "\\frac{{{}}}{{{}}}".format(*_VULGAR[match[0]].split("/")), bare)
     bare = bare.translate(_CHARACTERS)
-    return _RADICAL.sub(lambda found: f"\\sqrt{'[3]' if found[1] == '∛' else ''}{{{_inside(found[2])}}}", bare)
+    return _RADICAL.sub(lambda match: f"\\sqrt{'[3]' if match[1] == '∛' else ''}{{{_inside(match[2])}}}", bare)
 
 
 def _inside(argument: str) -> str:
@@ -160,17 +160,17 @@ def _unwrapped(text: str) -> str:
     def walk(start: int, end: int) -> str:
         out: list[str] = []
         at = start
-        while found := _COMMAND.search(text, at, end):
-            out.append(text[at : found.start()])
-            name, argument = found[1], found.end()
+        while match := _COMMAND.search(text, at, end):
+            out.append(text[at : match.start()])
+            name, argument = match[1], match.end()
             for _ in range(_WRAPPERS.get(name, 0)):
                 argument = closing.get(argument, end) + 1
                 while argument < end and text[argument] == " ":
                     argument += 1
             last = closing.get(argument)
             if last is None or last >= end or text[argument] != "{":
-                out.append(found[0])
-                at = found.end()
+                out.append(match[0])
+                at = match.end()
                 continue
             content = text[argument + 1 : last]
             out.append(
@@ -214,11 +214,11 @@ def _closing_braces(text: str) -> dict[int, int]:
     """Return the position of the closing brace for each opening brace, by its position."""
     pairs: dict[int, int] = {}
     open_braces: list[int] = []
-    for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):
-        if found[0] == "{":
-            open_braces.append(found.start())
-        elif found[0] == "}" and open_braces:
-            pairs[open_braces.pop()] = found.start()
+    for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        if match[0] == "{":
+            open_braces.append(match.start())
+        elif match[0] == "}" and open_braces:
+            pairs[open_braces.pop()] = match.start()
     return pairs
 
 
@@ -231,11 +231,11 @@ def _without_outer_braces(text: str) -> str:
     return text
 
 
-def _periodic(found: re.Match[str]) -> str:
+def _periodic(match: re.Match[str]) -> str:
     """Return a match of `_PERIODIC`, such as 0.1\\overline{6}, as a fraction."""
-    whole, fixed, period = found[1] or "0", found[2], found[3] or found[4]
+    whole, fixed, period = match[1] or "0", match[2], match[3] or match[4]
     if len(whole) + len(fixed) + len(period) > 30:
-        return found[0]
+        return match[0]
     shift = 10 ** len(fixed)
     value = Fraction(int(whole + fixed), shift) + Fraction(int(period), shift * (10 ** len(period) - 1))
     return f"\\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator != 1 else str(value.numerator)

@@ -78,11 +78,11 @@ def part(text: str) -> Parted:
     words: list[str] = []
     scaled = False
 
-    def without_words(found: re.Match[str], scale: bool = False) -> str:
+    def without_words(match: re.Match[str], scale: bool = False) -> str:
         nonlocal scaled
-        matched_words = _words_of(found)
+        matched_words = _words_of(match)
         if matched_words is None:
-            return found[0]
+            return match[0]
         power = next((SCALES[word] for word in matched_words[:1] if word in SCALES), None)
         if scale and power:
             return f" \\cdot 10^{{{power}}} "
@@ -95,17 +95,17 @@ def part(text: str) -> Parted:
     return Parted(bare, tuple(words), _tidy(_WORD.sub(partial(without_words, scale=True), text)) if scaled else bare)
 
 
-def _words_of(found: re.Match[str]) -> list[str] | None:
+def _words_of(match: re.Match[str]) -> list[str] | None:
     """Return the words in a match of `_WORD` in canonical form; None if it is a mathematical function."""
-    if found["degree"]:
-        scale = {"C": " celsius", "F": " fahrenheit"}.get((found["scale"] or "").upper(), "")
+    if match["degree"]:
+        scale = {"C": " celsius", "F": " fahrenheit"}.get((match["scale"] or "").upper(), "")
         return tokens(f"degree{scale}")
-    if found["sign"]:
-        return ["percent" if "%" in found["sign"] else "dollar"]
-    if found["behind"] and found["behind"].split()[0].lower() in _NO_WORDS:
+    if match["sign"]:
+        return ["percent" if "%" in match["sign"] else "dollar"]
+    if match["behind"] and match["behind"].split()[0].lower() in _NO_WORDS:
         return None
-    matched = found["text"] or found["logic"] or found["behind"] or found["unit"] or ""
-    return tokens(matched, found["power"] or found["power_behind"] or found["power_unit"])
+    matched = match["text"] or match["logic"] or match["behind"] or match["unit"] or ""
+    return tokens(matched, match["power"] or match["power_behind"] or match["power_unit"])
 
 
 def _tidy(text: str) -> str:
