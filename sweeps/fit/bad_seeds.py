@@ -1,8 +1,9 @@
 """Detection of outlier seeds, which are reported and left out of the curve.
 
-A seed is compared with the median of the others, over the later half of the compute that it shares with them. Sound
-seeds differ by the noise of their means, the wander of a policy and the published spread of asymptotes; a seed that is
-further off than `BAD_SEED` times that is left out of the curve, the worst first, as long as most seeds agree.
+A seed is compared with the median of the others, over the later half of the compute range they share. Healthy seeds
+differ through the noise of their means, the drift of a policy and the published spread of asymptotes. A seed whose gap
+exceeds `BAD_SEED` standard deviations of these is left out of the curve, the worst first, provided that most seeds
+agree.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from sweeps.fit.constants import BAD_SEED, MEANS_SD
 
 @dataclass(frozen=True)
 class BadSeed(AsJson):
-    """A seed that left the others.
+    """A seed that departed from the others.
 
     Attributes:
         seed: its label.
-        since: compute from which it lies off, in the curve's unit.
-        by: median of its rewards less those of the others, over the later half; negative below them.
+        since: compute at which the gap begins, in the curve's unit.
+        by: median of its rewards minus those of the others, over the later half; negative if it is below them.
     """
 
     seed: str
@@ -32,37 +33,37 @@ class BadSeed(AsJson):
 
 
 def without_bad_seeds(curve: Curve, until: float | None = None) -> tuple[Curve, tuple[BadSeed, ...]]:
-    """Split off outlier seeds: return the curve of the seeds that agree, and those that were left out.
+    """Split off outlier seeds. Returns the curve of the agreeing seeds, and the seeds left out.
 
-    Nothing is left out unless a majority of the seeds agrees: of two seeds it cannot be told which one went bad.
+    Nothing is left out unless a majority of the seeds agrees: with two seeds, either could be the bad one.
 
     Args:
         curve: evaluations of one recipe, all seeds.
-        until: largest compute that is looked at, in the curve's unit, so that a fit of the early part does not know
-            what came later; None for all of it.
+        until: largest compute to use, in the curve's unit, so that a fit of the early part cannot use later
+            evaluations; None for no limit.
     """
-    found: list[BadSeed] = []
-    left = curve if until is None else curve.take(curve.compute <= until)
-    seeds = len(np.unique(left.seed))
-    while len(np.unique(left.seed)) > 2 and (worst := _worst(left)) is not None:
-        found.append(worst)
-        left = left.take(left.seed != worst.seed)
-    if not found or 2 * len(found) >= seeds or disagreeing(left) is not None:
+    outliers: list[BadSeed] = []
+    remaining = curve if until is None else curve.take(curve.compute <= until)
+    seeds = len(np.unique(remaining.seed))
+    while len(np.unique(remaining.seed)) > 2 and (worst := _worst(remaining)) is not None:
+        outliers.append(worst)
+        remaining = remaining.take(remaining.seed != worst.seed)
+    if not outliers or 2 * len(outliers) >= seeds or disagreeing(remaining) is not None:
         return curve, ()
-    return curve.take(~np.isin(curve.seed, [bad.seed for bad in found])), tuple(found)
+    return curve.take(~np.isin(curve.seed, [bad.seed for bad in outliers])), tuple(outliers)
 
 
 def disagreeing(curve: Curve) -> BadSeed | None:
-    """The lower of two seeds that lie further apart than honest seeds do; None if there are not two, or they agree."""
+    """Return the lower of two seeds that are further apart than healthy seeds; None if they agree or are not two."""
     if len(np.unique(curve.seed)) != 2:
         return None
     return min(_beyond(curve), key=lambda pair: pair[0].by, default=(None, 0.0))[0]
 
 
 def _beyond(curve: Curve) -> list[tuple[BadSeed, float]]:
-    """Seeds that lie off the median of the others by more than the limit, each with its limit."""
-    measured = [found for label in np.unique(curve.seed) if (found := _off(curve, str(label))) is not None]
-    return [(found, limit) for found, limit in measured if abs(found.by) > limit]
+    """Return each seed whose gap to the median of the others exceeds its limit, with that limit."""
+    gaps = [gap for label in np.unique(curve.seed) if (gap := _off(curve, str(label))) is not None]
+    return [(gap, limit) for gap, limit in gaps if abs(gap.by) > limit]
 
 
 def _worst(curve: Curve) -> BadSeed | None:
@@ -70,28 +71,29 @@ def _worst(curve: Curve) -> BadSeed | None:
 
 
 def _off(curve: Curve, label: str) -> tuple[BadSeed, float] | None:
-    """Return a seed's distance from the median of the others and the limit for it; None with under 3 evaluations."""
-    mine = curve.seed == label
+    """Return a seed's gap to the median of the others and its limit; None with fewer than 3 comparable evaluations."""
+    own = curve.seed == label
     others = [str(other) for other in np.unique(curve.seed) if other != label]
-    end = min(float(curve.compute[mine].max()), max(float(curve.compute[curve.seed == s].max()) for s in others))
-    later = mine & (curve.compute >= 0.5 * end) & (curve.compute <= end)
+    end = min(float(curve.compute[own].max()), max(float(curve.compute[curve.seed == s].max()) for s in others))
+    later = own & (curve.compute >= 0.5 * end) & (curve.compute <= end)
     if int(later.sum()) < 3:
         return None
-    at, own = curve.compute[later], curve.reward[later]
+    at, reward = curve.compute[later], curve.reward[later]
     paths = []
     for other in others:
-        theirs = curve.seed == other
-        order = np.argsort(curve.compute[theirs], kind="stable")
-        x, y = curve.compute[theirs][order], curve.reward[theirs][order]
+        other_seed = curve.seed == other
+        order = np.argsort(curve.compute[other_seed], kind="stable")
+        x, y = curve.compute[other_seed][order], curve.reward[other_seed][order]
+        # A run that ended earlier has no value to compare with: do not extend it.
         paths.append(np.where(at <= x[-1], np.interp(at, x, y), np.nan))
     stacked = np.array(paths)
-    seen = ~np.isnan(stacked).all(axis=0)
-    if int(seen.sum()) < 3:
+    covered = ~np.isnan(stacked).all(axis=0)
+    if int(covered.sum()) < 3:
         return None
-    gap: Array = own[seen] - np.nanmedian(stacked[:, seen], axis=0)
-    # Twice the variance of one seed's mean (this one's and the others' median), and the noise of the evaluations, told
-    # by differences of neighbours, which a lasting gap leaves alone.
-    honest = 2 * (MEANS_SD * curve.scale) ** 2 + float(np.var(np.diff(gap))) / len(gap)
+    gap: Array = reward[covered] - np.nanmedian(stacked[:, covered], axis=0)
+    # Variance of a healthy gap: twice that of one seed's mean (this seed's and the others' median), plus the noise of
+    # the evaluations. That noise is estimated from differences of neighbours, which a lasting gap does not affect.
+    variance = 2 * (MEANS_SD * curve.scale) ** 2 + float(np.var(np.diff(gap))) / len(gap)
     off = np.abs(gap) > 0.5 * abs(float(gap.mean()))
-    first = float(at[seen][np.argmax(off)])
-    return BadSeed(label, first, float(np.median(gap))), BAD_SEED * float(np.sqrt(honest))
+    first = float(at[covered][np.argmax(off)])
+    return BadSeed(label, first, float(np.median(gap))), BAD_SEED * float(np.sqrt(variance))

@@ -1,7 +1,7 @@
-"""Further fits of the same points, by which a reader judges a fit.
+"""Further fits of the same points, which help a reader judge a fit.
 
-They decide nothing, and are computed where they are shown: a race or a ranking refits recipes by the hundred and reads
-none of them.
+No decision depends on them, so they are computed only where they are shown: a race or a ranking refits hundreds of
+recipes and reads none of them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from sweeps.fit import verdict
 from sweeps.fit.forecast import Lookout, lookout
 from sweeps.fit.points import Points
 
-# How far R0 is moved, in units of the reward's range, to show what it does to A and B.
+# Shift of R0, in units of the reward's range, that shows how much A and B depend on it.
 R0_STEP = 0.05
 
 
 @dataclass(frozen=True)
 class R0Effect(AsJson):
-    """A and B refitted with R0 fixed `step` lower and higher than it is; None where that is no possible reward."""
+    """A and B refitted with R0 fixed `step` lower and `step` higher; None where that R0 is not a possible reward."""
 
     step: float
     A: tuple[float | None, float | None]
@@ -31,14 +31,14 @@ class R0Effect(AsJson):
 
 @dataclass(frozen=True, eq=False)
 class Checks:
-    """The fitted points, and the checks made of them, each at first use.
+    """The fitted points and the checks of their fit; each check is computed at first use.
 
     Attributes:
         points: the fitted points.
-        ahead: inputs of the fit.
+        ahead: inputs of the fit's posterior.
         R0, A: fitted values, in reward.
         bounds: lowest and highest possible reward.
-        parameters: how many the fit has.
+        parameters: number of parameters of the fit.
     """
 
     points: Points
@@ -50,9 +50,9 @@ class Checks:
 
     @cached_property
     def extrapolation_error(self) -> float | None:
-        """Absolute error in reward, on the mean of the window's last quarter, of the curve fitted to its first half.
+        """Absolute error, in reward, of a curve fitted to the first half of the window and read at the last quarter.
 
-        None where that half cannot carry a fit.
+        None where the first half has too few points for a fit.
         """
         points, end = self.points, float(self.points.compute.max())
         first, last = points.compute <= 0.5 * end, points.compute >= 0.75 * end
@@ -69,16 +69,16 @@ class Checks:
 
     @cached_property
     def R0_effect(self) -> R0Effect | None:
-        """A and B refitted with R0 fixed a step lower and higher; None for other families or a fixed A."""
+        """A and B refitted with R0 fixed one step lower and higher; None for other families or a fixed A."""
         options = self.ahead.options
         if not options.sigmoid:
             return None
         step = R0_STEP * self.ahead.width
-        found: list[tuple[float | None, float | None]] = []
+        estimates: list[tuple[float | None, float | None]] = []
         for r0 in (self.R0 - step, self.R0 + step):
             if not self.bounds[0] <= r0 < self.A:
-                found.append((None, None))
+                estimates.append((None, None))
                 continue
             draws = replace(self.ahead, options=replace(options, r0=r0)).outlook.draws
-            found.append((float(np.median(draws.A)), float(np.median(draws.B))))
-        return R0Effect(step, (found[0][0], found[1][0]), (found[0][1], found[1][1]))
+            estimates.append((float(np.median(draws.A)), float(np.median(draws.B))))
+        return R0Effect(step, (estimates[0][0], estimates[1][0]), (estimates[0][1], estimates[1][1]))

@@ -1,10 +1,10 @@
-"""Comparison of curve families on one recipe, and of their forecasts with the last value's.
+"""Comparison of curve families on one recipe, by fit and by forecast error.
 
-Families are compared by AICc on the points they all can use (positive compute), and by their error on later compute
-that the fit has not seen: from origins at 50% to 90% of the window, each is fitted to what came before and predicts
-what follows, up to twice the origin's compute (rolling origin). The yardstick is the last value: each seed's last
-evaluation before the origin. Where no family beats it, the curve carries no forecast, and a ranking on
-its asymptote is refused.
+Families are compared by AICc on the points that all of them can use (positive compute), and by their error on later
+compute that the fit has not seen (rolling origin): from origins at 50% to 90% of the window, each family is fitted to
+the earlier points and predicts the later ones, up to twice the origin's compute. The baseline is the last value: each
+seed's last evaluation before the origin. Where no family beats this baseline, the curve supports no forecast, and a
+ranking on its asymptote is refused.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sweeps.fit.family import FAMILIES, Family
 from sweeps.fit.points import FitOptions, Points, fits_r0, grouped, select
 
 ORIGINS = (0.5, 0.6, 0.7, 0.8, 0.9)
-# Neighbours are averaged beyond this many points.
+# Above this number of points, neighbours are averaged.
 _MOST = 1000
-# Fewer held-out points than this say nothing about skill.
+# With fewer held-out points, forecast skill is not judged.
 _LEAST_HELD_OUT = 5
-# The search of a shape: a grid of so many steps a side over so many prior standard deviations on either side of the
-# best cell, that many times, each so much closer.
+# Grid search for a shape. Each round has `_STEPS` values per side, over `_REACH` prior standard deviations on either
+# side of the best cell; each of the `_ROUNDS` rounds is `_CLOSER` times finer than the last.
 _STEPS, _REACH, _ROUNDS, _CLOSER = 15, 3.0, 5, 2.8
-# Ridge on the seeds' offsets, as a weight per seed beside 1 of a point.
+# Ridge penalty on the seeds' offsets: the weight of one seed, where a point has weight 1.
 _RIDGE = 1.0
 
 
@@ -38,9 +38,9 @@ class FamilyRow(AsJson):
     """Fit and forecast error of one family on one recipe's points.
 
     Attributes:
-        parameters: number of fitted parameters, the seeds' offsets not counted.
+        parameters: number of fitted parameters, without the seeds' offsets.
         A, sse, r2: asymptote, weighted sum of squares and R^2 on all points of positive compute.
-        aicc, delta_aicc: Akaike's criterion corrected for few points, and its excess over the least of all families.
+        aicc, delta_aicc: Akaike's criterion corrected for few points, and its difference to the best family's.
         held_out: mean absolute error in reward on later, unseen compute; None where too little can be held out.
     """
 
@@ -61,7 +61,8 @@ class Comparison(AsJson):
     Attributes:
         rows: one per family; empty with too few points.
         last_value: mean absolute error of each seed's last value, in reward; None where too little is held out.
-        beats_last: whether some family (but the constant) has a smaller error; None where too little is held out.
+        beats_last: whether some family (other than the constant) has a smaller error; None where too little is held
+            out.
         sentence: the outcome in words.
     """
 
@@ -75,57 +76,59 @@ class Comparison(AsJson):
 
 
 def compare(curve: Curve, options: FitOptions | None = None) -> Comparison:
-    """Compare the families on one recipe, within the window of `options`; its R0 rule holds where it applies.
+    """Compare the families on one recipe, within the window of `options`, under its R0 rule where it applies.
 
     Args:
         curve: evaluations of one recipe.
-        options: R0 rule and compute window, and the family that the sentence names; the defaults if None.
+        options: R0 rule, compute window and the family that the sentence names; the defaults if None.
 
     Raises:
         UserError: as for `sweeps.fit.fit.fit_curve`.
     """
     options = options or FitOptions()
     curve = _started(curve)
-    every = {name: replace(options, family=name, asymptote=None) for name in FAMILIES}
+    options_by_name = {name: replace(options, family=name, asymptote=None) for name in FAMILIES}
     nothing = Comparison(curve.recipe, (), None, None, "too few points, or no change, to compare families on")
-    if not len(curve.reward) or not len(select(curve, every["power_law"]).reward):
+    if not len(curve.reward) or not len(select(curve, options_by_name["power_law"]).reward):
         return nothing
-    points = {name: grouped(select(curve, how), _MOST) for name, how in every.items()}
+    points = {name: grouped(select(curve, how), _MOST) for name, how in options_by_name.items()}
     shared = points["sigmoid"].take(points["sigmoid"].compute > 0)
     if verdict.before_fit(shared.compute, shared.reward, shared.seed, 4) is not None:
         return nothing
     parts, last = _held_back(points["sigmoid"])
-    held = {name: _error(points[name], every[name], parts, curve.bounds) for name in points} if parts else {}
-    rows = [_row(name, shared, every[name], curve.bounds, held.get(name)) for name in FAMILIES]
+    errors = (
+        {name: _error(points[name], options_by_name[name], parts, curve.bounds) for name in points} if parts else {}
+    )
+    rows = [_row(name, shared, options_by_name[name], curve.bounds, errors.get(name)) for name in FAMILIES]
     least = min(row.aicc for row in rows)
     rows = [replace(row, delta_aicc=row.aicc - least) for row in rows]
     scored = [row for row in rows if row.held_out is not None and row.family != "constant"]
-    beats = None
+    beats_last = None
     sentence = "too little later compute to judge forecasts by"
     if last is not None and scored:
         best = min(scored, key=lambda row: row.held_out or 0.0)
         assert best.held_out is not None
-        beats = best.held_out < last
-        ours = next((row.held_out for row in scored if row.family == options.family), None)
+        beats_last = best.held_out < last
+        own_error = next((row.held_out for row in scored if row.family == options.family), None)
         sentence = f"{best.family} foretells later compute best (error {best.held_out:.4f}; last value {last:.4f}" + (
-            f", {options.family} {ours:.4f})" if ours is not None and best.family != options.family else ")"
+            f", {options.family} {own_error:.4f})" if own_error is not None and best.family != options.family else ")"
         )
-        if not beats:
+        if not beats_last:
             sentence = (
                 f"no family foretells later compute better than the last value does (error {last:.4f}, "
                 f"{best.family} {best.held_out:.4f})"
             )
-    return Comparison(curve.recipe, tuple(rows), last, beats, sentence)
+    return Comparison(curve.recipe, tuple(rows), last, beats_last, sentence)
 
 
 def _started(curve: Curve) -> Curve:
-    """Drop the seeds that have no evaluation above compute 0: not every family could use them."""
+    """Drop the seeds without an evaluation above compute 0, which not every family could use."""
     return curve.take(np.isin(curve.seed, curve.seed[curve.compute > 0]))
 
 
 @dataclass(frozen=True, eq=False)
 class _Solution:
-    """Least-squares curve of a family, compute in units of `end`; offset (S,) of each seed's gain from the mean's."""
+    """Least-squares curve of a family; compute in units of `end`. offset (S,): each seed's gain minus the mean gain."""
 
     family: Family
     end: float
@@ -137,7 +140,7 @@ class _Solution:
     sse: float
 
     def share(self, compute: Array) -> Array:
-        """Share of the gain at computes (m,)."""
+        """Return the share of the gain at computes (m,)."""
         return _share(self.family, compute / self.end, self.first, *self.shape)
 
 
@@ -147,16 +150,16 @@ def _weights(points: Points) -> Array:
 
 
 def _share(family: Family, x: Array, first: float, u: Array | float, v: Array | float) -> Array:
-    """Return g at computes x (n,) in windows, for shapes that broadcast; `first` is where a power law begins."""
+    """Return g at computes x (n,), in windows, for shapes that broadcast; a power law begins at `first`."""
     u, v = np.asarray(u), np.asarray(v)
     with np.errstate(divide="ignore", over="ignore"):
         return family.basis(np.log(x), u, np.full_like(v, np.log(first)) if family.name == "power_law" else v)
 
 
 def _solve(points: Points, options: FitOptions, bounds: tuple[float, float]) -> _Solution:
-    """Fit a family by least squares: a grid over its shape, zoomed to the best cell, R0 and A solved there.
+    """Fit a family by least squares: a grid over its shape is refined around the best cell, where R0 and A are solved.
 
-    Each seed has a gain of its own, drawn towards the common one by a ridge.
+    Each seed has its own gain, pulled towards the common one by a ridge penalty.
     """
     family = options.shape
     end, first = float(points.compute.max()), float(points.compute[points.compute > 0].min())
@@ -169,6 +172,7 @@ def _solve(points: Points, options: FitOptions, bounds: tuple[float, float]) -> 
 
     def linear(shape: Array) -> tuple[Array, Array]:
         g = _share(family, x, first, *shape)
+        # With R0 fixed, its part of the curve moves to the right-hand side; else it is a column of its own.
         columns, target = [g, *(member * g[:, None]).T], points.reward - (0.0 if fixed is None else fixed * (1 - g))
         if fixed is None:
             columns = [1 - g, *columns]
@@ -178,19 +182,19 @@ def _solve(points: Points, options: FitOptions, bounds: tuple[float, float]) -> 
         stacked, wanted = np.concatenate([design, pull]), np.append(target * root, np.zeros(len(ridge)))
         theta = np.linalg.lstsq(stacked, wanted)[0]
         levels = np.arange(1 if fixed is not None else 2)
-        beyond = levels[(theta[levels] < bounds[0]) | (theta[levels] > bounds[1])]
-        if len(beyond):
-            # A level beyond its bounds is put on the bound, and the rest is solved again.
-            theta[beyond] = np.clip(theta[beyond], *bounds)
-            rest = np.setdiff1d(np.arange(len(theta)), beyond)
-            theta[rest] = np.linalg.lstsq(stacked[:, rest], wanted - stacked[:, beyond] @ theta[beyond])[0]
+        outside = levels[(theta[levels] < bounds[0]) | (theta[levels] > bounds[1])]
+        if len(outside):
+            # Put a level that is outside its bounds on the bound, and solve again for the others.
+            theta[outside] = np.clip(theta[outside], *bounds)
+            free = np.setdiff1d(np.arange(len(theta)), outside)
+            theta[free] = np.linalg.lstsq(stacked[:, free], wanted - stacked[:, outside] @ theta[outside])[0]
             theta[levels] = np.clip(theta[levels], *bounds)
         return theta, stacked @ theta - wanted
 
     (best_u, su), (best_v, sv) = family.prior
     steps = np.linspace(-1, 1, _STEPS)
     for round_ in range(_ROUNDS):
-        # Every cell at once, as if there were but one seed.
+        # All cells at once, ignoring that seeds differ; only the best cell is solved with offsets per seed.
         span = _REACH * _CLOSER**-round_
         u = best_u + span * su * (steps if family.shape > 0 else np.zeros(1))
         v = best_v + span * sv * (steps if family.shape > 1 else np.zeros(1))
@@ -201,8 +205,8 @@ def _solve(points: Points, options: FitOptions, bounds: tuple[float, float]) -> 
     best = np.array([best_u, best_v])
     theta, residual = linear(best)
     r0, (a, *offset) = (fixed, theta) if fixed is not None else (float(theta[0]), theta[1:])
-    own = residual[: len(x)]
-    return _Solution(family, end, first, best, r0, float(a), np.array(offset), float(own @ own))
+    point_residual = residual[: len(x)]
+    return _Solution(family, end, first, best, r0, float(a), np.array(offset), float(point_residual @ point_residual))
 
 
 def _row(
@@ -212,10 +216,10 @@ def _row(
     solution = _solve(points, options, bounds)
     n = len(points.reward)
     parameters = FAMILIES[name].shape + 1 + fits_r0(options)
-    # Beside the curve: the seeds' offsets and the noise's variance.
+    # Parameters besides the curve's: the seeds' offsets and the variance of the noise.
     k = parameters + points.seeds
-    # AICc = n ln(SSE / n) + 2 k + 2 k (k + 1) / (n - k - 1); it is not defined for n <= k + 1, and the floor keeps
-    # noise-free data from ln 0.
+    # AICc = n ln(SSE / n) + 2 k + 2 k (k + 1) / (n - k - 1). It is undefined for n <= k + 1, where a large constant
+    # replaces it. The floor avoids ln 0 on noise-free data.
     floor = n * (1e-7 * max(1.0, float(np.abs(points.reward).max()))) ** 2
     correction = 2 * k * (k + 1) / (n - k - 1) if n > k + 1 else 1e6
     aicc = n * float(np.log((solution.sse + floor) / n)) + 2 * k + correction
@@ -226,7 +230,7 @@ def _row(
 
 
 def _squares(g: Array, y: Array, weight: Array, fixed: float | None, bounds: tuple[float, float]) -> Array:
-    """Weighted sum of squares of y (n,) about the best line from R0 to A within bounds, for each row of g (k, n)."""
+    """Return the weighted squares of y (n,) about the best line from R0 to A within bounds; g (k, n) -> (k,)."""
     h = 1 - g
     gg, gh, hh, gy, hy = (g * g) @ weight, (g * h) @ weight, (h * h) @ weight, g @ (weight * y), h @ (weight * y)
 
@@ -245,7 +249,7 @@ def _squares(g: Array, y: Array, weight: Array, fixed: float | None, bounds: tup
 
 @dataclass(frozen=True, eq=False)
 class _Later:
-    """Evaluations after an origin, held back: `compute`, `reward` and `seed` are (m,)."""
+    """Evaluations after an origin, held out of the fit: `compute`, `reward` and `seed` are (m,)."""
 
     origin: float
     compute: Array
@@ -256,12 +260,12 @@ class _Later:
 def _held_back(whole: Points) -> tuple[list[_Later], float | None]:
     """Return the evaluations held out after each origin, and the mean absolute error of the last value on them.
 
-    A seed's later evaluations are compared with its own curve and its own last value, so that seeds that ended earlier
-    do not matter.
+    A seed's later evaluations are compared with its own curve and its own last value, so seeds that ended earlier do
+    not distort the errors.
     """
     end = float(whole.compute.max())
     parts: list[_Later] = []
-    naive: list[Array] = []
+    last_errors: list[Array] = []
     for share in ORIGINS:
         origin = share * end
         before = whole.compute <= origin
@@ -271,22 +275,24 @@ def _held_back(whole: Points) -> tuple[list[_Later], float | None]:
             continue
         part = _Later(origin, whole.compute[later], whole.reward[later], whole.seed[later])
         last = {s: float(whole.reward[before & (whole.seed == s)][-1]) for s in np.unique(part.seed)}
-        naive.append(np.abs(part.reward - np.array([last[s] for s in part.seed])))
+        last_errors.append(np.abs(part.reward - np.array([last[s] for s in part.seed])))
         parts.append(part)
-    if not naive or sum(len(part) for part in naive) < _LEAST_HELD_OUT:
+    if not last_errors or sum(len(part) for part in last_errors) < _LEAST_HELD_OUT:
         return [], None
-    return parts, float(np.concatenate(naive).mean())
+    return parts, float(np.concatenate(last_errors).mean())
 
 
-def _error(own: Points, options: FitOptions, parts: Sequence[_Later], bounds: tuple[float, float]) -> float:
-    """Return the mean absolute error, in reward, of a family over everything that was held back."""
+def _error(points: Points, options: FitOptions, parts: Sequence[_Later], bounds: tuple[float, float]) -> float:
+    """Return the mean absolute error, in reward, of a family over all held-out evaluations."""
     errors = []
     for part in parts:
-        # Numbers of seeds are those of the points taken.
-        known = np.unique(own.seed[own.compute <= part.origin])
+        # `take` renumbers the seeds: map the held-out seeds to the new numbers, -1 for a seed not seen before the
+        # origin.
+        known = np.unique(points.seed[points.compute <= part.origin])
         number = np.where(np.isin(part.seed, known), np.searchsorted(known, part.seed), -1)
-        seen = own.take(own.compute <= part.origin)
+        seen = points.take(points.compute <= part.origin)
         solution = _solve(seen, options, bounds)
+        # An unseen seed has offset 0.
         offset = np.append(solution.offset if len(solution.offset) else np.zeros(seen.seeds), 0.0)[number]
         g = solution.share(part.compute)
         predicted = solution.r0 * (1 - g) + (solution.a + offset) * g

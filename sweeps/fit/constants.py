@@ -1,82 +1,85 @@
-"""Hand-set constants of `sweeps.fit` that decide what is said of a curve, each with the data it was set on.
+"""Hand-set constants of `sweeps.fit` that affect what is concluded from a curve, each with the data it was set on.
 
-How finely something is computed (grids, rounds, draws) stands beside the computation: it decides nothing, and
-`tests/sweeps/fit/test_law.py` holds it to a sampler that knows no grid. Rewards are on a scale of width 1, compute is
-in windows: units of the largest that was evaluated. docs/reference/methods.md has the equations. "The zoo" is
-benchmarks/forecast_zoo.py, "real curves" benchmarks/real_curves.py.
+Numerical resolution (grids, rounds, draws) is set next to each computation instead: it affects no conclusion, and
+`tests/sweeps/fit/test_law.py` checks it against a sampler without grids. Rewards are on a scale of width 1. Compute is
+in windows: units of the largest compute evaluated. docs/reference/methods.md has the equations. "The zoo" is
+benchmarks/forecast_zoo.py, "real curves" are benchmarks/real_curves.py.
 """
 
 from __future__ import annotations
 
-# --- before the data ------------------------------------------------------------------------------------------------
+# --- priors ---------------------------------------------------------------------------------------------------------
 
-# Forecasts (`sweeps.fit.posterior`): none of these was set on a curve. Probability of each law, and mean and standard
-# deviation of the logarithms of its shape: B of a sigmoid, power of a Weibull curve; C_mid or scale, in windows.
+# Forecasts (`sweeps.fit.posterior`): none of these was tuned on a curve. Prior probability of each law, and mean and
+# standard deviation of the logarithms of its shape: B of a sigmoid, power of a Weibull curve; C_mid or scale, in
+# windows.
 P_SIGMOID = P_WEIBULL = 0.4
 P_NONE = 0.2
 SIGMOID_PRIOR, WEIBULL_PRIOR, SCALE_PRIOR = (0.6, 0.45), (0.0, 0.35), (-0.7, 1.2)
-# The other families' shapes: logarithm of k and c of a logistic, and logarithm of a power law's B.
+# Shapes of the other families: logarithm of k, and c, of a logistic; logarithm of a power law's B.
 RATE_PRIOR, MIDPOINT_PRIOR, POWER_PRIOR = (1.6, 0.8), (0.3, 0.6), (-0.7, 0.8)
-# R0 and A of a law that rises, and the level of none.
+# R0 and A of a law that rises, and the level if there is no law.
 R0_PRIOR, A_PRIOR, LEVEL_PRIOR = (0.3, 0.35), (0.6, 0.35), (0.45, 0.35)
-# The walk about a law: mean and standard deviation of the logarithm of its standard deviation over one window (about
-# 0.06), and in how many windows beyond the end it levels.
+# The random walk about a law: mean and standard deviation of the logarithm of its standard deviation over one window
+# (about 0.06), and the scale, in windows beyond the end, on which it levels off.
 WALK_PRIOR, LEVELLING = (-2.8, 1.0), 1.0
-# A counts from where the walk stands: its mean over so much of a window beyond the end.
+# A includes the walk's current level: its mean over this much of a window beyond the end.
 STANDING = 0.25
-# Prior standard deviation of a fixed R0 or A.
+# Prior standard deviation of a fixed R0 or A: practically 0.
 FIXED = 1e-5
-# No noise is smaller than this.
+# Lower limit of the noise's standard deviation.
 EXACT = 1e-3
-# How far seeds walk from their mean, in units of the recipe's walk, as likely one as another: a grid.
+# Grid of equally likely scales for the walks of seeds about their mean, in units of the recipe's walk.
 SEED_WALKS = (0.3, 1.0, 3.0)
-# Standard deviation of the logarithm of the noise about the points' roughness, which is no less than this; and about
-# the errors that the source gives (times `KNOWN`: the same prompts every time make evaluations agree better).
+# Prior of the noise. Without known errors: the points' roughness, at least QUIET, with this standard deviation of the
+# logarithm. With errors given by the source: those times KNOWN, because evaluations on the same prompts agree better
+# than independent ones.
 NOISE_SD, QUIET = 0.5, 0.004
 KNOWN, KNOWN_SD = 0.85, 0.2
-# Beyond this many windows a forecast is not read where A is not named, and no ceiling: no study could use it.
+# Where A is not named, forecasts and ceilings are read up to this many windows: no study could use more.
 FARTHEST = 10.0
 
-# A learning rate that has come down to this share of its peak brings as much a compute as at the peak, for cooling down
-# brings what it costs; below, proportionally less. Set on 18 runs of the arithmetic task (docs/reference/methods.md).
+# While the learning rate is above this share of its peak, compute counts in full: the gain from cooling down makes up
+# for the lower rate. Below, it counts proportionally less. Set on 18 runs of the arithmetic task
+# (docs/reference/methods.md).
 COOLED = 0.5
 
 # --- noise ----------------------------------------------------------------------------------------------------------
 
-# Seeds of one recipe end about this far apart (three ScaleRL runs lay within it: arXiv 2510.13786, A.7), and do not
-# begin so. With their policies' wander, means over half a window lie apart by twice that, which is also the ridge on
-# offsets between the seeds given, weak on purpose.
+# Spread of asymptotes between seeds of one recipe (three ScaleRL runs were within it: arXiv 2510.13786, A.7), and the
+# compute, in windows, over which it builds up. Including the drift of policies, means over half a window differ by
+# twice the spread.
 SEED_SD, SETTLED = 0.015, 0.15
 MEANS_SD = SEED_SD + SEED_SD
-# Evaluations that all agree are not infinitely precise.
+# Lower limit of the noise where all evaluations agree: agreement does not make them infinitely precise.
 LEAST_SD = 0.04
-# A seed with less than this share of the best seed's information on A says nothing of its own asymptote.
+# A seed with less than this share of the best seed's information on A gives no asymptote of its own.
 INFORMING = 0.2
-# A seed has left the others beyond this many standard deviations of what sets honest means apart. A choice, held on the
-# zoo's and docs/measured/ranking.md's studies with a bad seed.
+# A seed is an outlier beyond this many standard deviations of a healthy gap. A choice, checked on the studies with a
+# bad seed in the zoo and in docs/measured/ranking.md.
 BAD_SEED = 4.0
-# With `--robust`, residuals beyond this many robust standard deviations count with less weight (Huber 1964).
+# With `--robust`, residuals beyond this many robust standard deviations get less weight (Huber 1964).
 HUBER = 1.5
 
 # --- verdicts -------------------------------------------------------------------------------------------------------
 
-# Fewer distinct computes along one run, or a narrower window by factor, show a point of a curve, not its shape.
+# With fewer distinct computes in one run, or a narrower range (as a factor), the points do not show the curve's shape.
 MIN_COMPUTES, MIN_SPAN = 6, 1.5
-# An interval wider than this (in units of the reward's range, and never more than the gain itself) cannot separate any
-# two of the published recipes, whose A lie within 0.16 of each other (arXiv 2510.13786, fig. 2).
+# An interval wider than this (in units of the reward's range; also never wider than the gain) cannot separate any two
+# of the published recipes, whose A are within 0.16 of each other (arXiv 2510.13786, fig. 2).
 MAX_WIDTH = 0.2
-# A plateau counts as observed at a bound if the last quarter's mean is this close: the margin of a tie.
+# A plateau at a bound is observed if the mean of the last quarter is this close to it: the margin of a tie.
 PLATEAU = 0.02
-# The bend may lie beyond the window with this probability. Set on real curves, of which any limit up to 0.5 named more
-# asymptotes and none that the runs then exceeded (but digits, 10 of 82 at every limit).
+# Highest allowed probability that the bend is beyond the window. Set on real curves: every limit up to 0.5 named more
+# asymptotes, and none of those was later exceeded (except on digits, 10 of 82 at every limit).
 BEND = 0.2
-# A curve is flat if it is likelier than not that there is no law, and a rise by more than `PLATEAU`, from its beginning
-# to two windows, is less likely than this. Set on real curves: of 15 so called none had risen by then.
+# A curve is flat if "no law" is more likely than not, and a rise by more than `PLATEAU`, from the start to two windows,
+# is less likely than this. Set on real curves: none of the 15 curves called flat had risen by then.
 P_FLAT = 0.25
-# A law whose log evidence is ahead of the sigmoid's by this much (20 times as likely) is preferred to it.
+# A law is preferred to the sigmoid if its log evidence is higher by this much (20 times as likely).
 AHEAD = 3.0
-# A is named if this much of what all laws say of the ceiling lies within its interval.
+# A is named if at least this share of the ceiling's posterior, over all laws, is within A's interval.
 AGREED = 0.65
-# A run has gone bad if it ends this share of its gain below its best stretch; and only what was at this reward can be
-# said to have died. A choice, held on the zoo.
+# A run has gone bad if it ends this share of its gain below its best stretch. A run can only be called dead if it once
+# had this reward. A choice, checked on the zoo.
 COLLAPSE = 0.2

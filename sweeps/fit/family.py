@@ -1,5 +1,5 @@
-"""Families of compute curves, all of one form: R(C) = R0 (1 - g(C)) + A g(C), with g given by one or two shape
-parameters, while R0 and A enter linearly.
+"""Families of compute curves, all of the form R(C) = R0 (1 - g(C)) + A g(C): R0 and A enter linearly, and g has one or
+two shape parameters.
 
     sigmoid        g = 1 / (1 + (C_mid / C)^B)                       arXiv 2510.13786, eq. 1
     sigmoid_zero   the same with R0 = 0
@@ -28,13 +28,13 @@ class Family:
     """A family of curves, by its basis function g and the prior of its shape.
 
     Attributes:
-        name, formula: name of the family and its equation, as printed.
+        name, formula: name and equation of the family, as printed.
         names: names of its shape parameters, none to two.
         basis: g(log_compute, u, v), for coordinates u and v that broadcast against the points' log compute (-inf at
             compute 0). u and v are logarithms of the shape parameters, except the logistic's v, which is c itself.
-        inverse: compute at which g is a share of 1, of (share, u, v), for arrays u and v of one shape.
+        inverse: compute at which g equals a share of 1: (share, u, v), for arrays u and v of the same shape.
         prior: prior mean and standard deviation of u, and of v, with compute in windows.
-        powers: powers of the unit of compute that the two shape parameters carry.
+        powers: exponents of the unit of compute in the two shape parameters.
         from_zero: whether the curve is defined at compute 0; if not, evaluations there are left out.
     """
 
@@ -58,7 +58,7 @@ class Family:
             return np.exp(u), v if self.name == "logistic" else np.exp(v)
 
     def compute_at(self, share: float, first: Array, second: Array) -> Array:
-        """Return the compute at which a share of A - R0 is gained, for shape parameters (K,); infinite at overflow."""
+        """Return the compute at which a share of A - R0 is gained, for shape parameters (K,); infinite on overflow."""
         with np.errstate(over="ignore", divide="ignore"):
             return np.maximum(self.inverse(share, *self.search(first, second)), 0.0)
 
@@ -68,8 +68,8 @@ class Family:
 
 
 def logistic_of(t: Array) -> Array:
-    """The logistic function, 1 / (1 + exp(-t)): SciPy's `expit` keeps the digits of tiny values, at twice the time."""
-    # In place: of many cells, making room for what lies between costs as much as the function does.
+    """The logistic function, 1 / (1 + exp(-t)). SciPy's `expit` is exacter for tiny values but takes twice the time."""
+    # In place: with many cells, allocating temporaries costs as much as the function itself.
     result = np.asarray(0.5 * t)
     np.tanh(result, out=result)
     result *= 0.5
@@ -86,13 +86,13 @@ def _logistic(x: Array, u: Array, v: Array) -> Array:
 
 
 def _exponential(x: Array, u: Array, v: Array) -> Array:
-    # expm1 keeps the digits of a small g; 0 v gives it the shape of the grid.
+    # expm1 keeps a small g exact; adding 0 v broadcasts the result to the grid's shape.
     result: Array = -np.expm1(-np.exp(x - u)) + 0.0 * v
     return result
 
 
 def _power(x: Array, u: Array, v: Array) -> Array:
-    # v is the logarithm of the first positive compute: a unit, not a parameter.
+    # v is the logarithm of the first positive compute: it sets the unit and is not a fitted parameter.
     result: Array = -np.expm1(-np.exp(u) * np.maximum(x - v, 0.0))
     return result
 
@@ -126,7 +126,7 @@ def _constant_inverse(share: float, u: Array, v: Array) -> Array:
     return np.zeros_like(u)
 
 
-# A coordinate that the family does not have.
+# Prior of a coordinate that the family does not have.
 _UNUSED = (0.0, 1.0)
 _OF_SIGMOID = (SIGMOID_PRIOR, SCALE_PRIOR)
 SIGMOID = Family(

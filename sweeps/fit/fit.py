@@ -1,9 +1,9 @@
-"""Fitting the compute curve of a recipe: A, B, C_mid and R0 with intervals, a verdict and predictions.
+"""Fit the compute curve of a recipe: A, B, C_mid and R0 with intervals, a verdict and predictions.
 
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)            arXiv 2510.13786, eq. 1
 
-or another family of `fit.family`. Everything is read from the draws of one posterior (`fit.posterior`): estimates are
-medians, intervals hold 95%, for the runs given. Only arrays come in here: no files, no torch.
+or another family of `fit.family`. All results are read from the draws of one posterior (`fit.posterior`): estimates are
+medians, and intervals cover 95% for the given runs. This module takes arrays only: no files, no torch.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from sweeps.fit.schedule import Schedule, schedule_of
 from sweeps.fit.seeds import BORROWED_SEED_SD, SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
 from sweeps.parallel import mapped
 
-# Rounds in which `robust` pulls outliers in.
+# Rounds of pulling outliers towards the line under `robust`.
 _ROBUST_ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Interval(AsJson):
-    """An estimate with its 95% bounds; None is an open bound, or an estimate that may not be named."""
+    """An estimate with its 95% bounds. A bound is None if open; the value is None if the verdict does not allow one."""
 
     value: float | None
     low: float | None
@@ -60,19 +60,19 @@ class Fit(AsJson):
     """The fitted curve of one recipe with its verdict, intervals and posterior draws.
 
     Attributes:
-        A, B, C_mid: estimates with 95% bounds; all three values of each are None where the verdict lets none be named.
+        A, B, C_mid: estimates with 95% bounds; value and bounds are None where the verdict allows no estimate.
         A_total: A's bounds widened by the spread between seeds, in reward; None for an open bound.
-        R0: reward at compute 0; None without a fit, and for a constant. R0_source is `given`, `first` or `free`.
+        R0: reward at compute 0; None without a fit, and for a constant. R0_source: `given`, `first` or `free`.
         rmse, r2: of the rewards about the fitted line, `Outlook.line`; None without a fit.
-        window: smallest and largest compute that was fitted, in the curve's unit; None if no point lies in the window.
+        window: smallest and largest fitted compute, in the curve's unit; None if no point is in the window.
         bounds: lowest and highest value that R0 and A may take, in reward.
         draws: posterior draws that the intervals are read from; None where no fit was possible.
         shape: the family's shape parameters by name: B and C_mid of a sigmoid, B alone of a power law.
-        informing: number of seeds with enough points to have an asymptote of their own.
+        informing: number of seeds with enough points for their own asymptote.
         bad_seeds: outlier seeds, which are left out of the curve.
-        checks: further fits of the same points, by which a reader judges this one; None without a fit.
+        checks: further fits of the same points, for judging this one; None without a fit.
         lookout: inputs of the posterior; None with too few points.
-        pooled: number of recipes with which walks are pooled, itself included; 1 alone.
+        pooled: number of recipes whose walks are pooled, including this one; 1 means no pooling.
     """
 
     curve: Curve
@@ -104,7 +104,7 @@ class Fit(AsJson):
 
     @property
     def outlook(self) -> Outlook | None:
-        """Forecasts under any verdict, computed at first use, which is slow; None where there are too few points."""
+        """Forecasts under any verdict; None where there are too few points. Computed at first use, which is slow."""
         return None if self.lookout is None else self.lookout.outlook
 
     @property
@@ -114,7 +114,7 @@ class Fit(AsJson):
 
     @property
     def R0_effect(self) -> R0Effect | None:
-        """See `Checks.R0_effect`; None also where the verdict lets no A be named."""
+        """See `Checks.R0_effect`; None also where the verdict does not allow an A."""
         return None if self.checks is None or self.A.value is None else self.checks.R0_effect
 
     @property
@@ -133,7 +133,7 @@ class Fit(AsJson):
         return self.verdict == "identifiable"
 
     def to_json(self) -> dict[str, Any]:
-        """The object of `scalerl fit --json`: no NaN, no infinity; an open bound is None."""
+        """Return the object printed by `scalerl fit --json`: no NaN, no infinity; an open bound is None."""
         return {
             "recipe": self.recipe,
             "verdict": self.verdict,
@@ -169,7 +169,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
 
     Args:
         curve: evaluations of all seeds; the result does not depend on their order or on the unit of compute.
-        options: how R0 enters, the compute window, a fixed asymptote; the defaults if None.
+        options: R0 rule, compute window and fixed asymptote; the defaults if None.
         seed_spread: spread of A between seeds, for `A_total`; None for the published one (arXiv 2510.13786, A.7).
 
     Raises:
@@ -195,9 +195,9 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
         raise UserError(f"--r0 {options.r0:g}: outside the reward's range {low:g}..{high:g}; give a reward")
     start = 0.0 if options.min_compute is None else options.min_compute
     if schedule is not None:
-        # Points are in compute at the peak learning rate, so the start of the window is converted as well.
+        # Points are in compute at the peak learning rate, so convert the start of the window too.
         start = float(schedule.count(np.array(start)))
-    # A first evaluation from before the window observes R0; it shows nothing of the curve's shape.
+    # A first evaluation from before the window only informs R0, not the curve's shape.
     inside = points.compute >= start
     window = (float(points.compute[inside].min()), float(points.compute[inside].max())) if inside.any() else None
     if schedule is not None and window is not None:
@@ -231,7 +231,7 @@ def _notes(
     ahead: Lookout | None,
     bad: Sequence[BadSeed],
 ) -> Iterator[str]:
-    """Yield the warnings about how a curve was read. `kept`: the curve without its bad seeds."""
+    """Yield warnings about how the curve was read. `kept`: the curve without its bad seeds."""
     if schedule is not None:
         yield _decays(schedule)
     if options.r0 == "first" and options.shape.from_zero and not (curve.compute == 0).any():
@@ -271,15 +271,22 @@ def _left_out(bad: BadSeed, kept: Curve) -> str:
 
 
 def _read(empty: Fit, points: Points, ahead: Lookout, parameters: int) -> Fit:
-    """Fill in estimates, intervals and verdict from the draws of `ahead`."""
+    """Fill in estimates, intervals and verdict from the draws of `ahead`.
+
+    Args:
+        empty: the fit so far, with its options, bounds and warnings.
+        points: the fitted points.
+        ahead: inputs of the posterior, and its draws.
+        parameters: number of fitted parameters.
+    """
     options, bounds, outlook = empty.options, empty.bounds, ahead.outlook
     draws, line = outlook.draws, outlook.line_at(points.compute)
-    gone = {bad.seed for bad in empty.bad_seeds}
-    labels = [str(label) for label in np.unique(empty.curve.seed) if str(label) not in gone]
+    excluded = {bad.seed for bad in empty.bad_seeds}
+    labels = [str(label) for label in np.unique(empty.curve.seed) if str(label) not in excluded]
     excess, informing = seed_excess(points, line, outlook, labels)
-    silent = [label for label, own in zip(labels, informing, strict=False) if not own]
-    if silent and len(labels) == points.seeds:
-        note = f"seed {', '.join(silent)} ended too early to say anything of its asymptote; its points are used"
+    uninformative = [label for label, informs in zip(labels, informing, strict=False) if not informs]
+    if uninformative and len(labels) == points.seeds:
+        note = f"seed {', '.join(uninformative)} ended too early to say anything of its asymptote; its points are used"
         empty = replace(empty, warnings=tuple(dict.fromkeys([*empty.warnings, note])))
     empty = replace(empty, lookout=ahead)
     A = _interval(draws.A)
@@ -316,35 +323,35 @@ def _read(empty: Fit, points: Points, ahead: Lookout, parameters: int) -> Fit:
         checks=Checks(points, ahead, r0, float(np.median(draws.A)), bounds, parameters),
         draws=draws,
         informing=int(informing.sum()),
-        # Only asymptotes that are known tell how far those of seeds lie apart.
+        # Seeds' asymptotes can only be compared where the verdict says that they are known.
         seed_excess=excess if judged.identifiable else SeedExcess(),
     )
     return with_seed_spread(fit, empty.seed_spread)
 
 
 def _interval(draws: Array) -> Interval:
-    """Median of draws (K,) with the bounds of their central 95%."""
+    """Return the median of draws (K,) with their central 95% interval."""
     low, value, high = np.quantile(draws, [0.025, 0.5, 0.975]).tolist()
     return Interval(value, low, high)
 
 
 def _pulled_in(points: Points, ahead: Lookout) -> Lookout:
-    """Pull outliers towards the line, so that the fit of the result is about Huber's fit (1964)."""
+    """Pull outliers towards the line, so that fitting the result approximates Huber's robust fit (1964)."""
     for _ in range(_ROBUST_ROUNDS):
         line = ahead.outlook.line_at(points.compute)
         residual = points.reward - line
-        # The spread without the points that are far off: the median of absolute residuals.
+        # 1.4826 x the median absolute residual is a standard deviation that outliers do not affect.
         limit = HUBER * max(1.4826 * float(np.median(np.abs(residual))), 1e-7 * ahead.width)
         pulled = replace(points, reward=line + np.clip(residual, -limit, limit))
-        found = lookout(ahead.recipe, pulled, ahead.limits, ahead.schedule, ahead.options)
-        if found is None:
+        refitted = lookout(ahead.recipe, pulled, ahead.limits, ahead.schedule, ahead.options)
+        if refitted is None:
             break
-        ahead = found
+        ahead = refitted
     return ahead
 
 
 def _half_gain(draws: Draws, end: float) -> tuple[float, float] | None:
-    """Compute at which half of A - R0 is gained, and the probability that it lies beyond the window's end."""
+    """Return the compute at which half of A - R0 is gained, and the probability that it is beyond the window's end."""
     if not draws.family.names:
         return None
     half = draws.family.compute_at(0.5, draws.B, draws.C_mid)
@@ -355,26 +362,27 @@ def _doubt(fit: Fit, A: Interval) -> verdict.Doubt:
     """Return the evidence against the fitted family."""
     assert fit.outlook is not None and fit.window is not None
     outlook, scale = fit.outlook, fit.curve.scale
+    # `rival` is the law with the most evidence besides the fitted family.
     evidence = dict(outlook.log_evidence)
-    ours = evidence.pop(fit.family)
+    fitted = evidence.pop(fit.family)
     rival = max(evidence, key=lambda name: evidence[name])
     start, later = outlook.at(np.array([0.0, 2 * fit.window[1]])).T
-    # A ceiling within the margin of a tie is the same one.
+    # A ceiling within the margin of a tie counts as the same ceiling.
     near = PLATEAU * scale
     low = (fit.bounds[0] if A.low is None else A.low) - near
     high = (fit.bounds[1] if A.high is None else A.high) + near
-    asked = fit.options.sigmoid
+    compared = fit.options.sigmoid
     return verdict.Doubt(
         p_rise=float((later - start > near).mean()),
         p_none=outlook.weights["none"],
         rival=rival,
-        ahead=evidence[rival] - ours if asked else 0.0,
-        agreed=float(((outlook.ceiling >= low) & (outlook.ceiling <= high)).mean()) if asked else 1.0,
+        ahead=evidence[rival] - fitted if compared else 0.0,
+        agreed=float(((outlook.ceiling >= low) & (outlook.ceiling <= high)).mean()) if compared else 1.0,
     )
 
 
 def _a_ends(points: Points, A: Interval, limits: tuple[float, float] | None) -> tuple[float | None, float | None]:
-    """Return A's bounds: None where only the reward's bound ends it, unless a plateau was observed there."""
+    """Return A's bounds. A bound at the limit of the reward is None (open), unless a plateau was observed there."""
     low, high = A.low, A.high
     if limits is None:
         return low, high
@@ -388,11 +396,11 @@ def _a_ends(points: Points, A: Interval, limits: tuple[float, float] | None) -> 
 
 
 def with_seed_spread(fit: Fit, spread: SeedSpread) -> Fit:
-    """Return the fit with another spread between seeds; `A_total` is A's interval widened by that of their mean."""
+    """Return the fit with another seed spread; `A_total` is A's interval widened by the error of the seeds' mean."""
     value, low, high = fit.A.value, fit.A.low, fit.A.high
     if value is None:
         return replace(fit, seed_spread=spread, A_total=(None, None))
-    # Error of the fit and of the mean over seeds are independent: their half-widths add in quadrature.
+    # The errors of the fit and of the mean over seeds are independent: their half-widths add in quadrature.
     reach = spread.quantile() * spread.sd / np.sqrt(fit.informing)
     bottom = None if low is None else float(max(value - np.hypot(value - low, reach), fit.bounds[0]))
     top = None if high is None else float(min(value + np.hypot(high - value, reach), fit.bounds[1]))
@@ -400,35 +408,37 @@ def with_seed_spread(fit: Fit, spread: SeedSpread) -> Fit:
 
 
 def fit_curves(curves: Sequence[Curve], options: FitOptions | None = None, workers: int = 1) -> list[Fit]:
-    """Fit every recipe; the spread between seeds is measured on a recipe's own seeds (3 or more), else pooled
-    over recipes, else borrowed from the paper.
+    """Fit every recipe.
+
+    The spread between seeds is measured on a recipe's own seeds (3 or more), else pooled over recipes, else taken from
+    the paper.
 
     Args:
         curves: one curve per recipe.
-        options: how R0 enters, the window, the family; the defaults if None.
+        options: R0 rule, window and family; the defaults if None.
         workers: number of processes that share the work, see `sweeps.parallel`.
     """
     return with_shared(mapped(partial(fit_curve, options=options), curves, workers), curves)
 
 
 def with_shared(fits: Sequence[Fit], curves: Sequence[Curve]) -> list[Fit]:
-    """Return fits of single curves, as `fit_curve` makes them, with what the recipes of a study share.
+    """Return fits of single curves (from `fit_curve`) with the quantities that recipes of a study share.
 
-    They share the scale of their walks (`sweeps.fit.pooling`) and the spread between seeds. `fit_curves` does this too.
+    These are the scale of their walks (`sweeps.fit.pooling`) and the spread between seeds. `fit_curves` does this too.
     """
     scale = max((curve.scale for curve in curves), default=1.0)
     fits = _pooled(fits)
     pooled = pooled_seed_spread([fit.seed_excess for fit in fits], scale)
     result = []
     for fit, curve in zip(fits, curves, strict=True):
-        own = pooled_seed_spread([fit.seed_excess], scale)
-        spread = own or pooled or SeedSpread(BORROWED_SEED_SD * fit.curve.scale)
+        measured = pooled_seed_spread([fit.seed_excess], scale)
+        spread = measured or pooled or SeedSpread(BORROWED_SEED_SD * fit.curve.scale)
         result.append(with_seed_spread(replace(fit, curve=curve), spread))
     return result
 
 
 def _pooled(fits: Sequence[Fit]) -> list[Fit]:
-    """Reweight every fit's draws by the walks of the other recipes, and fill the fits in again."""
+    """Reweight each fit's draws by the walks of the other recipes, and recompute its estimates."""
     known = sorted((i for i, fit in enumerate(fits) if fit.draws is not None), key=lambda i: fits[i].recipe)
     if len(known) < POOLED_FROM:
         return list(fits)

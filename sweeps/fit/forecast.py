@@ -1,4 +1,4 @@
-"""Outlook of a recipe: posterior draws of its curve at any compute, in the curve's units, made on demand."""
+"""Forecasts of a recipe: posterior draws of its curve at any compute, in the curve's units, computed on demand."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sweeps.fit.schedule import Schedule
 from sweeps.fit.seen import Seen
 
 DRAWS = 2000
-# Neighbours, or seeds, are averaged beyond this many points: they add nothing but time.
+# Above this number of points, neighbours or seeds are averaged: more points only take time.
 _MOST = 160
-# Fewer points than this say nothing of what comes.
+# With fewer points there is no forecast.
 _LEAST = 4
-# Where the line of a fit is computed, in windows; straight lines in between.
+# Computes, in windows, at which the fitted line is computed; linear in between.
 _LINE = np.concatenate([[0.0], np.geomspace(1e-3, 0.04, 8), np.linspace(0.05, 1, 39), np.geomspace(1.05, 300, 32)])
 
 
@@ -30,10 +30,10 @@ class Draws:
     """Joint draws of a fitted family's parameters.
 
     Attributes:
-        A, R0: in reward, (K,). A counts from where the runs stand, see `sweeps.fit.posterior.Futures.standing`.
-        B, C_mid: shape parameters, (K,); of a family other than the sigmoid its first and second one.
+        A, R0: in reward, (K,). A includes the runs' current offset, see `sweeps.fit.posterior.Futures.standing`.
+        B, C_mid: shape parameters, (K,); for other families than the sigmoid, their first and second one.
         family: family of the curve.
-        schedule: decay of the learning rate, by which compute is counted; None where it is constant or unknown.
+        schedule: decay of the learning rate, which defines effective compute; None where it is constant or unknown.
     """
 
     A: Array
@@ -44,11 +44,11 @@ class Draws:
     schedule: Schedule | None = None
 
     def at_peak(self, compute: Array) -> Array:
-        """Convert compute spent to its equivalent at the peak of the learning rate; any shape."""
+        """Convert compute spent to its equivalent at the peak learning rate; any shape."""
         return compute if self.schedule is None else self.schedule.count(compute)
 
     def share(self, compute: Array) -> Array:
-        """Share of A - R0 that each draw has gained at `compute`. Shapes: (m,) -> (K, m)."""
+        """Return the share of A - R0 that each draw has gained at `compute`. Shapes: (m,) -> (K, m)."""
         with np.errstate(divide="ignore"):
             log_compute = np.log(self.at_peak(compute))
         u, v = self.family.search(self.B, self.C_mid)
@@ -57,18 +57,18 @@ class Draws:
 
 @dataclass(frozen=True, eq=False)
 class Outlook:
-    """Posterior draws of a recipe's curve in its own units, with the weights of the laws behind them.
+    """Posterior draws of a recipe's curve in its own units, and the posterior weights of the laws.
 
     Attributes:
         futures: K joint draws of the curve under all laws, without units.
-        alone: as many under the fitted family alone; None once they have been pooled with other recipes'.
-        draws: K draws of the fitted family's parameters; of a sigmoid some of them are among `futures`.
-        line: computes in windows and the median of law and walk there, without units, of the fitted family.
-        end: largest compute that was evaluated, at the peak learning rate, in the curve's unit.
+        alone: K draws under the fitted family alone; None after pooling with other recipes.
+        draws: K draws of the fitted family's parameters; for a sigmoid, some of them are also in `futures`.
+        line: median of law plus walk under the fitted family at the computes `_LINE`, without units.
+        end: largest evaluated compute, at the peak learning rate, in the curve's unit.
         bottom, width: lower end and width of the reward's scale.
         weights, log_evidence: posterior probability and log evidence of each law, by name.
         noise: standard deviation of one evaluation about each draw, in reward, (K,).
-        schedule: decay of the learning rate, by which compute is counted; None where it is constant or unknown.
+        schedule: decay of the learning rate, which defines effective compute; None where it is constant or unknown.
     """
 
     futures: Futures
@@ -84,11 +84,11 @@ class Outlook:
     schedule: Schedule | None = None
 
     def at(self, compute: Array) -> Array:
-        """Rewards at each compute (m,), in the curve's units; (K, m)."""
+        """Return the draws' rewards at each compute (m,), in the curve's units; (K, m)."""
         return self.bottom + self.width * self.futures.at(self._windows(compute))
 
     def line_at(self, compute: Array) -> Array:
-        """Fitted line at computes at the peak learning rate, in reward; it ends at A's median; (m,)."""
+        """Return the fitted line, in reward, at computes at the peak learning rate; it ends at A's median; (m,)."""
         return np.asarray(self.bottom + self.width * np.interp(compute / self.end, _LINE, self.line))
 
     def _windows(self, compute: Array) -> Array:
@@ -97,19 +97,19 @@ class Outlook:
 
     @cached_property
     def ceiling(self) -> Array:
-        """Level of each draw in reward, see `Futures.ceiling`; (K,)."""
+        """Ceiling of each draw in reward, see `Futures.ceiling`; (K,)."""
         return self.bottom + self.width * self.futures.ceiling
 
 
 @dataclass(frozen=True, eq=False)
 class Lookout:
-    """Inputs of an outlook, and the outlook itself, computed at first use because it is slow.
+    """Inputs of an outlook. The outlook itself is computed at first use, because it is slow.
 
     Attributes:
-        recipe: its label, which seeds the draws.
-        seen: its evaluations, without units.
+        recipe: label of the recipe, which seeds the draws.
+        seen: evaluations of the recipe, without units.
         end, bottom, width, schedule: see `Outlook`.
-        each: number of evaluations whose mean each of `seen` is, on average.
+        each: average number of evaluations behind each point of `seen`.
         options: the family, and R0 and A where they are fixed.
     """
 
@@ -131,27 +131,29 @@ class Lookout:
         return self._read(*posterior.draw(DRAWS), posterior.log_evidence)
 
     def pooled(self, weights: tuple[Array, Array]) -> Lookout:
-        """Return a copy whose draws, those of all laws and those of the family alone, are resampled by weight."""
+        """Return a copy with resampled draws. weights: for the draws of all laws, and for those of the family alone."""
         assert self.outlook.alone is not None
         rng = generator(self.recipe, "pooled")
         pairs = zip((self.outlook.futures, self.outlook.alone), weights, strict=True)
         futures, alone = (futures.take(by_weight(weight, DRAWS, rng)) for futures, weight in pairs)
-        found = replace(self)
-        found.__dict__["outlook"] = replace(self._read(futures, alone, self.outlook.log_evidence), alone=None)
-        return found
+        resampled = replace(self)
+        # A cached property stores its value in the instance's dictionary: fill it in.
+        resampled.__dict__["outlook"] = replace(self._read(futures, alone, self.outlook.log_evidence), alone=None)
+        return resampled
 
     def _read(self, futures: Futures, alone: Futures, log_evidence: Mapping[str, float]) -> Outlook:
         """Convert draws of all laws, and of the family alone, to the curve's units."""
+        # A point of `each` evaluations is a mean: one evaluation is noisier by the square root.
         family = self.options.shape
         noise = self.width * self.each**0.5 * futures.noise
-        # What never passes is read without error.
+        # A dead run earns exactly 0, without noise.
         noise[futures.dead] = 0.0
         v = np.full(DRAWS, np.log(self._first)) if family.name == "power_law" else alone.v
-        one, other = family.natural(alone.u, v)
+        first, second = family.natural(alone.u, v)
         draws = Draws(
             A=self.bottom + self.width * alone.asymptote,
-            B=one * self.end ** family.powers[0],
-            C_mid=other * self.end ** family.powers[1],
+            B=first * self.end ** family.powers[0],
+            C_mid=second * self.end ** family.powers[1],
             R0=self.bottom + self.width * alone.r0,
             family=family,
             schedule=self.schedule,
@@ -188,7 +190,7 @@ class Lookout:
         return 0.0 if self.options.family == "sigmoid_zero" else r0, self.options.asymptote
 
 
-# Purposes that a recipe's random numbers are used for. A stream's place in this list seeds it: add new ones at the end.
+# Purposes of a recipe's random numbers. The index in this list is part of the seed: append new ones at the end.
 _STREAMS = (
     "posterior",
     "pooled",
@@ -203,13 +205,13 @@ _STREAMS = (
 
 
 def generator(name: str, stream: str) -> np.random.Generator:
-    """Return a recipe's random numbers for one purpose: the same in every process, apart from all other streams.
+    """Return the random numbers of a recipe for one purpose: the same in every process, independent of other streams.
 
     Args:
-        name: label of the recipe, or of what else is drawn.
+        name: label of the recipe, or of another object that is drawn.
         stream: one of `_STREAMS`.
     """
-    # crc32, because `hash` of a string is salted.
+    # crc32 instead of `hash`, which is salted per process.
     return np.random.default_rng([zlib.crc32(name.encode()), _STREAMS.index(stream)])
 
 
@@ -224,9 +226,9 @@ def lookout(
 
     Args:
         recipe: label of the recipe, which seeds the draws.
-        points: points of its curve, compute at the peak learning rate.
-        scale: lowest and highest possible reward; None if rewards have no bounds (their own range is then used).
-        schedule: conversion from compute spent to the points' compute; None if they are the same.
+        points: points of its curve; compute at the peak learning rate.
+        scale: lowest and highest possible reward; None if rewards are unbounded (their observed range is then used).
+        schedule: conversion from compute spent to the points' compute; None if they are equal.
         options: the family, and R0 and A where they are fixed; the defaults if None.
     """
     positive = points.compute > 0
@@ -240,7 +242,7 @@ def lookout(
     order = np.lexsort((fewer.seed, fewer.compute))
     end = float(points.compute.max())
     variance = None if fewer.variance is None else np.round(fewer.variance[order] / width**2, 14)
-    # Rounded, so that the unit of compute or reward changes no bit of what follows.
+    # Rounded, so that changing the unit of compute or reward does not change a bit of the result.
     x, z = np.round(fewer.compute[order] / end, 12), np.round((fewer.reward[order] - bottom) / width, 12)
     seen = Seen(x, z, fewer.seed[order], variance, scale is not None)
     each = len(points.reward) / len(fewer.reward)

@@ -1,4 +1,4 @@
-"""Fits repeated at growing compute, and every forecast checked against the evaluations that followed."""
+"""Repeat fits at growing compute, and check every forecast against the evaluations that followed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from sweeps.fit.constants import MIN_COMPUTES
 from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curve
 from sweeps.fit.predict import predict, predict_mean, readable
 
-# Compute grows by this factor from one snapshot to the next; also how far apart two must be to confirm another.
+# Factor by which compute grows between snapshots; also the distance between two that must confirm each other.
 GROWTH = 1.15
-# A check looks at the evaluations of the last tenth; a forecast reaches half as far again as its fit.
+# A check uses the evaluations of the last tenth of compute; a forecast reaches half as far again as its fit.
 RECENT = 1.1
 REACH = 1.5
 
 
 @dataclass(frozen=True)
 class Check(AsJson):
-    """A forecast and what came: means over `evaluations`, predicted (95%) by the fit up to compute `made_at`."""
+    """A forecast by the fit up to compute `made_at` (95%), and the actual mean of `evaluations`."""
 
     made_at: float
     evaluations: int
@@ -39,12 +39,12 @@ class Check(AsJson):
         return self.low <= self.actual <= self.high
 
     def to_json(self) -> dict[str, Any]:
-        """Return the check as JSON, with `inside` for whether the forecast held."""
+        """Return the check as JSON, including `inside`."""
         return {**super().to_json(), "inside": self.inside}
 
     @property
     def side(self) -> int:
-        """1 or -1 where what came lies above or below the interval, else 0."""
+        """1 if the outcome is above the interval, -1 if below, else 0."""
         return int(self.actual > self.high) - int(self.actual < self.low)
 
 
@@ -52,8 +52,8 @@ class Check(AsJson):
 class Snapshot(AsJson):
     """One recipe's fit up to `compute_end`, with `n` evaluations up to there, over all seeds.
 
-    ahead: compute and one evaluation's predicted reward there, 95%. ahead and check are None where a fit names
-    no curve to predict from.
+    ahead: a later compute, and the predicted reward of one evaluation there (95%). ahead and check are None where the
+    fit cannot be used for forecasts.
     """
 
     recipe: str
@@ -67,7 +67,7 @@ class Snapshot(AsJson):
     JSON: ClassVar = {"compute_end": "compute", "ahead": "next"}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the snapshot as it stands in a line of `fits.jsonl`, with `next` for the forecast ahead."""
+        """Return the snapshot as a line of `fits.jsonl` stores it, with the forecast under `next`."""
         ahead = None if self.ahead is None else {"compute": self.ahead[0], **self.ahead[1].to_json()}
         return {**super().to_json(), "next": ahead}
 
@@ -76,7 +76,7 @@ class Snapshot(AsJson):
         """Read a snapshot from a line of `fits.jsonl`.
 
         Raises:
-            KeyError, TypeError, ValueError: it is none.
+            KeyError, TypeError, ValueError: the entry is not a snapshot.
         """
         ahead, check = entry["next"], entry["check"]
         return Snapshot(
@@ -106,18 +106,18 @@ def history(
     every: float = GROWTH,
     known: Sequence[Snapshot] = (),
 ) -> list[Snapshot]:
-    """Repeat the fit at growing compute, to the curve's end; return only snapshots that are not known yet.
+    """Repeat the fit at growing compute up to the curve's end; return only new snapshots.
 
     Args:
         curve: evaluations of one recipe so far.
         options: options of every fit; `max_compute` ends the history.
-        every: least factor by which compute grows from one snapshot to the next, the last excepted (a dozen snapshots
-            for 40 evenly spaced evaluations, 5 more for each doubling); 1 for a snapshot after every evaluation.
-        known: snapshots taken so far, the oldest first. New ones follow them; the last one's compute is fitted once
-            more if all new evaluations lie below it (a seed that lags behind).
+        every: smallest factor by which compute grows between snapshots, except for the last (a dozen snapshots for 40
+            evenly spaced evaluations, 5 more for each doubling); 1 for a snapshot after every evaluation.
+        known: earlier snapshots, the oldest first. The last one's compute is fitted again if all new evaluations are
+            below it (a seed that lags behind).
 
     Raises:
-        UserError: `every` is below 1, or as of `fit_curve`.
+        UserError: `every` is below 1, or as for `fit_curve`.
     """
     return list(_history(curve, options or FitOptions(), every, known))
 
@@ -132,13 +132,13 @@ def _history(curve: Curve, options: FitOptions, every: float, known: Sequence[Sn
 
 
 def _ends(computes: list[float], curve: Curve, every: float, known: Sequence[Snapshot]) -> list[float]:
-    """Choose the computes of new snapshots, by earlier data only, so that growth does not move earlier ones."""
+    """Choose the computes of new snapshots from earlier data only, so that more data does not move earlier ones."""
     if not computes:
         return []
     last = known[-1].compute_end if known else 0.0
     ends: list[float] = []
     for at, compute in enumerate(computes):
-        # With fewer computes every fit is refused (`too_few_points`).
+        # With fewer computes than `MIN_COMPUTES` every fit is refused (`too_few_points`).
         if compute > last and (at + 1 >= MIN_COMPUTES or known) and compute >= every * last:
             ends.append(compute)
             last = compute
@@ -150,7 +150,7 @@ def _ends(computes: list[float], curve: Curve, every: float, known: Sequence[Sna
 
 
 class _Fits:
-    """Fits of one curve up to any compute, each done once."""
+    """Fits of one curve up to any compute; each is computed once."""
 
     def __init__(self, curve: Curve, options: FitOptions) -> None:
         low = 0.0 if options.min_compute is None else options.min_compute
@@ -175,35 +175,35 @@ class _Fits:
         return Snapshot(fit.recipe, end, n, fit.verdict, fit.A, ahead, self._check(end))
 
     def _check(self, end: float) -> Check | None:
-        """Compare the latest evaluations with the forecast of a fit that has not seen them; None without such a fit."""
+        """Compare the latest evaluations with a forecast from a fit that has not seen them; None without such a fit."""
         earlier = [compute for compute in self.computes if compute <= end / RECENT]
         if not earlier:
             return None
-        # Sparse evaluations: the latest earlier one, though its forecast has to reach further.
+        # If evaluations are sparse, use the latest earlier one, although its forecast has to reach further.
         made_at = next((compute for compute in earlier if compute >= end / REACH), earlier[-1])
         fit = self.up_to(made_at)
         if not _names_a_curve(fit):
             return None
-        came = (self._curve.compute > end / RECENT) & (self._curve.compute <= end)
-        value, low, high = predict_mean(fit, self._curve.compute[came])
-        # Where some seeds have ended, the mean of those left is off from the mean of all by the seeds' spread.
-        seen = len(np.unique(self._curve.seed[self._curve.compute <= made_at]))
-        left = len(np.unique(self._curve.seed[came]))
-        if left < seen:
-            reach = fit.seed_spread.quantile() * fit.seed_spread.sd * np.sqrt(1 / left - 1 / seen)
+        latest = (self._curve.compute > end / RECENT) & (self._curve.compute <= end)
+        value, low, high = predict_mean(fit, self._curve.compute[latest])
+        # Where some seeds have ended, the mean of the others differs from the mean of all by the spread between seeds.
+        seeds_before = len(np.unique(self._curve.seed[self._curve.compute <= made_at]))
+        seeds_now = len(np.unique(self._curve.seed[latest]))
+        if seeds_now < seeds_before:
+            reach = fit.seed_spread.quantile() * fit.seed_spread.sd * np.sqrt(1 / seeds_now - 1 / seeds_before)
             low, high = value - float(np.hypot(value - low, reach)), value + float(np.hypot(high - value, reach))
-        return Check(made_at, int(came.sum()), float(self._curve.reward[came].mean()), value, low, high)
+        return Check(made_at, int(latest.sum()), float(self._curve.reward[latest].mean()), value, low, high)
 
 
 def _names_a_curve(fit: Fit) -> bool:
-    """Return whether a fit is good for forecasts to check: readable, and not flat, falling or short of points."""
+    """Return whether a fit's forecasts can be checked: readable, and not flat, falling or short of points."""
     return readable(fit) and fit.verdict not in ("flat", "decreasing", "too_few_points", "degenerate")
 
 
 def departure(snapshots: Sequence[Snapshot]) -> str | None:
-    """A warning if the run's latest evaluations lie outside what earlier fits predicted, else None.
+    """Return a warning if the latest evaluations are outside of what earlier fits predicted, else None.
 
-    Two snapshots in a row, at compute apart by `GROWTH`, are needed, and the same side throughout;
+    Two snapshots in a row that differ by `GROWTH` in compute must be outside, on the same side;
     docs/measured/watch.md has the rates of false alarms and misses.
 
     Args:

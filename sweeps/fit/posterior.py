@@ -1,14 +1,14 @@
-"""The model that forecasts rest on, and joint draws from its posterior.
+"""The forecasting model, and joint draws from its posterior.
 
     z = R0 + (A - R0) g(x; u, v) + w(x) + s(x) + e
 
-x is compute in windows (units of the largest that was evaluated) and z the reward on a scale of width 1. g is a law: a
-sigmoid, a Weibull curve, or nothing. w is a random walk about every law: Brownian within the window, levelling beyond
-it. s is a seed's distance from the mean of the seeds given, a walk as well. e is white noise.
+x is compute in windows (units of the largest compute evaluated), z the reward on a scale of width 1. g is a law: a
+sigmoid, a Weibull curve, or nothing. w is a random walk about the law: Brownian within the window, levelling off beyond
+it. s is a seed's distance from the mean of the given seeds, also a random walk. e is white noise.
 
-Given a law, its shape (u, v) and the scales of walk and noise, everything else is Gaussian, so the evidence is exact.
-Only these four parameters are sampled, by adaptive importance sampling with deterministic mixture weights (Owen and
-Zhou 2000). The covariance of the walk is diagonalized once, after which a sample costs time linear in the points.
+Given a law, its shape (u, v) and the scales of walk and noise, the rest of the model is Gaussian, so the evidence is
+exact. Only these four parameters are sampled, by adaptive importance sampling with deterministic mixture weights (Owen
+and Zhou 2000). The covariance of the walk is diagonalized once; each sample then costs time linear in the points.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ from sweeps.fit.constants import (
 from sweeps.fit.family import SIGMOID, Family, Prior
 from sweeps.fit.seen import Seen
 
-# Samples per round. Sampling stops when `_FINE` samples share the weight, after `_ROUNDS` rounds when `_ENOUGH` do, and
-# after `_MOST_ROUNDS`. A new proposal is made of `_ENOUGH` samples at least.
+# Samples per round. Sampling stops when the effective sample size reaches `_FINE`; after `_ROUNDS` rounds, `_ENOUGH`
+# suffices; after `_MOST_ROUNDS` it stops anyway. A new proposal is fitted to an effective size of at least `_ENOUGH`.
 _SAMPLES, _FINE, _ENOUGH, _ROUNDS, _MOST_ROUNDS = 200, 200, 15, 12, 40
-# Where walks are drawn, in windows: within the window, and beyond it. At the last one they have levelled.
+# Computes at which walks are drawn, in windows: within and beyond the window. At the last one they have levelled off.
 _WITHIN = np.linspace(0, 1, 25)[1:]
 _BEYOND = np.array([*(1 + STANDING * np.array([0.2, 0.5, 1])), 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 100.0])
 _NODES = np.concatenate([[0.0], _WITHIN, _BEYOND])
-# A line is the median of every fourth draw where there are so many: it is drawn, and nothing is decided by it.
+# With this many draws, a line is the median of every fourth one: it is only plotted, no decision depends on it.
 _FOR_LINE = 1000
-# Added to the variance of every point: rewards are not recorded more exactly, and its precision stays finite.
+# Added to the variance of every point: the precision stays finite, and no reward is recorded more exactly.
 _ROUNDING = 1e-8
-# A later proposal is wider than the samples so far: this factor in variance, plus this share of the prior's standard
-# deviation. Then the degrees of freedom of proposals.
+# A later proposal is wider than the samples so far: by this factor in variance, plus this share of the prior's standard
+# deviation. `_TAIL` is the degrees of freedom of proposals.
 _WIDER, _PRIOR_SHARE, _TAIL = 1.2, 0.05, 5.0
 
 
 @dataclass(frozen=True)
 class Law:
-    """Law by which the reward grows with compute.
+    """A law by which the reward grows with compute.
 
     Attributes:
         prior: probability before the data.
@@ -102,17 +102,18 @@ LAWS = (
 
 
 def _beginning(family: Family, log_first: float, log_x: Array, u: Array, v: Array) -> Array:
+    # For a power law v is not free: it is the logarithm of the first positive compute.
     return family.basis(log_x, u, np.full_like(v, log_first))
 
 
 def laws_of(family: Family, first: float, r0: float | None, a: float | None) -> tuple[Law, ...]:
-    """Return the laws that are averaged where a family is fitted.
+    """Return the laws to average when a family is fitted.
 
-    Of a sigmoid these are `LAWS`. Of another family, or with A fixed, they are the family and no law.
+    For a sigmoid these are `LAWS`. For another family, or with A fixed, they are the family and "no law".
 
     Args:
         family: the fitted family.
-        first: the smallest positive compute, in windows: where a power law begins.
+        first: smallest positive compute, in windows, where a power law begins.
         r0, a: R0 and A where they are fixed, on a scale of width 1; None where they are estimated.
     """
     laws: tuple[Law, ...] = LAWS
@@ -127,20 +128,20 @@ def laws_of(family: Family, first: float, r0: float | None, a: float | None) -> 
 
 
 def walked(x: Array) -> Array:
-    """Variance at compute x, in windows, of a walk of scale 1; it levels beyond the window's end. Any shape."""
+    """Return the variance at compute x, in windows, of a walk of scale 1: level far beyond the window. Any shape."""
     return np.where(x <= 1, x, 1 - LEVELLING * np.expm1(-np.maximum(x - 1, 0) / LEVELLING))
 
 
 @dataclass(frozen=True, eq=False)
 class Futures:
-    """Joint draws of curves on a reward scale of width 1, compute in windows; (K,) where no shape is given.
+    """Joint draws of curves; rewards on a scale of width 1, compute in windows; (K,) unless stated otherwise.
 
     Attributes:
-        laws: the laws. law: index of each draw's.
+        laws, law: the laws, and the index of each draw's law.
         u, v, r0, a: shape and levels of the law.
         walk: the walk at the computes `_NODES`, (K, m); in single precision, because a study keeps 2,000 per recipe.
         noise: standard deviation of one evaluation. log_walk: logarithm of the walk's standard deviation over a window.
-        bounded: whether rewards lie in [0, 1]. Draws are then clipped to it.
+        bounded: whether rewards are in [0, 1]. Draws are then clipped to it.
         dead: draws whose reward is 0 from compute `died` on, see `sweeps.fit.collapse`.
     """
 
@@ -163,53 +164,54 @@ class Futures:
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
     def at(self, x: Array) -> Array:
-        """Reward of each draw at computes x (m,), in windows; (K, m)."""
+        """Return the reward of each draw at computes x (m,), in windows; (K, m)."""
         return self._inside(self._law_at(x) + self._walk_at(x, len(_NODES) - 1), x)
 
     @property
     def standing(self) -> Array:
-        """Mean of each draw's walk over the first `STANDING` windows beyond the end, (K,)."""
+        """Current offset of each draw: mean of its walk over the first `STANDING` windows beyond the end, (K,)."""
         end = len(_WITHIN)
         x, walk = _NODES[end : end + 4], self.walk[:, end : end + 4]
         return np.asarray(((walk[:, 1:] + walk[:, :-1]) / 2 @ np.diff(x)) / STANDING)
 
     @property
     def ceiling(self) -> Array:
-        """Level that each draw's law reaches by `FARTHEST` windows, from where the walk stands; (K,)."""
+        """Reward of each draw's law at `FARTHEST` windows, plus the walk's current offset; (K,)."""
         far = np.array([FARTHEST])
         return self._inside(self._law_at(far) + self.standing[:, None], far)[:, 0]
 
     @property
     def asymptote(self) -> Array:
-        """A of each draw, from where the walk stands; (K,)."""
+        """A of each draw, plus the walk's current offset; (K,)."""
         end = np.array([np.inf])
         return self._inside((self.a + self.standing)[:, None], end)[:, 0]
 
     def line(self, x: Array) -> Array:
-        """Median over every fourth draw of law and walk at computes x (m,); beyond the window the walk stands; (m,)."""
+        """Return the median of law plus walk at computes x (m,), with the walk constant beyond the window; (m,)."""
         if len(self.law) >= _FOR_LINE:
             return self.take(np.arange(0, len(self.law), 4)).line(x)
         walk = self._walk_at(x, len(_WITHIN))
+        # From the window's end to `STANDING` windows later, blend into the mean that A includes.
         beyond = np.clip((x - 1) / STANDING, 0, 1)
         walk = walk * (1 - beyond) + self.standing[:, None] * beyond
         return np.asarray(np.median(self._inside(self._law_at(x) + walk, x), axis=0))
 
     def _walk_at(self, x: Array, last: int) -> Array:
-        """Walk at computes x (m,), by straight lines between its nodes and level after the last one used; (K, m)."""
+        """Return the walk at computes x (m,): linear between its nodes, constant after the node `last`; (K, m)."""
         after = np.clip(np.searchsorted(_NODES, x), 1, last)
         part = np.clip((x - _NODES[after - 1]) / (_NODES[after] - _NODES[after - 1]), 0, 1)
         return np.asarray(self.walk[:, after - 1] * (1 - part) + self.walk[:, after] * part)
 
     def _law_at(self, x: Array) -> Array:
-        """Reward by the law alone at computes x (m,); (K, m)."""
-        found = np.empty((len(self.law), len(x)))
+        """Return the reward by the law alone at computes x (m,); (K, m)."""
+        rewards = np.empty((len(self.law), len(x)))
         with np.errstate(divide="ignore"):
             log_x = np.log(x)[None]
         for i, law in enumerate(self.laws):
-            mine = np.flatnonzero(self.law == i)
-            g = law.basis(log_x, self.u[mine, None], self.v[mine, None])
-            found[mine] = self.r0[mine, None] + (self.a - self.r0)[mine, None] * g
-        return found
+            rows = np.flatnonzero(self.law == i)
+            g = law.basis(log_x, self.u[rows, None], self.v[rows, None])
+            rewards[rows] = self.r0[rows, None] + (self.a - self.r0)[rows, None] * g
+        return rewards
 
     def _inside(self, paths: Array, x: Array) -> Array:
         """Set dead runs to 0, and clip rewards to their bounds; (K, m) at computes x (m,)."""
@@ -219,14 +221,14 @@ class Futures:
 
 @dataclass(frozen=True, eq=False)
 class _Turned:
-    """The points in coordinates in which walk and noise are independent, for one scale of the seeds' walks.
+    """The points in rotated coordinates in which walk and noise are independent, for one scale of the seeds' walks.
 
     Attributes:
-        turn: matrix from points to these coordinates, (n, n).
-        value: variance of a walk of scale 1 in each, (n,); that of noise of scale 1 is 1.
-        one, z: a constant of 1, and the rewards, turned; (n,) each.
+        turn: matrix from points to rotated coordinates, (n, n).
+        value: variance of a walk of scale 1 in each coordinate, (n,); that of noise of scale 1 is 1.
+        one, z: the constant 1 and the rewards, rotated; (n,) each.
         log_det: log determinant of the covariance of noise of scale 1.
-        across: covariance of a walk of scale 1 at `_WITHIN` with the turned points, (m, n).
+        across: covariance of a walk of scale 1 at `_WITHIN` with the rotated points, (m, n).
     """
 
     turn: Array
@@ -238,9 +240,9 @@ class _Turned:
 
 
 def _turned(seen: Seen, relative: Array, scale: float) -> _Turned:
-    """Diagonalize the walks of scale 1. relative (n,): variance of each point's noise at scale 1."""
+    """Diagonalize the covariance of walks of scale 1. relative (n,): variance of each point's noise at scale 1."""
     h = walked(seen.x)
-    # A seed's walk about the mean of the seeds given: covariances over all seeds sum to 0.
+    # A seed's walk is relative to the mean of the given seeds, so its covariances over all seeds sum to 0.
     same = seen.seed[:, None] == seen.seed
     kernel = np.minimum(h[:, None], h) * (1 + scale**2 * (same - 1 / seen.seeds))
     root = np.sqrt(relative)
@@ -252,7 +254,15 @@ def _turned(seen: Seen, relative: Array, scale: float) -> _Turned:
 
 @dataclass(frozen=True, eq=False)
 class _Regressed:
-    """Posterior of R0 and A given parameters; (k,) each, but g and the precision of the turned points are (k, n)."""
+    """Posterior of R0 and A given the parameters, one entry per sample, (k,).
+
+    Attributes:
+        precision, g: precision of the rotated points and g at them, (k, n).
+        r0, a: posterior means.
+        v01, v11: covariance of R0 and A, and variance of A.
+        m00: precision of R0 given A.
+        log_evidence: log evidence of the points.
+    """
 
     precision: Array
     g: Array
@@ -269,9 +279,9 @@ class _Samples:
     """Weighted samples of one law's parameters.
 
     Attributes:
-        theta: u, v, and the logarithms of the scales of walk and noise, (k, 4).
-        weight: of each sample under each scale of the seeds' walks, (S, k), summing to 1.
-        log_evidence: of the law.
+        theta: u, v and the logarithms of the scales of walk and noise, (k, 4).
+        weight: weight of each sample under each scale of the seeds' walks, (S, k), summing to 1.
+        log_evidence: log evidence of the law.
     """
 
     theta: Array
@@ -293,6 +303,7 @@ class Posterior:
             self._log_x = np.log(seen.x)[None]
         sampling = np.ones(len(seen.x)) if seen.variance is None else seen.variance
         mean = float(sampling.mean())
+        # Prior of the log noise. Known sampling errors replace the roughness only where they explain all of it.
         self._noise = float(np.log(max(seen.roughness, QUIET))), NOISE_SD
         if seen.variance is not None and KNOWN * mean**0.5 >= seen.roughness:
             self._noise = float(np.log(KNOWN * mean**0.5)), KNOWN_SD
@@ -300,7 +311,7 @@ class Posterior:
         self._turned = [_turned(seen, sampling / mean, scale) for scale in scales]
         self._samples = [self._explore(i) for i in range(len(laws))]
         self.log_evidence: Mapping[str, float] = {
-            law.name: found.log_evidence for law, found in zip(laws, self._samples, strict=True)
+            law.name: samples.log_evidence for law, samples in zip(laws, self._samples, strict=True)
         }
         log_weight = np.array([np.log(law.prior) + self.log_evidence[law.name] for law in laws])
         share = np.exp(log_weight - np.logaddexp.reduce(log_weight))
@@ -322,6 +333,7 @@ class Posterior:
         det = m00 * m11 - m01**2
         v01, v11 = -m01 / det, m00 / det
         r0, a = m11 / det * c0 + v01 * c1, v01 * c0 + v11 * c1
+        # Gaussian evidence with R0 and A integrated out.
         squares = zz + (m0 / s0) ** 2 + (m1 / s1) ** 2 - r0 * c0 - a * c1
         log_evidence = -0.5 * (
             n * np.log(2 * np.pi) + turned.log_det - np.log(p).sum(1) + np.log(det * (s0 * s1) ** 2) + squares
@@ -329,23 +341,24 @@ class Posterior:
         return _Regressed(p, g, r0, a, v01, v11, m00, log_evidence)
 
     def _explore(self, which: int) -> _Samples:
-        """Sample the parameters of a law: first from their prior, then around the samples with the most weight."""
+        """Sample the parameters of a law: first from their prior, then around the samples with most weight."""
         prior = np.array([*self._laws[which].shape, WALK_PRIOR, self._noise])
         proposals = [_Bell(prior[:, 0], np.diag(prior[:, 1]))]
         theta, likely = np.empty((0, 4)), np.empty((len(self._turned), 0))
         for round_ in range(_MOST_ROUNDS):
             fresh = proposals[-1].draw(_SAMPLES, self._rng)
             theta = np.concatenate([theta, fresh])
-            each = [self._regress(which, turned, fresh).log_evidence for turned in self._turned]
-            likely = np.concatenate([likely, np.stack(each) - np.log(len(each))], axis=1)
-            # Weighed by the mixture of all proposals so far.
+            evidences = [self._regress(which, turned, fresh).log_evidence for turned in self._turned]
+            likely = np.concatenate([likely, np.stack(evidences) - np.log(len(evidences))], axis=1)
+            # Weigh all samples by the mixture of all proposals so far (deterministic mixture).
             proposed = np.logaddexp.reduce([bell.log_density(theta) for bell in proposals], 0) - np.log(len(proposals))
             log_weight = likely + _log_normal(theta, prior) - proposed
             total = np.logaddexp.reduce(log_weight, 0)
             weight = np.exp(total - total.max())
-            shared = float(weight.sum() ** 2 / (weight @ weight))
-            if round_ and shared >= (_FINE if round_ < _ROUNDS else _ENOUGH):
+            effective = float(weight.sum() ** 2 / (weight @ weight))
+            if round_ and effective >= (_FINE if round_ < _ROUNDS else _ENOUGH):
                 break
+            # Fit the next proposal to tempered weights, so that it does not collapse onto a few samples.
             weight = _tempered(total)
             centre = weight @ theta
             about = theta - centre
@@ -355,9 +368,9 @@ class Posterior:
         return _Samples(theta, np.exp(log_weight - whole), whole - float(np.log(len(theta))))
 
     def draw(self, count: int) -> tuple[Futures, Futures]:
-        """Draw curves: of all laws, each by its posterior probability, and as many of the first law alone.
+        """Draw curves of all laws, by posterior probability, and as many curves of the first law alone.
 
-        The first law's draws among all are some of its own.
+        The first law's curves in the joint draw are a subset of its own draws.
         """
         edges = np.rint(np.cumsum([0.0, *self.weights.values()]) * count).astype(int)
         counts = np.diff(edges)
@@ -373,7 +386,7 @@ class Posterior:
         return self._futures(law[order], joined, p, died), alone
 
     def _futures(self, law: NDArray[np.intp], drawn: Sequence[Array], p: float, died: float) -> Futures:
-        """Put draws of u, v, r0, a, walk, noise and log_walk together; the first share p of them is of dead runs."""
+        """Assemble draws of u, v, r0, a, walk, noise and log_walk; the first share p of the rows are dead runs."""
         u, v, r0, a, walk, noise, log_walk = drawn
         dead = np.arange(len(law)) < round(p * len(law))
         return Futures(
@@ -392,48 +405,50 @@ class Posterior:
         )
 
     def _draw(self, which: int, count: int) -> tuple[Array, ...]:
-        """Draw shapes, levels, walks and noise of one law: u, v, r0, a, walk (count, m), noise and log_walk."""
-        found, rng = self._samples[which], self._rng
-        scale, row = np.divmod(by_weight(found.weight.ravel(), count, rng), len(found.theta))
-        theta = found.theta[row]
+        """Draw from one law: u, v, r0, a, walk (count, m), noise and log_walk."""
+        samples, rng = self._samples[which], self._rng
+        scale, row = np.divmod(by_weight(samples.weight.ravel(), count, rng), len(samples.theta))
+        theta = samples.theta[row]
         r0, a, walk = np.empty(count), np.empty(count), np.empty((count, len(_NODES)))
         for s, turned in enumerate(self._turned):
-            mine = np.flatnonzero(scale == s)
-            if len(mine):
-                r0[mine], a[mine], walk[mine] = self._draw_levels(which, turned, theta[mine])
+            rows = np.flatnonzero(scale == s)
+            if len(rows):
+                r0[rows], a[rows], walk[rows] = self._draw_levels(which, turned, theta[rows])
         return theta[:, 0], theta[:, 1], r0, a, walk, np.exp(theta[:, 3]), theta[:, 2]
 
     def _draw_levels(self, which: int, turned: _Turned, theta: Array) -> tuple[Array, Array, Array]:
-        """Draw R0, A (k,) and the walk (k, m) given the parameters (k, 4)."""
-        found, rng, k, m = self._regress(which, turned, theta), self._rng, len(theta), len(_WITHIN)
-        a = found.a + np.sqrt(found.v11) * rng.standard_normal(k)
-        r0 = found.r0 + found.v01 / found.v11 * (a - found.a) + rng.standard_normal(k) / np.sqrt(found.m00)
-        # Matheron's rule: a walk and points from the prior, and what the rewards differ from these points.
+        """Draw R0 and A (k,) and the walk (k, m) given the parameters (k, 4)."""
+        levels, rng, k, m = self._regress(which, turned, theta), self._rng, len(theta), len(_WITHIN)
+        a = levels.a + np.sqrt(levels.v11) * rng.standard_normal(k)
+        r0 = levels.r0 + levels.v01 / levels.v11 * (a - levels.a) + rng.standard_normal(k) / np.sqrt(levels.m00)
+        # Matheron's rule: draw walk and points from the prior, then correct the walk by the points' difference to the
+        # observed rewards.
         tau, sigma = np.exp(theta[:, 2:3]), np.exp(theta[:, 3:4])
         free = tau * np.cumsum(np.sqrt(np.diff(walked(_NODES))) * rng.standard_normal((k, len(_NODES) - 1)), axis=1)
         nodes = np.minimum(_WITHIN[:, None], _WITHIN)
         gain = np.linalg.solve(nodes, turned.across)
-        # The points' covariance that the walk at the nodes leaves: what lies between the nodes, and the seeds' walks.
+        # Covariance of the points given the walk at the nodes: variation between the nodes, and the seeds' walks.
         value, vectors = np.linalg.eigh(np.diag(turned.value) - turned.across.T @ gain)
         scale = np.sqrt(tau**2 * np.maximum(value, 0.0) + sigma**2)
         points = free[:, :m] @ gain + (scale * rng.standard_normal((k, len(value)))) @ vectors.T
-        law = r0[:, None] * turned.one + (a - r0)[:, None] * found.g
-        moved = tau**2 * ((found.precision * (turned.z - law - points)) @ turned.across.T)
+        law = r0[:, None] * turned.one + (a - r0)[:, None] * levels.g
+        moved = tau**2 * ((levels.precision * (turned.z - law - points)) @ turned.across.T)
         walk = np.zeros((k, len(_NODES)))
         walk[:, 1 : m + 1] = free[:, :m] + moved
+        # Beyond the window nothing is observed: the walk keeps the last correction.
         walk[:, m + 1 :] = free[:, m:] + moved[:, -1:]
         return r0, a, walk
 
 
 def by_weight(weight: Array, count: int, rng: np.random.Generator) -> NDArray[np.intp]:
-    """Draw indices (count,) by weight (n,), stratified for less noise than independent draws, in random order."""
+    """Draw indices (count,) by weight (n,), in random order; stratified, which is less noisy than independent draws."""
     place = (np.arange(count) + rng.random(count)) / max(count, 1)
     chosen = np.minimum(np.searchsorted(np.cumsum(weight) / weight.sum(), place), len(weight) - 1)
     return np.asarray(rng.permutation(chosen), dtype=np.intp)
 
 
 def _tempered(log_weight: Array) -> Array:
-    """Return weights (k,) that sum to 1, flattened until at least `_ENOUGH` samples share them."""
+    """Return weights (k,) that sum to 1, flattened until the effective sample size is at least `_ENOUGH`."""
     below = log_weight - log_weight.max()
     for power in 0.7 ** np.arange(60):
         weight = np.exp(power * below)
@@ -444,7 +459,7 @@ def _tempered(log_weight: Array) -> Array:
 
 
 def _log_normal(x: Array, prior: Array) -> Array:
-    """Log density of independent normals; (k, d), means and standard deviations (d, 2) -> (k,)."""
+    """Return the log density of independent normals; (k, d), means and standard deviations (d, 2) -> (k,)."""
     mean, sd = prior.T
     return np.asarray(-0.5 * (((x - mean) / sd) ** 2).sum(1) - np.log(sd).sum() - 0.5 * len(sd) * np.log(2 * np.pi))
 
@@ -467,7 +482,7 @@ class _Bell:
         return np.asarray(self.mean + scale * rng.standard_normal((count, len(self.mean))) @ self.root.T)
 
     def log_density(self, x: Array) -> Array:
-        """Log density at points (k, d); (k,)."""
+        """Return the log density at points (k, d); (k,)."""
         d = len(self.mean)
         squares = (np.linalg.solve(self.root, (x - self.mean).T) ** 2).sum(0)
         norm = gammaln((_TAIL + d) / 2) - gammaln(_TAIL / 2) - d / 2 * np.log(_TAIL * np.pi)

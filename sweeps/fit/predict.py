@@ -1,8 +1,8 @@
-"""Forecasts from a fit: the runs' reward at given compute with a 95% interval, whatever the verdict.
+"""Forecasts from a fit: the runs' reward at given compute with a 95% interval, under any verdict.
 
-They come from the outlook (`sweeps.fit.forecast`), which averages laws by how well each predicts: a verdict
-decides whether A is identifiable, not whether the curve can be forecast. Where another family than the sigmoid was
-fitted, or A was fixed, the laws are that curve and none.
+They come from the outlook (`sweeps.fit.forecast`), which averages laws by how well each predicts. A verdict decides
+whether A is identifiable, not whether the curve can be forecast. If another family than the sigmoid was fitted, or A
+was fixed, the laws are that family and "no law".
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.forecast import DRAWS, generator
 from sweeps.fit.seeds import SeedSpread
 
-# Beyond this many times the window's end a forecast is no plan; the source extrapolates 2 to 3 times.
+# Beyond this many times the window's end a forecast is useless for planning; the source extrapolates 2 to 3 times.
 FAR = 100.0
 
 
 @dataclass(frozen=True)
 class Band:
-    """Median reward with a 95% prediction interval; floats in arrays of one shape."""
+    """Median reward with a 95% prediction interval; arrays of the same shape."""
 
     value: Array
     low: Array
@@ -36,12 +36,12 @@ class Band:
 
 
 def readable(fit: Fit) -> bool:
-    """Return whether the fit has points enough to forecast from."""
+    """Return whether the fit has enough points to forecast from."""
     return fit.lookout is not None
 
 
 def paths(fit: Fit, compute: Array | Sequence[float]) -> Array:
-    """Draws of the runs' mean curve; (m,) in the curve's unit -> (K, m) in reward.
+    """Return draws of the runs' mean curve; (m,) in the curve's unit -> (K, m) in reward.
 
     Raises:
         ValueError: there are too few points to forecast from.
@@ -52,51 +52,51 @@ def paths(fit: Fit, compute: Array | Sequence[float]) -> Array:
 
 
 def apart(x: Array) -> Array:
-    """Share of the final offset between seeds that is there at a compute in windows, 0 at the start; (n,)."""
+    """Return the share of the final offset between seeds that has built up at compute x, in windows; 0 at 0; (n,)."""
     return np.asarray(-np.expm1(-x / SETTLED))
 
 
 def paths_over_seeds(fit: Fit, compute: Array | Sequence[float]) -> Array:
-    """Draws of the recipe's mean over all seeds, not those given alone; shapes as of `paths`."""
-    found = paths(fit, compute)
+    """Return draws of the recipe's mean over all possible seeds, not only the given ones; shapes as for `paths`."""
+    draws = paths(fit, compute)
     assert fit.window is not None
     grown = apart(np.atleast_1d(np.asarray(compute, dtype=float)) / fit.window[1])
-    result: Array = np.clip(found + seed_offsets(fit)[:, None] * grown, *fit.bounds)
+    result: Array = np.clip(draws + seed_offsets(fit)[:, None] * grown, *fit.bounds)
     return result
 
 
 def predict(fit: Fit, compute: Array | Sequence[float], observations: int = 0) -> Band:
-    """The runs' reward at each compute, pointwise.
+    """Predict the runs' reward at each compute, pointwise.
 
     Args:
         fit: a fit of any verdict that is `readable`.
         compute: where to predict, 0 or more, in the curve's unit, (m,).
-        observations: 0 for the curve itself; k to include the noise of the mean of k evaluations around that compute,
+        observations: 0 for the curve itself; k to include the noise of a mean of k evaluations around that compute,
             over all seeds.
 
     Raises:
         ValueError: there are too few points to forecast from.
     """
-    found = paths(fit, compute)
+    draws = paths(fit, compute)
     if observations:
-        found = found + _noise(fit, observations, len(found))
-    return _band(fit, found)
+        draws = draws + _noise(fit, observations, len(draws))
+    return _band(fit, draws)
 
 
 def predict_mean(fit: Fit, compute: Array | Sequence[float]) -> tuple[float, float, float]:
-    """Mean reward over evaluations at the given computes (one entry each): value, low and high at 95%.
+    """Predict the mean reward over evaluations at the given computes (one entry each): value, low and high at 95%.
 
     Raises:
         ValueError: there are too few points to forecast from.
     """
     at = np.atleast_1d(np.asarray(compute, dtype=float))
-    found = paths(fit, at).mean(1, keepdims=True)
-    band = _band(fit, found + _noise(fit, len(at), len(found)))
+    draws = paths(fit, at).mean(1, keepdims=True)
+    band = _band(fit, draws + _noise(fit, len(at), len(draws)))
     return float(band.value[0]), float(band.low[0]), float(band.high[0])
 
 
 def _noise(fit: Fit, observations: int, count: int) -> Array:
-    """Draw the noise of the mean of so many evaluations about each of `count` curves; (count, 1)."""
+    """Draw the noise of a mean of `observations` evaluations about each of `count` curves; (count, 1)."""
     rng = generator(fit.recipe, "noise")
     assert fit.outlook is not None
     noise: Array = (fit.outlook.noise / observations**0.5 * rng.standard_normal(count))[:, None]
@@ -104,7 +104,7 @@ def _noise(fit: Fit, observations: int, count: int) -> Array:
 
 
 def spacing(fit: Fit) -> float:
-    """Median distance between evaluations of one run in the window, in compute."""
+    """Return the median distance between evaluations of one run in the window, in compute."""
     assert fit.window is not None
     curve = fit.curve
     inside = (curve.compute >= fit.window[0]) & (curve.compute <= fit.window[1])
@@ -112,50 +112,50 @@ def spacing(fit: Fit) -> float:
     return float(np.median(np.concatenate(steps)))
 
 
-def _band(fit: Fit, found: Array) -> Band:
-    """Median and 95% quantiles over draws, clipped to the reward's bounds. Shapes: (K, m) -> (m,)."""
-    low, value, high = np.quantile(found, [0.025, 0.5, 0.975], axis=0)
+def _band(fit: Fit, draws: Array) -> Band:
+    """Return median and 95% quantiles over draws, clipped to the reward's bounds. Shapes: (K, m) -> (m,)."""
+    low, value, high = np.quantile(draws, [0.025, 0.5, 0.975], axis=0)
     return Band(*(np.clip(v, *fit.bounds) for v in (value, low, high)))
 
 
 def support(fit: Fit) -> float | None:
-    """The largest compute, in the curve's unit, at which the fit may be read; None if it may not at all."""
+    """Return the largest compute, in the curve's unit, up to which the fit may be read; None if it may not be read."""
     if fit.window is None or not readable(fit):
         return None
     return (FAR if fit.identifiable else FARTHEST) * fit.window[1]
 
 
 def within(fit: Fit, compute: float) -> bool:
-    """Return whether the fit may be read at this compute, that is up to `support`."""
+    """Return whether the fit may be read at this compute, see `support`."""
     limit = support(fit)
     return limit is not None and compute <= limit * (1 + 1e-9)
 
 
 def reward_at(fit: Fit, compute: float) -> Interval | None:
-    """The runs' reward at a compute with its 95% interval; None where the fit may not be read."""
+    """Return the runs' reward at a compute with its 95% interval; None where the fit may not be read."""
     return predict(fit, [compute]).interval() if within(fit, compute) else None
 
 
 def total_draws(fit: Fit, new_run: bool = False, spread: SeedSpread | None = None) -> Array:
-    """Draws of a recipe's A over seeds, or of a new run's. (K,), in reward units.
+    """Return draws of a recipe's A over all possible seeds, or of a new run's A; (K,), in reward.
 
-    Over all laws, whether or not A is identifiable. The mean over the given seeds lies off the recipe's by
-    sd / sqrt(seeds), a new run off the recipe's mean by sd besides.
+    The draws cover all laws, whether or not A is identifiable. The mean over the given seeds differs from the recipe's
+    A by sd / sqrt(seeds), and a new run from the recipe's A by a further sd.
 
     Args:
         fit: fit of one recipe.
         new_run: draw the A of a new run instead of the recipe's.
-        spread: spread between seeds; None for the fit's own (that of paired recipes is smaller).
+        spread: spread between seeds; None for the fit's own (the spread between paired recipes is smaller).
 
     Raises:
-        ValueError: there are too few points to say anything.
+        ValueError: there are too few points.
     """
     total: Array = asymptote_draws(fit) + seed_offsets(fit, new_run, spread)
     return total
 
 
 def seed_offsets(fit: Fit, new_run: bool = False, spread: SeedSpread | None = None) -> Array:
-    """Draws of how far the mean over the seeds given, or a new run, lies off the recipe's; see `total_draws`. (K,)."""
+    """Return draws of the offset of the given seeds' mean, or of a new run, from the recipe's A, see `total_draws`."""
     rng = generator(fit.recipe, "seeds")
     spread = spread or fit.seed_spread
     noise = rng.standard_normal(DRAWS) if np.isinf(spread.dof) else rng.standard_t(spread.dof, DRAWS)
@@ -164,37 +164,37 @@ def seed_offsets(fit: Fit, new_run: bool = False, spread: SeedSpread | None = No
 
 
 def asymptote_draws(fit: Fit) -> Array:
-    """Draws of A for the runs given, as `total_draws` but without the spread between seeds. (K,).
+    """Return draws of A for the given runs: as `total_draws` but without the spread between seeds. (K,).
 
     Raises:
-        ValueError: there are too few points to say anything.
+        ValueError: there are too few points.
     """
     if fit.outlook is None:
         raise ValueError(f"recipe {fit.recipe!r} has no draws: {fit.verdict}")
     if fit.verdict in ("flat", "decreasing") and fit.window is not None:
-        # Nothing rises that could go on: what it may do in as much compute again is all there is to say.
+        # Nothing rises, so there is no ceiling to extrapolate to: take the forecast at twice the compute.
         return fit.outlook.at(np.array([2 * fit.window[1]]))[:, 0]
     return fit.outlook.ceiling
 
 
 def quantiles(values: Array, beyond: float = 0.025) -> Interval:
-    """Median of draws (K,) and bounds with the share `beyond` on either side; None for what is infinite."""
-    # This method takes one of the draws: interpolating half-way to infinity would be NaN.
+    """Return median and bounds of draws (K,), with the share `beyond` outside on either side; None if infinite."""
+    # This method returns one of the draws: interpolating with infinity would give NaN.
     low, value, high = np.quantile(values, [beyond, 0.5, 1 - beyond], method="inverted_cdf")
     return Interval(*(float(v) if np.isfinite(v) else None for v in (value, low, high)))
 
 
 def chance(p: float) -> str:
-    """Format a probability, `P > 0.99` and `P < 0.01` at the ends: 2000 draws do not tell 1 from 0.999."""
+    """Format a probability; `P > 0.99` and `P < 0.01` at the ends, because 2000 draws cannot resolve more."""
     return f"P = {p:.2f}" if 0.01 <= p <= 0.99 else "P > 0.99" if p > 0.5 else "P < 0.01"
 
 
-# Values at which a confidence curve is computed.
+# Number of values at which a confidence curve is computed.
 _LOOKS = 125
 
 
 def fitted(fit: Fit, compute: Array) -> Array:
-    """The fitted line itself at computes at the peak learning rate. Shapes: (n,) -> (n,).
+    """Return the fitted line at computes at the peak learning rate. Shapes: (n,) -> (n,).
 
     Raises:
         ValueError: there is no fit.
@@ -205,7 +205,7 @@ def fitted(fit: Fit, compute: Array) -> Array:
 
 
 def confidence_curve(fit: Fit) -> tuple[Array, Array]:
-    """Values of A from below its interval to above it, and twice the share of draws beyond each, on its lesser side.
+    """Return values of A across its interval, and for each twice the share of draws beyond it, on the smaller side.
 
     Raises:
         ValueError: the fit names no A.

@@ -1,8 +1,8 @@
-"""The published fit procedure to the letter (arXiv 2510.13786, A.5): a grid over A and C_mid, B alone by SciPy.
+"""The published fit procedure, followed literally (arXiv 2510.13786, A.5): a grid over A and C_mid, B fitted by SciPy.
 
-For comparison with published numbers. It gives no interval, so nothing it finds is `identifiable`; `sweeps.fit.fit`
-is what to rank on. Two traps of the grids as printed are reported: a ceiling outside [0.45, 0.80] comes out on
-the grid's edge (a GSM8K curve at 0.93 as 0.80), and C_mid's grid is bound to GPU-hours, in steps of 403.
+Use it to compare with published numbers. It gives no interval, so no fit is `identifiable`; rank on `sweeps.fit.fit`
+instead. Two traps of the printed grids are reported: a ceiling outside [0.45, 0.80] comes out on the grid's edge (a
+GSM8K curve at 0.93 as 0.80), and C_mid's grid is in GPU-hours, in steps of 403.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval
 from sweeps.fit.names import METHOD
 
-# Rounded, so that 0.61 is printed as that.
+# Rounded, so that 0.61 is printed as 0.61.
 A_GRID = np.round(np.linspace(0.450, 0.800, 71), 3)
 C_MID_GRID = np.linspace(100.0, 40000.0, 100)  # GPU-hours
-# What the paper drops ("about one epoch"), in GPU-hours.
+# The paper drops compute below this ("about one epoch"), in GPU-hours.
 MIN_COMPUTE = 1500.0
-# A, B and C_mid, and one point to contradict them.
+# Three for A, B and C_mid, and one more that can contradict them.
 _MIN_COMPUTES = 4
 
 
@@ -33,16 +33,16 @@ def fit_literal(
     a_grid: Array | Sequence[float] = A_GRID,
     c_mid_grid: Array | Sequence[float] = C_MID_GRID,
 ) -> Fit:
-    """Fit one recipe's curve as the paper describes it; takes one to two seconds on the grids as printed.
+    """Fit one recipe's curve as the paper describes it; takes one to two seconds on the printed grids.
 
-    Every cell of the two grids is fitted by `scipy.optimize.curve_fit` in B alone, from SciPy's own start (1,
-    unbounded); the cell with the least sum of squares wins, all points of all seeds weighing the same. Points
-    at compute 0 are left out, and those below `options.min_compute`; the paper's own bound of 1,500 GPU-hours
-    is not applied unasked, for it means nothing in another unit.
+    In every cell of the two grids, `scipy.optimize.curve_fit` fits B alone, from SciPy's default start (1, unbounded).
+    The cell with the least sum of squares wins; all points of all seeds weigh the same. Points at compute 0 and below
+    `options.min_compute` are left out. The paper's bound of 1,500 GPU-hours is not applied by default, because it means
+    nothing in another unit.
 
     Args:
         curve: evaluations of one recipe, compute in the unit of `c_mid_grid`.
-        options: r0 is a number, or `first` for the first evaluation's reward (the seeds' mean); either is held fixed.
+        options: r0 is a number, or `first` for the first evaluation's reward (mean over seeds); either is held fixed.
             `asymptote` fixes A, and `a_grid` is then not used.
         a_grid: values of A to try, in reward units.
         c_mid_grid: values of C_mid to try, positive, in the curve's unit.
@@ -132,13 +132,13 @@ def _start(curve: Curve, options: FitOptions, notes: list[str]) -> tuple[float, 
 
 
 def _search(fit: Fit, compute: Array, reward: Array, r0: float, a_grid: Array, c_mid_grid: Array) -> Fit:
-    """Search the grid of A and C_mid, B fitted in each cell. Shapes: compute, reward (n,)."""
+    """Search the grid of A and C_mid, fitting B in each cell. Shapes: compute, reward (n,)."""
     from scipy.optimize import OptimizeWarning, curve_fit  # slow to import, and only this method needs it
 
     sse = np.full((len(a_grid), len(c_mid_grid)), np.inf)
     exponent = np.zeros_like(sse)
     failed = 0
-    # A cell may overflow on the way to a finite B, or determine B but not its covariance, which nobody reads.
+    # A cell may overflow on the way to a finite B, or determine B but not its covariance, which is not used.
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore", OptimizeWarning)
         for i, a in enumerate(a_grid):
@@ -148,7 +148,7 @@ def _search(fit: Fit, compute: Array, reward: Array, r0: float, a_grid: Array, c
                     return r0 + (a - r0) / (1 + (c_mid / c) ** b)
 
                 try:
-                    # SciPy's default start, spelled out: it would count law's defaults as parameters.
+                    # SciPy's default start must be given: otherwise it would count law's defaults as parameters.
                     (b,), _ = curve_fit(law, compute, reward, p0=[1.0])
                 except RuntimeError:
                     failed += 1

@@ -1,11 +1,11 @@
-"""Effective compute under a decaying learning rate: compute counts less once the rate has come down.
+"""Effective compute under a decaying learning rate: compute counts less when the rate is low.
 
     s(C) = integral of min(1, rate / (peak / 2)) dC
 
-A curve whose rate decays is fitted, and forecast, in s, and its A, B and C_mid are those that it would have at the peak
-rate. Down to half of the peak compute counts in full, for cooling down brings about what the lower rate costs; a run
-that has cooled down stands still, wherever its compute goes. Between evaluations s is a straight line. Beyond the last
-one what compute counts goes on falling as it last did, in a straight line to 0.
+A curve with a decaying rate is fitted and forecast in s; its A, B and C_mid are those it would have at the peak rate.
+Down to half of the peak rate compute counts in full, because the gain from cooling down makes up for the lower rate.
+A run that has cooled down fully no longer improves, however much compute it spends. Between evaluations s is linear.
+Beyond the last evaluation, the rate at which compute counts continues to fall linearly to 0, as it did last.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from sweeps.curve import Array, Curve
 from sweeps.fit.constants import COOLED
 
-# Intervals between evaluations that tell how the rate falls at the end.
+# Number of last intervals between evaluations from which the final fall of the rate is estimated.
 _LAST = 3
 
 
@@ -26,9 +26,9 @@ class Schedule:
     """Mapping of one recipe's compute to effective compute at the peak of the learning rate.
 
     Attributes:
-        compute, at_peak: compute spent and its equivalent, increasing from 0, (k,) each; straight lines in between.
+        compute, at_peak: compute spent and its equivalent, increasing from 0, (k,) each; linear in between.
         rate: equivalent of a unit of compute at the end of `compute`, 0 to 1.
-        slope: change of that rate with compute from there on, 0 or less.
+        slope: change of that rate with compute beyond the end, 0 or less.
     """
 
     compute: Array
@@ -39,7 +39,7 @@ class Schedule:
     def count(self, compute: Array) -> Array:
         """Convert compute spent to its equivalent at the peak rate; any shape."""
         last = float(self.compute[-1])
-        # The rate falls to 0 after so much more, or never does.
+        # The rate reaches 0 after this much more compute, or never.
         more: Array = np.maximum(np.asarray(compute, dtype=float) - last, 0.0)
         if self.slope < 0:
             more = np.minimum(more, self.rate / -self.slope)
@@ -47,20 +47,20 @@ class Schedule:
         return np.asarray(within + self.rate * more + 0.5 * self.slope * more**2)
 
     def compute_at(self, counted: Array) -> Array:
-        """Convert peak-rate equivalents back to compute spent, within what the runs have shown; any shape."""
+        """Convert peak-rate equivalents back to compute spent, within the observed range; any shape."""
         return np.asarray(np.interp(counted, self.at_peak, self.compute))
 
 
 def schedule_of(curve: Curve, until: float | None = None) -> Schedule | None:
-    """Return the schedule of a recipe's longest run, up to a compute; None if the rate is constant or not known."""
+    """Return the schedule of a recipe's longest run, up to a compute; None if the rate is constant or unknown."""
     if curve.at_peak is None:
         return None
-    seen = curve if until is None else curve.take(curve.compute <= until)
-    if not len(seen.compute) or seen.at_peak is None:
+    curve_until = curve if until is None else curve.take(curve.compute <= until)
+    if not len(curve_until.compute) or curve_until.at_peak is None:
         return None
-    longest = seen.seed == seen.seed[int(seen.compute.argmax())]
-    compute, first = np.unique(seen.compute[longest], return_index=True)
-    counted = seen.at_peak[longest][first]
+    longest = curve_until.seed == curve_until.seed[int(curve_until.compute.argmax())]
+    compute, first = np.unique(curve_until.compute[longest], return_index=True)
+    counted = curve_until.at_peak[longest][first]
     if compute[0] > 0:
         compute, counted = np.concatenate([[0.0], compute]), np.concatenate([[0.0], counted])
     if len(compute) < 2:
@@ -74,9 +74,9 @@ def schedule_of(curve: Curve, until: float | None = None) -> Schedule | None:
 
 
 def at_peak_rate(compute: Array, rate: Array, at: Array) -> Array | None:
-    """Convert compute to its equivalent at the peak of the learning rate; None if the rate stays near it or is invalid.
+    """Convert compute to its equivalent at the peak learning rate; None if the rate stays near the peak or is invalid.
 
-    Warm-up counts in full: what it costs belongs to every run alike.
+    Warm-up counts in full: every run pays for it alike.
 
     Args:
         compute: cumulative compute of one run at each logged step, increasing, (n,).
@@ -88,7 +88,7 @@ def at_peak_rate(compute: Array, rate: Array, at: Array) -> Array | None:
     """
     if not len(rate) or not np.isfinite(rate).all() or (rate < 0).any() or (np.diff(compute) < 0).any():
         return None
-    # The peak so far, not of the whole run: during warm-up every step is at its peak and so counts in full.
+    # Use the peak so far, not the peak of the whole run: during warm-up each step is at its peak and counts in full.
     enough = COOLED * np.maximum.accumulate(rate)
     counts = np.divide(np.minimum(rate, enough), enough, out=np.ones(len(rate)), where=enough > 0)
     if counts.min() >= 1:

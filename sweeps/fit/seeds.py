@@ -1,4 +1,4 @@
-"""Spread of A between seeds of one recipe: measured where there are enough seeds, else the published one."""
+"""Spread of A between seeds of one recipe: measured where there are enough seeds, else taken from the paper."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ BORROWED_SEED_SD = SEED_SD
 
 @dataclass(frozen=True)
 class SeedSpread:
-    """Spread of A between seeds: sd, its source, and its degrees of freedom (inf: taken as known)."""
+    """Spread of A between seeds: sd, its source, and its degrees of freedom (infinite if taken as known)."""
 
     sd: float = BORROWED_SEED_SD
     source: str = "borrowed"
     dof: float = float("inf")
 
     def quantile(self) -> float:
-        """Return the 97.5% quantile of Student's t at these degrees of freedom, the normal one if infinite."""
+        """Return the 97.5% quantile of Student's t with these degrees of freedom; normal if they are infinite."""
         return 1.959964 if np.isinf(self.dof) else float(stdtrit(self.dof, 0.975))
 
 
@@ -37,10 +37,10 @@ class SeedExcess:
     """Scatter of the asymptotes (or rewards) of one recipe's seeds.
 
     Attributes:
-        squares: sum of squares about their mean, in reward squared.
+        squares: sum of squared deviations from the seeds' mean, in reward squared.
         sampling: mean sampling variance of one seed's value.
-        dof: degrees of freedom, seeds less one.
-        offset: each seed's value less their mean, by label; empty where seeds have no labels of their own.
+        dof: degrees of freedom, number of seeds minus one.
+        offset: each seed's value minus the mean, by label; empty where seeds have no labels.
     """
 
     squares: float = 0.0
@@ -52,15 +52,15 @@ class SeedExcess:
 def seed_excess(
     points: Points, line: Array, outlook: Outlook, labels: Sequence[str]
 ) -> tuple[SeedExcess, NDArray[np.bool_]]:
-    """Per-seed distances from the common asymptote, and which seeds (S,) have evaluations enough to tell theirs.
+    """Return per-seed distances from the common asymptote, and a mask (S,) of the seeds with enough evaluations.
 
     Args:
         points: the fitted points.
         line: the fitted line at them, (n,).
         outlook: the posterior.
-        labels: names of the seeds, by their number in `points.seed`.
+        labels: labels of the seeds, indexed as in `points.seed`.
     """
-    # A seed's distance grows as the curve does, g from 0 to 1: sum g r / sum g^2 is its least-squares estimate.
+    # A seed's offset r = offset x g grows with the curve; its least-squares estimate is sum g r / sum g^2.
     draws = outlook.draws
     u, v = draws.family.search(np.median(draws.B, keepdims=True), np.median(draws.C_mid, keepdims=True))
     with np.errstate(divide="ignore"):
@@ -75,10 +75,10 @@ def seed_excess(
     ]
     offset = offset - offset.mean()
     sampling = float(np.mean(outlook.noise**2) * np.mean(1 / information[informing]))
-    own = [labels[int(i)] for i in np.flatnonzero(informing)] if len(labels) == points.seeds else []
-    # A number that a reader gave a run is no seed: runs of two recipes have nothing in common by it.
-    named = bool(own) and not any(label.startswith(UNNAMED) for label in own)
-    by_label = dict(zip(own, offset.tolist(), strict=True)) if named else {}
+    used = [labels[int(i)] for i in np.flatnonzero(informing)] if len(labels) == points.seeds else []
+    # Numbers that a reader assigned to runs are not seeds: equal numbers in two recipes mean nothing.
+    named = bool(used) and not any(label.startswith(UNNAMED) for label in used)
+    by_label = dict(zip(used, offset.tolist(), strict=True)) if named else {}
     return SeedExcess(float((offset**2).sum()), sampling, count - 1, by_label), informing
 
 
@@ -88,7 +88,7 @@ class Pairing(AsJson):
 
     Attributes:
         seeds: labels of the shared seeds.
-        spread: spread between seeds that is left once their common effect is taken off.
+        spread: spread between seeds that remains after removing their common effect.
     """
 
     seeds: tuple[str, ...]
@@ -100,10 +100,10 @@ class Pairing(AsJson):
 
 
 def paired_seed_spread(excesses: Sequence[SeedExcess], scale: float = 1.0) -> Pairing | None:
-    """The spread that matters for comparing recipes with common seeds: two-way analysis of variance, recipe x seed.
+    """Return the spread for comparing recipes with common seeds: two-way analysis of variance, recipe x seed.
 
-    None where the recipes do not have the very same seeds, at least two (what a seed does that only one of them has
-    does not drop out), or fewer than two degrees of freedom are left.
+    None unless the recipes have exactly the same seeds, at least two (the effect of a seed that one recipe lacks would
+    not cancel), and at least two degrees of freedom remain.
     """
     shared = sorted(excesses[0].offset) if excesses else []
     if any(sorted(excess.offset) != shared for excess in excesses):
@@ -112,18 +112,18 @@ def paired_seed_spread(excesses: Sequence[SeedExcess], scale: float = 1.0) -> Pa
     if len(shared) < 2 or dof < 2:
         return None
     table = np.array([[excess.offset[label] for label in shared] for excess in excesses])
-    # What is left once the effects of recipe and of seed are taken off: their interaction and the noise.
-    left = table - table.mean(1, keepdims=True) - table.mean(0) + table.mean()
+    # Residuals after removing the effects of recipe and of seed: their interaction and the noise.
+    residual = table - table.mean(1, keepdims=True) - table.mean(0) + table.mean()
     sampling = float(np.mean([excess.sampling for excess in excesses]))
-    variance = max(float((left**2).sum()) / dof - sampling, min(sampling, (BORROWED_SEED_SD * scale) ** 2))
+    variance = max(float((residual**2).sum()) / dof - sampling, min(sampling, (BORROWED_SEED_SD * scale) ** 2))
     return Pairing(tuple(shared), SeedSpread(float(np.sqrt(variance)), "paired", float(dof)))
 
 
 def pooled_seed_spread(excesses: Sequence[SeedExcess], scale: float = 1.0) -> SeedSpread | None:
-    """Spread between seeds over the recipes given, or None with fewer than two degrees of freedom.
+    """Return the spread between seeds over the given recipes, or None with fewer than two degrees of freedom.
 
-    What the points' noise explains is taken off; but never below what that noise could hide of the published
-    spread, carried over to the reward's scale.
+    The variance explained by the points' noise is subtracted. The result is at least the part of the published spread
+    that this noise could hide, converted to the reward's scale.
     """
     squares = sum(excess.squares for excess in excesses)
     dof = sum(excess.dof for excess in excesses)

@@ -1,4 +1,4 @@
-"""A recipe's evaluations without units, as the posterior reads them."""
+"""A recipe's evaluations without units: the input of the posterior."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from sweeps.fit.constants import EXACT, LEAST_SD
 class Seen:
     """A recipe's evaluations without units.
 
-    Shapes: x (compute in windows), z (reward on a scale of width 1) and seed are (n,), ordered by x; variance (n,) of
-    sampling, None if unknown. bounded: whether rewards lie in [0, 1].
+    Attributes:
+        x: compute in windows, increasing, (n,).
+        z: reward on a scale of width 1, (n,).
+        seed: index of the seed, (n,).
+        variance: sampling variance, (n,); None if unknown.
+        bounded: whether rewards are in [0, 1].
     """
 
     x: Array
@@ -33,24 +37,25 @@ class Seen:
 
     @cached_property
     def roughness(self) -> float:
-        """Standard deviation of a point about its neighbours: second differences within seeds, by their median."""
-        found = []
+        """Standard deviation of a point about its neighbours, from the median second difference within seeds."""
+        differences = []
         for s in np.unique(self.seed):
             z = self.z[self.seed == s]
             if len(z) >= 3:
-                # Of independent errors a second difference has 1 + 4 + 1 times the variance.
-                found.append((z[:-2] - 2 * z[1:-1] + z[2:]) / np.sqrt(6))
-        every = np.abs(np.concatenate(found)) if found else np.zeros(1)
+                # A second difference of independent errors has 1 + 4 + 1 times their variance.
+                differences.append((z[:-2] - 2 * z[1:-1] + z[2:]) / np.sqrt(6))
+        every = np.abs(np.concatenate(differences)) if differences else np.zeros(1)
         mean_square = float(np.sqrt(np.mean(every**2)))
         # 1.4826 x the median of absolute values is the standard deviation of a normal (its 75% quantile is 0.6745).
         spread = max(1.4826 * float(np.median(every)), 0.3 * mean_square)
         levels = np.unique(self.z)
-        # What never passes, or always does, repeats itself whatever a step of the reward is.
+        # Rewards of exactly 0 or 1 (never or always passing) repeat whatever the step between rewards is: leave them
+        # out.
         between = self.z[(self.z > 0) & (self.z < 1)] if self.bounded else self.z
         if len(levels) == 1:
             spread = max(spread, LEAST_SD)
         elif not len(between) or len(np.unique(between)) < 0.6 * len(between):
-            # Coarse rewards repeat themselves, which is no precision: a step of theirs is one rollout.
+            # Coarse rewards repeat themselves, which does not make them precise: their smallest step is one rollout.
             spread = max(spread, 0.7 * mean_square, 0.5 * float(np.diff(levels).min()))
         if self.variance is not None:
             spread = max(spread, 0.5 * float(np.sqrt(np.median(self.variance))))

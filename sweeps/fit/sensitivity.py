@@ -1,12 +1,12 @@
-"""Sensitivity of A to how the curve was fitted: the same points refitted under changed settings.
+"""Sensitivity of A to the settings of the fit: the same points refitted under changed settings.
 
-    early cut       the points below 5, 10, 20 and 30% of the window's end left out, and none left out. A share of the
-                    end, not of its logarithm: evaluations come at even steps, so it is the share of them that goes
-    R0              as the first evaluation, free, and fixed a step below and above the fitted one
-    robust          points far from the curve count less
-    window's end    at 75 and 50% of it: would A have been named the same with less compute?
+    early cut       leave out the points below 5, 10, 20 and 30% of the window's end, and none. Shares are of the
+                    end, not of its logarithm: evaluations are evenly spaced, so this is the share of points left out
+    R0              as the first evaluation, free, and fixed one step below and above the fitted one
+    robust          give points far from the curve less weight
+    window's end    at 75 and 50% of it: would A have been the same with less compute?
 
-A setting that changes neither the points nor the way R0 enters, or leaves too few points, is left out.
+Settings that change neither the points nor the role of R0, or leave too few points, are skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sweeps.fit.points import R0Mode, select
 
 _CUTS = (0.05, 0.10, 0.20, 0.30)
 _ENDS = (0.75, 0.50)
-# What an R0 given by the options means something to; a power law's and a constant's are other things.
+# Families whose R0 follows the options; for a power law and a constant it means something else.
 _WITH_R0 = ("sigmoid", "logistic", "exponential")
 _UNFITTED = ("too_few_points", "degenerate")
 MAIN, CUT, R0, ROBUST, END = "main", "early cut", "R0", "robust", "window's end"
@@ -34,10 +34,10 @@ class Row(AsJson):
     """A fit under one setting.
 
     Attributes:
-        kind: what was changed; `main` for the fit itself, which comes first.
+        kind: changed setting; `main` for the unchanged fit, which comes first.
         setting, short: the setting in words, and as head of a column.
-        A, B, C_mid, verdict: of the fit under this setting.
-        shift: its A less the main fit's, in reward; None where either names no A.
+        A, B, C_mid, verdict: results of the fit under this setting.
+        shift: its A minus the main fit's A, in reward; None where either names no A.
         n: number of points that were fitted.
     """
 
@@ -55,17 +55,18 @@ class Row(AsJson):
 
 
 def sensitivity(main: Fit) -> tuple[Row, ...]:
-    """The fit, and the refits under every changed setting that leaves enough points.
+    """Return the fit, and the refits under every changed setting that leaves enough points.
 
     Args:
-        main: the fit of one recipe, as `fit_curve` or `fit_curves` returns it: rows have nothing that recipes of one
-            study share.
+        main: the fit of one recipe, as `fit_curve` or `fit_curves` returns it. Refits share nothing with other recipes
+            of the study.
     """
     curve = main.curve
     rows = [_row(main, MAIN, "as fitted", "as fitted", main)]
     seen = [_points(curve, main.options)]
     for kind, setting, short, changed in _settings(main):
-        # A cut below the first point changes nothing, and a row must not look like evidence that it does not matter.
+        # A cut below the first point changes nothing; a row for it would look like evidence that the cut does not
+        # matter.
         points = _points(curve, changed)
         if points in seen or not points[0]:
             continue
@@ -77,16 +78,16 @@ def sensitivity(main: Fit) -> tuple[Row, ...]:
 
 
 def _points(curve: Curve, options: FitOptions) -> tuple[int, FitOptions]:
-    """Key by which two settings are known to fit the same points, so that one can be skipped.
+    """Return a key that is equal for two settings that fit the same points, so that one can be skipped.
 
-    Cuts only remove points, so their number identifies them; `first` differs from `free` by a point, if at all.
+    Cuts only remove points, so the count identifies them. `first` and `free` differ by one point at most.
     """
     r0: R0Mode = "free" if isinstance(options.r0, str) else options.r0
     return len(select(curve, options).reward), replace(options, r0=r0, min_compute=None, max_compute=None)
 
 
 def _settings(main: Fit) -> Iterator[tuple[str, str, str, FitOptions]]:
-    """Yield kind, wording, column head and options of every changed setting."""
+    """Yield kind, wording, column head and options of each changed setting."""
     options = main.options
     end = float(main.curve.compute.max()) if main.window is None else main.window[1]
     if options.min_compute is not None:
@@ -115,7 +116,7 @@ def _row(fit: Fit, kind: str, setting: str, short: str, main: Fit) -> Row:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """One sentence: the largest shift of A among the early cuts, and whether A stays within the main interval.
+    """Return one sentence: the largest shift of A among the early cuts, and whether A stays within the main interval.
 
     Args:
         rows: from `sensitivity`.
@@ -135,7 +136,7 @@ def summary(rows: Sequence[Row]) -> str:
         f"{'within' if inside else 'outside'} its 95% interval"
     )
     if not inside and _holds(most.A, main.value):
-        # With less data A is known less well: that alone moves it.
+        # With less data A is less certain, which by itself moves it.
         text += ", but the refit's own holds the A as fitted"
     lost = [row.short for row in cuts if row.verdict != rows[0].verdict]
     if rows[0].verdict == "identifiable" and lost:
@@ -148,5 +149,5 @@ def _holds(interval: Interval, value: float) -> bool:
 
 
 def signed(value: float) -> str:
-    """A shift of a reward as text; nothing is no `-0.000`."""
+    """Format a shift of a reward; zero is not `-0.000`."""
     return "0.000" if abs(value) < 0.0005 else f"{value:+.3f}"

@@ -1,8 +1,8 @@
-"""Verdicts on whether a fit's asymptote is identifiable, each with its reason and remedy.
+"""Verdicts on whether a fit's asymptote is identifiable, each with a reason and a remedy.
 
-Only `identifiable` lets a recipe be ranked on A. The refusals: `too_few_points`, `degenerate`, `decreasing`, `flat`,
-`misfit`, `pre_inflection`, `open`, tested in this order; `at_bound` is the published procedure's alone. They concern
-the asymptote: readings within the window, and forecasts, are available under any of them (`sweeps.fit.forecast`).
+Only `identifiable` lets a recipe be ranked on A. The refusals are, in the order tested: `too_few_points`, `degenerate`,
+`decreasing`, `flat`, `misfit`, `pre_inflection`, `open`; only the published procedure gives `at_bound`. They concern
+the asymptote: values within the window, and forecasts, are available under any verdict (`sweeps.fit.forecast`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from sweeps.fit.constants import (
     PLATEAU,
 )
 
-# Evaluations whose mean is called the best so far.
+# Number of evaluations averaged for the best value so far.
 _SMOOTH = 5
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`name` is one of the nine of the module's docstring; `reason` is one sentence."""
+    """A verdict. `name` is one of the nine in the module's docstring; `reason` is one sentence."""
 
     name: str
     reason: str
@@ -45,14 +45,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Doubt:
-    """Evidence on the points from all laws (`sweeps.fit.posterior`).
+    """Evidence from all laws about the points (`sweeps.fit.posterior`).
 
     Attributes:
-        p_rise: probability of a rise by more than `PLATEAU` of the scale, from the beginning to two windows.
+        p_rise: probability of a rise by more than `PLATEAU` of the scale, from the start to two windows.
         p_none: posterior probability that there is no law of growth.
         rival: name of the law other than the sigmoid with the most evidence.
         ahead: log evidence by which the rival leads the sigmoid; negative if it trails.
-        agreed: posterior probability, over all laws, that the curve has a ceiling within A's interval.
+        agreed: posterior probability, over all laws, that the ceiling is within A's interval.
     """
 
     p_rise: float
@@ -64,13 +64,13 @@ class Doubt:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Inputs of a verdict: the points, the estimates with their intervals, and the doubt.
+    """Inputs of a verdict: the points, the estimates with their intervals, and the evidence from all laws.
 
     Attributes:
         compute, reward: the fitted points, (n,).
-        A: (value, low, high), a bound None where it is open.
-        half_gain: compute at which half of A - R0 is gained, C_mid of a sigmoid, and the probability that this lies
-            beyond the window; None for a family without such a point.
+        A: (value, low, high); an open bound is None.
+        half_gain: compute at which half of A - R0 is gained (C_mid of a sigmoid), and the probability that it is beyond
+            the window; None for a family without such a point.
         R0: fitted or given reward at compute 0.
         reward_range: width of the reward's scale.
         doubt: evidence from all laws.
@@ -88,15 +88,15 @@ class Evidence:
 
 
 def plateau_observed(compute: Array, reward: Array, bound: float, reward_range: float) -> bool:
-    """Return whether the mean of the window's last quarter lies on the bound (a pass rate of 1, say)."""
+    """Return whether the mean of the window's last quarter is at the bound (for example a pass rate of 1)."""
     tail = reward[compute >= 0.75 * compute.max()]
     return bool(tail.mean() >= bound - PLATEAU * reward_range)
 
 
 def before_fit(compute: Array, reward: Array, seed: NDArray[np.intp], parameters: int) -> Verdict | None:
-    """Return the verdict that refuses the points without a fit; None if a fit is possible. Shapes: (n,).
+    """Return the verdict that refuses the points before any fit; None if a fit is possible. Shapes: (n,).
 
-    The curve's shape must show in one run: seeds evaluated at almost the same compute add precision, not shape.
+    One run must show the curve's shape: more seeds evaluated at the same computes add precision, not shape.
     """
     distinct = np.unique(compute[compute > 0])
     along = max((len(np.unique(compute[(compute > 0) & (seed == s)])) for s in np.unique(seed)), default=0)
@@ -107,7 +107,7 @@ def before_fit(compute: Array, reward: Array, seed: NDArray[np.intp], parameters
             f"{parameters} parameters; evaluate more often or run longer (at least {parameters + 3} points, and in one "
             f"run {MIN_COMPUTES} different values of compute above 0)",
         )
-    # Capped before the exponential, which overflows beyond about 709.
+    # Capped before the exponential, which would overflow above about 709.
     span = float(np.exp(min(np.log(distinct[-1]) - np.log(distinct[0]), 700.0)))
     if span < MIN_SPAN:
         return Verdict(
@@ -121,29 +121,29 @@ def before_fit(compute: Array, reward: Array, seed: NDArray[np.intp], parameters
 
 
 def _about_line(reward: Array) -> float:
-    """Sum of squares about the straight line through equally spaced rewards. Shapes: (n,)."""
+    """Return the sum of squares about the straight line through equally spaced rewards. Shapes: (n,)."""
     x = np.arange(len(reward)) - (len(reward) - 1) / 2
-    left = reward - reward.mean() - float(x @ reward / (x @ x)) * x
-    return float(left @ left)
+    residual = reward - reward.mean() - float(x @ reward / (x @ x)) * x
+    return float(residual @ residual)
 
 
 def _trend(e: Evidence) -> Verdict | None:
-    """Return `decreasing` for an overall fall, or for a run that rose and then went bad; else None."""
+    """Return `decreasing` if the reward falls overall, or rose and then went bad; else None."""
     order = np.argsort(e.compute, kind="stable")
     reward = e.reward[order]
     n = len(reward)
     x = np.arange(n) - (n - 1) / 2
     slope = float(x @ reward / (x @ x))
-    # Noise about this line, not about the sigmoid: to a sigmoid a steady fall is one long excursion.
-    left = reward - reward.mean() - slope * x
-    squares = max(float(left @ left), 1e-300)
-    seen = float(left[1:] @ left[:-1]) / squares
-    # The lag-1 autocorrelation of residuals is low by (1 + 4 r) / n (Kendall 1954); n correlated points are worth
-    # n (1 - r) / (1 + r) independent ones.
-    r = float(np.clip(seen + (1 + 4 * seen) / n, 0.0, 0.95))
+    # Noise about this line, not about the sigmoid: relative to a sigmoid, a steady fall is one long deviation.
+    residual = reward - reward.mean() - slope * x
+    squares = max(float(residual @ residual), 1e-300)
+    lag_1 = float(residual[1:] @ residual[:-1]) / squares
+    # The lag-1 autocorrelation of residuals is biased low by (1 + 4 r) / n (Kendall 1954); n correlated points count
+    # as n (1 - r) / (1 + r) independent ones.
+    r = float(np.clip(lag_1 + (1 + 4 * lag_1) / n, 0.0, 0.95))
     inflation = (1 + r) / (1 - r)
-    sure = float(stdtrit(max(n / inflation - 2, 3.0), 0.975))
-    if slope < -sure * np.sqrt(squares / (n - 2) * inflation / (x @ x)):
+    quantile = float(stdtrit(max(n / inflation - 2, 3.0), 0.975))
+    if slope < -quantile * np.sqrt(squares / (n - 2) * inflation / (x @ x)):
         return Verdict(
             "decreasing",
             f"reward falls by {-slope * (n - 1):.3g} over the window; look at the run's health "
@@ -157,8 +157,8 @@ def _trend(e: Evidence) -> Verdict | None:
     fall, gain = means[top] - means[-1], means[top] - means[0]
     if fall <= COLLAPSE * max(gain, 0.0):
         return None
-    # Noise within the blocks, about a line in each; blocks are too short to show correlation, so that of a
-    # wandering policy (r = 0.6) is assumed.
+    # Noise within the blocks, about a line in each. Blocks are too short to measure correlation, so the value of a
+    # drifting policy (r = 0.6) is assumed.
     within = sum(_about_line(block) for block in blocks) / (n - 2 * len(blocks))
     block_error = np.sqrt(2 * within * (1 + 0.6) / (1 - 0.6) / len(blocks[-1]))
     if fall > 3 * block_error:
@@ -216,7 +216,7 @@ def after_fit(e: Evidence) -> Verdict:
     return Verdict("identifiable", f"A is known within {width:.3f}{reach}")
 
 
-# What a law is called where it explains the points better than a sigmoid.
+# Wording for a law that explains the points better than a sigmoid.
 _SEEN = {
     "none": "no law: the reward wanders, and its last value predicts the next better than any curve",
     "weibull": "another law: a Weibull curve",
@@ -224,9 +224,9 @@ _SEEN = {
 
 
 def _misfit(e: Evidence) -> Verdict | None:
-    """Return `misfit` for points that another law explains far better than a sigmoid; else None."""
+    """Return `misfit` if another law explains the points far better than a sigmoid; else None."""
     doubt = e.doubt
-    # Where the better law ends at the same ceiling, A holds.
+    # If the better law has the same ceiling, A still holds.
     if doubt.ahead <= AHEAD or (doubt.rival != "none" and doubt.agreed >= AGREED):
         return None
     order = np.argsort(e.compute, kind="stable")
@@ -241,7 +241,7 @@ def _misfit(e: Evidence) -> Verdict | None:
 
 
 def _before_the_bend(end: float, name: str, c: float, beyond: float) -> str:
-    """Why a window may end before the bend, and how much further it should go."""
+    """Return why a window may end before the bend, and how far it should extend."""
     return (
         f"the window ends at compute {end:.4g} and may not have reached the bend ({name} about {c:.4g}, beyond the "
         f"window with P = {beyond:.2f}); needs about {2 * max(c, end) / end:.2g}x more compute"
