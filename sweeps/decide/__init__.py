@@ -1,1 +1,1 @@
-"""Decisions from fits: ranking, planning, the next run, racing, model sizes, and watching a live study."""
+"""Decisions from fits: ranking, planning, the next run, racing, model sizes, and following a live study."""

@@ -1,11 +1,11 @@
-"""A recipe's sigmoid across model sizes, all of them at once, and the frontier: the best size for every budget.
+"""Joint model of a recipe's sigmoids across model sizes, and the frontier: the best size for each budget.
 
     log(1 - A) = a0 - a1 log N     log C_mid = c0 + c1 log N     log B = b0     log(1 - R0) = r0 - r1 log N
 
-each with a deviation of every size from the line, N(0, tau^2). The four numbers of a size are drawn from the posterior
-of its own runs (`sweeps.fit.law`), weighted by how well they agree with the lines through all sizes, and the lines are
-drawn given them, in turn (a Gibbs sampler over draws; Gelman and Hill 2007, chapter 12). So a size whose curve has not
-bent yet borrows from those that have, as far as sizes lie on a line, and a size that was not run has a curve as well.
+Each size deviates from each line by N(0, tau^2). A Gibbs sampler (Gelman and Hill 2007, chapter 12) alternates two
+steps. It draws the four numbers of each size from the posterior of that size's own runs (`sweeps.fit.posterior`),
+weighted by how well they agree with the lines. It then draws the lines given those numbers. So a size whose curve has
+not bent yet borrows from the sizes that have, as far as sizes follow a line; and a size that was not run gets a curve.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import FAR, quantiles, seed_offsets
 from sweeps.fit.schedule import Schedule
 
-# Of (1 - A, C_mid, B, 1 - R0), in logarithms: whether it changes with size at all; the standard deviation of the slope
-# before the data; how far sizes lie off the line, which counts as so many sizes seen. What is published (compute to
-# reach a loss grows no faster than N^2, ceilings' distance from 1 shrinks with a power below 1) is well within.
+# For (1 - A, C_mid, B, 1 - R0), in logarithms: whether it changes with size; the prior standard deviation of the slope;
+# the prior deviation of sizes from the line, which counts as `_OFF_WORTH` observed sizes. Published values are well
+# within these priors (compute to reach a loss grows at most like N^2; 1 - A shrinks with a power below 1).
 _SLOPED = (True, True, False, True)
 _SLOPE_SD = (0.5, 1.0, 1.0, 0.5)
 _OFF, _OFF_WORTH = (0.1, 0.3, 0.15, 0.05), 2.0
-# The least 1 - A: a ceiling on the bound would have no logarithm.
+# Lower limit of 1 - A: a ceiling at the bound would have no logarithm.
 _LEAST = 1e-3
 _BURN, _DRAWS = 200, 1000
 _GRID, _BUDGETS = 61, 40
@@ -37,7 +37,7 @@ _GRID, _BUDGETS = 61, 40
 
 @dataclass(frozen=True)
 class Frontier(AsJson):
-    """The best size at one compute, and the reward that it reaches there. extrapolation: beyond every run seen."""
+    """The best size at one compute, and the reward it reaches there. extrapolation: compute beyond every run."""
 
     compute: float
     size: Interval
@@ -52,9 +52,9 @@ class AcrossSizes(AsJson):
     Attributes:
         sizes: model sizes that were run, ascending, in parameters, (S,).
         own: D draws of each size's log(1 - A), log C_mid, log B and log(1 - R0), (D, S, 4).
-        line: value at the mean of log N over the sizes, and slope in log N, of each of the four, (D, 4, 2).
+        line: for each of the four, the value at the mean of log N over the sizes, and the slope in log N, (D, 4, 2).
         off: tau, the standard deviation of sizes about the line, (D, 4).
-        schedules: decay of each size's learning rate, by which its compute counts; None where it is constant.
+        schedules: decay of each size's learning rate, which defines effective compute; None where it is constant.
     """
 
     sizes: Array
@@ -64,29 +64,30 @@ class AcrossSizes(AsJson):
     schedules: tuple[Schedule | None, ...]
 
     def curve(self, size: float, compute: Array) -> Array:
-        """Draws of the mean reward over seeds of a size, seen or not; (m,) -> (D, m)."""
+        """Return draws of the mean reward over seeds of a size, run or not; (m,) -> (D, m)."""
         at = np.flatnonzero(np.isclose(self.sizes, size, rtol=1e-9))
         schedule = self.schedules[int(at[0])] if len(at) else None
         return _rewards(self._numbers(size), compute if schedule is None else schedule.count(compute))
 
     def _numbers(self, size: float) -> Array:
-        """Draws of the four logarithms of a size, off the line by N(0, tau^2) if it was not seen; (D, 4)."""
+        """Return draws of a size's four logarithms, (D, 4); a size that was not run is off the line by N(0, tau^2)."""
         at = np.flatnonzero(np.isclose(self.sizes, size, rtol=1e-9))
         if len(at):
-            seen: Array = self.own[:, int(at[0])]
-            return seen
+            draws: Array = self.own[:, int(at[0])]
+            return draws
         rng = np.random.default_rng(zlib.crc32(f"{size:.9g}".encode()))
         return self._on_line(np.log(size)) + self.off * rng.standard_normal(self.off.shape)
 
     def _on_line(self, log_size: float) -> Array:
+        # The line's value is given at the mean of log N over the sizes that were run.
         return np.asarray(self.line[..., 0] + self.line[..., 1] * (log_size - np.log(self.sizes).mean()))
 
     def ceiling(self, size: float) -> Interval:
-        """Return the asymptote A of a size, seen or not, with its 95% interval."""
+        """Return the asymptote A of a size, run or not, with its 95% interval."""
         return quantiles(1 - np.exp(self._numbers(size)[:, 0]))
 
     def half_gain(self, size: float) -> Interval:
-        """Return C_mid of a size, seen or not, in the unit of compute, with its 95% interval."""
+        """Return C_mid of a size, run or not, in the unit of compute, with its 95% interval."""
         return quantiles(np.exp(self._numbers(size)[:, 1]))
 
     @property
@@ -95,9 +96,10 @@ class AcrossSizes(AsJson):
         return {"one_minus_A": quantiles(self.line[:, 0, 1]), "C_mid": quantiles(self.line[:, 1, 1])}
 
     def frontier(self, start: float, end: float) -> tuple[Frontier, ...]:
-        """The best size over budgets from the first evaluation to as far as a forecast is a plan.
+        """Return the best size for budgets from the first evaluation to the limit of useful forecasts.
 
-        Sizes between those seen are on the line, off it as their neighbours are; none beyond them is proposed.
+        A size between two that were run deviates from the line like its neighbours; sizes outside their range are not
+        proposed.
 
         Args:
             start: compute of the first evaluation of any size, in the curves' unit.
@@ -110,17 +112,17 @@ class AcrossSizes(AsJson):
         share = ((log_n - known[right - 1]) / (known[right] - known[right - 1]))[:, None]
         lines = np.stack([self._on_line(log_size) for log_size in log_n], axis=1)
         numbers = lines + (1 - share) * off[:, right - 1] + share * off[:, right]
-        found = []
+        points = []
         for compute in np.geomspace(start, end * np.sqrt(FAR), _BUDGETS):
             reward = _rewards(numbers.reshape(-1, 4), np.array([compute])).reshape(numbers.shape[:2])
             best = np.exp(log_n)[reward.argmax(1)]
-            found.append(Frontier(float(compute), quantiles(best), quantiles(reward.max(1)), bool(compute > end)))
-        return tuple(found)
+            points.append(Frontier(float(compute), quantiles(best), quantiles(reward.max(1)), bool(compute > end)))
+        return tuple(points)
 
     def to_json(self) -> dict[str, Any]:
-        """`joint` of one entry of `sizes` of `scalerl plan --size --json`."""
+        """Return `joint` of one entry of `sizes` of `scalerl plan --size --json`."""
         return {
-            "exponents": {name: found.to_json() for name, found in self.exponents.items()},
+            "exponents": {name: interval.to_json() for name, interval in self.exponents.items()},
             "sizes": [
                 {"size": size, "A": self.ceiling(size).to_json(), "C_mid": self.half_gain(size).to_json()}
                 for size in self.sizes.tolist()
@@ -129,21 +131,21 @@ class AcrossSizes(AsJson):
 
 
 def _rewards(numbers: Array, compute: Array) -> Array:
-    """Reward of sigmoids given by their four logarithms; (D, 4), (m,) -> (D, m)."""
-    # A draw of a size that was not run may put log(1 - R) above 0; a pass rate is not below 0.
+    """Return the reward of sigmoids given by their four logarithms; (D, 4), (m,) -> (D, m)."""
+    # For a size that was not run, a draw of log(1 - R) may be above 0, which would be a negative pass rate: clip it.
     top, start = 1 - np.exp(np.minimum(numbers[:, 0], 0.0)), 1 - np.exp(np.minimum(numbers[:, 3], 0.0))
     start = np.minimum(start, top)
     with np.errstate(divide="ignore"):
-        beyond = np.exp(numbers[:, 2])[:, None] * (numbers[:, 1][:, None] - np.log(compute)[None])
-    result: Array = start[:, None] + (top - start)[:, None] / (1 + np.exp(np.clip(beyond, -700, 700)))
+        exponent = np.exp(numbers[:, 2])[:, None] * (numbers[:, 1][:, None] - np.log(compute)[None])
+    result: Array = start[:, None] + (top - start)[:, None] / (1 + np.exp(np.clip(exponent, -700, 700)))
     return result
 
 
 def fit_across(by_size: Mapping[float, Fit], recipe: str = "") -> AcrossSizes | None:
-    """The joint posterior of a recipe's sizes; None where one of them has no sigmoid at all, or there is but one.
+    """Fit the joint posterior of a recipe's sizes; None if a size has no sigmoid, or there is only one size.
 
     Args:
-        by_size: fits of pass rates of any verdict, by model size in parameters, ascending.
+        by_size: fits of pass rates, under any verdict, by model size in parameters, ascending.
         recipe: name of the recipe, which seeds the draws.
     """
     fits = list(by_size.values())
@@ -163,7 +165,7 @@ def fit_across(by_size: Mapping[float, Fit], recipe: str = "") -> AcrossSizes | 
         expected = lines[:, 0] + u[:, None] * lines[:, 1]
         log_weight = -0.5 * (((draws - expected[:, None]) / off) ** 2).sum(2)
         weight = np.cumsum(np.exp(log_weight - log_weight.max(1, keepdims=True)), axis=1)
-        # One draw of each size, with probability in proportion to its weight, by the inverse of the cumulative weights.
+        # One draw per size, with probability proportional to its weight (inverse of the cumulative weights).
         at = (weight < rng.random(len(u))[:, None] * weight[:, -1:]).sum(1)
         chosen = draws[np.arange(len(u)), at]
         if sweep >= _BURN:
@@ -175,7 +177,7 @@ def fit_across(by_size: Mapping[float, Fit], recipe: str = "") -> AcrossSizes | 
 
 
 def _logarithms(fit: Fit) -> Array:
-    """Logarithms of 1 - A over seeds, C_mid, B and 1 - R0, per draw; (K, 4)."""
+    """Return the logarithms of 1 - A over seeds, C_mid, B and 1 - R0 of each draw; (K, 4)."""
     assert fit.draws is not None
     top = np.clip(np.maximum(fit.draws.A + seed_offsets(fit), fit.draws.R0), 0.0, 1 - _LEAST)
     start = np.clip(fit.draws.R0, 0.0, top)
@@ -183,7 +185,7 @@ def _logarithms(fit: Fit) -> Array:
 
 
 def _lines_given(chosen: Array, u: Array, off: Array, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Draw the lines (4, 2), and then the scatter of sizes about them (4,), given each size's numbers (S, 4)."""
+    """Draw the lines (4, 2), then the scatter of sizes about them (4,), given each size's numbers (S, 4)."""
     lines = np.zeros((4, 2))
     count = len(u)
     for c, sloped in enumerate(_SLOPED):
@@ -193,7 +195,7 @@ def _lines_given(chosen: Array, u: Array, off: Array, rng: np.random.Generator) 
             precision = u @ u / off[c] ** 2 + _SLOPE_SD[c] ** -2
             mean = (u @ chosen[:, c]) / off[c] ** 2 / precision
             lines[c, 1] = mean + rng.standard_normal() / np.sqrt(precision)
-    left = chosen - lines[:, 0] - u[:, None] * lines[:, 1]
-    # Scaled inverse chi-squared: the prior counts as `_OFF_WORTH` sizes that lie off by `_OFF`.
-    squares = _OFF_WORTH * np.array(_OFF) ** 2 + (left**2).sum(0)
+    residual = chosen - lines[:, 0] - u[:, None] * lines[:, 1]
+    # Scaled inverse chi-squared: the prior counts as `_OFF_WORTH` sizes that deviate by `_OFF`.
+    squares = _OFF_WORTH * np.array(_OFF) ** 2 + (residual**2).sum(0)
     return lines, np.sqrt(squares / rng.chisquare(_OFF_WORTH + count, 4))

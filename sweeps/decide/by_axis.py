@@ -1,7 +1,7 @@
-"""Is the recipe that is ahead after as many steps also ahead for as many tokens, device hours, as much money?
+"""Comparison of recipes on every compute axis: steps, tokens, device hours and cost.
 
-A recipe with longer answers, or with a stale policy, gains more per step than per hour. So recipes are compared at the
-largest compute that all have spent, once on every compute axis that the source records, side by side.
+A recipe with longer answers, or with a stale policy, may gain more per step but less per hour. So recipes are compared
+at the largest compute that all have spent, on each compute axis that the source records.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Column(AsJson):
         return self.rows[0]
 
     def row(self, recipe: str) -> tuple[int, RewardRow] | None:
-        """A recipe's place, from 1, and its row; None if it cannot be read on this axis."""
+        """Return a recipe's place, from 1, and its row; None if it cannot be read on this axis."""
         return next(((place, row) for place, row in enumerate(self.rows, 1) if row.recipe == recipe), None)
 
 
 @dataclass(frozen=True)
 class ByAxis(AsJson):
-    """All axes, and whether they agree on who is ahead."""
+    """All axes, and whether the same recipe is ahead on each."""
 
     columns: tuple[Column, ...]
     agreed: bool
@@ -58,25 +58,26 @@ class ByAxis(AsJson):
 
 
 def by_axis(fits: Mapping[str, Sequence[Fit]], rate: float | None = None) -> ByAxis:
-    """Hold recipes against each other on every axis.
+    """Compare recipes on every axis.
 
     Args:
         fits: for each compute axis, the fits of all recipes on it.
-        rate: price of a device hour, which adds an axis `cost` from the device hours, or from another axis in hours;
+        rate: price of a device hour. It adds an axis `cost`, computed from device hours or from another axis in hours;
             None for no such axis.
 
     Raises:
         UserError: the rate is not positive, there are no device hours to multiply it with, or no axis can be read.
     """
     columns = []
-    for axis, own in fits.items():
-        found = rewards(own)
-        if found is not None:
-            columns.append(Column(axis, _NAMES.get(axis, axis.rpartition("/")[2]), found.compute, found.rows))
+    for axis, axis_fits in fits.items():
+        result = rewards(axis_fits)
+        if result is not None:
+            columns.append(Column(axis, _NAMES.get(axis, axis.rpartition("/")[2]), result.compute, result.rows))
     if rate is not None:
         if not 0 < rate < float("inf"):
             raise UserError(f"--rate {rate:g}: must be a positive price of a device hour")
         timed = [column for column in columns if column.axis.casefold().rstrip("s").endswith("hour")]
+        # Prefer device hours over other axes in hours.
         hours = min(timed, key=lambda column: column.axis != DEVICE_HOURS, default=None)
         if hours is None:
             raise UserError(f"--rate {rate:g}: no axis in hours among {', '.join(fits)}; name one in --axes")
@@ -89,7 +90,7 @@ def by_axis(fits: Mapping[str, Sequence[Fit]], rate: float | None = None) -> ByA
 
 
 def _times(interval: Interval | None, factor: float) -> Interval | None:
-    """Return an estimate in another unit; open bounds stay open."""
+    """Multiply an estimate and its bounds by a factor; open bounds stay open."""
     if interval is None:
         return None
     value, low, high = (
@@ -99,14 +100,14 @@ def _times(interval: Interval | None, factor: float) -> Interval | None:
 
 
 def _sentence(columns: Sequence[Column]) -> str:
-    """Say which recipe is ahead on which axes, with the least of its chances."""
+    """Describe which recipe is ahead on which axes, with its smallest chance there."""
     by_first: dict[str, list[Column]] = {}
     for column in columns:
         by_first.setdefault(column.first.recipe, []).append(column)
     parts = [
-        f"{recipe} at as much of {_listed([column.name for column in own])} "
-        f"(P = {min(column.first.p_best for column in own):.2f}{' at least' if len(own) > 1 else ''})"
-        for recipe, own in by_first.items()
+        f"{recipe} at as much of {_listed([column.name for column in columns_of])} "
+        f"(P = {min(column.first.p_best for column in columns_of):.2f}{' at least' if len(columns_of) > 1 else ''})"
+        for recipe, columns_of in by_first.items()
     ]
     if len(parts) == 1:
         return f"ahead whatever is held equal: {parts[0]}"

@@ -1,4 +1,4 @@
-"""Design: predict from an earlier study which differences a planned study can resolve, before it runs."""
+"""Predict from an earlier study which differences a planned study can resolve."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Foresight(AsJson):
 
     Attributes:
         comparisons: number of comparisons with the best recipe.
-        undecided: expected number of them whose 95% interval will hold 0; None where no earlier study says how far
-            recipes lie apart.
+        undecided: expected number of comparisons whose 95% interval contains 0; None where no earlier study shows how
+            far apart recipes are.
         smallest: difference in reward that is detected at 5% with 80% power.
-        margin: rewards within this are the same.
+        margin: recipes whose rewards differ by less than this count as equal.
         seeds_needed: seeds per recipe to detect the margin; None for a margin of 0.
-        spread: standard deviation of the true differences between two recipes, in reward; None where not known.
-        source: where spread and noise come from, in words.
+        spread: standard deviation of the true differences between two recipes, in reward; None where unknown.
+        source: origin of spread and noise, in words.
     """
 
     comparisons: int
@@ -47,20 +47,20 @@ class Foresight(AsJson):
 def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | None = None, by: str = "") -> Foresight:
     """Predict the smallest difference that a planned study can resolve, and how many comparisons stay undecided.
 
-    A difference of two means of n seeds has a standard error s / sqrt(n), with s estimated from all pairs of recipes of
-    the earlier study (paired by seed where they share seeds). True rewards of recipes are assumed to be normal, with
-    the variance of the earlier study's differences beyond their own errors. Studies are simulated, and a comparison
-    with the best observed recipe counts as undecided where the difference is below 1.96 s / sqrt(n).
+    A difference of two means of n seeds has a standard error s / sqrt(n), where s is estimated from all pairs of
+    recipes of the earlier study (paired by seed where they share seeds). True rewards of recipes are assumed to be
+    normal; their variance is the earlier study's variance of differences minus the errors. Studies are then simulated:
+    a comparison with the best observed recipe is undecided if the difference is below 1.96 s / sqrt(n).
 
     Args:
         recipes: number of recipes of the planned study.
         seeds: number of seeds of each recipe.
-        fits: fits of an earlier study; if empty, the published spread between seeds is all that is known.
-        margin: recipes within this of each other are the same, in reward; None for 0.02 of the reward's scale.
+        fits: fits of an earlier study; if empty, only the published spread between seeds is used.
+        margin: recipes within this of each other count as equal, in reward; None for 0.02 of the reward's scale.
         by: name of the earlier study, for the sentence.
 
     Raises:
-        UserError: fewer than one recipe or seed, or a margin that cannot be.
+        UserError: fewer than one recipe or seed, or an invalid margin.
     """
     if recipes < 1 or seeds < 1:
         raise UserError(f"design: {recipes} recipes with {seeds} seeds is no study; give one of each at least")
@@ -78,7 +78,7 @@ def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | 
         spread = math.sqrt(max(float(np.mean(apart_by**2 - errors**2)), 0.0))
         source = by
     else:
-        # Of a difference of two runs, as `errors` above.
+        # For a difference of two runs, like `errors` above.
         one_seed = BORROWED_SEED_SD * scale * math.sqrt(2)
         source = "the published spread between seeds"
     error = one_seed / math.sqrt(seeds)
@@ -91,8 +91,8 @@ def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | 
     if needed is not None:
         text += f"; {margin:g} takes {needed} seeds"
     if undecided is not None:
-        told = f"with {seeds} seed{'' if seeds == 1 else 's'} about {undecided:.0f} of {recipes - 1} comparisons"
-        text = f"{told} with the best will stay undecided: {text}"
+        start = f"with {seeds} seed{'' if seeds == 1 else 's'} about {undecided:.0f} of {recipes - 1} comparisons"
+        text = f"{start} with the best will stay undecided: {text}"
     return Foresight(
         comparisons=recipes - 1,
         undecided=undecided,
@@ -106,24 +106,24 @@ def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | 
 
 
 def _undecided(recipes: int, spread: float, error: float) -> float:
-    """Return how many recipes are not told apart from the best observed one, on average over simulated studies."""
+    """Return the expected number of recipes that cannot be separated from the best observed one, by simulation."""
     rng = np.random.default_rng(recipes)
-    # spread and error are of a difference of two recipes, whose variance is twice that of one.
-    seen = math.hypot(spread, error) / math.sqrt(2) * rng.standard_normal((_STUDIES, recipes))
-    behind = seen.max(1, keepdims=True) - seen
-    # Less 1 for the best recipe itself, which is 0 behind.
+    # spread and error are those of a difference of two recipes, whose variance is twice that of one recipe.
+    observed = math.hypot(spread, error) / math.sqrt(2) * rng.standard_normal((_STUDIES, recipes))
+    behind = observed.max(1, keepdims=True) - observed
+    # Minus 1 for the best recipe itself, whose gap is 0.
     return float((behind < SURE * error).sum(1).mean()) - 1
 
 
 def _pairs(fits: Sequence[Fit], scale: float) -> list[tuple[float, float, int]]:
-    """Return standard error, difference and seeds of every pair of recipes, at the compute that all have spent."""
+    """Return standard error, difference and seeds of each pair of recipes, at the compute that all have spent."""
     if len(fits) < 2:
         return []
     compute = min(fit.window[1] for fit in fits if fit.window is not None)
     near = {fit.recipe: rewards_near(fit.curve, compute) for fit in fits}
-    found = []
+    pairs = []
     for i, one in enumerate(fits):
         for two in fits[:i]:
             draws = apart(one, two, compute, pairing_of_two(one.recipe, two.recipe, near, scale))
-            found.append((deviation(draws), float(np.median(draws)), min(one.informing, two.informing)))
-    return found
+            pairs.append((deviation(draws), float(np.median(draws)), min(one.informing, two.informing)))
+    return pairs

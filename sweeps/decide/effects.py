@@ -1,17 +1,19 @@
-"""Effects of the axes of a grid, over the whole grid: main effects and chosen interactions, partially pooled.
+"""Effects of the axes of a grid of recipes: main effects and chosen interactions, partially pooled.
 
-A grid of recipes is a table of cells, each with one level of every axis. The estimate of a cell (its asymptote, or the
+A grid of recipes is a table of cells, each with one level per axis. The estimate of a cell (its asymptote, or the
 logarithm of its compute to half of its gain) is modelled as a sum: a mean, an effect of each level, an effect of each
-pair of levels of the requested interactions, a residual of the cell, and the error of the estimate, whose covariance
-is that of the joint draws that `scalerl rank` uses:
+pair of levels in the requested interactions, a residual of the cell, and the estimate's error. The covariance of these
+errors comes from the joint draws that `scalerl rank` uses:
 
     y = mu + Z1 b1 + Z2 b2 + e + v,   b1 ~ N(0, s1^2), b2 ~ N(0, s2^2), e ~ N(0, s0^2), v ~ N(0, V)
 
-Given s0, s1, s2 everything is normal; these three are integrated over a grid, under half-normal priors. So an effect is
-shrunk towards zero as far as the study's other effects are small, and sixteen cells are enough for eight effects.
+Given s0, s1 and s2 everything is normal; these three are integrated over a grid, under half-normal priors. An effect is
+therefore shrunk towards zero as far as the study's other effects are small, and sixteen cells suffice for eight
+effects.
 
-Where every recipe differs from one of them in one axis only, each effect is a difference of two recipes and nothing can
-be averaged. `sweeps.decide.pairwise` answers that, paired by seed; here no effect is given, so that the two agree.
+Where each recipe differs from one of them in one axis only, each effect is a difference of two recipes, and nothing can
+be averaged. Then no effect is reported here, so that this module and `sweeps.decide.pairwise`, which compares such
+recipes by seed, cannot disagree.
 """
 
 from __future__ import annotations
@@ -33,33 +35,34 @@ from sweeps.fit.constants import FARTHEST
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import asymptote_draws, paths, readable
 
-# The level of an axis on which a recipe does not depart from its base.
+# Level of an axis that a recipe does not change from its base. BASE names the axis of base recipes.
 OWN = "(its own)"
 BASE = "recipe"
-# Standard deviations on the grid, in units of the reward's scale (of the logarithm of compute: times `_LOG`).
+# Grid of standard deviations, in units of the reward's scale (for the logarithm of compute: times `_LOG`).
 _GRID = np.geomspace(1e-3, 0.5, 14)
 _PRIOR_SD = 0.1
-# The cells' own residuals are interactions of higher order, which are rarely as large as main effects.
+# Cells' residuals are interactions of higher order, which are rarely as large as main effects.
 _OWN_SD = 0.03
 _LOG = 10.0
-# Of the mean, of which nothing is known beforehand.
+# Prior standard deviation of the mean: practically flat.
 _WIDE = 10.0
 _DRAWS = 4000
-# Of a larger grid so many cells, drawn at random, are candidates to run next.
+# In larger grids this many cells, drawn at random, are candidates for the next run.
 _MOST_CELLS = 4096
-# Computes at which a curve is looked at for half of its gain.
+# Number of computes at which a curve is searched for half of its gain.
 _LOOKS = 241
 
 
 @dataclass(frozen=True)
 class Effect(AsJson):
-    """Effect of a level against its axis's first one, averaged over the cells; an interaction's is beyond main effects.
+    """Effect of a level relative to its axis's first level, averaged over the cells.
 
+    An interaction's effect is what remains after the main effects.
     Attributes:
-        axis, level: names; of an interaction both axes, and both levels, with `:` between them.
-        against: the level it is compared with.
+        axis, level: names; for an interaction both axes, and both levels, joined by `:`.
+        against: reference level.
         A: effect on the asymptote, in reward.
-        compute: factor on the compute to half of the gain; None where fewer than three cells have a known one.
+        compute: factor on the compute to half of the gain; None where it is known for fewer than three cells.
         p_positive: posterior probability that the effect on A is above 0.
         cells: number of cells that have the level.
     """
@@ -78,8 +81,8 @@ class Cell(AsJson):
     """A cell to run next.
 
     Attributes:
-        levels: its level by axis.
-        gain: share in [0, 1] of the summed variance of the main effects on A that running it removes.
+        levels: level by axis.
+        gain: share, in [0, 1], of the summed variance of the main effects on A that this run would remove.
     """
 
     levels: Mapping[str, str]
@@ -91,11 +94,11 @@ class Effects(AsJson):
     """Effects of all axes of a grid, and the cells to run next.
 
     Attributes:
-        effects: main effects and interactions; none where the study changes one axis at a time.
+        effects: main effects and interactions; empty where the study changes one axis at a time.
         next: cells to run next, the most informative first.
-        own: standard deviation of the cells' own residuals, in reward.
-        cells: number of recipes that were used; left: those without a forecast, which were not.
-        notes: axes that the grid cannot tell apart, or that it changes one at a time, in words.
+        own: standard deviation of the cells' residuals, in reward.
+        cells: number of recipes used. left: recipes without a forecast, which were not used.
+        notes: axes that the grid cannot separate, or changes only one at a time, in words.
     """
 
     effects: tuple[Effect, ...]
@@ -109,15 +112,16 @@ class Effects(AsJson):
 
 
 def table_of(recipes: Sequence[str], factors: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Levels by axis of each recipe: what its label departs on (`base+axis=choice+...`), its base, and its factors.
+    """Return the levels by axis of each recipe: its changes (`base+axis=choice+...`), its base and its factors.
 
-    A setting of an axis that is chosen somewhere belongs to that axis: `kl=fixed+kl.coefficient=0.2` has the level
-    `fixed coefficient=0.2` of `kl`.
+    A setting belongs to its axis if some recipe changes that axis: `kl=fixed+kl.coefficient=0.2` has the level `fixed
+    coefficient=0.2` of `kl`.
     """
     chosen = {part.partition("=")[0] for recipe in recipes for part in recipe.split("+")[1:]}
-    found = []
+    cells = []
     for recipe, more in zip(recipes, factors, strict=True):
-        # With factors a label goes on behind the recipe's, which may have spaces of its own.
+        # Factors are appended to a recipe's label; cut them off before parsing, because they may contain spaces and
+        # `+`.
         behind = "".join(f" {name}={value}" for name, value in more.items())
         base, *parts = recipe.removesuffix(behind).split("+")
         cell = {BASE: base, **more}
@@ -128,20 +132,20 @@ def table_of(recipes: Sequence[str], factors: Sequence[Mapping[str, str]]) -> li
                 level = " ".join(text for text in (cell.get(owner, ""), f"{setting}={level}") if text)
                 axis = owner
             cell[axis] = level or "yes"
-        found.append(cell)
-    axes = list(dict.fromkeys(axis for cell in found for axis in cell))
-    return [{axis: cell.get(axis, OWN) for axis in axes} for cell in found]
+        cells.append(cell)
+    axes = list(dict.fromkeys(axis for cell in cells for axis in cell))
+    return [{axis: cell.get(axis, OWN) for axis in axes} for cell in cells]
 
 
 def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -> Effects:
-    """Read main effects and interactions off a grid.
+    """Estimate main effects and interactions from a grid.
 
     Args:
         fits: one fit per cell of the grid, as `fit_curves` returns them.
-        interactions: pairs of axes whose interaction is estimated; none by default.
+        interactions: pairs of axes whose interaction to estimate; none by default.
 
     Raises:
-        UserError: fewer than three cells can be read, nothing varies, or an axis that does not.
+        UserError: fewer than three cells can be read, no axis varies, or an interaction names an axis that does not.
     """
     known = [fit for fit in fits if readable(fit) and fit.window is not None]
     left = tuple(fit.recipe for fit in fits if fit not in known)
@@ -149,6 +153,7 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
         raise UserError(f"effects: {len(known)} recipes can be read; a grid takes three or more")
     cells = table_of([fit.recipe for fit in known], [fit.curve.factors for fit in known])
     axes = {axis: list(dict.fromkeys(cell[axis] for cell in cells)) for axis in cells[0]}
+    # The unchanged level first: it is the reference of the effects.
     axes = {axis: sorted(levels, key=lambda level: level != OWN) for axis, levels in axes.items() if len(levels) > 1}
     if not axes:
         raise UserError("effects: all recipes are alike in every axis; give a grid of labels such as base+loss=dapo")
@@ -199,16 +204,16 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
 
 
 def _centre(cells: Sequence[Mapping[str, str]]) -> int | None:
-    """Return the index of the cell from which every other one differs in one axis only; None if there is none.
+    """Return the index of the cell from which each other cell differs in one axis only; None if there is none.
 
-    Of several, which have one axis between them, that with the fewest departures is the centre.
+    Several cells qualify if only one axis varies: the one with the fewest changes is the centre.
     """
-    found = [
+    centres = [
         n
         for n, cell in enumerate(cells)
         if all(sum(cell[axis] != other[axis] for axis in cell) <= 1 for other in cells)
     ]
-    return max(found, key=lambda n: sum(level == OWN for level in cells[n].values()), default=None)
+    return max(centres, key=lambda n: sum(level == OWN for level in cells[n].values()), default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,6 +243,7 @@ class _Design:
         both = [((a, x), (b, y)) for a, b in interactions for x, y in product(axes[a], axes[b])]
         main = np.array([[float(cell[axis] == level) for axis, level in columns] for cell in cells])
         pairs = np.array([[float(cell[a] == x and cell[b] == y) for (a, x), (b, y) in both] for cell in cells])
+        # Column numbers of levels, and of pairs of levels.
         at, names, rows = {column: n for n, column in enumerate(columns)}, [], []
         where = {pair: n for n, pair in enumerate(both)}
         width = len(columns) + len(both)
@@ -245,11 +251,11 @@ class _Design:
             for level in levels[1:]:
                 row = np.zeros(width)
                 row[at[axis, level]], row[at[axis, levels[0]]] = 1.0, -1.0
-                # A main effect is the mean over the other axis's levels.
+                # A main effect is the mean over the other axis's levels, so it includes a share of the interaction.
                 for a, b in interactions:
                     for other in axes[b] if a == axis else axes[a] if b == axis else ():
-                        for sign, mine in ((1.0, level), (-1.0, levels[0])):
-                            pair = ((a, mine), (b, other)) if a == axis else ((a, other), (b, mine))
+                        for sign, own_level in ((1.0, level), (-1.0, levels[0])):
+                            pair = ((a, own_level), (b, other)) if a == axis else ((a, other), (b, own_level))
                             row[len(columns) + where[pair]] += sign / len(axes[b] if a == axis else axes[a])
                 names.append((axis, level, levels[0]))
                 rows.append(row)
@@ -268,7 +274,7 @@ class _Design:
         return cls(main, pairs.reshape(len(cells), len(both)), np.array(rows), tuple(names))
 
     def of_cells(self, which: Sequence[int]) -> _Design:
-        """Return the design with only the cells at these indices."""
+        """Return the design restricted to the cells at these indices."""
         return _Design(self.main[which], self.pairs[which], self.contrast, self.contrasts)
 
 
@@ -278,8 +284,8 @@ class _Solved:
 
     Attributes:
         draws: K joint draws of the contrasts, (c, K).
-        own: posterior mean of s0, the standard deviation of the cells' own residuals.
-        spread: posterior means of s1 and s2, those of main effects and of interactions.
+        own: posterior mean of s0, the standard deviation of the cells' residuals.
+        spread: posterior means of s1 and s2, the standard deviations of main effects and interactions.
     """
 
     draws: Array
@@ -288,13 +294,13 @@ class _Solved:
 
 
 def _solve(design: _Design, y: Array, error: Array, scale: float) -> _Solved:
-    """Return the posterior of the contrasts from estimates y (n,) with covariance error (n, n); scale: width of y's."""
+    """Return the posterior of the contrasts. y (n,): estimates; error (n, n): their covariance; scale: y's width."""
     z = np.concatenate([design.main, design.pairs], axis=1)
     mains, pairs = design.main.shape[1], design.pairs.shape[1]
     values = _GRID * scale
-    # The density of a half-normal, on an even grid of logarithms.
+    # Log density of a half-normal, on a grid that is even in the logarithm.
     prior, of_own = (np.log(values) - 0.5 * (values / (sd * scale)) ** 2 for sd in (_PRIOR_SD, _OWN_SD))
-    # The mean mu, integrated out under a prior so wide that it does not matter.
+    # The mean mu is integrated out, under a prior so wide that it does not matter.
     shared = np.full((len(y), len(y)), (_WIDE * scale) ** 2)
     centred = y - y.mean()
     posts: list[tuple[float, tuple[float, float, float], Array, Array]] = []
@@ -307,7 +313,7 @@ def _solve(design: _Design, y: Array, error: Array, scale: float) -> _Solved:
         total = error + own**2 * np.eye(len(y)) + (z * variance) @ z.T + shared
         factor = np.linalg.cholesky(total)
         half = np.linalg.solve(factor, np.column_stack([centred, z * variance]))
-        # Log marginal likelihood, -1/2 log |V| - 1/2 y' V^-1 y, by the Cholesky factor; log |V| is twice the sum below.
+        # Log marginal likelihood, -1/2 log |V| - 1/2 y' V^-1 y. The sum of the factor's log diagonal is 1/2 log |V|.
         weight = p0 + p1 + p2 - np.log(np.diag(factor)).sum() - 0.5 * float(half[:, 0] @ half[:, 0])
         mean = half[:, 1:].T @ half[:, 0]
         spread = np.diag(variance) - half[:, 1:].T @ half[:, 1:]
@@ -330,7 +336,7 @@ def _solve(design: _Design, y: Array, error: Array, scale: float) -> _Solved:
 
 
 def _half_way(fit: Fit) -> Array | None:
-    """Draws of the compute at which a curve has half of its gain; None where it does not rise. (K,)."""
+    """Return draws of the compute at which a curve has half of its gain, (K,); None where it does not rise."""
     if fit.verdict in ("flat", "decreasing") or fit.window is None:
         return None
     looks = np.concatenate([[0.0], np.geomspace(fit.window[1] / 1000, FARTHEST * fit.window[1], _LOOKS)])
@@ -349,7 +355,7 @@ def _next(
     error: float,
     most: int = 3,
 ) -> list[Cell]:
-    """Return up to `most` cells not run yet that lower the main effects' summed variance most, chosen one by one."""
+    """Return up to `most` new cells, chosen one by one, each reducing the main effects' summed variance most."""
     done = {tuple(cell[axis] for axis in axes) for cell in cells}
     size = int(np.prod([len(levels) for levels in axes.values()], dtype=float))
     if size <= _MOST_CELLS:
@@ -359,42 +365,47 @@ def _next(
         picked = [tuple(levels[int(rng.integers(len(levels)))] for levels in axes.values()) for _ in range(_MOST_CELLS)]
         candidates = [levels for levels in dict.fromkeys(picked) if levels not in done]
     run = [dict(zip(axes, (cell[axis] for axis in axes), strict=True)) for cell in cells]
-    found: list[Cell] = []
-    while candidates and len(found) < most:
-        design = _Design.of([*run, *(dict(zip(axes, each, strict=True)) for each in candidates)], axes, interactions)
+    chosen: list[Cell] = []
+    while candidates and len(chosen) < most:
+        design = _Design.of(
+            [*run, *(dict(zip(axes, levels, strict=True)) for levels in candidates)], axes, interactions
+        )
         z = np.concatenate([design.main, design.pairs], axis=1)
         first, second = solved.spread
         prior = np.concatenate([np.full(design.main.shape[1], first**2), np.full(design.pairs.shape[1], second**2)])
         noise = error + solved.own**2
-        ran = z[: len(run)]
-        total = (ran * prior) @ ran.T + noise * np.eye(len(run)) + 100.0 * max(prior.max(), noise)
-        left = np.diag(prior) - (prior[:, None] * ran.T) @ np.linalg.solve(total, ran * prior)
+        observed = z[: len(run)]
+        # 100 x the largest variance: a flat prior of the common mean.
+        total = (observed * prior) @ observed.T + noise * np.eye(len(run)) + 100.0 * max(prior.max(), noise)
+        covariance = np.diag(prior) - (prior[:, None] * observed.T) @ np.linalg.solve(total, observed * prior)
         mains = design.contrast[[":" not in axis for axis, _, _ in design.contrasts]]
-        before = float(np.trace(mains @ left @ mains.T))
-        moved = mains @ left @ z[len(run) :].T  # (contrasts, candidates)
-        own = np.einsum("np,pq,nq->n", z[len(run) :], left, z[len(run) :]) + noise
-        # One more observation lowers the covariance by a rank of one: left z z' left / (z' left z + noise).
-        gains = (moved**2).sum(0) / own / before
-        # The first of those that differ by rounding: which that is must not hang on the order of a machine's sums.
+        # Summed variance of the main effects before the candidate is run.
+        variance_now = float(np.trace(mains @ covariance @ mains.T))
+        cross = mains @ covariance @ z[len(run) :].T  # (contrasts, candidates)
+        predictive = np.einsum("np,pq,nq->n", z[len(run) :], covariance, z[len(run) :]) + noise
+        # One more observation is a rank-one update: covariance - (covariance z)(covariance z)' / (z' covariance z +
+        # noise).
+        gains = (cross**2).sum(0) / predictive / variance_now
+        # Take the first of candidates that are equal up to rounding, so that the choice is the same on every machine.
         best = int(np.argmax(gains > gains.max() * (1 - 1e-6)))
         if gains[best] < 1e-3:
             break
-        found.append(Cell(dict(zip(axes, candidates[best], strict=True)), float(gains[best])))
+        chosen.append(Cell(dict(zip(axes, candidates[best], strict=True)), float(gains[best])))
         run.append(dict(zip(axes, candidates.pop(best), strict=True)))
-    return found
+    return chosen
 
 
 def _notes(design: _Design, axes: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a note on each pair of axes that vary together, level by level, so that the grid cannot separate them."""
+    """Return a note on each pair of axes that vary together, level by level: the grid cannot separate them."""
     columns = {axis: n for n, axis in enumerate(axes)}
-    place, at = [], 0
+    level_of, start = [], 0
     for levels in axes.values():
-        place.append(design.main[:, at : at + len(levels)].argmax(1))
-        at += len(levels)
+        level_of.append(design.main[:, start : start + len(levels)].argmax(1))
+        start += len(levels)
     notes = []
     for a in axes:
         for b in list(axes)[columns[a] + 1 :]:
-            together = set(zip(place[columns[a]].tolist(), place[columns[b]].tolist(), strict=True))
+            together = set(zip(level_of[columns[a]].tolist(), level_of[columns[b]].tolist(), strict=True))
             if len(together) == len(axes[a]) == len(axes[b]):
                 notes.append(f"{a} and {b} vary together: the grid does not tell which of the two it was")
     return notes

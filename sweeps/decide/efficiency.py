@@ -1,9 +1,9 @@
-"""Compute of one recipe as a multiple of another's, and the compute that breaks a tie in A.
+"""One recipe's compute as a multiple of another's, and the compute that breaks ties in A.
 
-    C(q) = compute at which a recipe has gained the share q of the way from R0 to the asymptote that tied recipes share
+    C(q) = compute at which a recipe has gained the share q of the way from R0 to the tied recipes' common asymptote
 
-B alone is no efficiency: it is an exponent, and two recipes of equal A and B may differ in C_mid. Tied recipes are
-ordered by C(0.9). Every multiple of compute that is shown anywhere is a `Ratio`.
+B alone does not measure efficiency: it is an exponent, and two recipes with equal A and B may differ in C_mid. Tied
+recipes are ordered by C(0.9). Every multiple of compute that is shown anywhere is a `Ratio`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sweeps.fit.posterior import by_weight
 from sweeps.fit.predict import quantiles, support
 from sweeps.fit.seeds import SeedSpread
 
-# Shares of the gain up to which compute is counted: ties are broken at the first, the second is shown beside it.
+# Shares of the gain to which compute is counted: the first breaks ties, the second is shown next to it.
 MOST, HALF = 0.9, 0.5
 # The share of draws beyond either end of a 95% interval.
 TAIL = 0.025
@@ -31,8 +31,8 @@ class Ratio:
     """Draws of one compute over another.
 
     Attributes:
-        draws: of the joint draws in which at least one side arrives: 0 or infinite where only one does.
-        p_neither: share of all joint draws in which neither arrives; they say nothing of the ratio.
+        draws: the ratio in each joint draw in which at least one side arrives; 0 or infinite where only one does.
+        p_neither: share of all joint draws in which neither side arrives; these give no ratio.
     """
 
     draws: Array
@@ -40,43 +40,44 @@ class Ratio:
 
     @classmethod
     def of(cls, ours: Array, theirs: Array) -> Ratio:
-        """Divide draw by draw; infinite compute stands for never. Two that need no compute at all are equal. (K,)."""
+        """Divide draw by draw, (K,). Infinite compute means never. Two computes of 0 are equal."""
         known = np.isfinite(ours) | np.isfinite(theirs)
-        mine, other = ours[known], theirs[known]
+        numerator, denominator = ours[known], theirs[known]
         with np.errstate(divide="ignore", invalid="ignore"):
-            draws = np.where(mine == other, 1.0, mine / other)
+            draws = np.where(numerator == denominator, 1.0, numerator / denominator)
         return cls(draws, float(1 - known.mean()))
 
     def interval(self, tail: float = TAIL) -> Interval | None:
         """Return the median with bounds; None where neither side ever arrives.
 
-        Infinite values are None. Both bounds are open where neither side arrives in more than half of the draws.
+        A bound or median that is infinite is None. Both bounds are open where neither side arrives in most of the
+        draws.
         """
         if not len(self.draws):
             return None
-        found = quantiles(self.draws, tail)
-        return Interval(found.value, None, None) if self.p_neither > 0.5 else found
+        result = quantiles(self.draws, tail)
+        return Interval(result.value, None, None) if self.p_neither > 0.5 else result
 
     def above_one(self, tail: float = TAIL) -> bool:
-        """Return whether the interval lies above 1."""
-        found = self.interval(tail)
-        return found is not None and found.low is not None and found.low > 1
+        """Return whether the interval is entirely above 1."""
+        interval = self.interval(tail)
+        return interval is not None and interval.low is not None and interval.low > 1
 
 
 def tail_of_all_pairs(count: int) -> float:
-    """Return the tail at which intervals of ratios between so many recipes hold together, by Bonferroni.
+    """Return the tail probability at which ratio intervals of `count` recipes hold simultaneously (Bonferroni).
 
-    The recipe that others are divided by is the fastest of all, which is chosen by the same draws: a bound for one pair
-    would call one of several equal recipes slower far too often.
+    All ratios divide by the fastest recipe, which is selected by the same draws. With the bound of a single pair, one
+    of several equal recipes would be called slower far too often.
     """
     return TAIL / max(count * (count - 1) // 2, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Efficiency:
-    """Draws of a recipe's compute to 90% and to half of the way to a shared asymptote; (K,) each, in the curves' unit.
+    """Draws of a recipe's compute to 90%, and to half, of the way to a shared asymptote; (K,), in the curves' unit.
 
-    Infinite where that lies beyond what the fit may be read for. B and C_mid (K,) are those of the same draws.
+    Infinite beyond the compute at which the fit may be read. B and C_mid (K,) belong to the same draws.
     """
 
     to_most: Array
@@ -88,28 +89,28 @@ class Efficiency:
 def efficiencies(
     tied: Sequence[Fit], shared_a: float, spreads: Mapping[str, SeedSpread] | None = None
 ) -> dict[str, Efficiency]:
-    """Draw the efficiency of recipes that share an asymptote, by recipe.
+    """Draw the efficiency of recipes that share an asymptote. Returns a mapping by recipe.
 
-    A recipe's draws are weighted by how near their A lies to the shared one: the runs given may lie off their recipe by
-    the spread between seeds, and the shared A has an error of its own. Fixing A would leave both out, and then two
-    recipes that differ in their seeds alone look surely different.
+    A recipe's draws are weighted by the distance of their A from the shared one. The width allowed is the spread
+    between seeds (the given runs may differ from their recipe) combined with the error of the shared A. With A fixed
+    instead, both errors would be missing, and two recipes that differ only in their seeds would look surely different.
 
     Args:
         tied: identifiable recipes.
-        shared_a: asymptote that they share, in reward.
+        shared_a: their common asymptote, in reward.
         spreads: spread between seeds, by recipe; None for each fit's own.
     """
-    own = {fit.recipe: fit.draws for fit in tied}
-    error = np.sqrt(sum(float(draws.A.var()) for draws in own.values() if draws is not None)) / max(len(tied), 1)
-    found = {}
+    drawn = {fit.recipe: fit.draws for fit in tied}
+    error = np.sqrt(sum(float(draws.A.var()) for draws in drawn.values() if draws is not None)) / max(len(tied), 1)
+    result = {}
     for fit in tied:
-        draws = own[fit.recipe]
+        draws = drawn[fit.recipe]
         assert draws is not None, "an identifiable recipe has draws"
         spread = fit.seed_spread if spreads is None else spreads[fit.recipe]
         width = max(float(np.hypot(spread.sd / np.sqrt(max(fit.informing, 1)), error)), 1e-9 * fit.curve.scale)
         rng = generator(fit.recipe, "efficiency")
         squares = ((draws.A - shared_a) / width) ** 2
-        # Log density of Student's t, or of a normal where the spread is taken as known.
+        # Log density of Student's t, or of a normal where the spread counts as known.
         tails = spread.dof
         density = -0.5 * squares if np.isinf(tails) else -0.5 * (tails + 1) * np.log1p(squares / tails)
         rows = by_weight(np.exp(density - density.max()), DRAWS, rng)
@@ -117,5 +118,5 @@ def efficiencies(
         first, second = draws.B[rows], draws.C_mid[rows]
         computes = [draws.family.compute_at(share, first, second) for share in (MOST, HALF)]
         computes = [np.where(at > (np.inf if limit is None else limit), np.inf, at) for at in computes]
-        found[fit.recipe] = Efficiency(computes[0], computes[1], first, second)
-    return found
+        result[fit.recipe] = Efficiency(computes[0], computes[1], first, second)
+    return result

@@ -1,4 +1,4 @@
-"""The default margin of a tie, in a module that imports neither NumPy nor SciPy."""
+"""The default margin of a tie. This module imports neither NumPy nor SciPy, so that commands start fast."""
 
 from __future__ import annotations
 

@@ -1,17 +1,20 @@
 """Choice of the next run by expected value of information, and the split of a budget over recipes.
 
-The choice is by asymptote, and what it costs is how far the chosen recipe's A lies below the best one's: its loss, as
-of `sweeps.decide.standing`. The least expected loss before anything is run comes from the fits' joint draws. For each
-possible step its outcomes are simulated (a preposterior analysis): a truth is drawn, the evaluations it would yield are
-drawn, every draw is weighted by how well it explains them, and the recipe is chosen anew. The gain of a step is the
-expected reduction of the loss (the value of sample information, Raiffa and Schlaifer 1961).
+The choice is by asymptote. Its loss is how far the chosen recipe's A is below the best A, as in
+`sweeps.decide.standing`. The smallest expected loss without further runs comes from the fits' joint draws. For each
+possible step, outcomes are simulated (a preposterior analysis): a true A and its evaluations are drawn, all draws are
+weighted by how well they explain these evaluations, and the recipe is chosen again. The gain of a step is the expected
+reduction of the loss (the value of sample information, Raiffa and Schlaifer 1961).
 
-What this approximates: new evaluations come at the spacing of the old ones and with independent noise that leaves
-their mean as uncertain as the old noise does; an extension informs on A through the curve alone; a seed is one
-observation of the recipe's A with the variance between seeds plus that of one run's fit; ties in A are not broken by
-efficiency; only one step is looked ahead. Where few draws explain new data, the noise is raised until enough do, which
-understates the gain. Where A is not identifiable its draws are the final rewards of all laws, which are
-wide.
+Approximations:
+- New evaluations have the spacing of the old ones, and independent noise that leaves their mean as uncertain as the old
+  noise does.
+- An extension informs on A through the curve alone.
+- A new seed is one observation of the recipe's A. Its variance is that between seeds plus that of one run's fit.
+- Ties in A are not broken by efficiency.
+- Only one step is looked ahead.
+- Where few draws explain the new data, the noise is raised until enough do, which understates the gain.
+- Where A is not identifiable, its draws are the final rewards under all laws, which are wide.
 """
 
 from __future__ import annotations
@@ -33,37 +36,37 @@ from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import reward_at, spacing
 from sweeps.terminal import counted
 
-# Recipes with a curve. Where A is not identifiable its draws are wide: enough to say that the recipe may still be
-# best and what an extension would tell, not to choose it.
+# Verdicts of recipes with a curve. Where A is not identifiable its draws are wide: they show whether the recipe may be
+# best and what an extension would reveal, but do not justify choosing it.
 _CONTENDS = ("identifiable", "open", "at_bound", "pre_inflection", "misfit")
 _FACTORS = (1.5, 2.0, 3.0, 4.0)
 _OUTCOMES = 400
 _SAMPLES = 256
-# Effective number of draws an outcome must leave, on average.
+# Effective number of draws that an outcome must leave, on average.
 _ENOUGH = 20.0
-# What is less than this, of the reward's scale, does not exceed the error of the simulation.
+# Smallest gain, as a share of the reward's scale, that exceeds the error of the simulation.
 _WORTH = 0.0005
-# An extension may fall short of the recipe's best by this much of the gain if it is cheaper a point of gain.
+# An extension with at least this share of the recipe's largest gain is chosen if its gain per compute is higher.
 _CHEAPER = 0.5
 # An extension's evaluations are thinned to at most this many points.
 _MAX_POINTS = 64
-# Simulated are recipes with at least this chance of being best, at most so many. The others stay as they are.
+# Recipes are simulated if their chance of being best is at least `_COULD`, at most `_AT_MOST` of them. The others keep
+# their present draws.
 _COULD, _AT_MOST = 0.002, 10
 _ENDED = "a run of it ended before its budget and cannot be extended, as where its pool of prompts is exhausted"
 
 
 @dataclass(frozen=True)
 class Step(AsJson):
-    """Something that could be run next.
+    """A possible next step.
 
     Attributes:
         recipe: label of the recipe.
         action: `extend` (each of its runs, to `compute`) or `seed` (one more run, of `compute`).
         compute: total compute of each run after the step, in the curves' unit.
-        expected_gain: expected reduction, in reward, of how far the chosen recipe's A lies below the best one's; None
-            where that cannot be computed.
+        expected_gain: expected reduction of the loss, in reward; None where it cannot be computed.
         cost: compute that the step adds, over all runs, in the curves' unit.
-        reason: in words.
+        reason: explanation in words.
     """
 
     recipe: str
@@ -76,11 +79,11 @@ class Step(AsJson):
 
 @dataclass(frozen=True)
 class Settlement:
-    """State of the choice between recipes, and the steps that would settle it.
+    """State of the choice between recipes, and the steps that could settle it.
 
     Attributes:
         leader, p_wrong, margin: see `sweeps.decide.standing.Standing`; the ranking reports the same.
-        steps: the best next step of each recipe, by expected gain per cost; those without an expected gain last.
+        steps: the best next step of each recipe, by expected gain per cost; steps without an expected gain come last.
         sentence: the state in words.
         settled: whether the data decide the choice.
     """
@@ -95,7 +98,7 @@ class Settlement:
 
 @dataclass(frozen=True)
 class Share:
-    """Share of a budget that one recipe gets: compute added, the compute its run then reaches, the reward there."""
+    """One recipe's share of a budget: compute added, the compute its run then reaches (`to`), and the reward there."""
 
     recipe: str
     compute: float
@@ -111,10 +114,10 @@ class Split:
     Attributes:
         budget: compute to be split, in the curves' unit.
         shares: what each recipe gets.
-        steps: the steps that settle the choice, paid for first.
-        winner: the recipe that gets the rest, the leader of `sweeps.decide.standing.Standing`; None where its expected
-            loss exceeds the margin.
-        commit: compute from which, and to which, one run of the winner continues; None if nothing is committed.
+        steps: the steps that may settle the choice; they are paid for first.
+        winner: the recipe that gets the remaining budget: the leader of `sweeps.decide.standing.Standing`; None if its
+            expected loss exceeds the margin.
+        commit: start and end compute of the winner's continued run; None if nothing is committed.
         sentence: the split in words.
     """
 
@@ -127,7 +130,7 @@ class Split:
 
 
 class _Future:
-    """Draws of A of the recipes that could be best, now and after possible steps, with shared random numbers.
+    """Draws of A of the recipes that could be best, now and after possible steps, with common random numbers.
 
     Args:
         fits: fits of every recipe.
@@ -136,28 +139,29 @@ class _Future:
 
     def __init__(self, fits: Sequence[Fit], standing: Standing) -> None:
         self.fits = list(fits)
-        every = [one.asymptote(standing.margin) for one in standing.drawn]
-        top = np.max(every, axis=0)
-        best = np.array([float((theta == top).mean()) for theta in every])
+        asymptotes = [one.asymptote(standing.margin) for one in standing.drawn]
+        top = np.max(asymptotes, axis=0)
+        best = np.array([float((theta == top).mean()) for theta in asymptotes])
         order = [int(i) for i in np.argsort(-best, kind="stable")]
-        # What could be best, and what would be chosen now.
+        # Simulate the recipes that could be best, and the one that would be chosen now.
         leader = [i for i, fit in enumerate(fits) if fit.recipe == standing.leader]
         self.near = sorted({*leader, *(i for i in order[:_AT_MOST] if best[i] >= _COULD)})
-        self.theta = {i: every[i] for i in self.near}
+        self.theta = {i: asymptotes[i] for i in self.near}
         self._rows = {i: standing.drawn[i].rows for i in self.near}
-        self._prior = {i: self._sample(fits[i], every[i]) for i in self.near}
-        # Of all the others only the highest matters.
+        self._prior = {i: self._sample(fits[i], asymptotes[i]) for i in self.near}
+        # Of all other recipes only the highest A matters.
         self._rest = np.full((_OUTCOMES, _SAMPLES), -np.inf)
-        for i in range(len(every)):
+        for i in range(len(asymptotes)):
             if i not in self.theta:
-                np.maximum(self._rest, self._sample(fits[i], every[i]), out=self._rest)
-        # Which draws the samples are, not their values: four times as large, these would be 50 megabytes.
+                np.maximum(self._rest, self._sample(fits[i], asymptotes[i]), out=self._rest)
+        # Store the indices of sampled draws, not their values: the values would take four times the memory, 50
+        # megabytes.
         self._after: dict[tuple[int, str, float], NDArray[np.uint16]] = {}
         self.loss = float(self._losses(list(self._prior.values())).mean(axis=(1, 2)).min())
         self.worth = _WORTH * max(fit.curve.scale for fit in fits)
 
     def _losses(self, samples: Sequence[Array]) -> Array:
-        """Loss of choosing each recipe: the best A less its own. Shapes: (J, L) each -> (R, J, L)."""
+        """Return the loss of choosing each recipe: the best A minus its own. Shapes: (J, L) each -> (R, J, L)."""
         stacked = np.stack(samples)
         losses: Array = np.maximum(stacked.max(axis=0), self._rest) - stacked
         return losses
@@ -168,10 +172,10 @@ class _Future:
         return drawn
 
     def loss_after(self, steps: Mapping[int, Step]) -> float:
-        """Expected loss of the choice once these were run, by index of the recipe.
+        """Return the expected loss of the choice after these steps. steps: by index of the recipe.
 
-        The choice is made on half of an outcome's draws and judged on the other, so that it cannot profit from
-        the simulation's own noise.
+        The choice is made on half of an outcome's draws and judged on the other half, so that it cannot profit from the
+        simulation's own noise.
         """
         samples = [self._posterior(i, steps[i]) if i in steps else prior for i, prior in self._prior.items()]
         losses = self._losses(samples)
@@ -186,14 +190,14 @@ class _Future:
         if key not in self._after:
             fit, theta = self.fits[i], self.theta[i]
             rng = np.random.default_rng(zlib.crc32(repr((fit.recipe, *key[1:])).encode()))
-            # Truths at even quantiles of A: less noise than drawing them.
+            # Take the true values at even quantiles of A, which is less noisy than drawing them.
             order = np.argsort(theta, kind="stable")
             truth = order[((np.arange(_OUTCOMES) + 0.5) / _OUTCOMES * len(theta)).astype(np.intp)]
             if step.action == "seed":
-                seen = _seed_signal(fit, theta)
+                signal = _seed_signal(fit, theta)
             else:
-                seen = _extension_signal(fit, step.compute, self._rows[i])
-            weight = _weights(seen, truth, rng)
+                signal = _extension_signal(fit, step.compute, self._rows[i])
+            weight = _weights(signal, truth, rng)
             cumulative = np.cumsum(weight, axis=1)
             position = rng.random((_OUTCOMES, _SAMPLES)) * cumulative[:, -1:]
             rows = [np.searchsorted(c, p).clip(max=len(theta) - 1) for c, p in zip(cumulative, position, strict=True)]
@@ -203,26 +207,26 @@ class _Future:
 
 
 def _seed_signal(fit: Fit, theta: Array) -> Array:
-    """Signal of one more seed under each draw, in units of its error. Shapes: (K,) -> (K, 1)."""
-    # A new run's A scatters about the recipe's by the spread between seeds and by the error of a single run's
-    # fit; both are `seeds` times the variance of the mean that `theta` draws.
+    """Return the signal of one more seed under each draw, in units of its error. Shapes: (K,) -> (K, 1)."""
+    # A new run's A differs from the recipe's by the spread between seeds and by the error of one run's fit. Together
+    # these are `seeds` times the variance of the mean that `theta` draws.
     signal: Array = (theta / np.sqrt(fit.seeds * max(float(theta.var()), 1e-12)))[:, None]
     return signal
 
 
 def _extension_signal(fit: Fit, to: float, rows: NDArray[np.intp] | None) -> Array:
-    """Signal of an extension under each draw: the draw's curve there, in units of the noise. (K, q).
+    """Return the signal of an extension under each draw: the curve there, in units of the noise; (K, q).
 
-    Reduced to the few directions in which the curves of the draws differ.
+    Only the few directions in which the curves of the draws differ are kept (singular value decomposition).
     """
     assert fit.outlook is not None
     added = _added_compute(fit, to)
     kept = added[np.unique(np.linspace(0, len(added) - 1, min(len(added), _MAX_POINTS)).astype(np.intp))]
-    # Of each, so that the mean of those kept is known as well as that of all.
+    # Noise per kept point, so that the mean of the kept points is as certain as the mean of all.
     variance = float(np.mean(fit.outlook.noise**2)) / len(added) * len(kept) / fit.seeds
-    # The curves whose asymptotes are compared: draw by draw the same.
-    own = fit.outlook.at(kept)
-    paths = own if rows is None else own[rows]
+    # Use the curves that belong to the asymptotes being compared, draw by draw.
+    curves = fit.outlook.at(kept)
+    paths = curves if rows is None else curves[rows]
     paths = (paths - paths.mean(0)) / np.sqrt(max(variance, 1e-14))
     u, s, _ = np.linalg.svd(paths, full_matrices=False)
     signal: Array = u[:, :6] * s[:6]
@@ -230,7 +234,7 @@ def _extension_signal(fit: Fit, to: float, rows: NDArray[np.intp] | None) -> Arr
 
 
 def _added_compute(fit: Fit, to: float) -> Array:
-    """Computes of an extension's evaluations, at the median spacing of the window. (m,)."""
+    """Return the computes of an extension's evaluations, at the median spacing of the window; (m,)."""
     assert fit.window is not None
     end = fit.window[1]
     count = max(1, round((to - end) / max(spacing(fit), 1e-12 * end)))
@@ -238,24 +242,25 @@ def _added_compute(fit: Fit, to: float) -> Array:
 
 
 def _weights(signal: Array, truth: NDArray[np.intp], rng: np.random.Generator) -> Array:
-    """Return each draw's likelihood weight given each truth's outcome; (K, q), (J,) -> (J, K), rows sum to 1."""
+    """Return each draw's weight by its likelihood of each truth's outcome; (K, q), (J,) -> (J, K), rows sum to 1."""
     noise = rng.standard_normal((len(truth), signal.shape[1]))
     scale = 1.0
     while True:
         observed = signal[truth] / scale + noise
-        # Squared distances of outcomes to all draws, |o|^2 - 2 o.s + |s|^2: (J, K) at once, without a (J, K, q) array.
+        # Squared distances of outcomes to all draws, |o|^2 - 2 o.s + |s|^2: (J, K) without a (J, K, q) array.
         distance = (observed**2).sum(1)[:, None] - 2 * observed @ signal.T / scale + (signal**2).sum(1) / scale**2
-        # A truth must not vouch for itself: with few draws left it would make the outcome look too telling.
+        # Exclude the true draw itself: with few draws left it would make the outcome look too informative.
         distance[np.arange(len(truth)), truth] = np.inf
         weight = np.exp(-0.5 * (distance - distance.min(1, keepdims=True)))
         weight /= weight.sum(1, keepdims=True)
         if float(np.mean(1 / (weight**2).sum(1))) >= _ENOUGH or scale > 1e9:
             return np.asarray(weight)
+        # Too few draws explain the outcomes: raise the noise.
         scale *= 1.5
 
 
 def comparable(fits: Sequence[Fit], apart_from: str | None = None) -> list[list[Fit]]:
-    """Recipes that one choice is about: those alike in every factor, but for the one named."""
+    """Group recipes that are alternatives to each other: equal in every factor except `apart_from`."""
     groups: dict[tuple[str, ...], list[Fit]] = {}
     for fit in fits:
         alike = tuple(value for name, value in fit.curve.factors.items() if name != apart_from)
@@ -270,7 +275,7 @@ def _contenders(fits: Sequence[Fit]) -> list[Fit]:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """Current state of a choice, and its simulated future, computed once at first use."""
+    """The current state of a choice, and its simulated future, computed at first use."""
 
     fits: Sequence[Fit]
     standing: Standing
@@ -282,22 +287,22 @@ class Choice:
 
 
 def choice_of(fits: Sequence[Fit], margin: float | None = None) -> Choice:
-    """Return the choice between recipes as it stands, with its future still to be simulated.
+    """Return the present choice between recipes; its future is simulated at first use.
 
     Raises:
-        UserError: margin is negative or no number.
+        UserError: margin is negative or not a number.
     """
     return Choice(fits, stand(fits, margin))
 
 
 def settle(choice: Choice, limit: float | None = None) -> Settlement:
-    """Return the best next step of each recipe, to settle which one has the highest asymptote.
+    """Return the best next step of each recipe for deciding which one has the highest asymptote.
 
     Args:
         choice: the choice between recipes, see `choice_of`.
-        limit: steps that cost more than this are left out, in the curves' unit; None for no limit.
+        limit: largest allowed cost of a step, in the curves' unit; None for no limit.
 
-    A recipe that does not rise, or has no fit, is listed with its cure and no expected gain.
+    A recipe that does not rise, or has no fit, is listed with its remedy and without an expected gain.
     """
     fits, standing = choice.fits, choice.standing
     contenders = _contenders(fits)
@@ -306,8 +311,8 @@ def settle(choice: Choice, limit: float | None = None) -> Settlement:
     if len(fits) < 2:
         return _settlement(standing, cures, "nothing to compare: only one recipe", settled=False)
     if standing.decided:
-        # What is settled needs no more of the recipes compared; those without a curve may still change it.
-        # Which to choose is known though its asymptote is not: "settled" would say both.
+        # The compared recipes need no more runs; only those without a curve could still change the choice. The wording
+        # avoids "settled" where the choice is known but its asymptote is not.
         named = standing.leader in standing.ranked
         state = "settled" if named else "no further run is needed to choose"
         return _settlement(standing, cures, f"{state}: {outcome_sentence(standing)}", settled=True)
@@ -315,7 +320,7 @@ def settle(choice: Choice, limit: float | None = None) -> Settlement:
     steps = [_best_step(choice.future, list(fits).index(fit), limit) for fit in contenders]
     chosen = sorted((s for s in steps if s is not None), key=lambda s: (-(s.expected_gain or 0) / s.cost, s.recipe))
     if max((step.expected_gain or 0.0 for step in chosen), default=0.0) < choice.future.worth:
-        # One step is looked ahead; several together may pay where none alone can turn the choice.
+        # Only one step is looked ahead: several together may help where no single one can change the choice.
         sentence += "; no single step is expected to change that, several seeds might"
     return _settlement(standing, [*chosen, *cures], sentence, settled=False)
 
@@ -332,20 +337,21 @@ def _settlement(standing: Standing, steps: Sequence[Step], sentence: str, settle
 
 
 def _options(fit: Fit, limit: float | None) -> list[Step]:
-    """Return the steps possible for a contender within the cost limit, their gains not yet computed."""
+    """Return the possible steps of a contender within the cost limit; gains are not computed yet."""
     assert fit.window is not None
     end = fit.window[1]
+    # 4 x C_mid is where a curve usually bounds its asymptote.
     targets = {factor * end for factor in _FACTORS}
     if fit.C_mid.value is not None and 1.1 * end < 4 * fit.C_mid.value < _FACTORS[-1] * end:
         targets.add(4 * fit.C_mid.value)
-    found = [
+    steps = [
         Step(recipe=fit.recipe, action="extend", compute=to, expected_gain=None, cost=(to - end) * fit.seeds, reason="")
         for to in sorted(targets if not fit.curve.ended else ())
     ]
     if fit.verdict != "pre_inflection":
-        # Another run that ends before the bend, too, would say nothing of where the curve goes.
-        found.append(Step(recipe=fit.recipe, action="seed", compute=end, expected_gain=None, cost=end, reason=""))
-    return [step for step in found if limit is None or step.cost <= limit]
+        # Another run that also ends before the bend would not show where the curve leads.
+        steps.append(Step(recipe=fit.recipe, action="seed", compute=end, expected_gain=None, cost=end, reason=""))
+    return [step for step in steps if limit is None or step.cost <= limit]
 
 
 def _judged(fit: Fit, step: Step, gain: float) -> Step:
@@ -373,7 +379,7 @@ def _judged(fit: Fit, step: Step, gain: float) -> Step:
 def _best_step(future: _Future, i: int, limit: float | None) -> Step | None:
     """Return the step with the most gain per cost among those with at least `_CHEAPER` of the recipe's largest gain."""
     fit = future.fits[i]
-    # What is as good as out of the race cannot turn the choice.
+    # A recipe that is practically out of the race cannot change the choice: its gain is 0.
     judged = [
         _judged(fit, step, future.loss - future.loss_after({i: step}) if i in future.near else 0.0)
         for step in _options(fit, limit)
@@ -386,7 +392,7 @@ def _best_step(future: _Future, i: int, limit: float | None) -> Step | None:
 
 
 def _cure(fit: Fit) -> Step:
-    """Return the step that would make a refused recipe's asymptote identifiable; its gain is not known."""
+    """Return the step that could make a refused recipe's asymptote identifiable; its gain is unknown."""
     end = fit.window[1] if fit.window is not None else float(fit.curve.compute.max())
     if fit.verdict == "decreasing" or fit.curve.ended:
         return Step(
@@ -415,16 +421,16 @@ def _cure(fit: Fit) -> Step:
 
 
 def split_budget(choice: Choice, budget: float) -> Split:
-    """Split a budget of further compute over recipes: what settles the choice first, then the rest for the winner.
+    """Split a budget of further compute over recipes: first to settle the choice, then the remainder to the winner.
 
-    Steps are taken one after the other by expected gain per compute, each judged together with those before
-    it and at most one a recipe, until the choice is decided, no step is worth anything, or the budget is spent.
-    The rest continues one run of the recipe of least expected loss if that loss, before the steps, is within the
-    margin; else it is kept. It is a plan before the results: plan again with them.
+    Steps are chosen one by one, by expected gain per compute, each judged together with the steps before it, and at
+    most one per recipe. This ends when the choice is decided, no step is worth anything, or the budget is spent. The
+    remainder continues one run of the recipe with the smallest expected loss, if that loss (before the steps) is within
+    the margin; otherwise it is kept. Plan again when results are in.
 
     Args:
         choice: the choice between recipes, see `choice_of`.
-        budget: compute still to spend, over all recipes together, in the curves' unit.
+        budget: compute still to spend, over all recipes, in the curves' unit.
 
     Raises:
         UserError: budget is not positive.
@@ -437,10 +443,10 @@ def split_budget(choice: Choice, budget: float) -> Split:
         return _split_cures(fits, budget)
     future = choice.future
     taken: dict[int, Step] = {}
-    now, left = future.loss, budget
+    loss_now, left = future.loss, budget
     while not standing.decided:
         offers = [
-            (i, _judged(fits[i], step, now - future.loss_after({**taken, i: step})))
+            (i, _judged(fits[i], step, loss_now - future.loss_after({**taken, i: step})))
             for i in future.near
             if i not in taken and fits[i] in contenders
             for step in _options(fits[i], left)
@@ -450,7 +456,7 @@ def split_budget(choice: Choice, budget: float) -> Split:
             break
         i, step = max(offers, key=lambda offer: (offer[1].expected_gain or 0.0) / offer[1].cost)
         taken[i] = step
-        now, left = now - (step.expected_gain or 0.0), left - step.cost
+        loss_now, left = loss_now - (step.expected_gain or 0.0), left - step.cost
     leader = next((fit for fit in contenders if fit.recipe == standing.leader), None)
     loss = standing.losses[leader.recipe] if leader is not None else np.inf
     steps = {fits[i].recipe: step for i, step in taken.items()}
@@ -481,7 +487,7 @@ def split_budget(choice: Choice, budget: float) -> Split:
 
 
 def _split_cures(fits: Sequence[Fit], budget: float) -> Split:
-    """Split a budget where no recipe has a curve yet: pay for the runs that would show one, the cheapest first."""
+    """Split a budget where no recipe has a curve yet: pay for the runs that could show one, cheapest first."""
     left, taken = budget, {}
     for step in sorted(map(_cure, fits), key=lambda s: (s.cost, s.recipe)):
         if step.cost <= left:
@@ -495,7 +501,7 @@ def _split_cures(fits: Sequence[Fit], budget: float) -> Split:
 def _split(
     fits: Sequence[Fit], winner: Fit | None, taken: Mapping[str, Step], budget: float, left: float, sentence: str
 ) -> Split:
-    """Assemble the split; `sentence` is used where the rest of the budget is committed to no recipe."""
+    """Assemble the split; `sentence` is used if the remainder is not committed to a recipe."""
     shares, commit = [], None
     for fit in fits:
         step = taken.get(fit.recipe)

@@ -1,8 +1,8 @@
-"""Comparison of two recipes, under any verdict: at matched compute, in compute to a common reward, in asymptote.
+"""Comparison of two recipes under any verdict: at equal compute, in compute to a common reward, and in asymptote.
 
-Everything is computed from the draws that ranking and planning use. Where recipes were run with the same seeds, the
-effect of a seed that they share cancels in the difference; where they were evaluated on the same prompts, so does the
-difficulty of a prompt for both.
+Everything is computed from the same draws as ranking and planning. Where recipes were run with the same seeds, a
+seed's common effect cancels in the difference; where they were evaluated on the same prompts, so does the difficulty of
+a prompt.
 """
 
 from __future__ import annotations
@@ -29,40 +29,41 @@ from sweeps.fit.seeds import BORROWED_SEED_SD, Pairing, SeedExcess, SeedSpread
 from sweeps.run.passes import Passes
 
 CONFIDENCE = 0.95
-# Evaluations of a run, up to the common compute, whose mean is its reward there where seeds are paired.
+# Number of last evaluations of a run, up to the common compute, whose mean is its reward there when pairing seeds.
 _NEAR = 3
-# The common reward, as a share of what the slower of the two has gained: nearer its end a plateau blurs when it passed.
+# The common reward, as a share of the slower recipe's gain: near the end of a plateau the crossing time is uncertain.
 _GAINED = 0.8
 _LOOKS = 201
-# As many as a study of three recipes with three seeds has; few enough that a wild pair shows.
+# Degrees of freedom of the prior in `pairing_of_two`: those of a study of three recipes and three seeds, few enough
+# that an unusual pair shows.
 _PRIOR_DOF = 4
-# The normal quantile of 97.5%: a two-sided test at 5%.
+# The 97.5% quantile of the normal: a two-sided test at 5%.
 SURE = 1.959964
-# The sum of the normal quantiles of 97.5% (a two-sided test at 5%) and of 80% power.
+# Sum of the normal's quantiles for a two-sided test at 5% and for 80% power.
 POWER = SURE + 0.841621
 _MOST_SEEDS = 10_000
 
-# Of a recipe and a compute, the newest passes by prompt at or before it, by seed.
+# (recipe, compute) -> the newest passes by prompt at or before that compute, by seed.
 PromptPasses = Callable[[str, float], Mapping[str, Passes]]
 
 
 @dataclass(frozen=True)
 class Difference(AsJson):
-    """One comparison; differences are of `recipe` minus `other`, in reward units, with 95% bounds.
+    """One comparison. Differences are `recipe` minus `other`, in reward, with 95% bounds.
 
     Attributes:
         recipe, other: labels.
         compute: largest compute that both have spent, in the curves' unit.
         R: difference of rewards there.
-        R_on_prompts: the same with the held-out prompts as a sample of all prompts, so with their sampling error; None
-            where the passes by prompt of both are not known, or were on different prompts.
-        R_at_budget: forecast difference at the budget; None without a budget, or where it lies too far beyond the data.
-        A: difference of the asymptotes; None where one of the two curves does not rise.
-        ratio: compute of `recipe` over that of `other`, to a reward that both reach; None where that is not known.
+        R_on_prompts: the same, treating the held-out prompts as a sample of all prompts, so including their sampling
+            error; None where passes by prompt are unknown for one recipe, or the prompts differ.
+        R_at_budget: forecast difference at the budget; None without a budget, or too far beyond the data.
+        A: difference of the asymptotes; None where one of the curves does not rise.
+        ratio: compute of `recipe` over that of `other`, to a reward that both reach; None where unknown.
         p_neither: share of the draws in which neither reaches it, which `ratio` leaves out; None without a ratio.
-        p_higher: probability that the reward of `recipe` is the higher one at `compute`.
-        seeds: number of seeds of the recipe that has fewer.
-        paired: what the two are paired by: "seed", "prompt", both or neither.
+        p_higher: probability that `recipe` has the higher reward at `compute`.
+        seeds: number of seeds of the recipe with fewer seeds.
+        paired: how the two are paired: "seed", "prompt", both or neither.
         seeds_needed: seeds per recipe to detect the margin at `compute` with 80% power; None above `_MOST_SEEDS`.
         told: `higher`, `lower`, `same` or `not told apart`.
     """
@@ -86,7 +87,7 @@ class Difference(AsJson):
 
 @dataclass(frozen=True)
 class Comparisons(AsJson):
-    """Results of several pairwise comparisons. simultaneous: whether the bounds hold for all of them together."""
+    """Results of several pairwise comparisons. simultaneous: whether the bounds hold for all of them at once."""
 
     margin: float
     budget: float | None
@@ -99,7 +100,7 @@ class Comparisons(AsJson):
 
 @dataclass(frozen=True, eq=False)
 class _Drawn:
-    """Draws of one comparison; (K,) each."""
+    """Draws of one comparison; (K,) each unless None."""
 
     compute: float
     reward: Array
@@ -120,14 +121,14 @@ def compare(
     """Compare recipes two by two.
 
     Args:
-        fits: fits of the whole study: the effect of a seed that recipes share is estimated from all of them.
-        pairs: labels of the recipes to compare, two by two; bounds hold for all pairs together.
+        fits: fits of the whole study; the common effect of a seed is estimated from all of them.
+        pairs: labels of the recipes to compare, two by two; bounds hold for all pairs at once.
         budget: compute at which to forecast as well, in the curves' unit; None for no forecast.
-        margin: recipes within this of each other are the same, in reward; None for 0.02 of the reward's scale.
-        passes: reads which prompts the runs of a recipe passed; None where that was not kept.
+        margin: recipes within this of each other count as equal, in reward; None for 0.02 of the reward's scale.
+        passes: returns which prompts the runs of a recipe passed; None where that was not recorded.
 
     Raises:
-        UserError: an unknown recipe, one with itself, one of which nothing can be read, or a margin that cannot be.
+        UserError: an unknown recipe, a recipe compared with itself, one without a forecast, or an invalid margin.
     """
     margin = margin_of(fits, margin)
     by_name = {fit.recipe: fit for fit in fits}
@@ -137,7 +138,7 @@ def compare(
 
     scale = max(fit.curve.scale for fit in fits)
 
-    @cache  # pairs have few computes in common, and each takes all recipes' points
+    @cache  # pairs share few distinct computes, and each call reads all recipes' points
     def near(compute: float) -> Mapping[str, SeedExcess]:
         return {fit.recipe: rewards_near(fit.curve, compute) for fit in fits}
 
@@ -220,14 +221,14 @@ def _drawn(
     budget: float | None,
     passes: PromptPasses | None,
 ) -> _Drawn:
-    """Draw one comparison: what its bounds, and the chances in it, are read from."""
+    """Make the draws of one comparison, from which its bounds and probabilities are read."""
     assert one.window is not None and two.window is not None
     compute = min(one.window[1], two.window[1])
     pairing = pairing_at(one.recipe, two.recipe, compute)
     reward = apart(one, two, compute, pairing)
-    between = None if passes is None else prompt_error(*(passes(fit.recipe, compute) for fit in (one, two)))
+    error = None if passes is None else prompt_error(*(passes(fit.recipe, compute) for fit in (one, two)))
     rng = generator(f"{one.recipe} {two.recipe}", "pair")
-    on_prompts = None if between is None else reward + between * rng.standard_normal(DRAWS)
+    on_prompts = None if error is None else reward + error * rng.standard_normal(DRAWS)
     ahead = budget is not None and within(one, budget) and within(two, budget)
     rises = not {one.verdict, two.verdict} & {"flat", "decreasing"}
     return _Drawn(
@@ -237,23 +238,23 @@ def _drawn(
         at_budget=apart(one, two, budget, pairing) if ahead and budget is not None else None,
         asymptote=asymptotes[one.recipe] - asymptotes[two.recipe] if rises else None,
         ratio=compute_ratio(one, two, compute),
-        paired=tuple(name for name, known in (("seed", pairing is not None), ("prompt", between is not None)) if known),
+        paired=tuple(name for name, known in (("seed", pairing is not None), ("prompt", error is not None)) if known),
     )
 
 
 def apart(one: Fit, two: Fit, compute: float, pairing: Pairing | None) -> Array:
-    """Draws of the difference of rewards at a compute, over all seeds; (K,).
+    """Return draws of the difference of rewards at a compute, over all seeds; (K,).
 
     Args:
         one: a readable fit.
-        two: another one, whose reward is subtracted.
+        two: another readable fit, which is subtracted.
         compute: where to compare, in the curves' unit.
-        pairing: spread that is left of the difference within shared seeds; None where the recipes are not paired.
+        pairing: remaining spread of the difference within shared seeds; None where the recipes are not paired.
     """
     if pairing is None:
         return np.asarray(np.subtract(*(paths_over_seeds(fit, [compute])[:, 0] for fit in (one, two))))
     rng = generator(f"{one.recipe}\n{two.recipe}", "paired")
-    # What is left between seeds of one recipe; of a difference twice that variance.
+    # Spread remaining between seeds of one recipe; a difference of two recipes has twice that variance.
     sd = pairing.spread.sd * math.sqrt(2 / len(pairing.seeds))
     return np.asarray(
         np.subtract(*(paths(fit, [compute])[:, 0] for fit in (one, two)))
@@ -264,10 +265,10 @@ def apart(one: Fit, two: Fit, compute: float, pairing: Pairing | None) -> Array:
 def pairing_of_two(one: str, two: str, near: Mapping[str, SeedExcess], scale: float) -> Pairing | None:
     """Return the seed pairing of two recipes at a compute; None unless both have the same two or more seeds.
 
-    Its spread is the variance of the two recipes' own differences by seed, shrunk towards the median residual variance
-    of all recipes that have these seeds and came so far (the median, for some are wilder than others), or towards the
-    published spread where these are only the two. A moderated t statistic (Smyth 2004), whose prior counts as
-    `_PRIOR_DOF` degrees of freedom.
+    Its spread is the variance of the two recipes' differences by seed, shrunk towards a usual value: the median
+    residual variance of all recipes with these seeds that reached this compute (the median, because some recipes are
+    far noisier), or the published spread if there are only these two. This is a moderated t statistic (Smyth 2004),
+    whose prior counts as `_PRIOR_DOF` degrees of freedom.
 
     Args:
         one, two: labels of the recipes.
@@ -280,26 +281,26 @@ def pairing_of_two(one: str, two: str, near: Mapping[str, SeedExcess], scale: fl
     alike = [excess for excess in near.values() if sorted(excess.offset) == seeds]
     sampling = (near[one].sampling + near[two].sampling) / 2
     apart_by = np.array([near[one].offset[seed] - near[two].offset[seed] for seed in seeds])
-    own = float(apart_by.var(ddof=1)) / 2
+    own_variance = float(apart_by.var(ddof=1)) / 2
     usual = (BORROWED_SEED_SD * scale) ** 2 + sampling
     if len(alike) > 2:
         table = np.array([[excess.offset[seed] for seed in seeds] for excess in alike])
-        left = table - table.mean(0)  # offsets are about each recipe's mean already
+        residual = table - table.mean(0)  # offsets are already relative to each recipe's mean
         free = (len(seeds) - 1) * (1 - 1 / len(alike))
-        usual = float(np.median((left**2).sum(1)) / chdtri(free, 0.5))  # the median of chi squared is below its mean
+        usual = float(np.median((residual**2).sum(1)) / chdtri(free, 0.5))  # chi squared's median is below its mean
     dof = len(seeds) - 1
-    variance = (_PRIOR_DOF * usual + dof * own) / (_PRIOR_DOF + dof) - sampling
-    # Never below what noise could hide of the published spread.
+    variance = (_PRIOR_DOF * usual + dof * own_variance) / (_PRIOR_DOF + dof) - sampling
+    # Never below the part of the published spread that noise could hide.
     variance = max(variance, min(sampling, (BORROWED_SEED_SD * scale) ** 2))
     return Pairing(tuple(seeds), SeedSpread(math.sqrt(variance), "paired", float(_PRIOR_DOF + dof)))
 
 
 def rewards_near(curve: Curve, compute: float) -> SeedExcess:
-    """Rewards of a recipe's seeds near a compute, about their mean; nothing where a seed has too few before it."""
+    """Return the rewards of a recipe's seeds near a compute, relative to their mean; empty if a seed has too few."""
     means, errors = {}, []
     for seed in sorted(set(curve.seed)):
-        mine = (curve.seed == seed) & (curve.compute <= compute * (1 + 1e-9))
-        last = np.flatnonzero(mine)[-_NEAR:]
+        rows = (curve.seed == seed) & (curve.compute <= compute * (1 + 1e-9))
+        last = np.flatnonzero(rows)[-_NEAR:]
         if len(last) < _NEAR or seed.startswith(UNNAMED) or curve.compute[last[-1]] < 0.5 * compute:
             return SeedExcess()
         means[seed] = float(curve.reward[last].mean())
@@ -307,14 +308,14 @@ def rewards_near(curve: Curve, compute: float) -> SeedExcess:
         errors.append(float(noise) / len(last))
     middle = float(np.mean(list(means.values())))
     offset = {seed: mean - middle for seed, mean in means.items()}
-    return SeedExcess(sum(each**2 for each in offset.values()), float(np.mean(errors)), len(means) - 1, offset)
+    return SeedExcess(sum(value**2 for value in offset.values()), float(np.mean(errors)), len(means) - 1, offset)
 
 
 def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float | None:
-    """Standard error of a difference of pass rates for the choice of prompts, which both runs were evaluated on.
+    """Return the standard error, due to the choice of prompts, of a difference of pass rates on the same prompts.
 
-    The difference's variance between prompts, less what sampling puts there, over the number of prompts. None where no
-    seed of both was evaluated on the same prompts.
+    Squared, it is the variance of the difference between prompts, minus the part due to sampling, over the number of
+    prompts. None if no seed of both was evaluated on the same prompts.
 
     Args:
         one: passes of one recipe's runs, by seed.
@@ -323,26 +324,26 @@ def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float 
     seeds = [s for s in one if s in two and one[s].prompts == two[s].prompts]
     if not seeds:
         return None
-    # Of the seeds that share their prompts with the first one; a set is the same for all seeds of a study.
+    # Keep the seeds with the same prompts as the first one; normally all seeds of a study share one set.
     seeds = [s for s in seeds if one[s].prompts == one[seeds[0]].prompts]
     rates = []
     sampling = []
-    for each in (one, two):
-        passed = np.array([each[s].passed for s in seeds], dtype=float)
-        scored = np.array([each[s].scored for s in seeds], dtype=float)
+    for passes in (one, two):
+        passed = np.array([passes[s].passed for s in seeds], dtype=float)
+        scored = np.array([passes[s].scored for s in seeds], dtype=float)
         with np.errstate(invalid="ignore", divide="ignore"):
             rate = np.where(scored > 0, passed / scored, np.nan)
             # Unbiased estimate of p (1 - p) / n from the n completions of a prompt.
             sampling.append(np.where(scored > 1, rate * (1 - rate) / (scored - 1), np.nan))
         rates.append(rate)
-    apart = rates[0] - rates[1]
-    known = np.isfinite(apart).all(0)
+    difference = rates[0] - rates[1]
+    known = np.isfinite(difference).all(0)
     if known.sum() < 2:
         return None
     noise = (sampling[0] + sampling[1])[:, known] / len(seeds) ** 2
-    # A single sample a prompt does not tell its own noise: none is taken off then.
+    # With one sample per prompt the sampling variance is unknown, so nothing is subtracted.
     within_prompts = float(noise.sum(0).mean()) if np.isfinite(noise).all() else 0.0
-    between = float(apart[:, known].mean(0).var(ddof=1)) - within_prompts
+    between = float(difference[:, known].mean(0).var(ddof=1)) - within_prompts
     return math.sqrt(max(between, 0.0) / int(known.sum()))
 
 
@@ -350,15 +351,15 @@ def compute_ratio(one: Fit, two: Fit, compute: float) -> Ratio | None:
     """Draw the ratio of computes, `one` over `two`, to a reward that both reach by `compute`.
 
     Returns:
-        The ratio; None where one of them gains nothing, or where neither ever reaches that reward.
+        The ratio; None where one of them gains nothing, or neither ever reaches that reward.
     """
     looks = np.linspace(0, compute, _LOOKS)
     ahead = [paths_over_seeds(fit, looks) for fit in (one, two)]
-    begin = max(float(np.median(each[:, 0])) for each in ahead)
-    end = min(float(np.median(each[:, -1])) for each in ahead)
+    begin = max(float(np.median(path[:, 0])) for path in ahead)
+    end = min(float(np.median(path[:, -1])) for path in ahead)
     if end <= begin:
         return None
-    ours, theirs = (first_above(each, looks, begin + _GAINED * (end - begin)) for each in ahead)
+    ours, theirs = (first_above(path, looks, begin + _GAINED * (end - begin)) for path in ahead)
     ratio = Ratio.of(ours, theirs)
     return ratio if len(ratio.draws) else None
 
@@ -366,7 +367,7 @@ def compute_ratio(one: Fit, two: Fit, compute: float) -> Ratio | None:
 def seeds_needed(difference: Array, seeds: int, margin: float) -> int | None:
     """Return the seeds per recipe to detect the margin at 5% with 80% power; None if over `_MOST_SEEDS`.
 
-    All uncertainty at a compute that was spent (seeds, sampling, noise) falls with the root of the number of seeds.
+    The uncertainty at a compute already spent (seeds, sampling, noise) falls with the root of the number of seeds.
 
     Args:
         difference: posterior draws of the difference at the present number of seeds, (K,).
@@ -380,35 +381,35 @@ def seeds_needed(difference: Array, seeds: int, margin: float) -> int | None:
 
 
 def deviation(draws: Array) -> float:
-    """Width of the central 95% of the draws over 2 x 1.96: the standard deviation where they are normal."""
+    """Return the width of the draws' central 95% over 2 x 1.96: the standard deviation if they are normal."""
     low, high = np.quantile(draws, [0.025, 0.975])
     return float(high - low) / (2 * SURE)
 
 
 def _bounds_where(draws: Sequence[Array | None]) -> list[Interval | None]:
-    """Return `_bounds` of the draws that are known, None for the others."""
-    known = iter(_bounds([each for each in draws if each is not None]))
-    return [None if each is None else next(known) for each in draws]
+    """Return `_bounds` of the known draws, None for the others."""
+    known = iter(_bounds([values for values in draws if values is not None]))
+    return [None if values is None else next(known) for values in draws]
 
 
 def _bounds(draws: Sequence[Array]) -> list[Interval]:
     """Return medians and simultaneous 95% bounds of several sets of joint draws, which may be infinite."""
     tail = _tail(draws)
-    return [quantiles(each, tail) for each in draws]
+    return [quantiles(values, tail) for values in draws]
 
 
 def _tail(draws: Sequence[Array]) -> float:
     """Return the share of draws beyond either end of simultaneous 95% bounds.
 
-    The bounds are quantiles of each at one level, at which that holds (Besag et al. 1995, section 6.3). Of draws that
-    are fewer than the others' (a ratio) the level is that of as many comparisons as there are, by Bonferroni.
+    The bounds are quantiles of each set at one common level, chosen so that all hold at once (Besag et al. 1995,
+    section 6.3). Where a set has fewer draws than the others (a ratio), Bonferroni's level is used instead.
     """
     if len(draws) < 2:
         return TAIL
-    count = max((len(each) for each in draws), default=0)
-    if any(len(each) < count for each in draws):
+    count = max((len(values) for values in draws), default=0)
+    if any(len(values) < count for values in draws):
         return TAIL / len(draws)
-    ranks = np.stack([np.argsort(np.argsort(each, kind="stable"), kind="stable") + 1 for each in draws])
+    ranks = np.stack([np.argsort(np.argsort(values, kind="stable"), kind="stable") + 1 for values in draws])
     extreme = np.sort(np.maximum(ranks, count + 1 - ranks).max(axis=0))
     return float((count + 1 - extreme[math.ceil(CONFIDENCE * count) - 1]) / count)
 
@@ -417,7 +418,7 @@ HIGHER, LOWER, SAME, UNTOLD = "higher", "lower", "same", "not told apart"
 
 
 def _told(difference: Interval, margin: float) -> str:
-    """Classify a difference by its bounds: higher, lower, same within the margin, or not told apart."""
+    """Classify a difference by its bounds: higher, lower, same (within the margin), or not told apart."""
     low = -math.inf if difference.low is None else difference.low
     high = math.inf if difference.high is None else difference.high
     if low > 0:
@@ -460,7 +461,7 @@ def _sentence(
 
 
 def _notes(rows: Sequence[Difference], fits: Sequence[Fit]) -> list[str]:
-    """Return notes on comparisons that are not paired by seed or by prompt, and why."""
+    """Return notes on comparisons that are not paired by seed or by prompt, with the reason."""
     notes = []
     unpaired = [row for row in rows if "seed" not in row.paired]
     if unpaired:

@@ -1,4 +1,4 @@
-"""The plan for a target or a budget as one object: compute, next runs, model sizes and rollouts compared."""
+"""The plan for a target or a budget: compute, next runs, model sizes and rollouts compared, in one object."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sweeps.fit.predict import reward_at
 
 @dataclass(frozen=True)
 class Factors:
-    """Names of the factors that a study varied besides the recipe, and unseen model sizes to predict for."""
+    """Names of the factors that a study varied besides the recipe, and model sizes that were not run to predict for."""
 
     size: str | None = None
     rollouts: str | None = None
@@ -36,10 +36,10 @@ class Row(AsJson):
     Attributes:
         compute: compute to the target, or the share of the budget; None where the target is not reached.
         R: reward at `to`, for a budget; None for a target, or where the fit may not be read there.
-        reason: in words.
+        reason: explanation in words.
         asymptote: how near the recipe's runs are to their asymptote.
         reach: the full answer for a target; None for a budget.
-        to: compute that the recipe's run then reaches; None for a target, or where nothing is added.
+        to: compute that the recipe's run then reaches; None for a target, or if nothing is added.
     """
 
     recipe: str
@@ -65,7 +65,7 @@ class Row(AsJson):
 
 @dataclass(frozen=True)
 class Plan(AsJson):
-    """The answer of `scalerl plan`. Target or budget is None, or both where only what to run next was asked."""
+    """The answer of `scalerl plan`. target or budget is None; both are None if only the next runs were asked for."""
 
     target: float | None
     budget: float | None
@@ -78,7 +78,7 @@ class Plan(AsJson):
     rollouts: tuple[RolloutPlan, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The object of `scalerl plan --json`."""
+        """Return the object printed by `scalerl plan --json`."""
         goals = {"target": self.target, "budget": self.budget}
         entry: dict[str, Any] = {name: goal for name, goal in goals.items() if goal is not None}
         entry["unit"] = self.unit
@@ -110,18 +110,18 @@ def make_plan(
     margin: float | None = None,
     factors: Factors | None = None,
 ) -> Plan:
-    """Plan for a target or a budget, or without either say what to run next.
+    """Plan for a target or a budget; with neither, propose the next runs.
 
     Args:
         fits: fits of curves that are grouped by the factors, as `fit_curves` returns them.
-        target: reward to reach; None for none.
-        budget: compute in the curves' unit: still to spend over all recipes together where the study has no factors,
-            else of one run; None for none.
-        margin: recipes whose A lies within this of the best are no wrong choice, in reward; None for the default.
+        target: reward to reach; None without one.
+        budget: compute in the curves' unit. Without factors: still to spend, over all recipes. With factors: of one
+            run. None without one.
+        margin: choosing a recipe whose A is within this of the best is not an error, in reward; None for the default.
         factors: what the study varied besides the recipe; None for nothing.
 
     Raises:
-        UserError: both target and budget, either out of range, or factors that do not fit.
+        UserError: both target and budget are given, one is out of range, or the factors do not match the curves.
     """
     factors = factors or Factors()
     if not fits:
@@ -152,7 +152,7 @@ def make_plan(
     if factors.rollouts is not None and budget is not None:
         rollouts = tuple(best_rollouts(fits, budget, factors.rollouts, factors.difficulty))
     unit = fits[0].curve.unit
-    # Curves that differ in a factor (model size, rollouts) are no alternatives between which a budget could be split.
+    # Curves that differ in a factor (model size, rollouts) are not alternatives: a budget cannot be split between them.
     if budget is not None and not any(fit.curve.factors for fit in fits):
         choice = choice_of(fits, margin)
         split = split_budget(choice, budget)
@@ -185,7 +185,7 @@ def make_plan(
 
 
 def _row(fit: Fit, target: float | None, budget: float | None) -> Row:
-    """Return a recipe's row for a target, for one run of a budget, or for neither."""
+    """Return a recipe's row: for a target, for one run of a budget, or for neither."""
     if target is not None:
         return _reach_row(fit, target)
     if budget is not None:
@@ -207,10 +207,10 @@ def _reach_row(fit: Fit, target: float) -> Row:
 
 def _share_row(fit: Fit, split: Split) -> Row:
     share = next(share for share in split.shares if share.recipe == fit.recipe)
-    given = Interval(share.compute, share.compute, share.compute)
+    amount = Interval(share.compute, share.compute, share.compute)
     return Row(
         recipe=fit.recipe,
-        compute=given,
+        compute=amount,
         R=share.R,
         reason=share.reason,
         asymptote=near_asymptote(fit),

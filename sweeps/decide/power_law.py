@@ -1,15 +1,15 @@
-"""Across model sizes: test loss against compute (or data), its exponent saturating with size.
+"""Power law across model sizes: test loss against compute (or data), with an exponent that saturates with size.
 
     log L(N, X) = E(N) - k(N) log X,   k(N) = k_max / (1 + N_0 / N),   L = 1 - pass rate     arXiv 2509.25300
 
-N is the model's size in parameters and X the compute axis. k is the exponent and E the intercept of the
-log-log line. The project's third source writes L(N, X) = K(N) X^(-E(N)) and calls K(N) the saturating term:
-its prefactor K(N) is exp(E) here, and its exponent E(N) is k here (the one that saturates, by the formula).
+N is the model's size in parameters and X the compute axis. k is the exponent and E the intercept of the log-log line.
+The project's third source writes L(N, X) = K(N) X^(-E(N)) and calls K(N) the saturating term: its prefactor K(N) is
+exp(E) here, and its exponent E(N), which by the formula is the one that saturates, is k here.
 
-E is free for each size seen; for others it is a straight line in log N, taken at a reference compute in the
-middle of the data (a line at X = 1 would depend on the unit), and marked as extrapolation. Given N_0 the rest
-is linear, so only N_0 is searched. A power law in 1 - R has no ceiling below R = 1, at odds with the sigmoid:
-`sweeps.decide.sizes` fits both and says which to trust.
+E is free for each size that was run. For other sizes it follows a straight line in log N, taken at a reference compute
+in the middle of the data (at X = 1 it would depend on the unit), and is marked as extrapolation. Given N_0 the model is
+linear, so only N_0 is searched. A power law in 1 - R has no ceiling below R = 1, unlike the sigmoid:
+`sweeps.decide.sizes` fits both and reports which to trust.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import quantiles
 
 _DRAWS = 2000
-# N_0 from a hundredth of the smallest size (all saturated) to a hundred times the largest (k proportional to N).
+# Search N_0 from a hundredth of the smallest size (all saturated) to 100 times the largest (k proportional to N).
 _N0_REACH, _N0_GRID = 100.0, 400
 _SUFFIX = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-# A size within a model's name, as in Qwen/Qwen3-0.6B; of a mixture's two the first, which counts all experts.
+# A size within a model's name, as in Qwen/Qwen3-0.6B; for mixtures of experts the first number, which counts all.
 _IN_NAME = re.compile(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)([kmbt])(?![a-z0-9])")
 
 
 def parse_size(text: str) -> float:
-    """A model size in parameters: a number, one with K, M, B or T (`0.5B`), or a model's name with one in it.
+    """Parse a model size in parameters: a number, one with K, M, B or T (`0.5B`), or a model's name that contains one.
 
     Raises:
-        UserError: it is no positive number.
+        UserError: it is not a positive number.
     """
     body = text.strip().lower()
     unit = _SUFFIX.get(body[-1:], 1.0)
@@ -62,7 +62,7 @@ class _Points:
 
     Attributes:
         log_x, log_l, sd: log compute, log loss, and standard error of the reward (None if unknown), (n,) each.
-        size, run: index of the model size, and of the run over all sizes, (n,).
+        size, run: index of the model size, and of the run counted over all sizes, (n,).
         left_out: number of evaluations without a logarithm.
     """
 
@@ -92,13 +92,13 @@ class PowerLaw:
 
     Attributes:
         sizes: model sizes that were run, ascending, in parameters, (S,).
-        reference: compute at which `draw_level` is log L, in the curves' unit.
+        reference: compute at which `draw_level` gives log L, in the curves' unit.
         k_max, N_0: estimates with 95% bounds; a bound is None where the data leave it open.
-        draw_k_max, draw_n_0: K joint draws of both, (K,). draw_level: of log L of each size, as a mean over seeds, at
-            the reference compute, (K, S).
-        best: k_max, N_0 and the levels (S,) at the least squares.
+        draw_k_max, draw_n_0: K joint draws of both, (K,).
+        draw_level: draws of log L at the reference compute, as a mean over seeds, (K, S).
+        best: k_max, N_0 and the levels (S,) at least squares.
         points, left_out: number of evaluations used, and of those without a logarithm (compute 0, or reward 1).
-        rmse: of log L about the least-squares law.
+        rmse: root mean squared error of log L about the least-squares law.
     """
 
     sizes: Array
@@ -114,15 +114,15 @@ class PowerLaw:
     rmse: float
 
     def exponent(self, size: float) -> Array:
-        """Draws of the exponent k(N) of a model size in parameters; (K,)."""
+        """Return draws of the exponent k(N) for a model size in parameters; (K,)."""
         return np.asarray(self.draw_k_max / (1 + self.draw_n_0 / size))
 
     def seen(self, size: float) -> bool:
-        """Return whether the size is among those fitted, to a relative 1e-9."""
+        """Return whether the size is among the fitted ones, to a relative 1e-9."""
         return bool(np.isclose(self.sizes, size, rtol=1e-9).any())
 
     def level(self, size: float) -> Array:
-        """log L at the reference compute per draw, (K,); for a size not seen, from a line in log N."""
+        """Return draws of log L at the reference compute, (K,); for a size that was not run, from a line in log N."""
         if self.seen(size):
             column: Array = self.draw_level[:, int(np.isclose(self.sizes, size, rtol=1e-9).argmax())]
             return column
@@ -130,56 +130,56 @@ class PowerLaw:
         at = np.log(size) - np.log(self.sizes).mean()
         slope = self.draw_level @ u / (u @ u)
         line: Array = self.draw_level.mean(1) + slope * at
-        freedom = len(u) - 2
-        if freedom < 1:
+        dof = len(u) - 2
+        if dof < 1:
             return line
-        # How far the sizes seen lie off the line tells how far another one may.
+        # A size that was not run deviates from the line like the others: their scatter gives its error.
         off = self.draw_level - self.draw_level.mean(1)[:, None] - slope[:, None] * u
-        scatter = np.sqrt((off**2).sum(1) / freedom * (1 + 1 / len(u) + at**2 / (u @ u)))
+        scatter = np.sqrt((off**2).sum(1) / dof * (1 + 1 / len(u) + at**2 / (u @ u)))
         rng = np.random.default_rng(zlib.crc32(f"{size:.9g}".encode()))
-        return np.asarray(line + scatter * rng.standard_t(freedom, len(line)))
+        return np.asarray(line + scatter * rng.standard_t(dof, len(line)))
 
     def log_loss(self, size: float, compute: Array) -> Array:
-        """Draws of the log loss of a size at each compute. Shapes: (m,) -> (K, m)."""
+        """Return draws of the log loss of a size at each compute. Shapes: (m,) -> (K, m)."""
         x = np.log(compute) - np.log(self.reference)
         return np.asarray(self.level(size)[:, None] - self.exponent(size)[:, None] * x[None])
 
     def reward(self, size: float, compute: float) -> Interval:
-        """Pass rate at a compute with its 95% interval."""
+        """Return the pass rate at a compute with its 95% interval."""
         loss = np.exp(np.minimum(self.log_loss(size, np.array([compute]))[:, 0], 0.0))
         return quantiles(1 - loss)
 
     def compute_to_reach(self, size: float, target: float) -> Array:
-        """Compute per draw at which the pass rate is `target`; infinite where the loss does not fall. (K,)."""
+        """Return the compute per draw, (K,), at which the pass rate is `target`; infinite if the loss never falls."""
         gap = self.level(size) - np.log1p(-target)
         k = self.exponent(size)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            # exp overflows beyond about 709.
+            # exp overflows above about 709.
             x = np.where(k > 0, np.log(self.reference) + gap / k, np.inf)
             return np.asarray(np.where(x > 700, np.inf, np.exp(np.minimum(x, 700))))
 
 
 def sized(fits: Sequence[Fit], column: str) -> dict[str, dict[float, Fit]]:
-    """Fits by recipe (without the size in its label) and size, ascending.
+    """Group fits by recipe (without the size in its label) and by size, ascending.
 
     Raises:
-        UserError: a curve has no such factor, a size is no number, or one occurs twice.
+        UserError: a curve has no such factor, a size is not a number, or a size occurs twice.
     """
-    found: dict[str, dict[float, Fit]] = {}
+    by_recipe: dict[str, dict[float, Fit]] = {}
     for fit in fits:
         if column not in fit.curve.factors:
             raise UserError(f"--size {column}: recipe {fit.recipe!r} has no {column}; name the column that holds it")
         text = fit.curve.factors[column]
         size = parse_size(text)
         recipe = fit.recipe.replace(f" {column}={text}", "")
-        if size in found.setdefault(recipe, {}):
+        if size in by_recipe.setdefault(recipe, {}):
             raise UserError(f"--size {column}: recipe {recipe!r} has size {text} twice; write it one way")
-        found[recipe][size] = fit
-    return {recipe: dict(sorted(by_size.items())) for recipe, by_size in sorted(found.items())}
+        by_recipe[recipe][size] = fit
+    return {recipe: dict(sorted(by_size.items())) for recipe, by_size in sorted(by_recipe.items())}
 
 
 def _points(fits: Sequence[Fit]) -> _Points:
-    """Return the points of all sizes within the fits' windows, in logarithms."""
+    """Return the points of all sizes within the fits' windows, as logarithms."""
     columns: list[list[Array]] = [[], [], [], []]
     runs: list[NDArray[np.intp]] = []
     known, left_out, run_count = True, 0, 0
@@ -202,7 +202,7 @@ def _points(fits: Sequence[Fit]) -> _Points:
         run_count += len(labels)
     log_x, log_l, sd, size = (np.concatenate(column) for column in columns)
     known = known and bool(sd.size) and float(np.median(sd)) > 0
-    # An evaluation whose samples all agree reports no error; it is not infinitely precise.
+    # An evaluation whose samples all agree reports an error of 0, but is not infinitely precise.
     error = np.maximum(sd, 0.5 * float(np.median(sd))) if known else None
     return _Points(
         log_x=log_x, log_l=log_l, sd=error, size=size.astype(np.intp), run=np.concatenate(runs), left_out=left_out
@@ -210,10 +210,11 @@ def _points(fits: Sequence[Fit]) -> _Points:
 
 
 def _lines(points: _Points, weight: Array, count: int, reference: float) -> _Lines:
+    # Sum over the points of each size.
     def total(values: Array) -> Array:
         return np.bincount(points.size, values, count).astype(np.float64)
 
-    # Sums about each size's own weighted means, which keep the digits that the means would cost.
+    # Sums about each size's weighted means: sums of raw products would lose digits.
     x, y = points.log_x - reference, points.log_l
     w = total(weight)
     xm, ym = total(weight * x) / w, total(weight * y) / w
@@ -224,44 +225,44 @@ def _lines(points: _Points, weight: Array, count: int, reference: float) -> _Lin
 
 
 def _given_n0(lines: _Lines, h: Array) -> tuple[Array, Array, Array]:
-    """Return k_max, its information and the SSE, (G,) each, for G values of N_0 with h = k / k_max, (G, S)."""
+    """Return k_max, its information and the SSE, (G,) each, for G values of N_0; h = k / k_max, (G, S)."""
     information = h**2 @ lines.xx
-    # Least squares of slope = -k_max h over all sizes; a loss that grows with compute is fitted by k_max = 0.
+    # Least squares of slope = -k_max h over all sizes; if the loss grows with compute, k_max is 0.
     k_max = np.maximum(-(h @ lines.xy) / information, 0.0)
     sse = lines.yy.sum() + 2 * k_max * (h @ lines.xy) + k_max**2 * information
     return k_max, information, np.maximum(sse, 0.0)
 
 
 def _best(lines: _Lines, sizes: Array, grid: Array) -> tuple[float, float, Array]:
-    """Return k_max, N_0 and the level per size (S,) of least SSE: the best of the grid, polished."""
+    """Return k_max, N_0 and the level per size (S,) with the smallest SSE: the grid's best point, refined."""
 
     def residuals(log_n0: Array) -> Array:
         h = 1 / (1 + np.exp(log_n0[0]) / sizes)
         k_max = float(_given_n0(lines, h[None])[0][0])
-        # The misfit of each size's slope is all of the SSE that depends on N_0; scaled, for the tolerances.
+        # Only the misfit of each size's slope depends on N_0; it is scaled to suit the tolerances.
         return np.asarray(np.sqrt(lines.xx / lines.xx.max()) * (lines.xy / lines.xx + k_max * h))
 
     sse = _given_n0(lines, 1 / (1 + np.exp(grid)[:, None] / sizes))[2]
     start = float(grid[int(sse.argmin())])
     step = float(grid[1] - grid[0])
     low, high = max(start - 2 * step, float(grid[0])), min(start + 2 * step, float(grid[-1]))
-    found = least_squares(
+    solution = least_squares(
         residuals, np.clip([start], low + 1e-9, high - 1e-9), bounds=([low], [high]), xtol=1e-12, ftol=1e-12, gtol=1e-12
     )
-    h = 1 / (1 + np.exp(float(found.x[0])) / sizes)
+    h = 1 / (1 + np.exp(float(solution.x[0])) / sizes)
     k_max = float(_given_n0(lines, h[None])[0][0])
-    return k_max, float(np.exp(found.x[0])), np.asarray(lines.y + k_max * h * lines.x)
+    return k_max, float(np.exp(solution.x[0])), np.asarray(lines.y + k_max * h * lines.x)
 
 
 def _inflation(residual: Array, run: NDArray[np.intp]) -> float:
-    """Number of points that amount to an independent one, from the lag-1 autocorrelation within runs."""
+    """Return how many points carry the information of one independent point, from the autocorrelation within runs."""
     same = run[1:] == run[:-1]
     squares = float(residual @ residual)
     if squares <= 0 or not same.any():
         return 1.0
-    seen = float((residual[1:] * residual[:-1])[same].sum()) / squares * len(residual) / same.sum()
-    # Residuals of a fit show less correlation than the noise has (Kendall's first-order correction).
-    r = float(np.clip(seen + (1 + 4 * seen) / len(residual), 0.0, 0.95))
+    lag_1 = float((residual[1:] * residual[:-1])[same].sum()) / squares * len(residual) / same.sum()
+    # Residuals of a fit are less correlated than the noise itself (Kendall's first-order correction).
+    r = float(np.clip(lag_1 + (1 + 4 * lag_1) / len(residual), 0.0, 0.95))
     return (1 + r) / (1 - r)
 
 
@@ -269,15 +270,15 @@ def fit_power_law(by_size: dict[float, Fit], recipe: str = "") -> PowerLaw:
     """Fit the law to all sizes of a recipe.
 
     Args:
-        by_size: fits by model size in parameters, ascending; the points in their windows are used, not their curves.
+        by_size: fits by model size in parameters, ascending; their points are used, not their curves.
         recipe: name of the recipe, for messages and to seed the draws.
 
-    Weights are for noise that is even in R (or the points' own errors), so 1 / L^2 in log L, with L from the fit
-    and not from the noisy points. Draws follow the profile likelihood of N_0 with Student tails at the effective
-    number of points; slopes and levels scatter by the spread between seeds besides.
+    Noise is even in R (or has the points' own errors), so weights in log L are proportional to L^2, with L taken from
+    the fit and not from the noisy points. Draws follow the profile likelihood of N_0 with Student tails at the
+    effective number of points. Slopes and levels also vary by the spread between seeds.
 
     Raises:
-        UserError: fewer than two sizes, a size with fewer than three usable points, or no pass rate.
+        UserError: fewer than two sizes, a size with fewer than three usable points, or rewards that are not pass rates.
     """
     sizes = np.array(list(by_size), dtype=float)
     fits = list(by_size.values())
@@ -293,6 +294,7 @@ def fit_power_law(by_size: dict[float, Fit], recipe: str = "") -> PowerLaw:
     reference = float(points.log_x.mean())
     grid = np.linspace(np.log(sizes[0] / _N0_REACH), np.log(sizes[-1] * _N0_REACH), _N0_GRID)
     weight = np.ones(len(points.log_x))
+    # The weights depend on the fit: iterate.
     for _ in range(4):
         lines = _lines(points, weight, len(sizes), reference)
         best = _best(lines, sizes, grid)
@@ -316,7 +318,7 @@ def fit_power_law(by_size: dict[float, Fit], recipe: str = "") -> PowerLaw:
     rng = np.random.default_rng(zlib.crc32(recipe.encode()))
     k_max, n_0, level = _draw(lines=lines, sizes=sizes, grid=grid, scale=scale, dof=dof, rng=rng)
     level += _seed_sd(fits) * _at_end(fits) * rng.standard_normal(level.shape)
-    # Where N_0 runs into an edge of the search the data bound it, and k_max with it, on one side only.
+    # Where draws of N_0 reach an edge of the search, the data bound N_0 (and k_max) on one side only.
     small, large = _open(np.log(n_0) < grid[0] + 0.1), _open(np.log(n_0) > grid[-1] - 0.1)
     return PowerLaw(
         sizes=sizes,
@@ -334,7 +336,7 @@ def fit_power_law(by_size: dict[float, Fit], recipe: str = "") -> PowerLaw:
 
 
 def _log_loss_at(best: tuple[float, float, Array], sizes: Array, points: _Points, reference: float) -> Array:
-    """The fitted law at the points, (n,)."""
+    """Return the fitted law at the points, (n,)."""
     k_max, n_0, level = best
     k = k_max / (1 + n_0 / sizes)
     return np.asarray(level[points.size] - k[points.size] * (points.log_x - reference))
@@ -343,11 +345,11 @@ def _log_loss_at(best: tuple[float, float, Array], sizes: Array, points: _Points
 def _draw(
     lines: _Lines, sizes: Array, grid: Array, scale: float, dof: float, rng: np.random.Generator
 ) -> tuple[Array, Array, Array]:
-    """Draw k_max (K,), N_0 (K,) and the levels (K, S): N_0 by its profile likelihood, the rest given N_0."""
+    """Draw N_0 (K,) by its profile likelihood, then k_max (K,) and the levels (K, S). Returns k_max, N_0, levels."""
     fine = np.linspace(grid[0], grid[-1], 4 * len(grid))
     k_hat, information, sse = _given_n0(lines, 1 / (1 + np.exp(fine)[:, None] / sizes))
     excess = sse - sse.min()
-    # Student's likelihood, the noise's variance integrated out: (1 + excess / (dof scale))^(-(dof + 1) / 2).
+    # Student's likelihood, with the noise's variance integrated out: (1 + excess / (dof scale))^(-(dof + 1) / 2).
     weight = np.exp(-0.5 * (dof + 1) * np.log1p(excess / (scale * dof)))
     cell = np.searchsorted(np.cumsum(weight) / weight.sum(), (np.arange(_DRAWS) + rng.random()) / _DRAWS)
     cell = cell.clip(max=len(fine) - 1)
@@ -361,14 +363,14 @@ def _draw(
 
 
 def _seed_sd(fits: Sequence[Fit]) -> Array:
-    """Standard error of the mean over each size's seeds, in reward. (S,)."""
-    # Student's quantile over the normal's: a spread measured on few seeds is itself unsure.
+    """Return the standard error of the mean over each size's seeds, in reward. (S,)."""
+    # Widened by Student's quantile over the normal's: a spread measured on few seeds is itself uncertain.
     spreads = [(fit.seed_spread.sd, fit.seed_spread.quantile() / 1.959964, fit.seeds) for fit in fits]
-    return np.array([sd * wider / np.sqrt(seeds) for sd, wider, seeds in spreads])
+    return np.array([sd * factor / np.sqrt(seeds) for sd, factor, seeds in spreads])
 
 
 def _at_end(fits: Sequence[Fit]) -> Array:
-    """Change of log L per offset in R at the end of each size's window, 1 / L. (S,)."""
+    """Return the change of log L per change of R at the end of each size's window, 1 / L. (S,)."""
     ends = [float(fit.curve.reward[fit.curve.compute >= 0.75 * fit.curve.compute.max()].mean()) for fit in fits]
     return np.asarray(1 / np.maximum(1 - np.array(ends), 0.02))
 
@@ -378,15 +380,15 @@ def _between_seeds(
 ) -> _Lines:
     """Return the lines with each slope's information reduced by the spread between seeds.
 
-    A seed that is off by a constant in R is off by that over L in log L, which grows along the curve and tilts
-    the line: information 1 / (scale / xx + sd^2 tilt^2) instead of xx / scale.
+    A seed with a constant offset in R has the offset / L in log L, which grows along the curve and tilts the line. The
+    information on the slope is then 1 / (scale / xx + sd^2 tilt^2) instead of xx / scale.
     """
     count = len(fits)
     x = points.log_x - (np.bincount(points.size, weight * points.log_x, count) / lines.weight)[points.size]
     tilt = np.bincount(points.size, weight * x * np.exp(-fitted), count) / lines.xx
     xx = lines.xx / (1 + lines.xx / scale * (_seed_sd(fits) * tilt) ** 2)
     slope = lines.xy / lines.xx
-    # yy such that the least sum of squares of each line, yy - xy^2 / xx, stays what it was.
+    # Choose yy so that each line's smallest sum of squares, yy - xy^2 / xx, is unchanged.
     return replace(lines, xx=xx, xy=slope * xx, yy=lines.yy - slope * lines.xy + slope**2 * xx)
 
 

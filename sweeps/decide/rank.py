@@ -1,12 +1,15 @@
-"""Ranking of recipes: by asymptote with its uncertainty, within a margin by efficiency, or "undecided".
+"""Ranking of recipes: by asymptote with its uncertainty, ties by efficiency, or "undecided".
 
-Recipes are compared on A by joint draws that include the spread between seeds. Those within the margin of the best A
-are tied (arXiv 2510.13786, A.7: three runs of one recipe differ by up to 0.015 in A, hence the margin 0.02); ties are
-broken by the compute to gain 90% of the way from R0 to their mean A (`sweeps.decide.efficiency`). B of the draws
-near that A is shown beside it: an exponent alone is no efficiency. A recipe whose
-asymptote is not identifiable is listed last, unranked, with the reason; it takes part in P(best) with all its width
-(`sweeps.decide.standing`). Recipes that share seeds are compared in pairs: what a seed does to all of them alike drops
-out. Rewards at common compute, which need no asymptote, stand beside it (`sweeps.decide.reward`).
+- Recipes are compared on A by joint draws that include the spread between seeds.
+- Recipes within the margin of the best A are tied (arXiv 2510.13786, A.7: three runs of one recipe differ by up to
+  0.015 in A, hence the margin 0.02).
+- Ties are broken by the compute to gain 90% of the way from R0 to the tied recipes' mean A
+(`sweeps.decide.efficiency`).
+  B near that A is shown alongside: an exponent alone does not measure efficiency.
+- A recipe whose asymptote is not identifiable is listed last, unranked, with the reason. It still counts in P(best),
+  with all its uncertainty (`sweeps.decide.standing`).
+- Recipes that share seeds are compared in pairs, so that a seed's common effect cancels.
+- Rewards at common compute, which need no asymptote, are reported alongside (`sweeps.decide.reward`).
 """
 
 from __future__ import annotations
@@ -39,18 +42,18 @@ class Ranked(AsJson):
     """One recipe's place in the ranking; intervals are 95%.
 
     Attributes:
-        rank: its place, from 1; None where A is not identifiable.
-        p_best: probability that its asymptote is the highest of all recipes, ranked or not; None if none was compared.
+        rank: place, from 1; None where A is not identifiable.
+        p_best: probability that its asymptote is the highest of all recipes, ranked or not; None without a comparison.
         p_best_at_horizon: probability that its reward is the highest at `Ranking.horizon`; None without one.
-        expected_loss: expected excess of the highest asymptote of all over its own, in reward.
-        tied_with_best: whether its A lies within the margin of the best.
-        A, A_total: asymptote for the runs given, and its bounds with the spread between seeds.
+        expected_loss: expected difference of the highest asymptote and its own, in reward.
+        tied_with_best: whether its A is within the margin of the best.
+        A, A_total: asymptote for the given runs, and its bounds including the spread between seeds.
         efficiency, efficiency_half: compute to gain 90%, and half, of the way from R0 to the tied recipes' mean A; None
-            where not tied.
-        ratio: `efficiency` over that of the first of the tied recipes, with bounds that hold for all pairs of them
-            together; None for the first, and where not tied.
-        p_neither: share of the draws in which neither of the two gets there, which `ratio` leaves out.
-        B_at_shared_A, C_mid_at_shared_A: of the draws whose A lies near the tied recipes' mean; None where not tied.
+            if not tied.
+        ratio: `efficiency` over that of the first tied recipe, with bounds that hold for all pairs at once; None for
+            the first, and if not tied.
+        p_neither: share of the draws in which neither of the two arrives, which `ratio` leaves out.
+        B_at_shared_A, C_mid_at_shared_A: from the draws whose A is near the tied recipes' mean; None if not tied.
         R_at_budget: forecast reward; None without a budget, or where the fit may not be read there.
     """
 
@@ -73,16 +76,19 @@ class Ranked(AsJson):
     reason: str
 
     def to_json(self) -> dict[str, Any]:
-        """One entry of `scalerl rank --json`."""
+        """Return one entry of `scalerl rank --json`."""
         return {**super().to_json(), "A_total": {"low": self.A_total[0], "high": self.A_total[1]}}
 
 
 @dataclass(frozen=True)
 class Contrast(AsJson):
-    """A variant against the baseline: delta_a with the spread between seeds; at a shared A, ratio and delta_b.
+    """A variant compared with the baseline.
 
-    ratio: compute of the variant over that of the baseline, to gain 90% of the way from R0 to the shared A. delta_b:
-    difference of B there. Both are None where the two A differ by more than the margin.
+    Attributes:
+        delta_a: difference of A, including the spread between seeds.
+        ratio: compute of the variant over that of the baseline, to gain 90% of the way from R0 to a shared A.
+        delta_b: difference of B at that A. Like ratio, None where the two A differ by more than the margin.
+        reason: basis of the comparison, or why there is none.
     """
 
     recipe: str
@@ -100,17 +106,17 @@ class Ranking(AsJson):
 
     Attributes:
         baseline: recipe that the others are compared with; None without one.
-        margin, budget: as given to `rank`.
+        margin, budget: as passed to `rank`.
         undecided: whether the data leave the choice open.
         leader: recipe to choose, see `sweeps.decide.standing.Standing`; None where nothing is known.
         sentence: the outcome in words.
         shared_a: mean A of the tied recipes; None without a tie.
-        ranking: all recipes, unidentifiable ones last. leave_one_out: variants against the baseline.
-        pairing: seeds by which recipes were compared pairwise; None unless they all have the same ones.
+        ranking: all recipes, unidentifiable ones last. leave_one_out: variants compared with the baseline.
+        pairing: seeds by which recipes were compared in pairs; None unless all recipes have the same seeds.
         comparisons: forecasts of every family for each identifiable recipe; empty if brief.
-        horizon: the choice by the reward at the budget, or at two windows. horizon_sentence: the same in words.
+        horizon, horizon_sentence: the choice by the reward at the budget, or at two windows, also in words.
         rewards: comparison that needs no asymptote. resolution: smallest difference that the study can detect.
-        standing: the posterior that all of it is read from, for what else is computed of the same fits; not printed.
+        standing: the posterior behind all of this, for further computations on the same fits; not printed.
     """
 
     baseline: str | None
@@ -132,12 +138,12 @@ class Ranking(AsJson):
 
     @property
     def outcome(self) -> tuple[str, ...]:
-        """The sentences: on A, at the horizon, and while undecided the resolution, first where no recipe rises."""
-        said = [self.sentence] if not self.horizon_sentence else [self.sentence, self.horizon_sentence]
+        """Sentences on A, on the horizon and, while undecided, on the resolution (first of all if no recipe rises)."""
+        sentences = [self.sentence] if not self.horizon_sentence else [self.sentence, self.horizon_sentence]
         if self.undecided and self.resolution is not None:
             flat = self.standing is not None and self.standing.outcome is Outcome.FLAT
-            said.insert(0 if flat else len(said), self.resolution.sentence)
-        return tuple(said)
+            sentences.insert(0 if flat else len(sentences), self.resolution.sentence)
+        return tuple(sentences)
 
     JSON: ClassVar = {"shared_a": "shared_A", "pairing": "paired", "comparisons": "forecasts", "standing": None}
 
@@ -150,19 +156,19 @@ def rank(
     brief: bool = False,
     baseline: str | None = None,
 ) -> Ranking:
-    """Rank recipes by asymptote, ties by efficiency, unidentifiable ones last.
+    """Rank recipes by asymptote; ties by efficiency; unidentifiable recipes last.
 
     Args:
-        fits: one fit per recipe, as `fit_curves` returns them (so that the spread between seeds is pooled).
-        margin: recipes whose A lies within this of the best are tied, in reward; None for 0.02 of the reward's scale.
+        fits: one fit per recipe, as `fit_curves` returns them (with the spread between seeds pooled).
+        margin: recipes whose A is within this of the best are tied, in reward; None for 0.02 of the reward's scale.
         budget: compute at which rewards are forecast as well, in the curves' unit; None for no forecast.
         workers: number of processes that share the comparison of families, by far the most work; see `sweeps.parallel`.
         brief: leave out the comparison of families, on which the ranking does not depend.
-        baseline: recipe that the others are compared with; None for the one that most of them name as their baseline.
+        baseline: recipe that the others are compared with; None for the one that most recipes name as their baseline.
 
     Raises:
-        UserError: margin or budget is not positive, nothing to rank, a baseline that is not there, or several
-            evaluation sets at once.
+        UserError: margin or budget is not positive, there are no fits, the baseline does not exist, or there are
+            several evaluation sets.
     """
     if not fits:
         raise UserError("nothing to rank: give at least one recipe")
@@ -206,7 +212,7 @@ def rank(
 
 
 def _ranked(fit: Fit, place: int, best: float, standing: Standing, budget: float | None) -> Ranked:
-    """Return the entry of an identifiable recipe; `best` is the highest A of all."""
+    """Return the entry of an identifiable recipe; `best` is the highest A of all recipes."""
     efficient = standing.efficiencies.get(fit.recipe)
     ratio = standing.ratios.get(fit.recipe)
     return Ranked(
@@ -231,7 +237,7 @@ def _ranked(fit: Fit, place: int, best: float, standing: Standing, budget: float
 
 
 def _refused(fit: Fit, standing: Standing, budget: float | None) -> Ranked:
-    """Return the entry of a recipe whose A is not identifiable: no place, and the verdict's reason."""
+    """Return the entry of a recipe whose A is not identifiable: without a place, with the verdict's reason."""
     return Ranked(
         recipe=fit.recipe,
         rank=None,
@@ -258,7 +264,7 @@ def _compared(curve_and_options: tuple[Curve, FitOptions]) -> Comparison:
 
 
 def baseline_of(fits: Sequence[Fit], asked: str | None = None) -> str | None:
-    """The recipe that the others depart from: the one asked for, or else that most of them name."""
+    """Return the recipe that the others are compared with: `asked`, or else the one that most recipes name."""
     recipes = sorted(fit.recipe for fit in fits)
     if asked is not None:
         if asked not in recipes:
@@ -271,9 +277,9 @@ def baseline_of(fits: Sequence[Fit], asked: str | None = None) -> str | None:
 def _leave_one_out(
     fits: Sequence[Fit], between: Mapping[str, SeedSpread], baseline: str, margin: float
 ) -> list[Contrast]:
-    """Compare every recipe that departs from the baseline with it. `between`: spread of A between seeds, by recipe.
+    """Compare every variant of the baseline with it. `between`: spread of A between seeds, by recipe.
 
-    Where none names it as its baseline (it was given to `rank`), all other recipes are compared with it.
+    If no recipe names this baseline (it was passed to `rank`), all other recipes are compared with it.
     """
     base = next(fit for fit in fits if fit.recipe == baseline)
     others = sorted((fit for fit in fits if fit is not base), key=lambda fit: fit.recipe)
@@ -282,9 +288,9 @@ def _leave_one_out(
         why = f"the baseline's A is not identifiable ({base.verdict})"
         return [Contrast(recipe=fit.recipe, delta_a=None, ratio=None, delta_b=None, reason=why) for fit in variants]
     named = [fit for fit in variants if fit.recipe in between]
-    # Of two A that differ by the margin exactly, rounding must not decide.
+    # A small tolerance: rounding must not decide about a difference of exactly the margin.
     close = [fit for fit in named if abs(named_a(fit) - named_a(base)) <= margin + 1e-12]
-    # At the mean A of the baseline and of what is close to it, which need not be that of the ranking's tie.
+    # The mean A of the baseline and the recipes close to it; it may differ from the A of the ranking's tie.
     shared_a = shared_asymptote([base, *close])
     efficient = {} if shared_a is None else efficiencies([base, *close], shared_a, between)
     contrasts = []

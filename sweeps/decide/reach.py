@@ -3,8 +3,8 @@
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)            arXiv 2510.13786, eq. 1
     C(R) = C_mid ((R - R0) / (A - R))^(1/B)               its inverse, for R0 < R < A; never for R >= A
 
-Both are computed from a fit's joint draws, so the bounds include all that the data leave open. Where A is not
-identifiable the curve may still be used inside the window and a little beyond (`sweeps.fit.predict.support`): a target
+Both are computed from a fit's joint draws, so the bounds include all uncertainty that the data leave. Where A is not
+identifiable, the curve may still be used inside the window and somewhat beyond (`sweeps.fit.predict.support`): a target
 that was observed needs no asymptote.
 """
 
@@ -22,15 +22,15 @@ from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import apart, chance, paths, quantiles, seed_offsets, support
 
-# A run is near its asymptote with this share of A - R0 gained: of a gain of 0.3 that leaves 0.015, the spread
+# A run is near its asymptote if it has gained this share of A - R0: with a gain of 0.3, 0.015 is missing, the spread
 # between seeds.
 NEAR = 0.95
-# A target is called out of reach from this probability on.
+# A target counts as out of reach from this probability.
 _NEVER = 0.9
 _NOTHING = Interval(None, None, None)
-# Computes at which a curve is looked at, within its window and beyond.
+# Number of computes at which a curve is evaluated, within its window and beyond.
 _WITHIN, _BEYOND = 241, 160
-# Verdicts under which there is a rise to speak of.
+# Verdicts of curves that rise.
 _RISING = ("identifiable", "open", "at_bound", "pre_inflection")
 
 
@@ -39,9 +39,10 @@ class Reach(AsJson):
     """Compute to reach a target.
 
     Attributes:
-        compute: compute at which the given runs, continued, pass the target; None where they do not get there.
-        new_run: the same for a new seed, which differs by the spread between seeds.
-        p_never: probability that the runs do not get there as far as the fit may be read; None without a fit.
+        compute: compute at which the given runs, if continued, pass the target; None if they do not.
+        new_run: the same for a run with a new seed, which differs by the spread between seeds.
+        p_never: probability that the runs do not reach it within the compute at which the fit may be read; None without
+            a fit.
         reached: whether the curve passed the target within the window, with probability 97.5% or more.
     """
 
@@ -60,8 +61,11 @@ class Reach(AsJson):
 class Asymptote(AsJson):
     """The share of its gain that a recipe has reached, and whether that is near the asymptote.
 
-    verdict: `near` (97.5% sure that the share is `NEAR` or more), `not near` (97.5% sure that it is less),
-    `unknown`. share: of A - R0, gained at the window's end. gain_2x: reward that as much compute again brings.
+    Attributes:
+        verdict: `near` (97.5% sure that the share is at least `NEAR`), `not near` (97.5% sure that it is less),
+            `unknown`.
+        share: share of A - R0 gained at the window's end.
+        gain_2x: reward gained by doubling the compute.
     """
 
     recipe: str
@@ -74,18 +78,18 @@ class Asymptote(AsJson):
 
 
 def compute_to_reach(fit: Fit, target: float) -> Reach:
-    """Compute at which the curve passes a reward, with a 95% interval.
+    """Return the compute at which the curve passes a reward, with a 95% interval.
 
     Args:
-        fit: fit of one recipe, of any verdict: what the window shows needs no asymptote, and what comes is forecast.
+        fit: fit of one recipe, under any verdict: no asymptote is needed, neither in the window nor for forecasts.
         target: reward to reach, within the reward's bounds.
 
-    The value is the median over draws and the bounds their quantiles; a bound is open (None) where more than
-    2.5% of the draws do not get there as far as the fit may be read (`support`), and the value is None
-    where more than half do not: "never" if 90% do not, else "unlikely".
+    The value is the median over draws and the bounds are their quantiles. A bound is open (None) where more than 2.5%
+    of the draws do not reach the target within `support`. The value is None where more than half do not: the reason
+    then says "never" if 90% do not, else "unlikely".
 
     Raises:
-        UserError: the target is no number, or outside the reward's bounds.
+        UserError: the target is not a number, or outside the reward's bounds.
     """
     _check_target(target, fit.bounds)
     limit = support(fit)
@@ -95,9 +99,9 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
     grid = np.concatenate([[0.0], np.linspace(0, end, _WITHIN)[1:], np.geomspace(end, limit, _BEYOND)[1:]])
     ahead = paths(fit, grid)
     times = first_above(ahead, grid, target)
-    fresh = first_above(ahead + seed_offsets(fit, new_run=True)[:, None] * apart(grid / end), grid, target)
+    new_times = first_above(ahead + seed_offsets(fit, new_run=True)[:, None] * apart(grid / end), grid, target)
     p_never = float(np.isinf(times).mean())
-    raw, new_run = quantiles(times), _named(quantiles(fresh))
+    raw, new_run = quantiles(times), _named(quantiles(new_times))
     reached = raw.high is not None and raw.high <= end
     if raw.value == 0.0:
         met = f"met before training (R0 {float(np.median(ahead[:, 0])):.3f})"
@@ -128,16 +132,16 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
 
 
 def first_above(ahead: Array, grid: Array, target: float) -> Array:
-    """Compute at which each path first passes a reward, infinite where it does not; (K, m), (m,) -> (K,)."""
+    """Return the compute at which each path first passes a reward, infinite if it does not; (K, m), (m,) -> (K,)."""
     above = ahead >= target
     at = above.argmax(1)
     rows = np.arange(len(ahead))
     before = np.maximum(at - 1, 0)
     low, high = ahead[rows, before], ahead[rows, at]
-    # Between two grid points the curve is taken for a straight line.
+    # Linear interpolation between two grid points.
     share = np.clip((target - low) / np.where(high > low, high - low, 1.0), 0.0, 1.0)
-    found = np.where(at > 0, grid[before] + share * (grid[at] - grid[before]), 0.0)
-    return np.where(above.any(1), found, np.inf)
+    crossing = np.where(at > 0, grid[before] + share * (grid[at] - grid[before]), 0.0)
+    return np.where(above.any(1), crossing, np.inf)
 
 
 def _check_target(target: float, bounds: tuple[float, float]) -> None:
@@ -150,7 +154,7 @@ def _named(interval: Interval) -> Interval | None:
 
 
 def _reach_reason(fit: Fit, compute: Interval, p_never: float, reached: bool) -> str:
-    """Say where the target lies relative to the window, and how sure that is."""
+    """Describe where the target is relative to the window, and how sure that is."""
     assert compute.value is not None and fit.window is not None
     end = fit.window[1]
     if reached:
@@ -167,10 +171,10 @@ def _reach_reason(fit: Fit, compute: Interval, p_never: float, reached: bool) ->
 
 
 def near_asymptote(fit: Fit) -> Asymptote:
-    """Judge whether the runs given have gained `NEAR` of what the recipe has to give.
+    """Return whether the given runs have gained `NEAR` of what the recipe can gain.
 
-    share = (R(C_end) - R0) / (A - R0) = 1 / (1 + (C_mid / C_end)^B), C_end the window's end. `near` needs an
-    identifiable A; that a run is not near can be sure without one.
+    share = (R(C_end) - R0) / (A - R0) = 1 / (1 + (C_mid / C_end)^B), with C_end the window's end. `near` needs an
+    identifiable A; `not near` does not.
     """
     if fit.draws is None or fit.window is None or fit.verdict not in _RISING:
         return Asymptote(
@@ -201,7 +205,7 @@ def near_asymptote(fit: Fit) -> Asymptote:
 
 
 def check_target(fits: Sequence[Fit], target: float) -> None:
-    """Refuse a target reward that no compute could be planned for.
+    """Refuse a target reward that cannot be planned for.
 
     Raises:
         UserError: the target is outside the reward's bounds, or every recipe meets it before training.

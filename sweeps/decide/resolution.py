@@ -1,4 +1,4 @@
-"""Resolution of a study: the smallest difference that its seeds and noise let it detect, and seeds for the margin."""
+"""Resolution of a study: the smallest difference it can detect, and the seeds needed to detect the margin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sweeps.fit.fit import Fit
 from sweeps.fit.predict import readable
 from sweeps.terminal import counted
 
-# The label of a run at a learning rate of 0 (conf/variant/lr_0.yaml), which shows nothing but noise.
+# Label suffix of a run with learning rate 0 (conf/variant/lr_0.yaml), which shows only noise.
 NULL = "optimizer=null"
 
 
@@ -24,8 +24,8 @@ class Resolution(AsJson):
     Attributes:
         compute: largest compute that all recipes have spent, in the curves' unit.
         smallest: difference that half of the comparisons detect at 5% with 80% power.
-        seeds: present number of seeds per recipe that went far enough to tell of its asymptote, the least of all.
-        seeds_needed: seeds per recipe to detect the margin in half of the comparisons; None where too many.
+        seeds: smallest number of seeds per recipe that ran far enough to inform on the asymptote.
+        seeds_needed: seeds per recipe to detect the margin in half of the comparisons; None if too many.
         told, of: number of comparisons whose 95% interval excludes 0, and of all comparisons.
         source: where the spread between seeds comes from; "paired" where the recipes have the same seeds.
         noise: standard deviation of one evaluation of the null recipe about its mean; None without such a recipe.
@@ -43,11 +43,11 @@ class Resolution(AsJson):
 
 
 def resolve(fits: Sequence[Fit], leader: str | None, margin: float) -> Resolution | None:
-    """Return what the study can tell; None where there is no leader or nothing to compare it with.
+    """Return the resolution of a study; None where there is no leader or nothing to compare it with.
 
     Args:
         fits: fits of the whole study.
-        leader: recipe to choose so far, with which the others are compared; None for none.
+        leader: recipe to choose so far, with which the others are compared; None without one.
         margin: difference to detect, in reward.
     """
     known = [fit for fit in fits if readable(fit) and fit.window is not None]
@@ -95,14 +95,14 @@ def resolve(fits: Sequence[Fit], leader: str | None, margin: float) -> Resolutio
 
 
 def _noise(fits: Sequence[Fit]) -> float | None:
-    """Standard deviation of single evaluations of the null recipe about their seed's mean; None without one."""
+    """Return the standard deviation of evaluations of the null recipe about their seed's mean; None without it."""
     null = next((fit.curve for fit in fits if fit.recipe.split("+")[-1] == NULL), None)
     if null is None:
         return None
     seeds = sorted(set(null.seed))
-    left = np.concatenate([null.reward[null.seed == s] - null.reward[null.seed == s].mean() for s in seeds])
-    free = len(left) - len(seeds)
-    return float(np.sqrt((left**2).sum() / free)) if free > 0 else None
+    residual = np.concatenate([null.reward[null.seed == s] - null.reward[null.seed == s].mean() for s in seeds])
+    dof = len(residual) - len(seeds)
+    return float(np.sqrt((residual**2).sum() / dof)) if dof > 0 else None
 
 
 def _sentence(

@@ -1,4 +1,4 @@
-"""Answers that need no asymptote: reward at a compute that all recipes have spent, and compute to a reward all reached.
+"""Answers that need no asymptote: reward at a compute that all recipes have spent, and compute to a common reward.
 
 Both are computed from forecasts (`sweeps.fit.predict`), which do not depend on the verdict, so every recipe with enough
 evaluations has an answer.
@@ -33,11 +33,11 @@ class RewardRow(AsJson):
     Attributes:
         R, p_best: reward at the common compute, and probability that it is the highest there.
         C: compute to the common reward; None where there is no such reward.
-        ratio: C over that of the fastest recipe, with bounds that hold for all pairs of recipes together; None for the
-            fastest itself, and where nobody is known to be the fastest.
-        p_neither: share of the draws in which neither this recipe nor the fastest gets there, which `ratio` leaves out.
-        R_at_budget, p_best_at_budget: as R and p_best, forecast at the budget; None without one, or where it lies too
-            far beyond what was run.
+        ratio: C over that of the fastest recipe, with bounds that hold for all pairs of recipes at once; None for the
+            fastest itself, and where the fastest is not known.
+        p_neither: share of the draws in which neither this recipe nor the fastest arrives, which `ratio` leaves out.
+        R_at_budget, p_best_at_budget: like R and p_best, forecast at the budget; None without one, or too far beyond
+            the data.
     """
 
     recipe: str
@@ -57,9 +57,9 @@ class Rewards(AsJson):
     Attributes:
         compute: largest compute that every recipe has spent.
         reward: a reward that every recipe has reached; None if there is none.
-        budget: as given to `rewards`.
+        budget: as passed to `rewards`.
         rows: the recipes, the highest reward at `compute` first.
-        fastest: the recipe that reaches `reward` with the least compute; None where that is not known.
+        fastest: the recipe that reaches `reward` with the least compute; None where unknown.
     """
 
     compute: float
@@ -73,7 +73,7 @@ class Rewards(AsJson):
 
 
 def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
-    """Compare recipes at common compute and common reward; None where fewer than one can be read.
+    """Compare recipes at common compute and common reward; None if no recipe can be read.
 
     Args:
         fits: one fit per recipe.
@@ -86,18 +86,18 @@ def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
     ends = [paths_over_seeds(fit, [0.0, compute]) for fit in known]
     at_end = [np.asarray(end[:, 1]) for end in ends]
     p_best = best_chances(at_end)
-    # Most of what the slowest has gained: all have passed it, and none so late that its plateau blurs when.
+    # Most of the slowest recipe's gain: all have passed it, and before a plateau makes the crossing time uncertain.
     started = max(float(np.median(end[:, 0])) for end in ends)
     slowest = min(float(np.median(end)) for end in at_end)
     reward = started + _GAINED * (slowest - started)
     looks = np.linspace(0, compute, _LOOKS)
-    # One after the other: a thousand recipes' paths are gigabytes.
+    # One recipe at a time: the paths of a thousand recipes would take gigabytes.
     times = [first_above(paths_over_seeds(fit, looks), looks, reward) for fit in known] if reward > started else []
     fastest = min(range(len(times)), key=lambda i: float(np.median(times[i])), default=None)
     ahead = [_at_budget(fit, budget) for fit in known]
-    read = [values for values in ahead if values is not None]
-    p_ahead = dict(zip((i for i, v in enumerate(ahead) if v is not None), best_chances(read), strict=True))
-    # Where even the fastest need not get there nobody is known to take the least.
+    known_ahead = [values for values in ahead if values is not None]
+    p_ahead = dict(zip((i for i, v in enumerate(ahead) if v is not None), best_chances(known_ahead), strict=True))
+    # If even the fastest may never arrive, no recipe is known to need the least compute.
     known_time = fastest is not None and quantiles(times[fastest]).value is not None
     rows, tail = [], tail_of_all_pairs(len(times))
     for i, fit in enumerate(known):

@@ -1,8 +1,8 @@
-"""The best number of rollouts a prompt for a budget, by difficulty, where the study varied it.
+"""The best number of rollouts per prompt for a budget, by difficulty, where the study varied it.
 
-The reward of each value at the budget comes from its own fitted curve; nothing is interpolated between values, and
-only values that were run are proposed. (arXiv 2603.12151 finds the best number to grow with the budget
-and to saturate; that is for the study to show.)
+The reward of each value at the budget comes from its own fitted curve. Nothing is interpolated between values, and only
+values that were run are proposed. (In arXiv 2603.12151 the best number grows with the budget and saturates; the study
+has to show whether it does.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sweeps.fit.predict import chance, paths_over_seeds, quantiles, support
 
 @dataclass(frozen=True)
 class RolloutChoice(AsJson):
-    """One number of rollouts a prompt at the budget. R and p_best are None where its fit may not be read there."""
+    """One number of rollouts per prompt at the budget. R and p_best are None where its fit may not be read there."""
 
     rollouts: int
     R: Interval | None
@@ -32,7 +32,7 @@ class RolloutChoice(AsJson):
 
 @dataclass(frozen=True)
 class RolloutPlan(AsJson):
-    """The numbers compared for one recipe and difficulty (None: not divided). best is None if undecided."""
+    """The numbers compared for one recipe and difficulty (None if not divided). best is None if undecided."""
 
     recipe: str
     difficulty: str | None
@@ -42,10 +42,10 @@ class RolloutPlan(AsJson):
 
 
 def parse_rollouts(text: str) -> int:
-    """A number of rollouts a prompt.
+    """Parse a number of rollouts per prompt.
 
     Raises:
-        UserError: it is no whole number above 0.
+        UserError: it is not a whole number above 0.
     """
     try:
         value = float(text)
@@ -59,19 +59,19 @@ def parse_rollouts(text: str) -> int:
 def best_rollouts(
     fits: Sequence[Fit], budget: float, column: str = "rollouts", difficulty: str | None = None
 ) -> list[RolloutPlan]:
-    """The best number of rollouts a prompt at a budget, for each recipe and difficulty.
+    """Find the best number of rollouts per prompt at a budget, for each recipe and difficulty.
 
     Args:
-        fits: fits of curves whose `factors` hold the column, and the difficulty if one is named.
+        fits: fits of curves whose `factors` contain the column, and the difficulty if one is named.
         budget: compute of one run, in the curves' unit.
         column: name of the factor with the number of rollouts per prompt.
-        difficulty: name of the factor with the prompts' difficulty, any text; None if prompts are not divided.
+        difficulty: name of the factor with the prompts' difficulty (any text); None if prompts are not divided.
 
-    R is the recipe's at the budget and includes the spread between seeds. Undecided where the best has less
-    than 95%, or a value may not be read at the budget.
+    R is the recipe's reward at the budget, including the spread between seeds. The result is undecided if the best
+    value has less than 95%, or a value may not be read at the budget.
 
     Raises:
-        UserError: a factor is missing, rollouts are no whole numbers, or only one value was run.
+        UserError: a factor is missing, rollouts are not whole numbers, or only one value was run.
     """
     if not (np.isfinite(budget) and budget > 0):
         raise UserError(f"--budget {budget:g}: must be positive, in the unit of the compute axis")
@@ -95,11 +95,11 @@ def best_rollouts(
 
 
 def _plan(recipe: str, difficulty: str | None, by_value: dict[int, Fit], budget: float) -> RolloutPlan:
-    """Compare one group's numbers of rollouts by the joint draws of their rewards at the budget."""
+    """Compare the numbers of rollouts of one group by the joint draws of their rewards at the budget."""
     readable = {value: _at(fit, budget) for value, fit in by_value.items() if (support(fit) or 0.0) >= budget}
     stacked = np.stack(list(readable.values())) if readable else np.zeros((0, 1))
     top = stacked == stacked.max(axis=0) if readable else stacked
-    # Values that are equal in a draw (on a common bound) share it.
+    # Values that are equal in a draw (at a common bound) share it.
     p_best = dict(zip(readable, (float(p) for p in (top / np.maximum(top.sum(0), 1)).mean(1)), strict=True))
     values = tuple(
         RolloutChoice(
@@ -135,5 +135,5 @@ def _plan(recipe: str, difficulty: str | None, by_value: dict[int, Fit], budget:
 
 
 def _at(fit: Fit, budget: float) -> Array:
-    """Draws of the recipe's reward at the budget, over seeds. (K,)."""
+    """Return draws of the recipe's reward at the budget, over seeds. (K,)."""
     return paths_over_seeds(fit, [budget])[:, 0]

@@ -1,4 +1,4 @@
-"""Stopping rules of a race, in a module that imports neither NumPy nor SciPy."""
+"""Stopping rules of a race. This module imports neither NumPy nor SciPy, so that a run imports it fast."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from sweeps.as_json import AsJson
 from sweeps.errors import UserError
 from sweeps.run import fields
 
-# A `loss` of the whole scale: no limit.
+# Value of `loss`, the whole scale, that means no limit.
 NO_LIMIT = 1.0
 
 
 @dataclass(frozen=True)
 class Rules(AsJson):
-    """Rules by which a race takes its looks and stops recipes.
+    """Rules for when a race looks at its runs and which recipes it stops.
 
     Args:
         budget: compute of one run at which the best recipe is wanted, in the curves' unit.
-        p_ahead: a recipe is stopped when its probability of ending ahead of the favourite, the recipe of the highest
-            expected reward at the budget, is below this. The probability of being best would not do: among many recipes
-            that are alike it is small for each.
-        looks: number of looks in a row at which that must be so.
+        p_ahead: a recipe is stopped when its probability of ending ahead of the favourite (the recipe with the highest
+            expected reward at the budget) is below this. The probability of being best would not do: among many similar
+            recipes it is small for each.
+        looks: number of consecutive looks at which that must hold.
         first: share of the budget at which the first look is taken; nothing is stopped before.
         growth: factor by which compute grows from one look to the next.
-        loss: the most that all that is stopped may be expected to cost: by how much the best of the stopped will exceed
-            the best of those left, in expectation and summed over the looks, as a share of the reward's scale. Each
-            stopped recipe may be unlikely to come out ahead, and one of many still be likely to. 1 sets no limit.
+        loss: largest expected cost of all stops together, as a share of the reward's scale: the expected excess of the
+            best stopped recipe over the best remaining one, summed over the looks. Each stopped recipe may be unlikely
+            to win while it is likely that one of many would have. 1 sets no limit.
 
     Raises:
-        UserError: one of them is out of range.
+        UserError: a rule is out of range.
     """
 
     budget: float
@@ -57,26 +57,26 @@ class Rules(AsJson):
 
     @classmethod
     def of_json(cls, entry: Mapping[str, Any]) -> Rules:
-        """Read rules back from the JSON that `to_json` wrote; races that were begun without a `loss` have no limit.
+        """Read rules from the JSON that `to_json` wrote; races begun without a `loss` have no limit.
 
         Raises:
-            TypeError: a rule of another version.
-            ValueError: a field of another kind.
+            TypeError: an unknown rule.
+            ValueError: a field of the wrong type.
             UserError: a rule out of range.
         """
-        given = {"loss": NO_LIMIT, **entry}
-        for name in given:
-            (fields.whole if name == "looks" else fields.number)(given, name)
-        return cls(**given)
+        values = {"loss": NO_LIMIT, **entry}
+        for name in values:
+            (fields.whole if name == "looks" else fields.number)(values, name)
+        return cls(**values)
 
     def going_on(self, begun: Rules) -> Rules:
-        """Return these rules for a race that was begun by others: without a limit on the loss where it has none."""
+        """Return these rules for continuing a race that began with `begun`: no limit on the loss if it had none."""
         return replace(self, loss=NO_LIMIT) if begun.loss == NO_LIMIT and self.loss == Rules.loss else self
 
     def levels(self) -> Iterator[float]:
-        """Computes at which looks are taken, the budget itself excepted."""
+        """Yield the computes at which looks are taken, except the budget itself."""
         level = self.first * self.budget
-        # The factors' rounding must not add a look at the budget itself.
+        # Rounding must not add a look at the budget itself.
         while level < self.budget * (1 - 1e-9):
             yield level
             level *= self.growth

@@ -1,8 +1,8 @@
-"""Comparison of model sizes: where the larger one overtakes, which is best for a budget, and which law to trust.
+"""Comparison of model sizes: when a larger one overtakes, which is best for a budget, and which law to trust.
 
-Two laws answer, the power law of `sweeps.decide.power_law` and a sigmoid whose parameters go with size
-(`sweeps.decide.across_sizes`; arXiv 2510.13786, eq. 1). They disagree far out: the first has no ceiling below R = 1.
-Every answer comes with the law that predicts the last quarter of every size's compute better from the rest.
+There are two laws: the power law of `sweeps.decide.power_law`, and a sigmoid whose parameters depend on size
+(`sweeps.decide.across_sizes`; arXiv 2510.13786, eq. 1). They disagree far beyond the data, because the first has no
+ceiling below R = 1. Every answer names the law that better predicts the last quarter of every size's compute.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GRID = 400
 class Crossover(AsJson):
     """The compute from which the larger of two sizes has the lower loss, by both laws.
 
-    None where it does not within `FAR` times the data (more than half of the draws), or where there is no such law.
+    None where it does not within `FAR` times the data (in more than half of the draws), or without such a law.
     """
 
     smaller: float
@@ -43,10 +43,10 @@ class Crossover(AsJson):
 
 @dataclass(frozen=True)
 class HeldOut(AsJson):
-    """Error of both laws on the last quarter of every size's compute, unseen: RMS over runs of a run's mean.
+    """Errors of both laws on the held-out last quarter of every size's compute: RMS over runs of a run's mean error.
 
-    better: `power_law`, `sigmoid`, or `neither` where they differ by less than the evaluations' noise. None:
-    not enough to compare.
+    better: `power_law`, `sigmoid`, or `neither` where they differ by less than the evaluations' noise. Errors are None
+    where there is not enough to compare.
     """
 
     power_law: float | None
@@ -57,7 +57,7 @@ class HeldOut(AsJson):
 
 @dataclass(frozen=True)
 class SizeChoice(AsJson):
-    """One size at a budget. R and p_best by each law; the sigmoid's are None where there is none."""
+    """One size at a budget. R and p_best by each law; None for the sigmoid where there is none."""
 
     size: float
     extrapolation: bool
@@ -67,7 +67,7 @@ class SizeChoice(AsJson):
     p_best_sigmoid: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """One entry of `best_size` of `scalerl plan --size --budget --json`."""
+        """Return one entry of `best_size` of `scalerl plan --size --budget --json`."""
         return {
             "size": self.size,
             "extrapolation": self.extrapolation,
@@ -80,7 +80,7 @@ class SizeChoice(AsJson):
 
 @dataclass(frozen=True)
 class SizeReach(AsJson):
-    """Compute at which one size reaches a target, by each law; None for never within `FAR` times the data."""
+    """Compute at which one size reaches a target, by each law; None if not within `FAR` times the data."""
 
     size: float
     extrapolation: bool
@@ -107,10 +107,10 @@ class Sizes(AsJson):
     warnings: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """One entry of `sizes` of `scalerl plan --size --json`."""
+        """Return one entry of `sizes` of `scalerl plan --size --json`."""
         law = self.law
-        every = [*map(float, law.sizes), *(choice.size for choice in self.choices if choice.extrapolation)]
-        every += [reach.size for reach in self.reach if reach.extrapolation]
+        all_sizes = [*map(float, law.sizes), *(choice.size for choice in self.choices if choice.extrapolation)]
+        all_sizes += [reach.size for reach in self.reach if reach.extrapolation]
         return {
             "recipe": self.recipe,
             "k_max": law.k_max.to_json(),
@@ -118,7 +118,7 @@ class Sizes(AsJson):
             "points": law.points,
             "left_out": law.left_out,
             "rmse_log_loss": law.rmse,
-            "lines": [line(law, size) for size in every],
+            "lines": [line(law, size) for size in all_sizes],
             "joint": as_json(self.joint),
             "frontier": as_json(self.frontier),
             "crossovers": as_json(self.crossovers),
@@ -131,8 +131,8 @@ class Sizes(AsJson):
 
 
 def line(law: PowerLaw, size: float) -> dict[str, Any]:
-    """k and E of one size, and its loss at the reference compute."""
-    with np.errstate(over="ignore"):  # of a size far from those seen; infinite draws are open bounds
+    """Return k and E of one size, and its loss at the reference compute."""
+    with np.errstate(over="ignore"):  # for a size far from the others; infinite draws become open bounds
         at_reference = np.exp(law.level(size))
     return {
         "size": size,
@@ -151,17 +151,17 @@ def compare_sizes(
     target: float | None = None,
     more: Sequence[float] = (),
 ) -> Sizes:
-    """One recipe across model sizes: the law, crossovers, and the best size for a budget or the way to a target.
+    """Compare model sizes of one recipe: the laws, crossovers, and the best size for a budget or the way to a target.
 
     Args:
         by_size: fits by model size in parameters, ascending, as `sweeps.decide.power_law.sized` returns them.
         recipe: name of the recipe.
         budget: compute of one run at which sizes are compared, in the curves' unit; None for no such comparison.
-        target: reward to reach; None for none.
+        target: reward to reach; None without one.
         more: sizes that were not run, in parameters; marked as extrapolation.
 
     Raises:
-        UserError: fewer than two sizes, no pass rate, or a budget or target that is none.
+        UserError: fewer than two sizes, rewards that are not pass rates, or an invalid budget or target.
     """
     if budget is not None and not (np.isfinite(budget) and budget > 0):
         raise UserError(f"--budget {budget:g}: must be positive, in the unit of the compute axis")
@@ -203,11 +203,11 @@ def _start(by_size: Mapping[float, Fit]) -> float:
 
 
 def crossovers(law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float, Fit]) -> tuple[Crossover, ...]:
-    """For every pair of sizes, the compute from which the larger has the lower loss for good.
+    """Return, for every pair of sizes, the compute from which the larger keeps the lower loss.
 
-    "For good" is up to `FAR` times the largest compute of the data.
+    It must keep it up to `FAR` times the largest compute of the data.
     """
-    sizes, found = list(by_size), []
+    sizes, crossings = list(by_size), []
     start = _start(by_size)
     grid = np.geomspace(start, FAR * _end(by_size), _GRID)
     for i, smaller in enumerate(sizes):
@@ -218,7 +218,7 @@ def crossovers(law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float,
                 small, large = (joint.curve(size, grid) for size in (smaller, larger))
                 by_sigmoid = _opened(quantiles(overtakes(large - small, grid)), start)
             reason = _crossing_reason(power_law, by_sigmoid, grid)
-            found.append(
+            crossings.append(
                 Crossover(
                     smaller=smaller,
                     larger=larger,
@@ -227,52 +227,52 @@ def crossovers(law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float,
                     reason=reason,
                 )
             )
-    return tuple(found)
+    return tuple(crossings)
 
 
 def _opened(crossing: Interval, start: float) -> Interval:
-    """Open the lower bound of a crossing where the larger size may have been ahead from the start."""
+    """Open the lower bound of a crossing if the larger size may have been ahead from the start."""
     return replace(crossing, low=None) if crossing.low is not None and crossing.low <= start * 1.001 else crossing
 
 
 def overtakes(lead: Array, grid: Array) -> Array:
-    """Compute from which on `lead` stays positive to the grid's end; infinite if it does not. (K, m) -> (K,)."""
+    """Return the compute from which `lead` stays positive to the grid's end, else infinity. (K, m) -> (K,)."""
     behind = lead <= 0
-    # The last point at which it is behind: crossings before do not last.
+    # The last point at which it is behind; earlier crossings do not last.
     last = np.where(behind.any(1), lead.shape[1] - 1 - behind[:, ::-1].argmax(1), -1)
     at = np.clip(last, 0, lead.shape[1] - 2)
     rows = np.arange(len(lead))
     before, after = lead[rows, at], lead[rows, at + 1]
     share = np.where(after > before, -before / np.where(after > before, after - before, 1.0), 0.0)
     log_grid = np.log(grid)
-    # Interpolated in log compute, as the grid is geometric: there the lead is nearly straight.
+    # Interpolated in log compute, in which the lead is nearly linear.
     crossing = np.exp(log_grid[at] + np.clip(share, 0, 1) * (log_grid[at + 1] - log_grid[at]))
     result = np.where(last < 0, grid[0], crossing)
     return np.asarray(np.where(last == lead.shape[1] - 1, np.inf, result))
 
 
 def _crossing_reason(law: Interval, sigmoid: Interval | None, grid: Array) -> str:
-    """Say for each law whether the crossing lies within the data, beyond it, or nowhere."""
+    """Describe for each law whether the crossing is within the data, beyond it, or nowhere."""
     words = []
-    for name, found in (("power law", law), ("sigmoid", sigmoid)):
-        if found is None:
+    for name, crossing in (("power law", law), ("sigmoid", sigmoid)):
+        if crossing is None:
             words.append(f"{name}: a size has none")
-        elif found.value is None:
+        elif crossing.value is None:
             words.append(f"{name}: never within {FAR:g} x the data")
-        elif found.high is not None and found.high <= grid[0] * 1.001:
+        elif crossing.high is not None and crossing.high <= grid[0] * 1.001:
             words.append(f"{name}: ahead from the start")
-        elif found.value > grid[-1] / FAR:
-            words.append(f"{name}: beyond the data ({found.value / (grid[-1] / FAR):.2g} x)")
+        elif crossing.value > grid[-1] / FAR:
+            words.append(f"{name}: beyond the data ({crossing.value / (grid[-1] / FAR):.2g} x)")
         else:
             words.append(f"{name}: within the data")
     return "; ".join(words)
 
 
 def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
-    """Both laws fitted to the first three quarters of every size's compute, judged on the last quarter.
+    """Judge both laws, fitted to the first three quarters of every size's compute, on the last quarter.
 
-    Each run counts with the mean of its held-out rewards. Sizes whose sigmoid cannot be fitted to the first
-    part are judged by neither.
+    Each run counts by the mean of its held-out rewards. If a size's sigmoid cannot be fitted to the first part, neither
+    law is judged.
     """
     first: dict[float, Fit] = {}
     for size, fit in by_size.items():
@@ -302,14 +302,14 @@ def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
             late = (curve.seed == label) & (curve.compute > cut) & (curve.compute <= end)
             if not late.any():
                 continue
-            c, seen = curve.compute[late], float(curve.reward[late].mean())
+            c, actual = curve.compute[late], float(curve.reward[late].mean())
             by_law = 1 - np.exp(level[s] - k_max / (1 + n_0 / size) * np.log(c / law.reference))
-            errors.append((float(by_law.mean()) - seen, float(joint.curve(size, c).mean()) - seen))
+            errors.append((float(by_law.mean()) - actual, float(joint.curve(size, c).mean()) - actual))
             noise.append(float(np.mean(fit.outlook.noise**2)) / len(c))
     if not errors:
         return HeldOut(None, None, "unknown", 0)
     law_error, sigmoid_error = (float(v) for v in np.sqrt(np.mean(np.square(errors), axis=0)))
-    # Standard error, by the evaluations' noise alone, of the mean over the runs that were held out.
+    # Standard error, from the evaluations' noise alone, of the mean over the held-out runs.
     resolution = float(np.sqrt(np.mean(noise) / len(noise)))
     better = "power_law" if law_error < sigmoid_error else "sigmoid"
     if abs(law_error - sigmoid_error) <= resolution:
@@ -320,12 +320,12 @@ def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
 def best_size(
     law: PowerLaw, joint: AcrossSizes | None, seen: Sequence[float], budget: float, unseen: Sequence[float] = ()
 ) -> tuple[SizeChoice, ...]:
-    """Every size's reward at a budget and its probability of being best, by each law; the sizes in order.
+    """Return every size's reward at a budget and its probability of being best, by each law; sizes in order.
 
-    p_best is over the sizes seen, and for an unseen one over those and itself.
+    p_best compares with the sizes that were run; for another size, with those and itself.
     """
     at = np.array([budget])
-    # Minus the log loss, of which more is better, as of a reward.
+    # Minus the log loss: higher is better, as for a reward.
     by_law = [-law.log_loss(size, at)[:, 0] for size in seen]
     by_sigmoid = [] if joint is None else [joint.curve(size, at)[:, 0] for size in seen]
     choices = []
@@ -345,32 +345,32 @@ def best_size(
 
 
 def _p_best(own: Array, seen: Sequence[Array]) -> float:
-    """Share of draws in which a size is at least as good as the best of the sizes seen."""
+    """Return the share of draws in which a size is at least as good as the best of the sizes that were run."""
     return float((own >= np.max(seen, axis=0)).mean())
 
 
 def _reach(
     law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float, Fit], target: float, unseen: Sequence[float]
 ) -> tuple[SizeReach, ...]:
-    """Return the compute at which every size, seen or not, reaches the target, by each law."""
+    """Return the compute at which every size, run or not, reaches the target, by each law."""
     far = FAR * _end(by_size)
     grid = np.concatenate([[0.0], np.geomspace(_start(by_size) / 10, far, _GRID)])
-    found = []
+    rows = []
     for size in sorted([*by_size, *unseen]):
         times = law.compute_to_reach(size, target)
         by_law = quantiles(np.where(times > far, np.inf, times))
         curves = None if joint is None else joint.curve(size, grid)
         by_sigmoid = None if curves is None else quantiles(first_above(curves, grid, target))
-        found.append(SizeReach(size, size not in by_size, _named(by_law), _named(by_sigmoid)))
-    return tuple(found)
+        rows.append(SizeReach(size, size not in by_size, _named(by_law), _named(by_sigmoid)))
+    return tuple(rows)
 
 
-def _named(found: Interval | None) -> Interval | None:
-    return None if found is None or found.value is None else found
+def _named(interval: Interval | None) -> Interval | None:
+    return None if interval is None or interval.value is None else interval
 
 
 def _sentence(choices: Sequence[SizeChoice], budget: float | None, compared: HeldOut) -> str:
-    """The best size, by the law that predicts better; by both where neither does."""
+    """Name the best size by the law that predicts better, or by both if neither does."""
     seen = [choice for choice in choices if not choice.extrapolation]
     by_law = max(seen, key=lambda choice: choice.p_best)
     answers = {"power law": (by_law.size, by_law.p_best)}

@@ -1,8 +1,8 @@
-"""The current choice between recipes: one joint posterior, which ranking, plan and report all read.
+"""The current choice between recipes: one joint posterior that ranking, plan and report all use.
 
-Every recipe takes part with posterior draws of its asymptote (`sweeps.fit.forecast`): one that is not identifiable with
-the full width of its posterior, one without any forecast with draws from the whole scale. So a choice is sure only
-where it is sure against the recipes that could not be ranked, too.
+Every recipe contributes posterior draws of its asymptote (`sweeps.fit.forecast`). A recipe that is not identifiable
+contributes the full width of its posterior; one without any forecast, draws from the whole reward scale. So a choice
+is only sure if it is also sure against the recipes that could not be ranked.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from sweeps.fit.posterior import by_weight
 from sweeps.fit.predict import asymptote_draws, paths_over_seeds, readable, seed_offsets, within
 from sweeps.fit.seeds import Pairing, SeedSpread, paired_seed_spread
 
-# A choice counts as decided from this probability on.
+# A choice counts as decided from this probability.
 CONFIDENCE = 0.95
 _UNSURE = 1 - CONFIDENCE
-# A recipe that cannot be ranked is named where it could be best with more than this chance.
+# An unranked recipe is named if its chance of being best is above this.
 COULD_WIN = 0.05
-# Recipes from which on their scatter can be told, the least it is taken to be (of the reward's scale), and its tail.
+# Scatter of asymptotes between recipes: fewest recipes to estimate it from, its lower limit (as a share of the
+# reward's scale), and the degrees of freedom of the shrinkage prior.
 _FEW, _APART, _TAIL = 3, 0.03, 4.0
-# Fewer draws of a law than this are not taken to represent it.
+# With fewer draws of a law than this, the recipe's draws of all laws are used instead.
 _LEAST = 8
-# How many windows ahead recipes are compared, where no budget is given.
+# Without a budget, recipes are compared at this many windows.
 WINDOWS = 2.0
 
 
@@ -43,9 +44,9 @@ class Drawn:
     """Posterior draws of one recipe's asymptote.
 
     Attributes:
-        values: A for the mean of the seeds given, in reward, (K,).
-        rows: index of the draw in `Fit.outlook` that each value belongs to, (K,); None where nothing could be drawn.
-        offsets: how far the mean of the seeds given lies off the recipe's own, in reward, (K,).
+        values: A for the mean of the given seeds, in reward, (K,).
+        rows: index of each value's draw in `Fit.outlook`, (K,); None for a recipe without a forecast.
+        offsets: difference between the recipe's A and that of the given seeds' mean, in reward, (K,).
         spread: standard deviation of A between seeds, from which `offsets` are drawn.
     """
 
@@ -55,12 +56,12 @@ class Drawn:
     spread: float
 
     def asymptote(self, margin: float | None = None) -> Array:
-        """Over all seeds, (K,); given the margin of a tie, a spread below it is left out: the margin stands for it."""
+        """Return A over all seeds, (K,). A spread up to the margin of a tie, if given, is left out: it is covered."""
         return self.values if margin is not None and self.spread <= margin else self.values + self.offsets
 
 
 class Outcome(Enum):
-    """Outcomes that a choice between recipes can have; `sweeps.decide.wording` puts them into words."""
+    """Possible outcomes of a choice between recipes; `sweeps.decide.wording` words them."""
 
     UNKNOWN = "nothing is known of any recipe, or the only one is not identifiable"
     ALONE = "there is but one recipe, and nothing to compare it with"
@@ -82,11 +83,11 @@ class Horizon(AsJson):
     """The choice by the reward at one compute, which needs no asymptote.
 
     Attributes:
-        compute: where rewards are compared: a budget, or `WINDOWS` times the most that any recipe has used.
-        windows: the same as a multiple of the most that any recipe has used.
-        leader: recipe of the least expected loss there; None where nothing is known of any.
+        compute: where rewards are compared: a budget, or `WINDOWS` times the largest compute of any recipe.
+        windows: the same as a multiple of the largest compute of any recipe.
+        leader: recipe with the smallest expected loss there; None where nothing is known.
         p_best: probability of the highest reward, by recipe.
-        p_wrong: probability that another's reward exceeds the leader's by more than the margin; None without another.
+        p_wrong: probability that another's reward exceeds the leader's by more than the margin; None with one recipe.
         decided: whether the leader is surely within the margin of the highest reward.
     """
 
@@ -100,31 +101,32 @@ class Horizon(AsJson):
 
 @dataclass(frozen=True, eq=False)
 class Standing:
-    """The choice between recipes as the data leave it; mappings are by recipe.
+    """The state of the choice between recipes; mappings are by recipe.
 
     Attributes:
-        margin: recipes whose A lies within this of the best are no wrong choice, in reward.
-        leader: recipe to choose: that of the least expected loss, whether or not its A is identifiable, or the first of
-            those tied with it; None where nothing is known of any.
-        losses: expected excess of the highest asymptote of all over the recipe's own, in reward.
-        p_best: probability of the highest asymptote, of ranked and unranked recipes, spread between seeds included.
+        margin: choosing a recipe whose A is within this of the best is not an error, in reward.
+        leader: recipe to choose: the one with the smallest expected loss, identifiable or not, or the first of those
+            tied with it; None where nothing is known.
+        losses: expected difference of the highest asymptote and the recipe's own, in reward.
+        p_best: probability of the highest asymptote among ranked and unranked recipes, including the spread between
+            seeds.
         p_wrong: probability that another's asymptote exceeds the leader's by more than the margin; None without a
-            leader or without another recipe.
+            leader or with one recipe.
         ranked: identifiable recipes, the best first.
-        tied: those whose A, and whose expected loss, lie within the margin of the best, the most efficient first.
-        shared_a: mean A of the tied recipes; None if no tie.
-        efficiencies: compute of each tied recipe towards the shared A, see `sweeps.decide.efficiency`; empty if no tie.
-        ratios: compute to 90% of the way there over that of the first tied recipe, of each other one.
-        slower: those of them that surely take more.
-        choices: tied recipes of which any may be taken, those that are not slower; empty where the leader is not one of
-            several tied recipes.
+        tied: recipes whose A and expected loss are within the margin of the best, the most efficient first.
+        shared_a: mean A of the tied recipes; None without a tie.
+        efficiencies: compute of each tied recipe towards the shared A, see `sweeps.decide.efficiency`; empty without a
+            tie.
+        ratios: compute of each tied recipe to 90% of the way there, over that of the first one.
+        slower: tied recipes that surely need more compute than the first.
+        choices: tied recipes that are not slower, any of which may be chosen; empty if the leader is not tied.
         rivals: unranked recipes that are best with a probability above `COULD_WIN`.
-        outcome: how the choice stands.
-        p_most_efficient: probability that the leader takes the least compute of the tied ones; None where it is not one
-            of several tied recipes.
+        outcome: state of the choice.
+        p_most_efficient: probability that the leader needs the least compute of the tied recipes; None if it is not
+            tied.
         verdicts: verdict of every recipe's fit.
-        pairing: seeds by which identifiable recipes are paired; None where they do not share them.
-        drawn: the draws that all this is computed from, one entry per fit.
+        pairing: seeds by which identifiable recipes are paired; None if they do not share seeds.
+        drawn: the draws behind all of this, one entry per fit.
         horizon: the choice by the reward at a compute; None where no recipe has a window.
     """
 
@@ -154,16 +156,16 @@ class Standing:
         return self.outcome.decided
 
     def ratio(self, recipe: str) -> Interval | None:
-        """Return the interval of one of `ratios`, which holds for all pairs of tied recipes together; None without."""
+        """Return the interval of one of `ratios`, valid for all pairs of tied recipes at once; None if not in it."""
         ratio = self.ratios.get(recipe)
         return None if ratio is None else ratio.interval(tail_of_all_pairs(len(self.tied)))
 
 
 def margin_of(fits: Sequence[Fit], margin: float | None) -> float:
-    """The margin of a tie, in reward units: the paper's 0.02, carried over to the reward's scale, if not given.
+    """Return the margin of a tie, in reward: the given one, or the paper's 0.02 converted to the reward's scale.
 
     Raises:
-        UserError: it is negative or no number.
+        UserError: it is negative or not a number.
     """
     if margin is None:
         return MARGIN * max((fit.curve.scale for fit in fits), default=1.0)
@@ -173,17 +175,18 @@ def margin_of(fits: Sequence[Fit], margin: float | None) -> float:
 
 
 def pairing_of(fits: Sequence[Fit]) -> Pairing | None:
-    """The seeds by which identifiable recipes are compared, if they are the same for all."""
+    """Return the seeds by which identifiable recipes are compared; None unless all have the same seeds."""
     return paired_seed_spread([fit.seed_excess for fit in fits], max((fit.curve.scale for fit in fits), default=1.0))
 
 
 def joint(fits: Sequence[Fit]) -> list[Drawn]:
-    """Joint draws of every recipe's asymptote.
+    """Return joint draws of every recipe's asymptote.
 
-    In each draw all recipes follow the same law, drawn by how well the laws predict the study's curves: that one law
-    puts every ceiling higher than another does is no difference between recipes. Identifiable recipes are shrunk
-    towards each other, since the highest of many estimates is high by luck, too: their prior is a Student t about the
-    others' mean, as wide as the estimates scatter beyond their errors. Other recipes keep the full width of their
+    In each draw all recipes follow the same law, chosen by how well the laws predict the study's curves: if one law
+    puts every ceiling higher than another law, that is not a difference between recipes. Identifiable recipes are
+    shrunk towards each other, because the highest of many estimates is partly high by luck: their prior is a Student t
+        about the mean of
+    the others, as wide as the estimates scatter beyond their errors. Other recipes keep the full width of their
     posterior.
 
     Args:
@@ -193,47 +196,47 @@ def joint(fits: Sequence[Fit]) -> list[Drawn]:
     laws = _laws(fits)
     width = _scatter(fits)
     named = {fit.recipe: named_a(fit) for fit in fits if fit.identifiable}
-    found = []
+    result = []
     for fit in fits:
         rng = generator(fit.recipe, "asymptote")
         if not readable(fit):
-            found.append(Drawn(np.asarray(rng.uniform(*fit.bounds, DRAWS)), None, np.zeros(DRAWS), 0.0))
+            result.append(Drawn(np.asarray(rng.uniform(*fit.bounds, DRAWS)), None, np.zeros(DRAWS), 0.0))
             continue
         values, weight = asymptote_draws(fit), np.ones(DRAWS)
         if fit.identifiable and width is not None:
             others = float(np.mean([value for recipe, value in named.items() if recipe != fit.recipe]))
-            # Weights of a Student t density, whose heavy tails hardly move a recipe that is truly apart.
+            # Weights of a Student t density: with its heavy tails, a recipe that is truly different hardly moves.
             weight = (1 + (values - others) ** 2 / (_TAIL * width)) ** (-0.5 * (_TAIL + 1))
         rows = _under_laws(fit, laws, weight, rng)
         spread = pairing.spread if pairing is not None and fit.identifiable else fit.seed_spread
-        found.append(Drawn(values[rows], rows, seed_offsets(fit, spread=spread), spread.sd))
-    return found
+        result.append(Drawn(values[rows], rows, seed_offsets(fit, spread=spread), spread.sd))
+    return result
 
 
 def joint_rewards(fits: Sequence[Fit], compute: float) -> list[Array]:
-    """Joint draws of every recipe's reward at a compute, over all seeds; (K,) each.
+    """Return joint draws of every recipe's reward at a compute, over all seeds; (K,) each.
 
-    As in `joint` all recipes follow the same law in each draw. Forecasts do not depend on the verdict; the reward of a
-    recipe that cannot be forecast at this compute is drawn evenly from the whole scale.
+    As in `joint`, all recipes follow the same law in each draw. Forecasts do not depend on the verdict. The reward of a
+    recipe that cannot be forecast at this compute is drawn uniformly from the whole scale.
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them.
         compute: where to forecast, in the curves' unit.
     """
     laws = _laws(fits)
-    found = []
+    result = []
     for fit in fits:
         rng = generator(fit.recipe, "reward")
         if not within(fit, compute):
-            found.append(np.asarray(rng.uniform(*fit.bounds, DRAWS)))
+            result.append(np.asarray(rng.uniform(*fit.bounds, DRAWS)))
             continue
         rows = _under_laws(fit, laws, np.ones(DRAWS), rng)
-        found.append(paths_over_seeds(fit, [compute])[rows, 0])
-    return found
+        result.append(paths_over_seeds(fit, [compute])[rows, 0])
+    return result
 
 
 def _laws(fits: Sequence[Fit]) -> list[str]:
-    """The law of each of K draws, by its mean weight over the recipes."""
+    """Return the law of each of K joint draws, sampled by the laws' mean weight over the recipes."""
     outlooks = [fit.outlook for fit in fits if fit.outlook is not None]
     names = sorted({name for outlook in outlooks for name in outlook.weights})
     if not names:
@@ -243,29 +246,29 @@ def _laws(fits: Sequence[Fit]) -> list[str]:
 
 
 def _scatter(fits: Sequence[Fit]) -> float | None:
-    """Return the variance of identifiable asymptotes between recipes, beyond their errors; None with under `_FEW`."""
+    """Return the variance of identifiable asymptotes between recipes, beyond their errors; None if under `_FEW`."""
     named = [fit for fit in fits if fit.identifiable]
     if len(named) < _FEW:
         return None
     error = float(np.mean([asymptote_draws(fit).var() for fit in named]))
     least = (_APART * max(fit.curve.scale for fit in named)) ** 2
-    # By method of moments: the variance of estimates is that of the truths plus that of the errors.
+    # By method of moments: the variance of the estimates is that of the true values plus that of the errors.
     return max(float(np.var([named_a(fit) for fit in named], ddof=1)) - error, least)
 
 
 def _under_laws(fit: Fit, laws: Sequence[str], weight: Array, rng: np.random.Generator) -> NDArray[np.intp]:
-    """Select indices of a recipe's draws by weight (K,), so that their laws are those given; (K,)."""
+    """Select indices of a recipe's draws by weight (K,) so that their laws match the given ones; (K,)."""
     assert fit.outlook is not None
     futures = fit.outlook.futures
     wanted = np.array(laws)
     rows = np.empty(len(wanted), dtype=np.intp)
     numbers = {law.name: i for i, law in enumerate(futures.laws)}
     for name in np.unique(wanted):
-        mine = np.flatnonzero(futures.law == numbers.get(name, -1))
-        # A law that explains a recipe hardly at all says nothing of it.
-        mine = mine if len(mine) >= _LEAST else np.arange(len(futures.law))
+        rows_of_law = np.flatnonzero(futures.law == numbers.get(name, -1))
+        # Few draws: this law hardly explains the recipe's curve, so use the draws of all laws instead.
+        rows_of_law = rows_of_law if len(rows_of_law) >= _LEAST else np.arange(len(futures.law))
         places = np.flatnonzero(wanted == name)
-        rows[places] = mine[by_weight(weight[mine], len(places), rng)]
+        rows[places] = rows_of_law[by_weight(weight[rows_of_law], len(places), rng)]
     return rows
 
 
@@ -274,8 +277,8 @@ def horizon_of(fits: Sequence[Fit], margin: float, compute: float | None = None)
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them.
-        margin: recipes whose reward lies within this of the highest are no wrong choice, in reward.
-        compute: where to compare; None for `WINDOWS` times the most that any recipe has used.
+        margin: choosing a recipe whose reward is within this of the highest is not an error, in reward.
+        compute: where to compare; None for `WINDOWS` times the largest compute of any recipe.
     """
     end = max((fit.window[1] for fit in fits if fit.window is not None), default=None)
     if end is None:
@@ -298,15 +301,15 @@ def horizon_of(fits: Sequence[Fit], margin: float, compute: float | None = None)
 
 
 def stand(fits: Sequence[Fit], margin: float | None = None, budget: float | None = None) -> Standing:
-    """Choose a recipe by least expected loss, and judge whether the data decide the choice.
+    """Choose the recipe with the smallest expected loss, and judge whether the data decide the choice.
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them.
-        margin: recipes whose A lies within this of the best are no wrong choice, in reward; None for the default.
-        budget: compute of the horizon; None for `WINDOWS` times the most that any recipe has used.
+        margin: choosing a recipe whose A is within this of the best is not an error, in reward; None for the default.
+        budget: compute of the horizon; None for `WINDOWS` times the largest compute of any recipe.
 
     Raises:
-        UserError: margin is negative or no number.
+        UserError: margin is negative or not a number.
     """
     margin = margin_of(fits, margin)
     drawn = joint(fits)
@@ -317,7 +320,7 @@ def stand(fits: Sequence[Fit], margin: float | None = None, budget: float | None
     best = max(names.values(), default=0.0)
     losses = dict(zip((fit.recipe for fit in fits), expected_losses(drawn), strict=True))
     least = min((losses[fit.recipe] for fit in ranked), default=0.0)
-    # Of estimates within the margin one may still be expected to cost more.
+    # An estimate within the margin may still have a larger expected loss.
     tied = [
         fit
         for fit in ranked
@@ -328,13 +331,13 @@ def stand(fits: Sequence[Fit], margin: float | None = None, budget: float | None
     efficient = {} if shared_a is None else efficiencies(tied, shared_a, spreads_of(tied, pairing))
 
     def order(fit: Fit) -> tuple[bool, float, str]:
-        mine = efficient.get(fit.recipe)
-        return fit not in tied, -names[fit.recipe] if mine is None else float(np.median(mine.to_most)), fit.recipe
+        own = efficient.get(fit.recipe)
+        return fit not in tied, -names[fit.recipe] if own is None else float(np.median(own.to_most)), fit.recipe
 
     ordered = sorted(ranked, key=order)
     rivals = tuple(fit.recipe for fit in fits if not fit.identifiable and p_best[fit.recipe] > COULD_WIN)
     wrong = dict(zip((fit.recipe for fit in fits), wrong_chances(drawn, margin), strict=True))
-    # Efficiency decides between those that are surely within the margin, not at the price of being so.
+    # Efficiency decides only between recipes that are surely within the margin.
     safe = [fit for fit in ordered if fit in tied and wrong[fit.recipe] <= _UNSURE]
     leader = _leader(fits, safe, losses)
     if leader in tied:
@@ -372,7 +375,7 @@ def stand(fits: Sequence[Fit], margin: float | None = None, budget: float | None
 
 
 def _outcome(fits: Sequence[Fit], leader: Fit | None, p_wrong: float | None, choices: int) -> Outcome:
-    """Return how the choice stands; `choices` is 0 unless the leader is one of several tied recipes."""
+    """Return the outcome of the choice; `choices` is 0 unless the leader is one of several tied recipes."""
     if leader is None or (len(fits) == 1 and not leader.identifiable):
         return Outcome.UNKNOWN
     if p_wrong is None:
@@ -383,7 +386,7 @@ def _outcome(fits: Sequence[Fit], leader: Fit | None, p_wrong: float | None, cho
         return Outcome.HIGHEST if sure else unsure
     if not sure:
         return Outcome.TIED_UNSURE
-    # Whichever of the choices is taken, it is no wrong one by the margin that was asked for.
+    # Any of these choices is within the margin that was asked for.
     return Outcome.MOST_EFFICIENT if choices == 1 else Outcome.TIED
 
 
@@ -394,9 +397,9 @@ def named_a(fit: Fit) -> float:
 
 
 def _leader(fits: Sequence[Fit], safe: Sequence[Fit], losses: Mapping[str, float]) -> Fit | None:
-    """The recipe of the least expected loss; where that is surely within the margin, the first of all that are.
+    """Return the recipe with the smallest expected loss; if that is safe, the first of the safe recipes.
 
-    A refusal to name an asymptote is no evidence that it is low. Of what cannot be read nothing is known at all.
+    A recipe whose asymptote cannot be named is not assumed to be low. Recipes without a forecast are left out.
     """
     known = [fit for fit in fits if readable(fit)]
     best = min(known, key=lambda fit: (losses[fit.recipe], fit.recipe), default=None)
@@ -404,19 +407,19 @@ def _leader(fits: Sequence[Fit], safe: Sequence[Fit], losses: Mapping[str, float
 
 
 def expected_losses(drawn: Sequence[Drawn]) -> list[float]:
-    """Expected loss of choosing each recipe: mean over joint draws of the highest asymptote less its own."""
+    """Return the expected loss of choosing each recipe: the mean of the highest asymptote minus its own."""
     runs = np.stack([one.asymptote() for one in drawn])
     return [float(loss) for loss in (runs.max(axis=0) - runs).mean(axis=1)]
 
 
 def wrong_chances(drawn: Sequence[Drawn], margin: float) -> list[float]:
-    """Share of joint draws, for each recipe, in which another's asymptote is higher by more than the margin."""
+    """Return, for each recipe, the share of joint draws in which another's A is higher by more than the margin."""
     runs = np.stack([one.asymptote(margin) for one in drawn])
     return [float(p) for p in (runs.max(axis=0) - runs > margin).mean(axis=1)]
 
 
 def best_chances(draws: Sequence[Array]) -> list[float]:
-    """Share of joint draws in which each is highest; equal values (a common bound) share the draw."""
+    """Return the share of joint draws in which each is highest; equal values (at a common bound) share the draw."""
     if not draws:
         return []
     stacked = np.stack(draws)
@@ -425,10 +428,10 @@ def best_chances(draws: Sequence[Array]) -> list[float]:
 
 
 def spreads_of(fits: Sequence[Fit], pairing: Pairing | None) -> dict[str, SeedSpread]:
-    """Return the spread of A between seeds by recipe: what seeds do to all alike is no error of a comparison."""
+    """Return the spread of A between seeds by recipe; the paired one if given, because common effects cancel."""
     return {fit.recipe: fit.seed_spread if pairing is None else pairing.spread for fit in fits}
 
 
 def shared_asymptote(tied: Sequence[Fit]) -> float | None:
-    """The mean A of tied recipes; None where there is no tie."""
+    """Return the mean A of tied recipes; None without a tie."""
     return None if len(tied) < 2 else float(np.mean([named_a(fit) for fit in tied]))

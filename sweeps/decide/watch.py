@@ -1,10 +1,10 @@
-"""Watching a running study: fits repeated as compute grows, and every forecast checked against what then came.
+"""Watching a running study: fits are repeated as compute grows, and forecasts are checked against what followed.
 
-A snapshot is the fit up to some compute C, and a check: the evaluations of the last tenth (C / 1.1 to C) against
-what the fit up to C / 1.5 predicted of their mean. It depends on the evaluations and on C alone, not on when
-anybody looked. A run has departed if two snapshots apart by a factor 1.15, and all between them, lie on one side
-of a 95% interval. How often that rings for runs that follow the law, and for runs that fall, stands in
-docs/measured/watch.md (`benchmarks/watch.py`).
+A snapshot is the fit up to some compute C, with a check: the evaluations of the last tenth (C / 1.1 to C) are compared
+with what the fit up to C / 1.5 predicted of their mean. It depends on the evaluations and on C only, not on when it was
+computed. A run has departed if two snapshots that differ by a factor of 1.15, and all between them, are on the same
+side of a 95% interval. docs/measured/watch.md has the rate of alarms for runs that follow the law and for runs that
+fall (`benchmarks/watch.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FITS_FILE = "fits.jsonl"
 
 @dataclass(frozen=True)
 class News:
-    """A snapshot, and the warning if the run had departed by then."""
+    """A snapshot, and the warning if the run had departed by then; else None."""
 
     snapshot: Snapshot
     warning: str | None
@@ -39,14 +39,14 @@ class News:
 class Watch:
     """Follows sources; takes a snapshot of a recipe whenever it has new evaluations.
 
-    Snapshots are appended to a file, one flushed JSON object a line, and adopted from it, so that stopping and
-    starting again, or a second watcher, neither computes nor writes one twice.
+    Snapshots are appended to a file, one flushed JSON object per line, and read back from it. So a restarted watch, or
+    a second watcher, neither computes nor writes a snapshot twice.
 
     Args:
         load: reads the sources: `sweeps.source.load` with its arguments bound.
-        sources: paths as the user gave them, whose sizes and times show cheaply whether anything is new.
+        sources: paths as given by the user; their sizes and times show cheaply whether anything is new.
         options: options of every fit; the defaults if None.
-        path: file to append snapshots to, see `default_path`; None to keep them in memory alone.
+        path: file to append snapshots to, see `default_path`; None to keep them in memory only.
         every: factor of compute between snapshots, see `history`.
         clock: wall-clock seconds, replaceable in tests.
     """
@@ -69,21 +69,21 @@ class Watch:
         self._seen: object = None
 
     def poll(self) -> Iterator[News]:
-        """Give what was not given yet: adopted snapshots, and those that new evaluations call for, once written.
+        """Yield news not yielded before: snapshots read from the file, and new ones once they are written.
 
         Raises:
             UserError: the sources cannot be read, or the file cannot be written.
         """
-        seen = sources_state(self._sources)
-        if seen is not None and seen == self._seen:
+        state = sources_state(self._sources)
+        if state is not None and state == self._seen:
             return
         for curve in self._load().curves:
             yield from self.follow(curve)
-        # Only now: if the caller stops half-way through, the next poll gives the rest.
-        self._seen = seen
+        # Set last: if the caller stops half-way, the next poll yields the rest.
+        self._seen = state
 
     def follow(self, curve: Curve) -> Iterator[News]:
-        """Give what was not given yet of one curve, for callers that load the sources themselves.
+        """Yield news of one curve, for callers that load the sources themselves.
 
         Raises:
             UserError: the file cannot be written.
@@ -93,10 +93,10 @@ class Watch:
             self._sizes[curve.recipe] = _size(curve)
 
     def _locked(self, curve: Curve) -> list[News]:
-        """Follow a curve under a file lock, for two watchers of one study must not both write a snapshot."""
+        """Follow a curve under a file lock, so that two watchers of one study do not both write a snapshot."""
         if self._path is None:
             return self._follow(curve)
-        from filelock import FileLock  # only whoever writes needs it
+        from filelock import FileLock  # needed only for writing
 
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,31 +107,31 @@ class Watch:
             raise UserError(f"{self._path}: cannot be written ({reason}); give another file with --out") from error
 
     def _follow(self, curve: Curve) -> list[News]:
-        """Take a curve's new snapshots; return those adopted and not given yet, then the new ones."""
-        mine = self._identity(curve)
+        """Take a curve's new snapshots; return those read from the file and not yet yielded, then the new ones."""
+        identity = self._identity(curve)
         if self._path is None:
             known = self._known.setdefault(curve.recipe, [])
         else:
-            known = _snapshots(_read(self._path, curve.recipe), mine) if self._path.exists() else []
-        given = self._given.get(curve.recipe, 0)
-        news = [News(known[at], departure(known[: at + 1])) for at in range(given, len(known))]
+            known = _snapshots(_read(self._path, curve.recipe), identity) if self._path.exists() else []
+        yielded = self._given.get(curve.recipe, 0)
+        news = [News(known[at], departure(known[: at + 1])) for at in range(yielded, len(known))]
         for snapshot in _history(curve, self._options, self._every, known):
             known.append(snapshot)
             news.append(News(snapshot, departure(known)))
             if self._path is not None:
-                line = {"time": self._clock(), **mine, **snapshot.to_json(), "warning": news[-1].warning}
+                line = {"time": self._clock(), **identity, **snapshot.to_json(), "warning": news[-1].warning}
                 append_lines(self._path, [line])
         self._given[curve.recipe] = len(known)
         return news
 
     def _identity(self, curve: Curve) -> dict[str, Any]:
-        """Fields by which a line of the file is recognised as of this curve and these options."""
+        """Return the fields that identify a line of the file as belonging to this curve and these options."""
         return {
             "recipe": curve.recipe,
             "compute_axis": curve.axis,
             "metric": curve.metric,
             "options": asdict(self._options),
-            # Rewards in [0, 1] have these bounds inferred; lines of older versions have no `bounds`.
+            # For rewards in [0, 1] bounds are inferred; lines of older versions have no `bounds`.
             "bounds": None if curve.limits in (None, (0.0, 1.0)) else list(curve.limits),
         }
 
@@ -141,13 +141,13 @@ def _size(curve: Curve) -> tuple[int, float]:
 
 
 def default_path(sources: Sequence[str | Path]) -> Path | None:
-    """`fits.jsonl` in the run or sweep directory, if the source is one; None for a table or several sources."""
+    """Return `fits.jsonl` in the run or sweep folder, if that is the only source; None for other sources."""
     folder = Place(sources[0]).folder if len(sources) == 1 else None
     return None if folder is None else folder / FITS_FILE
 
 
 def waiting(sources: Sequence[str | Path]) -> bool:
-    """Return whether all sources are runs or sweeps that have no evaluation yet, which is no error."""
+    """Return whether all sources are runs or sweeps without an evaluation yet, which is not an error."""
     for source in sources:
         runs = Place(source).run_folders
         if not runs:
@@ -157,17 +157,17 @@ def waiting(sources: Sequence[str | Path]) -> bool:
                 if read_journal(run).of_kind("eval"):
                     return False
             except JournalError:
-                # A header that is still being written; a file with a whole line is damaged.
+                # The header is still being written; a file that has a whole line is damaged instead.
                 if b"\n" in (run / JOURNAL_FILE).read_bytes():
                     return False
     return True
 
 
 def sources_state(sources: Sequence[str | Path]) -> object:
-    """Return sizes and modification times of the files behind the sources, to detect changes; None if not known."""
+    """Return sizes and modification times of the files behind the sources, to detect changes; None if unknown."""
     files: list[Path] = []
     for source in sources:
-        place = Place(source)  # anew at every poll: a sweep gains runs
+        place = Place(source)  # read again at every poll: a sweep gains runs
         if place.kind is not Kind.FOLDER:
             files.append(place.path)
         elif place.run_folders:
@@ -181,19 +181,19 @@ def sources_state(sources: Sequence[str | Path]) -> object:
 
 
 def _read(path: Path, recipe: str) -> list[dict[str, Any]]:
-    """The file's entries of one recipe; a torn line, and what is no entry, are passed over."""
+    """Return the file's entries of one recipe; torn or invalid lines are skipped."""
     label = json.dumps(recipe).encode()
-    # Spares parsing every recipe's lines for each recipe.
+    # Search the raw lines first: parsing every recipe's lines for each recipe would be slow.
     return parse_lines(b"\n".join(line for line in path.read_bytes().split(b"\n") if label in line))
 
 
 def _snapshots(entries: Sequence[dict[str, Any]], identity: Mapping[str, Any]) -> list[Snapshot]:
-    """Return the snapshots of one recipe under the same fit options, in order of writing."""
-    found = []
+    """Return the snapshots of one recipe under the same fit options, in the order written."""
+    snapshots = []
     for entry in entries:
         if all(entry.get(key) == value for key, value in identity.items()):
             try:
-                found.append(Snapshot.from_json(entry))
+                snapshots.append(Snapshot.from_json(entry))
             except (KeyError, TypeError, ValueError):
                 continue
-    return found
+    return snapshots

@@ -1,7 +1,7 @@
-"""A ranking's outcome and reasons in words, made of results that are computed elsewhere; nothing is decided here.
+"""Outcome and reasons of a ranking in words. Nothing is decided here; all results are computed elsewhere.
 
-These words are fields of the records behind `--json`, and a running search journals them, so they are made below
-`sweeps.report`; tables and pages are its work.
+These words are fields of the `--json` records, and a running search journals them. So they are not in `sweeps.report`,
+which makes tables and pages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sweeps.fit.predict import chance
 
 
 def outcome_sentence(standing: Standing) -> str:
-    """Return one sentence on the choice between recipes as it stands."""
+    """Return one sentence on the current choice between recipes."""
     outcome, leader, margin = standing.outcome, standing.leader, standing.margin
     total, unranked = len(standing.verdicts), _unranked(standing)
     if outcome is Outcome.UNKNOWN or leader is None:
@@ -48,7 +48,7 @@ def outcome_sentence(standing: Standing) -> str:
 
 
 def horizon_sentence(standing: Standing) -> str:
-    """Return one sentence on the choice at the horizon; empty where there is nothing to compare."""
+    """Return one sentence on the choice at the horizon; empty if there is nothing to compare."""
     horizon = standing.horizon
     if horizon is None or horizon.leader is None or horizon.p_wrong is None or standing.outcome is Outcome.FLAT:
         return ""
@@ -67,9 +67,9 @@ _NUMBERS = ("", "", " two", " three", " four", " five", " six", " seven", " eigh
 
 
 def _slower(standing: Standing) -> str:
-    """Return how many times the compute the slower of the tied recipes take to 90% of the way to their ceiling."""
+    """Describe how many times the compute the slower tied recipes need, to 90% of the way to their ceiling."""
     slower, count = standing.slower, len(standing.slower)
-    ratios = [each for recipe in slower if (each := standing.ratio(recipe)) is not None]
+    ratios = [ratio for recipe in slower if (ratio := standing.ratio(recipe)) is not None]
     who = f"the other{_NUMBERS[count] if count < len(_NUMBERS) else f' {count}'}"
     takes = "takes" if count == 1 else "take"
     if count == 1 and ratios[0].value is not None:
@@ -80,12 +80,12 @@ def _slower(standing: Standing) -> str:
 
 
 def multiple(ratio: Interval) -> str:
-    """Format a ratio of computes by its median, or by its lower bound where the median is infinite."""
+    """Format a ratio of computes by its median, or by its lower bound if the median is infinite."""
     return f"at least {ratio.low or 0.0:.2g}" if ratio.value is None else f"{ratio.value:.2g}"
 
 
 def _unranked(standing: Standing) -> str:
-    """Return how many recipes cannot be ranked and which of them could be best; empty where all are ranked."""
+    """Describe how many recipes cannot be ranked, and which of them could be best; empty if all are ranked."""
     total = len(standing.verdicts)
     refused = total - len(standing.ranked)
     text = f"; {refused} of {total} recipes cannot be ranked" if refused and total > 1 else ""
@@ -99,7 +99,7 @@ def _unranked(standing: Standing) -> str:
 
 
 def place_reason(gap: float, recipe: str, standing: Standing) -> str:
-    """Return why a ranked recipe has its place; `gap` is the best A less its own."""
+    """Return why a ranked recipe has its place; `gap` is the best A minus its own."""
     if recipe in standing.efficiencies and standing.shared_a is not None:
         first, shared = standing.tied[0], f"90% of the way to A {standing.shared_a:.3f}"
         text = f"A within {standing.margin:g} of the best; "
@@ -114,7 +114,7 @@ def place_reason(gap: float, recipe: str, standing: Standing) -> str:
 
 
 def contrast_reason(fit: Fit, comparable: bool, margin: float) -> str:
-    """Return on what a variant is compared with the baseline, or why it is not."""
+    """Return how a variant is compared with the baseline, or why it is not."""
     if not fit.identifiable:
         return f"{fit.verdict}: {fit.reason}"
     if comparable:
