@@ -1,6 +1,6 @@
-"""Loading of curves from the user's sources: runs, tables, other frameworks' logs, MLflow.
+"""Loading of curves from the user's sources: runs, tables, other frameworks' logs, W&B and MLflow.
 
-`readers` lists the readers in the order they are asked; adding a format is one module and one line there.
+`readers` lists the readers of files in the order they are tried. A new format is one module and one line there.
 """
 
 from sweeps.source.collected import LoadedStudy

@@ -1,4 +1,4 @@
-"""The values that a column's cells stand for: numbers, percentages, nothing."""
+"""Conversion of a column's cells: numbers, percentages, missing values."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from sweeps.run.journal import finite
 if TYPE_CHECKING:
     from pandas import Series
 
-# What stands for no value in exports: what pandas takes for one when it reads, and a dash.
+# Words that mean no value in exports: those that pandas reads so, and dashes.
 _NO_VALUE = frozenset(["nan", "-nan", "na", "n/a", "<na>", "#na", "#n/a", "null", "none", "-", "–", "—"])
 
 
 def is_numeric(cells: Series[Any]) -> bool:
-    """Return whether a column is one of numbers by its type, so that no cell of it is text or empty."""
+    """Return whether a column has a numeric type, so that none of its cells is text or empty."""
     return cells.dtype.kind in "iuf"
 
 
 def numbers(cells: Series[Any]) -> Array:
-    """Convert a column to numbers, "21%" to 0.21, NaN for what is not a finite number (a truth value is none)."""
+    """Convert a column to numbers: "21%" is 0.21, and cells that are not finite numbers (or are booleans) are NaN."""
     if is_numeric(cells):
         values = np.array(cells, dtype=float)
     else:
         listed = cells.tolist()
         try:
+            # float() would accept booleans: take the slow path, which does not.
             if not set(map(type, listed)) <= {str, int, float}:
                 raise ValueError("truth values are no numbers, though float() takes them for such")
             values = np.fromiter(map(float, listed), float, len(listed))
@@ -39,7 +40,7 @@ def numbers(cells: Series[Any]) -> Array:
 
 
 def number(cell: Any) -> float:
-    """Convert a cell as `numbers` does a column."""
+    """Convert one cell like `numbers` converts a column."""
     if isinstance(cell, str):
         try:
             text = cell.rstrip()
@@ -51,7 +52,10 @@ def number(cell: Any) -> float:
 
 
 def mixed_percent(cells: Series[Any], values: Array) -> tuple[int, int] | None:
-    """Find an ambiguous column: return its first cell with a percent sign and its first above 1 without, else None."""
+    """Find a column that mixes percentages and larger numbers.
+
+    Returns the first cell with a percent sign and the first above 1 without one; None if the column has not both.
+    """
     if is_numeric(cells):
         return None
     signed = np.array([isinstance(cell, str) and "%" in cell for cell in cells.tolist()], dtype=bool)
@@ -60,12 +64,12 @@ def mixed_percent(cells: Series[Any], values: Array) -> tuple[int, int] | None:
 
 
 def is_empty(cell: object) -> bool:
-    """Return whether a cell is None or blank text, so that nothing was logged there."""
+    """Return whether a cell is None or blank text: nothing was logged there."""
     return cell is None or (isinstance(cell, str) and not cell.strip())
 
 
 def is_blank(cell: object) -> bool:
-    """Return whether a cell is empty, NaN, or a word that exports write for no value."""
+    """Return whether a cell is empty, NaN, or a word that exports write for a missing value."""
     if isinstance(cell, str):
         text = cell.strip()
         return not text or text.casefold() in _NO_VALUE

@@ -1,4 +1,4 @@
-"""The user's request to the sources, and the points that they gave by curve, with a line on how each was read."""
+"""The user's request, and the collected points per curve, with a line on how each source was read."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from sweeps.run.journal import JournalView
 from sweeps.source.run_names import hidden_seed
 from sweeps.source.text import short
 
-# --metric: a curve for every evaluation set there is.
+# --metric all: one curve per evaluation set.
 ALL = "all"
 
 
-# How a run that is not ours says it is; "" where its source does not say.
+# State of a run of another trainer; "" if its source does not record one.
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 
 
 @dataclass(frozen=True, eq=False)
 class ForeignRun:
-    """One run of a source that is not ours: what it is called, what describes it, and its points.
+    """One run of another trainer: its name, its labels and its points.
 
     Attributes:
-        where, name: the source as the user gave it, and the run's name there.
-        key: by which the run is known again whatever its name; "" where its place and name are all there is.
-        state: `RUNNING`, `FINISHED` or `FAILED`; "" where the source does not say.
-        final: why it is finished before its budget and cannot be continued; None of any other run.
-        labels: what describes it and was asked for, by name; `recipe`, and where they are known `seed` and `baseline`.
+        where, name: the source as given by the user, and the run's name in it.
+        key: identity of the run that survives renaming; "" if only place and name identify it.
+        state: `RUNNING`, `FINISHED` or `FAILED`; "" if the source does not record it.
+        final: why it finished before its budget and cannot be continued; None for any other run.
+        labels: requested labels by name; also `recipe` and, where known, `seed` and `baseline`.
         axis, metric: columns of compute and reward.
-        steps: (n,), None where the source has none.
+        steps: (n,); None where the source has none.
         compute, reward: (n,).
-        sd: standard errors of the rewards, (n,), None where they are not known.
+        sd: standard errors of the rewards, (n,); None where unknown.
     """
 
     where: str
@@ -53,17 +53,23 @@ class ForeignRun:
 
 
 def described(factors: Mapping[str, str], **labels: str | None) -> dict[str, str]:
-    """Return the labels of a `ForeignRun`: the factors asked for, and those of its own that are known."""
+    """Return the labels of a `ForeignRun`: the requested factors, and the given labels without None."""
     return {**factors, **{name: value for name, value in labels.items() if value is not None}}
 
 
 @dataclass
 class LoadedStudy:
-    """Content of the sources: a curve per recipe, the journals, and what was left out and why.
+    """Content of the sources: one curve per recipe, the journals, and what was left out and why.
 
-    mapping: a line a source: which reader it was, which column became what and by which rule, how many rows gave
-    points and what became of the others. shown: those of the lines that a user must see, because the format is
-    not ours or a column was found by its name. foreign: runs that are not ours, one by one.
+    Attributes:
+        curves: the curves.
+        runs: journals of our own runs.
+        warnings: what was left out or looks wrong, and why.
+        mapping: one line per source: the reader, which column was used for what and by which rule, and how many rows
+            became points, with the reasons for the others.
+        shown: lines of the mapping that the user must see, because the format is foreign or a column was chosen by
+            name.
+        foreign: runs of other trainers, one by one.
     """
 
     curves: list[Curve] = field(default_factory=list)
@@ -74,7 +80,7 @@ class LoadedStudy:
     foreign: list[ForeignRun] = field(default_factory=list)
 
     def note(self, line: str, shown: bool) -> None:
-        """Add a line to the mapping, and to the lines that a user must see if `shown`."""
+        """Add a line to the mapping; if `shown`, also to the lines that the user must see."""
         self.mapping.append(line)
         if shown:
             self.shown.append(line)
@@ -82,9 +88,9 @@ class LoadedStudy:
 
 @dataclass(frozen=True)
 class Asked:
-    """Names given by the user: the reward (`y` of a table or log, `metric` of a journal), compute, labels.
+    """The user's request: reward (`y` of a table or log, `metric` of a journal), compute, labels.
 
-    seed_from: a pattern with one group, for seeds that are hidden in the recipes' names of foreign sources.
+    seed_from: a pattern with one group, for seeds that are part of run names in foreign sources.
     bounds: lowest and highest possible value of the metric; None to infer them.
     lower_is_better: whether the metric is a loss or an error rate.
     """
@@ -99,20 +105,21 @@ class Asked:
     lower_is_better: bool = False
 
     def parted(self, name: str) -> tuple[str, str | None]:
-        """Split a name by `seed_from` into the recipe's label and the seed in its group; None for no seed."""
-        found = self.seed_from.search(name) if self.seed_from is not None else None
-        if found is None or found[1] is None:
+        """Split a name by `seed_from` into the recipe's label and the seed in its group, None without a seed."""
+        match = self.seed_from.search(name) if self.seed_from is not None else None
+        if match is None or match[1] is None:
             return name, None
-        rest = (name[: found.start()] + name[found.end() :]).strip(" -_./:")
-        return rest or name[: found.start(1)].strip(" -_./:") or name, found[1]
+        label = (name[: match.start()] + name[match.end() :]).strip(" -_./:")
+        return label or name[: match.start(1)].strip(" -_./:") or name, match[1]
 
 
 @dataclass
 class CurvePoints:
-    """Points of one curve while they are read, one list per column.
+    """Points of one curve while its sources are read, one list per column.
 
-    recipe: the label; name: what of it the source gave. own_seeds: its seeds, or some of them, stand in the source.
-    bounds: lowest and highest possible value of the metric, where the source knows them.
+    recipe: the curve's label. name: the part of it that comes from the source. own_seeds: whether the source names some
+        of
+    its seeds. bounds: lowest and highest possible value of the metric, where the source knows them.
     """
 
     recipe: str
@@ -139,7 +146,7 @@ class CurvePoints:
         sd: Sequence[float | None] | None,
         at_peak: Sequence[float | None] | None = None,
     ) -> None:
-        """Add points, with their standard errors and what their compute counts as where they are known."""
+        """Add points; sd and at_peak (compute at the peak learning rate) where known."""
         self.compute.extend(compute)
         self.reward.extend(reward)
         self.seed.extend(seed)
@@ -151,58 +158,59 @@ class Collected:
     """Collector of a study's curves while its sources are read.
 
     Args:
-        asked: what the user named.
-        study: where warnings and the mapping go.
+        asked: the user's request.
+        study: receives warnings and the mapping.
     """
 
     def __init__(self, asked: Asked, study: LoadedStudy) -> None:
         self.asked = asked
         self.study = study
-        self.run_folders: dict[Path, Path] = {}  # where a state was found, for the states that repeat each other
+        self.run_folders: dict[Path, Path] = {}  # by run, the state read first: later states repeat it
         self._points: dict[str, CurvePoints] = {}
         self._runs: dict[str, list[str]] = {}
 
     def points(
         self, recipe: str, factors: Mapping[str, str], axis: str, metric: str, where: str, baseline: str | None = None
     ) -> CurvePoints:
-        """Return the curve of a recipe and its factors, made if need be, to add points to.
+        """Return the curve of a recipe and its factors, to add points to; it is created if needed.
 
-        `baseline` is the recipe that it departs from, if the source says; its curve is that of the same factors.
+        `baseline` is the recipe that this one is compared with, if the source names one; its curve has the same
+        factors.
 
         Raises:
-            UserError: the curve has points along another axis.
+            UserError: the curve already has points along another axis.
         """
         parted = "".join(f" {name}={value}" for name, value in factors.items())
         label = recipe + parted
-        found = self._points.setdefault(label, CurvePoints(label, recipe, dict(factors), axis, metric))
-        found.baseline = found.baseline or (baseline and baseline + parted)
-        if found.axis != axis:
+        points = self._points.setdefault(label, CurvePoints(label, recipe, dict(factors), axis, metric))
+        points.baseline = points.baseline or (baseline and baseline + parted)
+        if points.axis != axis:
             raise UserError(
-                f"{where}: recipe {label!r} has another compute axis elsewhere ({found.axis}, here {axis}); "
+                f"{where}: recipe {label!r} has another compute axis elsewhere ({points.axis}, here {axis}); "
                 "choose one with --x"
             )
-        if found.metric != metric:
-            note = f"rewards of different names are fitted together: {found.metric}, {metric}"
-            if note not in found.warnings:
-                found.warnings.append(note)
-        return found
+        if points.metric != metric:
+            note = f"rewards of different names are fitted together: {points.metric}, {metric}"
+            if note not in points.warnings:
+                points.warnings.append(note)
+        return points
 
     def takes(self, logs: Sequence[Any]) -> bool:
-        """Return whether logs are wanted as they are and no points of them (`sweeps.source.raw`); here not."""
+        """Return whether this collector takes unprocessed logs, without choosing points (as `sweeps.source.raw`)."""
         return False
 
     def run_label(self, points: CurvePoints, seed: str | None) -> str:
-        """Return a unique seed label for a log's run: its seed if known, else `run N`, its number in the curve."""
+        """Return a unique seed label for a run: its seed if known, else `run N`, its number in the curve."""
         known = self._runs.setdefault(points.recipe, [])
         label = _free(f"{UNNAMED}{len(known)}" if seed is None else seed, known)
         known.append(label)
         return label
 
     def curves(self) -> list[Curve]:
-        """Make the curves, sorted by label, after taking seeds from the runs' names.
+        """Make the curves, sorted by label. Seeds that are only in run names are found first.
 
         Raises:
-            UserError: two of them do not share an axis.
+            UserError: two curves have different axes.
         """
         if self.asked.seed_from is None:
             self._take_seeds_from_names()
@@ -233,10 +241,10 @@ class Collected:
         return with_shared_scale(curves)
 
     def _say_bounds(self) -> None:
-        """Note what `--lower-is-better` does to the metrics, and warn of metrics that keep bounds of their own.
+        """Note the effect of `--lower-is-better`, and warn of metrics whose own bounds take precedence.
 
         Raises:
-            UserError: a metric with known bounds is one of which higher is better.
+            UserError: the user said lower is better, but higher is better for a metric.
         """
         metrics = dict.fromkeys(points.metric for points in self._points.values())
         own = {points.metric: points.bounds for points in self._points.values() if points.bounds is not None}
@@ -260,54 +268,54 @@ class Collected:
         ]
 
     def _take_seeds_from_names(self) -> None:
-        """Merge runs that are seeds of one recipe by their names, where no field gives a seed, and note it.
+        """Merge runs whose names show that they are seeds of one recipe, if no field gives a seed; note it.
 
-        The word `seed` suffices; a letter does if the names then differ in the number alone.
+        The word `seed` in a name suffices. A single letter counts only if the names then differ in the number alone.
         """
         hidden = {}
         for label, points in self._points.items():
-            found = None if points.own_seeds else hidden_seed(points.name)
-            if found is not None and found[0]:
-                hidden[label] = found
+            match = None if points.own_seeds else hidden_seed(points.name)
+            if match is not None and match[0]:
+                hidden[label] = match
         seeds: dict[str, set[str]] = {}
         for rest, seed, _ in hidden.values():
             seeds.setdefault(rest, set()).add(seed)
-        taken = {label: found for label, found in hidden.items() if found[2] or len(seeds[found[0]]) > 1}
+        taken = {label: match for label, match in hidden.items() if match[2] or len(seeds[match[0]]) > 1}
         if not taken:
             return
-        before = self._points
-        self._points = {label: points for label, points in before.items() if label not in taken}
-        now = {}  # the labels that have changed
+        old_points = self._points
+        self._points = {label: points for label, points in old_points.items() if label not in taken}
+        new_labels = {}  # old label -> new label
         for label, (rest, seed, _) in taken.items():
-            old = before[label]
+            old = old_points[label]
             new = self.points(rest, old.factors, old.axis, old.metric, label)
-            now[label] = new.recipe
+            new_labels[label] = new.recipe
             known = set(new.seed)
             names = {}
-            for own in dict.fromkeys(old.seed):
-                names[own] = _free(seed, known)
-                known.add(names[own])
-            new.extend(old.compute, old.reward, [names[own] for own in old.seed], old.sd, old.at_peak)
+            for old_seed in dict.fromkeys(old.seed):
+                names[old_seed] = _free(seed, known)
+                known.add(names[old_seed])
+            new.extend(old.compute, old.reward, [names[old_seed] for old_seed in old.seed], old.sd, old.at_peak)
             new.warnings += [note for note in old.warnings if note not in new.warnings]
             new.baseline = new.baseline or old.baseline
         for points in self._points.values():
-            points.baseline = now.get(points.baseline or "", points.baseline)
+            points.baseline = new_labels.get(points.baseline or "", points.baseline)
         parts: dict[str, list[str]] = {}
         for label, (_, seed, _) in taken.items():
-            parts.setdefault(now[label], []).append(f"{label} (seed {seed})")
+            parts.setdefault(new_labels[label], []).append(f"{label} (seed {seed})")
         said = "; ".join(f"{recipe} <- {', '.join(runs)}" for recipe, runs in sorted(parts.items()))
         self.study.note(short(f"seeds from the runs' names: {said}", 2000), shown=True)
 
 
 def _at_peak(points: CurvePoints) -> list[float] | None:
-    """Return each point's compute at the peak of the learning rate; None if no run's rate decays."""
+    """Return each point's compute at the peak learning rate; None if no run's rate decays."""
     if points.at_peak.count(None) == len(points.at_peak):
         return None
-    return [own if value is None else value for own, value in zip(points.compute, points.at_peak, strict=True)]
+    return [spent if value is None else value for spent, value in zip(points.compute, points.at_peak, strict=True)]
 
 
 def _free(label: str, known: Container[str]) -> str:
-    """Return the label, or `label#N` with the first N from 2 on that is free."""
+    """Return the label, or `label#N` with the smallest free N from 2."""
     free, number = label, 2
     while free in known:
         free = f"{label}#{number}"

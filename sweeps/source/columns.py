@@ -1,4 +1,4 @@
-"""Columns of a table: found by name in any case, and read strictly, with the line of what is wrong."""
+"""Columns of a table: found by name in any case, and read strictly; errors name the offending line."""
 
 from __future__ import annotations
 
@@ -16,42 +16,43 @@ from sweeps.source.vocabulary import STEP_NAMES, counters
 
 
 def column_named(file: File, table: Table, wanted: str, option: str, asked: bool = False) -> str | None:
-    """Find the column of a name in any case, None if there is none; a user's own name is tried as it is first.
+    """Find a column by name in any case, else None. A name given by the user (`asked`) is tried as is
+    first.
 
     Raises:
-        UserError: there are several.
+        UserError: several columns match.
     """
     if asked and wanted in table.names:
         return wanted
-    found = table.named(wanted)
-    if len(found) > 1:
+    matching = table.named(wanted)
+    if len(matching) > 1:
         raise UserError(
-            f"{file.path}: columns {' and '.join(map(short, found))} differ only in case; rename one, or choose with "
-            f"{option}"
+            f"{file.path}: columns {' and '.join(map(short, matching))} differ only in case; rename one, or choose "
+            f"with {option}"
         )
-    return found[0] if found else None
+    return matching[0] if matching else None
 
 
 def counter_named(file: File, table: Table) -> str | None:
-    """Find the column of a framework's compute counter, else of a step (an order, not compute), else None.
+    """Find the column of a framework's compute counter, else a step column (which is an order, not compute), else None.
 
     Raises:
         UserError: there are several counters.
     """
-    found = counters(table.names)
-    if len(found) > 1:
+    known = counters(table.names)
+    if len(known) > 1:
         raise UserError(
-            f"{file.path}: {len(found)} compute axes could be meant ({short(', '.join(found))}); choose one with --x"
+            f"{file.path}: {len(known)} compute axes could be meant ({short(', '.join(known))}); choose one with --x"
         )
     steps = (column_named(file, table, name, "--x") for name in STEP_NAMES)
-    return found[0] if found else next((name for name in steps if name is not None), None)
+    return known[0] if known else next((name for name in steps if name is not None), None)
 
 
 def check_columns(file: File, table: Table, names: Sequence[str]) -> None:
-    """Check that these columns exist once each, and that no row is too short for them.
+    """Check that each of these columns exists once, and that every row is long enough for them.
 
     Raises:
-        UserError: one is there twice, there are no rows, or some have too few cells.
+        UserError: a column occurs twice, there are no rows, or a row has too few cells.
     """
     twice = sorted({name for name in names if table.names.count(name) > 1})
     if twice:
@@ -68,15 +69,15 @@ def check_columns(file: File, table: Table, names: Sequence[str]) -> None:
 
 
 def strict_numbers(file: File, table: Table, name: str, option: str) -> tuple[Array, NDArray[np.bool_]]:
-    """Convert a column to numbers; return them, and the mask of blank cells (NaN among the numbers).
+    """Convert a column to numbers; return them and the mask of blank cells (which are NaN).
 
     Raises:
-        UserError: a cell that is neither blank nor a finite number, or percent signs at some cells only.
+        UserError: a cell is neither blank nor a finite number, or only some cells have percent signs.
     """
     cells = table.column(name)
     values = numbers(cells)
-    none = np.isnan(values)
-    unread = cells[none]
+    missing = np.isnan(values)
+    unread = cells[missing]
     bad = unread[~unread.map(is_blank).to_numpy(bool)]
     if len(bad):
         cell = str(bad.iloc[0])
@@ -87,7 +88,7 @@ def strict_numbers(file: File, table: Table, name: str, option: str) -> tuple[Ar
             f"{file.path}: column {short(name)} is not a finite number in {len(bad)} of {len(cells)} rows, "
             f"first at {table.place(int(bad.index[0]))} ({short(cell)!r}); {remedy}"
         )
-    if none.all():
+    if missing.all():
         raise UserError(f"{file.path}: column {short(name)} is blank in all {len(cells)} rows; give {option}")
     mixed = mixed_percent(cells, values)
     if mixed is not None:
@@ -96,11 +97,11 @@ def strict_numbers(file: File, table: Table, name: str, option: str) -> tuple[Ar
             f"{file.path}: column {short(name)} has {with_sign} and, without a percent sign, {without}; "
             "write all of them alike"
         )
-    return values, none
+    return values, missing
 
 
 def not_negative(file: File, table: Table, name: str, values: Array) -> None:
-    """Refuse a column with negative numbers."""
+    """Refuse a column that has negative numbers."""
     below = np.flatnonzero(values < 0)
     if len(below):
         raise UserError(

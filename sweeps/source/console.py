@@ -1,8 +1,8 @@
-"""Consoles of TRL, Unsloth, ms-swift and others that print metrics as a Python or JSON object, anywhere in a line.
+"""Console logs with metrics as a Python or JSON object anywhere in a line: TRL, Unsloth, ms-swift and others.
 
-transformers' Trainer prints `{'loss': 0.1, 'reward': 0.5, ...}` without a step, around a progress bar: the step is what
-the bar has counted. ms-swift prints the step along (`'global_step/max_steps': '5/400'`), and other programs theirs
-(`{"step": 5, ...}`) behind a time or a logger's name.
+transformers' Trainer prints `{'loss': 0.1, 'reward': 0.5, ...}` without a step, between updates of a progress bar: the
+step is the bar's count. ms-swift prints its step (`'global_step/max_steps': '5/400'`); other programs print one too
+(`{"step": 5, ...}`), after a time or a logger's name.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from sweeps.source.verl import COLOUR
 from sweeps.source.vocabulary import STEP_NAMES, TRL, vocabulary_of
 
 NAME = "console log with metrics as Python or JSON objects"
-# Files of these hold rows, and are read as such whatever stands in them.
+# Files with these endings hold rows, and are always read as tables.
 TABLE_ENDINGS = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".xlsx", ".xlsm")
 _OBJECT = re.compile(r"""\{\s*(?:'[^'\n]{1,200}'|"[^"\n]{1,200}")\s*:""")
 _IN_BYTES = re.compile(_OBJECT.pattern.encode())
-_MOST_OTHERS = 20  # objects of a line that are no rows: a printed configuration may hold thousands, one in the other
+_MOST_OTHERS = 20  # objects per line that are not rows: a printed configuration may nest thousands
 _BAR = re.compile(r"\d+%\|[^|\r\n]*\|\s*(\d+)/(\d+) \[")
-_OF_MOST = "global_step/max_steps"  # ms-swift's: 5/400
-# What Python prints and `ast.literal_eval` does not read: values of NumPy and torch, and numbers that are none.
+_OF_MOST = "global_step/max_steps"  # ms-swift: 5/400
+# Python prints these, but `ast.literal_eval` cannot read them: values of NumPy and torch, nan and inf.
 _WRAPPED = re.compile(r"\b(?:(?:np|numpy)\.\w+|tensor)\(([^(),]*)(?:,[^()]*)?\)")
 _NO_NUMBER = re.compile(r"(?<=[\s:,\[(])-?(?:nan|inf)(?=\s*[,}\])])")
-# Any of these shows that an object is a row of metrics, and no configuration that a program prints.
+# Keys that mark an object as a row of metrics rather than a printed configuration.
 _OF_A_ROW = frozenset({"loss", "reward", "eval_loss", "eval_reward", _OF_MOST, *STEP_NAMES})
 
 
 def matches(file: File, into: Collected | None = None) -> bool:
-    """Return whether some line of a file, which is none of rows, holds an object with metrics.
+    """Return whether a line of a file, which is not a table by its ending, contains an object with metrics.
 
-    ms-swift's `logging.jsonl` is one as well: its rows are those of the console, and have no column of steps.
+    ms-swift's `logging.jsonl` also counts: it has the rows of the console, without a column of steps.
     """
+    # ms-swift's file. Its steps are text such as "5/400", which no table reader understands.
     if file.start[:1] == b"{" and f'"{_OF_MOST}": "'.encode() in file.raw:
         return True
     if file.suffix in TABLE_ENDINGS or b"\0" in file.raw[:1024] or _IN_BYTES.search(file.raw) is None:
@@ -54,7 +55,7 @@ def matches(file: File, into: Collected | None = None) -> bool:
 
 
 def _is_json(file: File) -> bool:
-    """Return whether a file is one JSON document, or one a line: rows of a table or a tracker."""
+    """Return whether a file is one JSON document, or one per line: rows of a table or a tracker."""
     if file.document is not None:
         return True
     try:
@@ -65,14 +66,14 @@ def _is_json(file: File) -> bool:
 
 
 def read(file: File, into: Collected) -> None:
-    """Add the evaluations of the run, or its training rewards.
+    """Add the evaluations of the run; its training rewards if it has none.
 
     Raises:
-        UserError: no row with a reward.
+        UserError: no row has a reward.
     """
-    found = list(_found(file))
-    steps, how = _steps(found)
-    rows = [row for _, row in found if row is not None]
+    entries = list(_found(file))
+    steps, how = _steps(entries)
+    rows = [row for _, row in entries if row is not None]
     records, notes = [(step, row) for step, row in zip(steps, rows, strict=True)], [how]
     names = list(dict.fromkeys(key for row in rows for key in row))
     if TRL.speaks(names):
@@ -96,18 +97,18 @@ _Found = tuple[tuple[int, int] | None, dict[str, Any] | None]
 
 
 def _found(file: File) -> Iterator[_Found]:
-    """Yield what a console shows in its order: a count of a progress bar with its total, or a row of metrics."""
+    """Yield the console's entries in order: (count, total) of a progress bar, or a row of metrics."""
     if "console" not in file.kept:
-        # A job's output is not always UTF-8: progress bars may be cut in the middle of a character.
+        # A job's output is not always UTF-8: progress bars may be cut within a character.
         text = COLOUR.sub("", file.content.decode("utf-8", errors="replace"))
-        file.kept["console"] = [found for line in re.split(r"[\r\n]+", text) for found in _in_line(line)]
+        file.kept["console"] = [entry for line in re.split(r"[\r\n]+", text) for entry in _in_line(line)]
     yield from file.kept["console"]
 
 
 def _in_line(line: str) -> Iterator[_Found]:
     at = others = 0
     for match in _OBJECT.finditer(line):
-        if match.start() < at or others > _MOST_OTHERS:  # inside of a row, or of a printed configuration
+        if match.start() < at or others > _MOST_OTHERS:  # inside a row, or a printed configuration
             continue
         end = _end(line, match.start())
         if (row := _row(line[match.start() : end])) is not None:
@@ -124,7 +125,7 @@ def _bars(text: str) -> Iterator[_Found]:
 
 
 def _end(line: str, at: int) -> int:
-    """Return where the object that begins at a brace ends; the end of the line if it does not."""
+    """Return the end of the object that begins at a brace; the end of the line if it is not closed."""
     depth, quote = 0, ""
     for i in range(at, len(line)):
         char = line[i]
@@ -140,7 +141,7 @@ def _end(line: str, at: int) -> int:
 
 
 def _row(text: str) -> dict[str, Any] | None:
-    """Return the metrics in an object as it was printed; None for an object without any."""
+    """Return the metrics in a printed object; None for an object without metrics."""
     try:
         value = parsed(text)
     except ValueError:
@@ -151,17 +152,17 @@ def _row(text: str) -> dict[str, Any] | None:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         return None
     metrics = {key: cell for key, cell in value.items() if isinstance(cell, str | int | float | None)}
-    numbers = sum(number(cell) == number(cell) for cell in metrics.values())  # those that are not NaN
+    count = sum(number(cell) == number(cell) for cell in metrics.values())  # not NaN
     is_row = not _OF_A_ROW.isdisjoint(metrics) or TRL.speaks(metrics)
-    return metrics if is_row and numbers > 1 else None
+    return metrics if is_row and count > 1 else None
 
 
 def _steps(found: list[_Found]) -> tuple[list[float], str]:
-    """Return the step of each row, and where it was found.
+    """Return the step of each row, and where the steps were found.
 
-    A row says its step itself, or a progress bar of training does: the one with the total that stands before most rows.
-    Evaluations have bars of their own, and their rows belong to the last step of training. Where there is neither, or
-    the rows were buffered and stand behind later bars, training rows are counted.
+    A row may contain its step; otherwise the progress bar of training gives it: the bar with the total that precedes
+    most rows. Evaluations have their own bars, and their rows belong to the last step of training. Without any bar, or
+    if the rows were buffered and printed after later bars, training rows are counted instead.
     """
     total = _training_total(found)
     own: list[float | None] = []
@@ -180,6 +181,7 @@ def _steps(found: list[_Found]) -> tuple[list[float], str]:
         own.append(_own_step(row))
         by_bar.append(counted)
         by_row.append(float(trained))
+    # Buffered output: several training rows follow the same count of the bar.
     repeated = sum(one == other for one, other in pairwise(at_training))
     if total is None:
         others, how = by_row, "rows are numbered, for neither they nor a progress bar say one"

@@ -1,6 +1,6 @@
-"""Lightning's CSVLogger: `lightning_logs/version_0/metrics.csv`, with `hparams.yaml` beside it.
+"""Lightning's CSVLogger: `lightning_logs/version_0/metrics.csv`, next to `hparams.yaml`.
 
-Seed and recipe are those of the hyper-parameters.
+Seed and recipe are taken from the hyper-parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def log_files(directory: Path) -> list[Path]:
 
 
 def matches(file: File, into: Collected) -> bool:
-    """Return whether the file has the logger's name, lies beside its hyper-parameters, and has steps."""
+    """Return whether the file has the logger's name, is next to its hyper-parameters, and has steps."""
     if file.path.name != FILE or not (file.path.parent / BESIDE).is_file():
         return False
     table = read_table(file, into.asked)
@@ -41,8 +41,8 @@ def read(file: File, into: Collected) -> None:
     """
     table = read_table(file, into.asked)
     assert table is not None, "`matches` has read it"
-    given = _parameters(file.path.parent / BESIDE)
-    labels = {key: str(value) for key, value in given.items() if isinstance(value, str | int | float)}
+    parameters = _parameters(file.path.parent / BESIDE)
+    labels = {key: str(value) for key, value in parameters.items() if isinstance(value, str | int | float)}
     folder = file.path.parent
     name = folder.parent.name if _VERSION.fullmatch(folder.name) and folder.parent.name else folder.name
     log = Log(
@@ -53,11 +53,11 @@ def read(file: File, into: Collected) -> None:
 
 
 def _parameters(path: Path) -> dict[str, Any]:
-    """Return the plain hyper-parameters; of classes that YAML would have to make, none."""
+    """Return the hyper-parameters if YAML can load them without making classes; else none."""
     import yaml  # only where there are hyper-parameters
 
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return values if isinstance(values, dict) else {}

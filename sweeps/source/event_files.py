@@ -1,7 +1,7 @@
-"""TensorBoard event files: a file, or a directory of them in which every directory with files is a run.
+"""TensorBoard event files: one file, or a directory in which every folder with event files is a run.
 
-The package `tensorboard` reads them (an extra, imported only here). It stops at the first record that is cut off or
-damaged without a word, so the records are counted in the file too.
+The package `tensorboard` reads them (an extra, imported only here). It silently stops at the first truncated or damaged
+record, so the records are also counted here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def event_files(directory: Path) -> list[Path]:
 
 
 def matches(file: File, into: Collected) -> bool:
-    """Return whether the name is one of TensorBoard's, for the records have no magic bytes."""
+    """Return whether the name is one of TensorBoard's: the records have no magic bytes."""
     return _MARK in file.path.name
 
 
@@ -38,13 +38,13 @@ def read(file: File, into: Collected) -> None:
     """Add the run of one event file.
 
     Raises:
-        UserError: no scalars, or no metric that can be the reward, or tensorboard is not installed.
+        UserError: no scalars, no metric that can be the reward, or tensorboard is not installed.
     """
     _add({file.run_name: [file.path]}, str(file.path), into, "the file's name")
 
 
 def read_directory(directory: Path, files: list[Path], into: Collected) -> None:
-    """Add a run for every directory with event files.
+    """Add one run per folder with event files.
 
     Raises:
         UserError: as for one file.
@@ -64,7 +64,7 @@ def _add(runs: dict[str, list[Path]], where: str, into: Collected, named: str) -
     for name, paths in runs.items():
         scalars: dict[str, list[tuple[float, float, float]]] = {}
         warnings = []
-        for path in paths:  # in the order they were written: the time is in the name
+        for path in paths:  # in writing order: the time is in the name
             try:
                 if warning := _load(path, scalars):
                     warnings.append(warning)
@@ -80,7 +80,7 @@ def _add(runs: dict[str, list[Path]], where: str, into: Collected, named: str) -
 
 
 def _load(path: Path, scalars: dict[str, list[tuple[float, float, float]]]) -> str | None:
-    """Add a file's scalars (step, wall time, value) by tag; return a warning if it was not read to its end."""
+    """Add a file's scalars (step, wall time, value) by tag; return a warning if it was not read to the end."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util import tensor_util
 
@@ -103,7 +103,7 @@ def _load(path: Path, scalars: dict[str, list[tuple[float, float, float]]]) -> s
 
 
 def _scalar(value: Any, as_array: Callable[[Any], Any]) -> float | None:
-    """Return a summary's scalar, in TensorBoard's old or new form; None if it is no scalar."""
+    """Return a summary's scalar, in TensorBoard's old or new form; None if it is not a scalar."""
     if value.metadata.plugin_data.plugin_name not in ("scalars", ""):
         return None
     if value.HasField("simple_value"):
@@ -115,7 +115,7 @@ def _scalar(value: Any, as_array: Callable[[Any], Any]) -> float | None:
 
 
 def _log(name: str, scalars: dict[str, list[tuple[float, float, float]]], warnings: list[str]) -> Log:
-    """Make a run's log from its scalars, with the seconds since its first event as one more metric."""
+    """Make a run's log from its scalars; the seconds since its first event are one more metric."""
     events = np.unique(np.array([row[:2] for rows in scalars.values() for row in rows], dtype=float), axis=0)
 
     def series(tag: str) -> Series:
@@ -132,7 +132,7 @@ def _log(name: str, scalars: dict[str, list[tuple[float, float, float]]], warnin
 
 
 def _walk(path: Path) -> tuple[int, bool]:
-    """Count whole records by length (8 bytes, checksum, data, checksum); return also if the last ends the file."""
+    """Count complete records (8 bytes of length, checksum, data, checksum), and whether the last ends the file."""
     try:
         size = path.stat().st_size
         count = at = 0

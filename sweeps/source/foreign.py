@@ -1,4 +1,4 @@
-"""Known but unsupported files: refused with a hint on what to export instead, before they are taken for text."""
+"""Known but unsupported files: refused with a hint on what to export instead, before they are read as text."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from sweeps.errors import UserError
 from sweeps.source.collected import Collected
 from sweeps.source.text import File
 
-# First bytes of the documents of Office before 2007.
+# First bytes of Office documents before 2007.
 _OLE = b"\xd0\xcf\x11\xe0"
 _SPREADSHEETS = (".ods", ".xls")
 
 
 def matches(file: File, into: Collected) -> bool:
-    """Return whether the file is one of these, by its mark or its ending."""
+    """Return whether the file is one of these, by its first bytes or its ending."""
     return _remedy(file) is not None
 
 
 def read(file: File, into: Collected) -> None:
-    """Refuse the file with the format to give instead.
+    """Refuse the file; the error names the format to give instead.
 
     Raises:
         UserError: always.

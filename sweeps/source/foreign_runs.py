@@ -1,4 +1,4 @@
-"""Runs that are not ours, one by one: what `scalerl adopt` takes into a study."""
+"""Runs of other trainers, one by one, for `scalerl adopt`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sweeps.source.places import Kind, Place
 from sweeps.source.vocabulary import STEP_NAMES
 
 SEED = "seed"
-# What compute may be counted in, and the names that columns of it have.
+# Units of compute, each with its axis in a journal and the names its columns have.
 UNITS: Mapping[str, tuple[str, str]] = {
     "device_hours": (DEVICE_HOURS, r"(?:compute/)?(?:device|gpu)[ _-]hours"),
     "virtual_device_hours": (VIRTUAL_HOURS, r"compute/virtual_device_hours"),
@@ -36,12 +36,12 @@ _LOGS = (".csv", ".jsonl", ".ndjson", ".parquet", ".log", ".xlsx", ".gz", ".zst"
 
 @dataclass(frozen=True)
 class Points:
-    """Evaluations of one run in order of their steps, which are whole numbers.
+    """Evaluations of one run in order of steps, which are whole numbers.
 
     Attributes:
-        steps, compute, reward: of each.
-        sd: standard errors of the rewards; empty where they are not known.
-        by_step: whether the steps are the source's; else the evaluations are numbered in order.
+        steps, compute, reward: one entry per evaluation.
+        sd: standard errors of the rewards; empty where unknown.
+        by_step: whether the steps come from the source; else the evaluations are numbered in order.
     """
 
     steps: tuple[int, ...]
@@ -52,7 +52,7 @@ class Points:
 
     @property
     def rows(self) -> list[tuple[int, float, float]]:
-        """Step, compute and reward of each point."""
+        """(step, compute, reward) of each point."""
         return list(zip(self.steps, self.compute, self.reward, strict=True))
 
     @property
@@ -63,44 +63,44 @@ class Points:
 
 
 def columns_of(texts: Sequence[str]) -> dict[str, str]:
-    """Parse `--by`: `loss,seed` or `loss=config.loss_type`, to the source's column for each name, in order.
+    """Parse `--by`: `loss,seed` or `loss=config.loss_type`. Returns the source's column for each name, in order.
 
     Raises:
-        UserError: an empty name, or one that is there twice.
+        UserError: a name is empty or occurs twice.
     """
-    found: dict[str, str] = {}
-    for text in [each for words in texts for each in words.split(",")]:
+    columns: dict[str, str] = {}
+    for text in [entry for words in texts for entry in words.split(",")]:
         name, equals, column = (part.strip() for part in text.partition("="))
-        if not name or (equals and not column) or name in found:
+        if not name or (equals and not column) or name in columns:
             raise UserError(
                 f"--by {text!r}: give names of columns or parameters, each once: loss,seed or loss=config.loss"
             )
-        found[name] = column or name
-    return found
+        columns[name] = column or name
+    return columns
 
 
 def axis_of(column: str, unit: str | None) -> str:
-    """Return the name that a column of compute has in a journal; `unit` says what it counts where its name does not."""
+    """Return a compute column's name in a journal; `unit` overrides what its name says it counts."""
     if unit is not None:
         return UNITS[unit][0]
     name = column.strip()
-    found = next((axis for axis, names in UNITS.values() if re.fullmatch(names, name, re.IGNORECASE)), None)
-    return found or (name if name.startswith("compute/") else f"compute/{name}")
+    known = next((axis for axis, names in UNITS.values() if re.fullmatch(names, name, re.IGNORECASE)), None)
+    return known or (name if name.startswith("compute/") else f"compute/{name}")
 
 
 def expanded(source: str) -> list[str]:
-    """Return the sources that stand for one: a folder of logs that no reader knows as a whole stands for its files.
+    """Return the sources to read for one: a folder of logs that no reader knows as a whole is expanded to its files.
 
-    Of a run with several checkpoints the newest state is read, which holds the whole history.
+    For a run with several checkpoints only the newest state is read; it contains the whole history.
     """
     place = Place(source)
     if place.kind is not Kind.FOLDER or place.run_folders or place.event_files or place.wandb_logs:
         return [source]
     if place.files and place.files != place.collected:
         return [source]
-    found = [str(path) for path in trl.last_states(place.path)]
-    found += [str(path) for path in sorted(place.path.rglob("*")) if path.suffix.lower() in _LOGS and path.is_file()]
-    return found or [source]
+    files = [str(path) for path in trl.last_states(place.path)]
+    files += [str(path) for path in sorted(place.path.rglob("*")) if path.suffix.lower() in _LOGS and path.is_file()]
+    return files or [source]
 
 
 def read_runs(
@@ -111,10 +111,10 @@ def read_runs(
     y: str | None = None,
     seed_from: str | None = None,
 ) -> tuple[list[ForeignRun], list[str]]:
-    """Read the runs of sources one by one; return them, and lines on how they were read and what was left out.
+    """Read the runs of the sources one by one. Returns them, and lines on how they were read and what was left out.
 
     Raises:
-        UserError: a source cannot be read, or does not say what `--by` asks for.
+        UserError: a source cannot be read, or lacks a column named by `--by`.
     """
     if metric == ALL or y == ALL:
         raise UserError(f"--metric {ALL}: a member has one reward; name it")
@@ -129,22 +129,22 @@ def read_runs(
             try:
                 study = load([part], metric, x, y, columns[0] if columns else None, others, seed_from)
             except UserError as error:
-                told = UserError(str(error).replace("--group", "--by"))
+                renamed = UserError(str(error).replace("--group", "--by"))
                 if len(parts) == 1:
-                    raise told from error
-                refused.append(told)
+                    raise renamed from error
+                refused.append(renamed)
                 continue
             runs += study.foreign
             runs += _of_ours(study, columns, others)
-            notes += [*study.shown, *(f"warning: {each}" for each in study.warnings)]
+            notes += [*study.shown, *(f"warning: {warning}" for warning in study.warnings)]
         if len(refused) == len(parts):
             raise refused[0]
-        notes += [f"warning: left out: {each}" for each in refused]
+        notes += [f"warning: left out: {error}" for error in refused]
     return runs, notes
 
 
 def _of_ours(study: LoadedStudy, columns: Sequence[str], others: Sequence[str]) -> Iterator[ForeignRun]:
-    """Yield runs of ours from another folder as foreign ones, along the axis and metric of their curves."""
+    """Yield our own runs from another folder as foreign runs, along the axis and metric of their curves."""
     if not study.runs:
         return
     axis, metric = study.curves[0].axis, study.curves[0].metric
@@ -183,16 +183,16 @@ def _configured(view: JournalView) -> dict[str, Any]:
 
 
 def points_of(run: ForeignRun) -> Points:
-    """Return a run's points by whole steps; where its source has none they are numbered in order of compute.
+    """Return a run's points by whole steps; if its source has no steps, numbered in order of compute.
 
     Raises:
-        UserError: compute falls along the steps.
+        UserError: compute decreases along the steps.
     """
     steps = run.steps
     order = np.lexsort((run.reward, run.compute)) if steps is None else np.argsort(steps, kind="stable")
     compute, reward = run.compute[order], run.reward[order]
     sd = None if run.sd is None or not np.isfinite(run.sd).all() else run.sd[order]
-    if steps is None:  # of a table a repeated row is one point
+    if steps is None:  # a repeated row of a table is one point
         kept = np.append(True, (np.diff(compute) != 0) | (np.diff(reward) != 0))
         compute, reward, sd = compute[kept], reward[kept], None if sd is None else sd[kept]
     elif (np.diff(compute) < 0).any():

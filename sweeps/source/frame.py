@@ -1,6 +1,6 @@
 """A table file as a pandas DataFrame, before its columns are assigned roles.
 
-pandas is imported when cells are asked for, so that journals of ours, and a file that no reader wants, do without.
+pandas is imported when cells are first needed, so that our own journals, and files that no reader wants, do without it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _JSON_LINES = (".jsonl", ".ndjson")
 _JSON = (".json", *_JSON_LINES)
 _LABELS = ("recipe", "seed", "baseline", *RUN_COLUMNS)
 _LONGEST_HEADER = 10_000_000
-# A whole number, or one with a decimal comma.
+# A whole number, or a number with a decimal comma.
 _COMMA = re.compile(r"\s*[+-]?(?:\d+(?:,\d*)?|,\d+)(?:[eE][+-]?\d+)?\s*%?\s*")
 _PARTED = {"\t": "tabs", " ": "blanks"}
 
@@ -42,11 +42,14 @@ _PARTED = {"\t": "tabs", " ": "blanks"}
 class Table:
     """Header and cells of a table file.
 
-    names: the header, a repeated name as often as it occurs. load: reads the cells, a column a name; where a column
-    of a CSV file is not of finite numbers alone it holds the text of its cells, "" for none. torn: what is wrong with
-    a last line that does not parse; the line is not among the rows. place: where a row (counted from 0) stands in
-    the file. narrow: the rows with fewer cells than this. notes: how the cells were told apart, where that is not as
-    in every CSV file; complete once they are loaded.
+    Attributes:
+        names: the header; a name may occur more than once.
+        load: reads the cells, one column per name. A CSV column that is not purely finite numbers holds the text of its
+            cells, "" if empty.
+        torn: error message for a last line that does not parse; that line is not among the rows.
+        place: describes where a row (counted from 0) is in the file.
+        narrow: returns the rows with fewer cells than a number.
+        notes: unusual ways of parsing (delimiter, decimal commas); complete once the cells are loaded.
     """
 
     names: list[str]
@@ -58,20 +61,20 @@ class Table:
 
     @cached_property
     def frame(self) -> DataFrame:
-        """The cells; the columns are numbered as the header is."""
+        """The cells; columns are numbered like the header."""
         return self.load()
 
     @property
     def count(self) -> int:
-        """The number of rows below the header."""
+        """Number of rows below the header."""
         return len(self.frame)
 
     def column(self, name: str) -> Series[Any]:
-        """Return the cells of the first column of a name."""
+        """Return the cells of the first column with this name."""
         return self.frame.iloc[:, self.names.index(name)]
 
     def named(self, wanted: str) -> list[str]:
-        """Return the distinct columns of a name, compared without case."""
+        """Return the distinct column names that equal this name, ignoring case."""
         key = wanted.strip().casefold()
         return [name for name in dict.fromkeys(self.names) if name.strip().casefold() == key]
 
@@ -80,16 +83,18 @@ class Table:
         cells = self.column(name).tolist()
         if not set(map(type, cells)) <= {str}:
             return [str(cell).strip() for cell in cells]
-        stripped = {cell: cell.strip() for cell in set(cells)}  # a few labels in a million rows
+        stripped = {
+            cell: cell.strip() for cell in set(cells)
+        }  # strip each distinct label once: a million rows have few
         return [stripped[cell] for cell in cells]
 
     def take(self, rows: NDArray[np.intp]) -> Table:
-        """Return the table with only these rows, which keep their numbers."""
+        """Return the table with only these rows; the rows keep their numbers."""
         return Table(self.names, lambda: self.frame.iloc[rows])
 
 
 def table_of(records: Sequence[Mapping[str, Any]], torn: str | None = None) -> Table:
-    """Make a table from mappings; the header is every key found, in order, and None is an empty cell."""
+    """Make a table from mappings; the header is every key in order of appearance, and None is an empty cell."""
     names = list(dict.fromkeys(key for record in records for key in record))
 
     def load() -> DataFrame:
@@ -113,7 +118,7 @@ def read_table(file: File, asked: Asked) -> Table | None:
     """Read a CSV, JSONL, JSON, Excel or Parquet file, by its content and ending; None for an empty file.
 
     Raises:
-        UserError: the file is none of them, or damaged; of a CSV file's cells when they are first asked for.
+        UserError: the file is none of these, or damaged. Damaged cells of a CSV file raise when first read.
     """
     if "table" not in file.kept:
         file.kept["table"] = _parse(file, asked)
@@ -122,9 +127,9 @@ def read_table(file: File, asked: Asked) -> Table | None:
 
 
 def with_order(table: Table, asked: Asked, labels: Sequence[str]) -> Table:
-    """Return a table with the numbers of its rows, counted from 1 on for each combination of these labels.
+    """Return the table with a column that numbers its rows from 1, per combination of these labels.
 
-    As it is where `--x order` was not given, or names a column that there is.
+    Without `--x order`, or if the table has a column of that name, it is returned unchanged.
     """
     if asked.x != ORDER or table.named(ORDER):
         return table
@@ -139,7 +144,7 @@ def with_order(table: Table, asked: Asked, labels: Sequence[str]) -> Table:
 
 
 def is_binary(file: File) -> bool:
-    """Return whether a file is Parquet or a sheet of Excel, by its magic bytes or its ending."""
+    """Return whether a file is Parquet or Excel, by its magic bytes or its ending."""
     return file.start.startswith(b"PAR1") or file.suffix in (".parquet", *_EXCEL)
 
 
@@ -148,7 +153,7 @@ def _parse(file: File, asked: Asked) -> Table | None:
         return _excel(file) if file.suffix in _EXCEL else _parquet(file)
     if file.suffix in _JSON or file.start[:1] in (b"{", b"["):
         return _json(file)
-    # Of a label the text counts: seed 01 is not seed 1.
+    # Labels stay text: seed 01 is not seed 1.
     labels = {name.strip().casefold() for name in (asked.by, *asked.factors, *_LABELS) if name}
     return _csv(file, labels)
 
@@ -158,13 +163,13 @@ def _csv(file: File, labels: Collection[str]) -> Table | None:
     file.wanted = "a CSV file with a header line, or a log that one of the readers knows"
     text = _whole_lines(file)
     lines = [line[0][:100_000] for line in islice(re.finditer(r"\S[^\r\n]*", text), 2)]
-    # Excel says in a line of its own by what the cells are parted.
-    said = re.fullmatch(r'"?sep=([,;|\t])"?\s*', lines[0]) if lines else None
-    delimiter = said[1] if said else _delimiter(lines)
+    # Excel may write the delimiter in a line of its own, `sep=;`.
+    declared = re.fullmatch(r'"?sep=([,;|\t])"?\s*', lines[0]) if lines else None
+    delimiter = declared[1] if declared else _delimiter(lines)
     notes = [] if delimiter == "," else [f"cells parted by {_PARTED.get(delimiter, repr(delimiter))}"]
-    if delimiter == " ":  # as many as line the columns up
+    if delimiter == " ":  # runs of blanks align the columns
         text, delimiter = "\n".join("\t".join(line.split()) for line in text.split("\n")), "\t"
-    top = 2 if said else 1
+    top = 2 if declared else 1
     handle = io.StringIO(text[:_LONGEST_HEADER], newline="")
     head = list(islice(_records(file, handle, delimiter), top))
     if len(head) < top:
@@ -175,14 +180,14 @@ def _csv(file: File, labels: Collection[str]) -> Table | None:
     def load() -> DataFrame:
         try:
             frame = _cells(body, delimiter, len(names), as_text)
-        except ValueError as error:  # the parser's own is one
+        except ValueError as error:  # the parser's own error is a ValueError
             raise _no_csv(file, error) from error
         if delimiter != "," and (commas := _decimal_commas(frame)):
             notes.append(f"decimal commas in {short(', '.join(names[at] for at in commas), 200)}")
         return frame
 
     def records() -> Iterator[tuple[int, list[str]]]:
-        # Read once more rather than keep a line number for every row: only messages ask.
+        # Parse again instead of keeping a line number for every row: only error messages need it.
         return islice(_records(file, io.StringIO(text, newline=""), delimiter), top, None)
 
     def place(row: int) -> str:
@@ -199,7 +204,7 @@ def _no_csv(file: File, error: Exception) -> UserError:
 
 
 def _records(file: File, handle: io.StringIO, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield each row of a CSV file that has a filled cell, with the line that it begins on."""
+    """Yield each row of a CSV file that has a filled cell, with the number of its first line."""
     reader, end = csv.reader(handle, delimiter=delimiter, strict=True), 0
     try:
         for row in reader:
@@ -211,10 +216,11 @@ def _records(file: File, handle: io.StringIO, delimiter: str) -> Iterator[tuple[
 
 
 def _delimiter(lines: Sequence[str]) -> str:
-    """Return what parts a header into the most names: a comma, semicolon or tab; without them a bar, or blanks.
+    """Return the delimiter that splits the header into most names: comma, semicolon or tab, else a bar, else blanks.
 
-    Names with a quote in them do not count: the wrong character parts what is quoted for the right one. Blanks part
-    cells only where they part the line below as well, for they may stand in a name.
+    Names that contain a quote do not count: a wrong delimiter splits quoted names. Blanks count only if they split the
+        line
+    below into as many cells, because names may contain blanks.
     """
 
     def names(delimiter: str) -> int:
@@ -229,27 +235,27 @@ def _delimiter(lines: Sequence[str]) -> str:
 
 
 def _cells(body: str, delimiter: str, width: int, as_text: Sequence[int]) -> DataFrame:
-    """Parse the rows below a header: a column is of finite numbers, or holds the text of its cells.
+    """Parse the rows below a header: a column has finite numbers only, or holds the text of its cells.
 
-    Rows without a filled cell are dropped, cells beyond the header's are passed over, and what a row lacks is "".
+    Rows without a filled cell are dropped, cells beyond the header are ignored, and missing cells are "".
 
     Args:
         body: the rows.
-        delimiter: what parts the cells.
+        delimiter: separator of cells.
         width: number of columns.
-        as_text: the columns whose text is wanted even where they are numbers.
+        as_text: columns to keep as text even if they are numbers.
 
     Raises:
         ValueError: a quote is not closed.
     """
     import pandas
 
-    # A header of its own, for the widest row to be as wide as it and no wider.
+    # A numbered header of the right width: pandas then ignores cells beyond it.
     numbered = delimiter.join(map(str, range(width))) + "\n" + body
 
     def parsed(columns: Sequence[int], text: Sequence[int]) -> DataFrame:
         with warnings.catch_warnings():
-            # From pandas 3.1 on every number is read to the last bit, and the argument that asks for it deprecated.
+            # pandas 3.1 and later always parse exactly, and deprecate the argument that asks for it.
             warnings.simplefilter("ignore", DeprecationWarning)
             frame = pandas.read_csv(
                 io.StringIO(numbered), sep=delimiter, usecols=list(columns), index_col=False, na_filter=False,
@@ -258,7 +264,7 @@ def _cells(body: str, delimiter: str, width: int, as_text: Sequence[int]) -> Dat
         return frame.set_axis(list(columns), axis=1)
 
     frame = parsed(range(width), as_text)
-    # Truth values, numbers beside inf or nan, and those too large for 64 bits stay as they are written.
+    # Keep booleans, columns with inf or nan, and integers beyond 64 bits as written.
     odd = [at for at in range(width) if _is_odd(frame[at])]
     if odd:
         frame[odd] = parsed(odd, odd)
@@ -274,24 +280,24 @@ def _is_odd(cells: Series[Any]) -> bool:
 
 
 def _decimal_commas(frame: DataFrame) -> list[int]:
-    """Replace decimal commas by points in the frame, in place; return the columns concerned.
+    """Replace decimal commas by points, in place; return the columns changed.
 
-    A column with any decimal point stays as it is: its commas may separate thousands.
+    A column that also has decimal points is left alone: its commas may separate thousands.
     """
-    found = []
+    changed = []
     for at in range(frame.shape[1]):
         cells = [] if is_numeric(frame[at]) else frame[at].tolist()
         if not any("," in cell and _COMMA.fullmatch(cell) for cell in cells):
             continue
         if any("." in cell and not math.isnan(number(cell.replace(",", ""))) for cell in cells):
             continue
-        found.append(at)
+        changed.append(at)
         frame[at] = [cell.replace(",", ".") if _COMMA.fullmatch(cell) else cell for cell in cells]
-    return found
+    return changed
 
 
 def _whole_lines(file: File) -> str:
-    """Return a CSV file's text without lines that held NUL bytes: a cut-off cell looks like a whole one."""
+    """Return a CSV file's text without lines that held NUL bytes: a cell that was cut off looks complete."""
     text = file.text
     if not file.holed:
         return text
@@ -304,7 +310,7 @@ def _whole_lines(file: File) -> str:
 
 
 def _json(file: File) -> Table | None:
-    """Read a JSON list of objects; a file that is no single document is read as an object a line."""
+    """Read a JSON list of objects; a file that is not one document is read as one object per line."""
     file.wanted = "a JSON object a line"
     document = None if file.suffix in _JSON_LINES else file.document
     if document is None and file.start[:1] == b"[" and file.suffix not in _JSON_LINES:
@@ -331,21 +337,21 @@ def _json(file: File) -> Table | None:
 
 
 def _parquet(file: File) -> Table:
-    """Rows of a Parquet file."""
+    """Read the rows of a Parquet file."""
     require("pyarrow", f"{file.path} (Parquet)")
     import pyarrow.parquet  # slow to import, and only this format needs it
 
     try:
         table = pyarrow.parquet.read_table(io.BytesIO(file.raw))
-        # Every column there is, an index that pandas wrote as well; whole numbers stay whole beside nulls.
+        # Take every column, including an index that pandas wrote; integers stay integers next to nulls.
         frame = table.to_pandas(ignore_metadata=True, integer_object_nulls=True)
-    except Exception as error:  # whatever the reader makes of a damaged file
+    except Exception as error:  # the reader raises many types for damaged files
         raise UserError(f"{file.path}: not a readable Parquet file ({short(str(error))})") from error
     return Table([str(name) for name in frame.columns], lambda: _filled(frame))
 
 
 def _excel(file: File) -> Table | None:
-    """Rows of the first sheet of an Excel file; rows without a filled cell are passed over."""
+    """Read the rows of an Excel file's first sheet; rows without a filled cell are skipped."""
     require("openpyxl", f"{file.path} (Excel)")
     import pandas
 
@@ -353,7 +359,7 @@ def _excel(file: File) -> Table | None:
         sheets = pandas.read_excel(
             io.BytesIO(file.raw), sheet_name=None, header=None, dtype=object, na_filter=False, engine="openpyxl"
         )
-    except Exception as error:  # whatever the reader makes of a damaged file
+    except Exception as error:  # the reader raises many types for damaged files
         raise UserError(
             f"{file.path}: a spreadsheet, which is not read; save its sheet as CSV (UTF-8) and give that file "
             f"({short(str(error))})"
@@ -374,13 +380,13 @@ def _excel(file: File) -> Table | None:
 
 def _without_blank_rows(frame: DataFrame) -> DataFrame:
     blank = frame
-    for at in frame:  # nearly all rows have a filled cell in the first column
+    for at in frame:  # fast: nearly all rows have a filled first cell
         blank = blank[blank[at].map(is_empty).to_numpy(bool)]
     return frame.drop(blank.index)
 
 
 def _filled(frame: DataFrame) -> DataFrame:
-    """Return the frame with "" for nulls, and for what pandas wrote for them, its columns numbered."""
+    """Return the frame with "" for nulls (and for NaN that pandas put in their place), and numbered columns."""
     frame = frame.set_axis(range(frame.shape[1]), axis=1)
     for at, column in frame.items():
         if not is_numeric(column) or column.isna().any():

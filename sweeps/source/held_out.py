@@ -1,4 +1,4 @@
-"""Passes by held-out prompt of a study's runs at a compute, for comparisons paired by prompt."""
+"""Results per held-out prompt of a study's runs at a given compute, for comparisons paired by prompt."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
 
 
 def passes_by(runs: Sequence[JournalView], axis: str, metric: str) -> Callable[[str, float], Mapping[str, Passes]]:
-    """Return a function that gives, by seed, the newest passes of a recipe's runs at or before a compute.
+    """Return a function of (recipe, compute) that returns the newest passes at or before that compute, by seed.
 
     Args:
-        runs: of the study.
-        axis: of compute, as the curves have it.
-        metric: whose prompts; of another than a pass rate nothing is known.
+        runs: runs of the study.
+        axis: axis of compute, as in the curves.
+        metric: reward whose prompts are compared; without a pass rate the function returns nothing.
     """
     name = _PASS_RATE.fullmatch(metric)
     if name is None:
@@ -31,11 +31,11 @@ def passes_by(runs: Sequence[JournalView], axis: str, metric: str) -> Callable[[
         known.setdefault(key, []).extend((at[step], passes) for step, passes in sorted(kept.items()))
 
     def at_compute(recipe: str, compute: float) -> dict[str, Passes]:
-        found = {}
-        for (of, seed), entries in known.items():
+        newest = {}
+        for (label, seed), entries in known.items():
             before = [passes for spent, passes in entries if spent <= compute * (1 + 1e-9)]
-            if of == recipe and before:
-                found[seed] = before[-1]
-        return found
+            if label == recipe and before:
+                newest[seed] = before[-1]
+        return newest
 
     return at_compute

@@ -1,4 +1,4 @@
-"""Journals of our own runs: the evaluations of every run, a curve per recipe and, if asked, evaluation set."""
+"""Journals of our own runs: one curve per recipe and, on request, per evaluation set."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from sweeps.source.text import listed, short
 from sweeps.source.vocabulary import ORDER, order_warning
 from sweeps.terminal import counted
 
-# The axis that every journal has beside those of compute.
+# The axis that every journal has in addition to its compute axes.
 STEP = "step"
 _RATE = "train/learning_rate"
 _PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
 
 
 def is_journal(path: Path) -> bool:
-    """Return whether a `metrics.jsonl` is ours: other frameworks use the name for rows without a `kind`."""
+    """Return whether a `metrics.jsonl` is ours: other frameworks use this name for rows without a `kind`."""
     try:
         with path.open("rb") as handle:
             first = parse_json(handle.readline(1 << 20))
     except (OSError, ValueError):
-        return True  # empty, torn or damaged: the journal's own reader says what is wrong
+        return True  # empty, torn or damaged: the journal's reader reports what is wrong
     return not isinstance(first, dict) or "kind" in first
 
 
 def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], JournalView] = read_journal) -> None:
-    """Add the evaluations of runs, by recipe label; `read` is what reads a journal.
+    """Add the evaluations of runs, by recipe label; `read` reads one journal.
 
     Raises:
-        UserError: an evaluation without the metric or the axis; JournalError: a damaged journal that is the only one.
+        UserError: an evaluation lacks the metric or the axis; JournalError: the only journal is damaged.
     """
     study, asked = into.study, into.asked
     for run_dir in dict.fromkeys(path.resolve() for path in run_dirs):
@@ -77,7 +77,9 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
             base = view.header.get("baseline")
             points = into.points(recipe, parted, axis, name, str(view.path), None if base is None else str(base))
             points.own_seeds = True
-            if _PASS_RATE.fullmatch(name) and not view.header.get("axis"):  # that of another trainer is any reward
+            if _PASS_RATE.fullmatch(name) and not view.header.get(
+                "axis"
+            ):  # the metric of another trainer may be any reward
                 points.bounds = (0.0, 1.0)
             identities.setdefault(points.recipe, (points, set()))[1].add(str(view.header.get("curve", "")))
             if view.status == "failed":
@@ -111,7 +113,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
                 count += 1
             points.at_peak.extend(_at_peak(view, axis, spent))
     for label, (points, curves) in identities.items():
-        if len(curves) > 1:  # of runs that do not all say which they are
+        if len(curves) > 1:  # only some of the runs record their configuration's identity
             points.warnings.append(
                 f"{len(curves)} different configurations share the label {label!r} and are fitted together"
             )
@@ -128,7 +130,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
 
 
 def _at_peak(view: JournalView, axis: str, spent: Sequence[float]) -> list[float | None]:
-    """Convert the evaluations' compute to that at the peak of the learning rate; None each if it does not decay."""
+    """Convert the evaluations' compute to that at the peak learning rate; None for each if the rate does not decay."""
     logged = [
         (float(record.step) if axis == STEP else value, rate)
         for record in view.of_kind("train")
@@ -138,12 +140,12 @@ def _at_peak(view: JournalView, axis: str, spent: Sequence[float]) -> list[float
     if not logged:
         return [None] * len(spent)
     compute, rate = np.array(logged, dtype=float).T
-    found = at_peak_rate(compute, rate, np.array(spent))
-    return [None] * len(spent) if found is None else list(found.tolist())
+    converted = at_peak_rate(compute, rate, np.array(spent))
+    return [None] * len(spent) if converted is None else list(converted.tolist())
 
 
 def _labels(view: JournalView, into: Collected) -> tuple[str, dict[str, str]]:
-    """Return a run's recipe and the factors asked for, from its header, else from its configuration."""
+    """Return a run's recipe and the requested factors, from its header, else from its configuration."""
     recipe = str(view.header.get("recipe", view.path.parent.name))
     if not into.asked.factors:
         return recipe, {}
@@ -164,7 +166,7 @@ def _config(run_dir: Path) -> Any:
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         return None
-    import yaml  # only where a factor is asked for
+    import yaml  # slow to import, and only needed for factors
 
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -179,14 +181,14 @@ def _dotted(config: Any, name: str) -> Any:
 
 
 def _keys(config: Any, prefix: str = "") -> list[str]:
-    """Return the dotted keys of a configuration's values."""
+    """Return the dotted keys of all values in a configuration."""
     if not isinstance(config, Mapping):
         return [prefix[:-1]] if prefix else []
     return [key for name, value in config.items() for key in _keys(value, f"{prefix}{name}.")]
 
 
 def _seed_labels(views: Sequence[JournalView]) -> list[str]:
-    """Return a label per run: its seed, numbered where two different runs of a recipe share one."""
+    """Return a label per run: its seed, numbered if two different runs of a recipe have the same seed."""
     known: dict[tuple[str, str], list[str]] = {}
     labels = []
     for view in views:
@@ -201,14 +203,14 @@ def _seed_labels(views: Sequence[JournalView]) -> list[str]:
 
 
 def axes_of(views: Sequence[JournalView]) -> list[str]:
-    """Return the axes along which runs can be compared: steps, and compute axes that all evaluations have."""
+    """Return the axes along which runs can be compared: steps, and the compute axes that all evaluations have."""
     records = [record for view in views for record in view.of_kind("eval")]
     shared = [axis for axis in UNITS if records and all(axis in record.metrics for record in records)]
     return [STEP, *(axis for axis in shared if axis != STEPS)]
 
 
 def compared_by(views: Sequence[JournalView]) -> tuple[str, str]:
-    """Return the compute axis and the reward by which runs with evaluations are compared where nobody says another.
+    """Return the default compute axis and reward by which runs with evaluations are compared.
 
     Raises:
         UserError: they share none.
@@ -218,7 +220,7 @@ def compared_by(views: Sequence[JournalView]) -> tuple[str, str]:
 
 def _default_axis(views: Sequence[JournalView]) -> str:
     """Return the device's default compute axis, or FLOPs where not every evaluation has it."""
-    # A run of another trainer has one axis, and its header says which.
+    # A run of another trainer has one axis, named in its header.
     own = {str(view.header["axis"]) for view in views if view.header.get("axis")}
     measured = {str(view.header.get("compute_is")) for view in views if view.header.get("axis")}
     if len(own) > 1 or len(measured) > 1:
@@ -232,23 +234,23 @@ def _default_axis(views: Sequence[JournalView]) -> str:
     for axis in (default_axis(on_gpu), FLOPS):
         if all(axis in record.metrics for view in views for record in view.of_kind("eval")):
             return axis
-    found = sorted({k for v in views for r in v.of_kind("eval") for k in r.metrics if k.startswith("compute/")})
+    axes = sorted({k for v in views for r in v.of_kind("eval") for k in r.metrics if k.startswith("compute/")})
     raise UserError(
-        f"{views[0].path}: the runs share none of the default compute axes; found {listed(found)}; choose one with --x"
+        f"{views[0].path}: the runs share none of the default compute axes; found {listed(axes)}; choose one with --x"
     )
 
 
 def _sets(views: Sequence[JournalView]) -> dict[str, str]:
-    """Return the names of all pass rates in the runs, each with its evaluation set."""
+    """Return the names of all pass rates in the runs, mapped to their evaluation sets."""
     names = dict.fromkeys(name for view in views for record in view.of_kind("eval") for name in record.metrics)
-    found = {name: match[1] for name in names if (match := _PASS_RATE.fullmatch(name))}
-    if not found:
+    sets = {name: match[1] for name in names if (match := _PASS_RATE.fullmatch(name))}
+    if not sets:
         raise UserError(f"{views[0].path}: no eval/<set>/pass_rate; found {listed(names)}; choose with --metric")
-    return found
+    return sets
 
 
 def _default_metric(views: Sequence[JournalView]) -> str:
-    """Return the pass rate of the first evaluation set of the first run."""
+    """Return the pass rate of the first run's first evaluation set."""
     names = views[0].of_kind("eval")[0].metrics
     for name in names:
         if _PASS_RATE.fullmatch(name):
@@ -259,9 +261,9 @@ def _default_metric(views: Sequence[JournalView]) -> str:
 def _metric(view: JournalView, record: Record, name: str, option: str, prefixes: tuple[str, ...]) -> float:
     value = finite(record.metrics.get(name))
     if value is None:
-        found = [key for key in record.metrics if key.startswith(prefixes)]
+        candidates = [key for key in record.metrics if key.startswith(prefixes)]
         raise UserError(
             f"{view.path}: {short(name)} is missing or not a number in the evaluation at step {record.step}; "
-            f"found {listed(found)}; choose with {option}"
+            f"found {listed(candidates)}; choose with {option}"
         )
     return value

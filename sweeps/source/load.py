@@ -1,4 +1,4 @@
-"""Loading of all sources of a study into one set of curves."""
+"""Load all sources of a study into one set of curves."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from sweeps.source.table import NoTableError
 from sweeps.source.text import File
 from sweeps.terminal import counted
 
-# What a text can be, as it is said of one that is nothing of it.
+# Readers of text files, listed in the error about a file that none of them can read.
 _TRIED = (trl, verl, console, wandb_export, wide, table)
-# A source that is no run of ours: what tells whether it was given twice, and what adds its points.
+# A source other than our runs: a key that detects duplicates, and the function that adds its points.
 _Reading = tuple[str | Path, Callable[[Collected], None]]
 
 
@@ -50,31 +50,32 @@ def load(
     bounds: tuple[float, float] | None = None,
     lower_is_better: bool = False,
 ) -> LoadedStudy:
-    """Read runs, sweeps, tables, logs of other frameworks and MLflow experiments into one curve per recipe, by label.
+    """Read runs, sweeps, tables, logs of other frameworks, W&B and MLflow into one curve per recipe, sorted by label.
 
-    What is known of each format stands in its reader and in docs/reference/sources.md. Nothing is guessed in silence:
-    every column that was chosen is in the study's `mapping`, and where several could be meant it is an error.
+    Each reader and docs/reference/sources.md describe their format. Nothing is guessed silently: every chosen column is
+    listed in the study's `mapping`, and an ambiguous one is an error.
 
     Args:
-        sources: paths and `mlflow:URI#experiment`; they may be mixed if they share the compute axis.
-        metric: reward of journals, `eval/<set>/pass_rate` (the first set if not given), and without journals that of
-            tables and logs too; `all` gives a curve for every evaluation set, with the factor `set`.
-        x: compute: a column of a table (default `compute`), a metric of a journal or log.
+        sources: paths, `mlflow:URI#experiment` or `wandb:entity/project`; they may be mixed if they share the compute
+            axis.
+        metric: reward of journals, `eval/<set>/pass_rate` (default: the first set). Without journals, also that of
+            tables and logs. `all` gives one curve per evaluation set, with the factor `set`.
+        x: compute: a column of a table (default `compute`), or a metric of a journal or log.
         y: reward column of a table (default `reward`) or log.
-        by: recipe column of a table or log (default `recipe`), tag or parameter in MLflow; without one the name of
-            the file or run is the recipe.
-        factors: what else groups the points: columns, fields of a journal's header or dotted keys of its
+        by: recipe column of a table or log (default `recipe`), or a tag or parameter in MLflow; without one, the name
+            of the file or run is the recipe.
+        factors: further grouping of the points: columns, fields of a journal's header, dotted keys of its
             configuration, tags or parameters. A curve's label is then `<recipe> <name>=<value>`.
-        seed_from: a regular expression with one group for seeds hidden in the names of other people's runs: what it
-            matches leaves the recipe's name, and what its group matches is the seed.
-        read: what reads a journal: one that remembers, for whoever loads the same sources again and again.
-        bounds: lowest and highest possible value of the metric, as it is in the sources; None to infer them. Pass rates
-            of journals keep their own.
-        lower_is_better: the metric is a loss or an error rate: rewards are minus the metric.
+        seed_from: regular expression with one group, for seeds within run names of other trainers: its match is removed
+            from the recipe's name, and its group is the seed.
+        read: reads a journal; one that caches can be passed to load the same sources repeatedly.
+        bounds: lowest and highest possible value of the metric in the sources; None to infer them. Pass rates of
+            journals keep their own.
+        lower_is_better: whether the metric is a loss or an error rate: rewards are then minus the metric.
 
     Raises:
-        UserError: a source is missing or unusable, the pattern is no pattern, two sources do not share an axis, or a
-            metric leaves its bounds.
+        UserError: a source is missing or unusable, the pattern is invalid, two sources have different axes, or a
+            metric is outside its bounds.
     """
     if bounds is not None:
         bounds = checked_bounds(bounds)
@@ -115,10 +116,10 @@ def load(
 
 
 def checked_bounds(bounds: Sequence[float]) -> tuple[float, float]:
-    """Return the bounds of a reward as a pair.
+    """Check the bounds of a reward and return them as a pair.
 
     Raises:
-        UserError: they are not two finite numbers, the lower one first.
+        UserError: they are not two finite numbers in increasing order.
     """
     values = tuple(bounds)
     if len(values) != 2 or not all(math.isfinite(value) for value in values) or not values[0] < values[1]:
@@ -128,7 +129,7 @@ def checked_bounds(bounds: Sequence[float]) -> tuple[float, float]:
 
 
 def readings_of(place: Place, read: Callable[[File, Any], None]) -> list[_Reading]:
-    """Return how to read what a place holds besides runs of ours; `read` is what reads one file."""
+    """Return how to read what a place contains besides our own runs; `read` reads one file."""
     if place.kind is Kind.EXPERIMENT:
         return [(place.text, partial(mlflow_runs.read_experiment, place.text))]
     if place.kind is Kind.PROJECT:
@@ -144,10 +145,10 @@ def readings_of(place: Place, read: Callable[[File, Any], None]) -> list[_Readin
 
 
 def _read_each(paths: Sequence[Path], read: Callable[[File, Any], None], into: Collected) -> None:
-    """Read the files of a directory one by one; one that cannot be used is left out with a warning.
+    """Read the files of a directory one by one; unusable ones are left out with a warning.
 
     Raises:
-        UserError: none of them can be used; why the first cannot.
+        UserError: none of them is usable; the first one's error.
     """
     refused: list[UserError] = []
     for path in paths:
@@ -161,11 +162,11 @@ def _read_each(paths: Sequence[Path], read: Callable[[File, Any], None], into: C
 
 
 def _read(file: File, into: Collected) -> None:
-    """Read a file by the first reader that matches it, and add a warning about dropped text."""
+    """Read a file by the first reader that matches it, and warn of dropped text."""
     try:
         next(reader for reader in READERS if reader.matches(file, into)).read(file, into)
     except UserError as error:
-        # Of a file that is called a table the columns matter alone.
+        # A file with the ending of a table was meant as one: then only its columns matter, not what else was tried.
         no_table = isinstance(error, NoTableError) and file.suffix not in TABLE_ENDINGS
         tried = f"; it was tried as: {', '.join(reader.NAME for reader in _TRIED)}" if no_table else ""
         damage = f" ({file.damage})" if file.damage is not None else ""

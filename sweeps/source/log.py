@@ -1,7 +1,7 @@
-"""A run's log, whichever tracker wrote it: metrics by step, most of them absent at most steps.
+"""A run's log from any tracker: metrics by step, most of them missing at most steps.
 
-Evaluations are rarer than training steps and often logged apart from them, so reward and compute are read as two
-series and joined by step. Of two values at one step the later wins, as in a journal: the run was resumed.
+Evaluations are rarer than training steps and often logged separately, so reward and compute are read as two series and
+joined by step. The later of two values at one step wins, as in a journal: the run was resumed.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ from sweeps.source.vocabulary import (
 )
 from sweeps.terminal import counted
 
-# Of runs of ours several axes are logged, which a journal chooses between by the device.
+# Our runs log several axes; this is the order of preference.
 OUR_DEFAULT = (VIRTUAL_HOURS, DEVICE_HOURS)
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of one run: values in order of logging, with their steps (both (n,)), and what gave no value.
+    """One metric of one run: values in order of logging with their steps, both (n,), and what had no value.
 
-    absent: rows without the metric; bad: rows where it is not a finite number, with the first of them.
+    absent: number of rows without the metric. bad, first_bad: number of rows where it is not a finite number, and the
+    first of them.
     """
 
     steps: Array
@@ -51,16 +52,16 @@ class Series:
     first_bad: str = ""
 
     def latest(self) -> tuple[Array, Array, int]:
-        """Return the sorted steps, the last value logged at each, and the number of superseded values."""
+        """Return sorted steps, the last value logged at each, and the number of superseded values."""
         steps, first = np.unique(self.steps[::-1], return_index=True)
         return steps, self.values[::-1][first], len(self.steps) - len(steps)
 
 
 @dataclass(frozen=True)
 class Log:
-    """Log of one run: `series` reads a metric, `label` a text that describes the run (a tag, a constant column).
+    """Log of one run. `series` reads a metric; `label` reads a text that describes the run (a tag, a constant column).
 
-    Asked for as labels are `recipe`, `seed` and `baseline`; without a recipe, `name` is the recipe. key, state: see
+    The labels `recipe`, `seed` and `baseline` have a meaning; without a recipe, `name` is the recipe. key, state: see
     `ForeignRun`.
     """
 
@@ -77,7 +78,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Column:
-    """A metric that was chosen, and by which rule; `is_order`: it is no metric, values are numbered as logged."""
+    """A chosen metric and the rule that chose it. is_order: not a metric; values are numbered in logging order."""
 
     name: str
     rule: str
@@ -87,29 +88,29 @@ class Column:
 
 
 def series_of(table: Table, steps: Array) -> Callable[[str], Series]:
-    """Return a reader of metrics for the rows of one run, with their steps."""
+    """Return a function that reads a metric from the rows of one run; steps (n,): their steps."""
 
     def series(name: str) -> Series:
         cells = table.column(name)
         values = numbers(cells)
-        none = cells[np.isnan(values)]
-        bad = none[~none.map(is_empty).to_numpy(bool)]
+        missing = cells[np.isnan(values)]
+        bad = missing[~missing.map(is_empty).to_numpy(bool)]
         first = f"row {bad.index[0] + 1}: {short(str(bad.iloc[0]), 40)!r}" if len(bad) else ""
         kept = np.isfinite(values) & np.isfinite(steps)
-        return Series(steps[kept], values[kept], len(none) - len(bad), len(bad), first)
+        return Series(steps[kept], values[kept], len(missing) - len(bad), len(bad), first)
 
     return series
 
 
 def series_of_records(records: Sequence[tuple[float, dict[str, Any]]]) -> Callable[[str], Series]:
-    """Return a reader of metrics for records that each have a step."""
+    """Return a function that reads a metric from records that each have a step."""
     return series_of(table_of([record for _, record in records]), np.array([step for step, _ in records], dtype=float))
 
 
 def logs_of_rows(table: Table, name: str, step: str, asked_labels: Sequence[str]) -> tuple[list[Log], int, str | None]:
     """Split a table of log rows into runs; return them, the number of rows without a step, and the run column.
 
-    asked_labels: columns that the user groups by; with a column that names runs, and `seed`, they part the rows.
+    Rows are grouped by the column that names runs, `recipe`, `seed` and `asked_labels`, the user's grouping columns.
     """
     steps = numbers(table.column(step))
     stepless = int(np.isnan(steps).sum())
@@ -139,21 +140,21 @@ def add_logs(
     reward: Column | None = None,
     compute: Column | None = None,
 ) -> None:
-    """Choose reward and compute for the runs of one source, add their points, and note what was chosen.
+    """Choose reward and compute for the runs of one source, add their points, and note the choice.
 
     Args:
         logs: the runs.
-        reader: the format, for the mapping.
+        reader: name of the format, for the mapping.
         where: the source, for messages.
-        into: the curves so far, and what the user asked for.
-        vocabulary: the framework, if the format tells; else it is found by the metrics' names.
-        named: what a run's name is, for the mapping.
-        step: the column that the steps come from.
-        notes: what else the reader did with rows.
-        reward, compute: columns that leave no choice.
+        into: the curves so far, and the user's request.
+        vocabulary: the framework, if the format implies one; else it is recognised by the metrics' names.
+        named: where the runs' names come from, for the mapping.
+        step: the column that steps come from.
+        notes: further remarks of the reader.
+        reward, compute: columns that are already chosen.
 
     Raises:
-        UserError: a metric that is not there, several that could be meant, or no point at all.
+        UserError: a metric is missing or ambiguous, or no point results.
     """
     if into.takes(logs):
         return
@@ -192,21 +193,21 @@ def _rewards(names: Sequence[str], vocabulary: Vocabulary | None, where: str, in
         raise UserError(
             f"{where}: no name of a reward that a reader knows; found {listed(names)}; choose with --metric"
         )
-    found = first_match(vocabulary.evaluations, names)
+    candidates = first_match(vocabulary.evaluations, names)
     rule = f"{vocabulary.project}'s name"
-    if not found:
-        found = first_match(vocabulary.training, names)
+    if not candidates:
+        candidates = first_match(vocabulary.training, names)
         rule = f"training reward, {vocabulary.project}'s name, no evaluation found"
-    if not found:
+    if not candidates:
         raise UserError(
             f"{where}: none of {vocabulary.project}'s names of a reward; found {listed(names)}; choose with --metric"
         )
-    if len(found) > 1 and asked != ALL:
+    if len(candidates) > 1 and asked != ALL:
         raise UserError(
-            f"{where}: {len(found)} rewards could be meant ({listed(found)}); choose one with --metric, "
+            f"{where}: {len(candidates)} rewards could be meant ({listed(candidates)}); choose one with --metric, "
             f"or --metric {ALL} for a curve each"
         )
-    return [Column(name, rule, set=found[name] if asked == ALL else "") for name in found]
+    return [Column(name, rule, set=candidates[name] if asked == ALL else "") for name in candidates]
 
 
 def _compute(names: Sequence[str], vocabulary: Vocabulary | None, step: str, where: str, into: Collected) -> Column:
@@ -224,12 +225,14 @@ def _compute(names: Sequence[str], vocabulary: Vocabulary | None, step: str, whe
             raise UserError(f"{where}: no metric {short(asked)}; found {listed(names)}; choose with --x")
         rule = "given by --x, running sum" if asked in per_step else "given by --x"
         return Column(asked, rule, summed=asked in per_step)
-    found = {} if vocabulary is None else first_match(vocabulary.compute, names)
-    if vocabulary is SCALERL and (own := next((axis for axis in OUR_DEFAULT if axis in found), None)) is not None:
+    candidates = {} if vocabulary is None else first_match(vocabulary.compute, names)
+    if vocabulary is SCALERL and (own := next((axis for axis in OUR_DEFAULT if axis in candidates), None)) is not None:
         return Column(own, "our default: the virtual clock's, else device hours")
-    if len(found) > 1:
-        raise UserError(f"{where}: {len(found)} compute axes could be meant ({listed(found)}); choose one with --x")
-    for name in found:
+    if len(candidates) > 1:
+        raise UserError(
+            f"{where}: {len(candidates)} compute axes could be meant ({listed(candidates)}); choose one with --x"
+        )
+    for name in candidates:
         project = f"{vocabulary.project}'s name" if vocabulary else ""
         rule = f"{project}, running sum over the steps" if name in per_step else project
         return Column(name, rule, summed=name in per_step)
@@ -256,17 +259,17 @@ def _add_reward(
             without += 1
             counts["absent"] += log.rows
             continue
-        read = log.series(reward.name)
-        steps, values, superseded = numbered(read) if compute.is_order else read.latest()
-        counts["absent"] += read.absent
-        counts["bad"] += read.bad
+        series = log.series(reward.name)
+        steps, values, superseded = numbered(series) if compute.is_order else series.latest()
+        counts["absent"] += series.absent
+        counts["bad"] += series.bad
         counts["superseded"] += superseded
         if not len(steps):
             without += 1
             continue
         try:
-            _check_steps(read, reward.name, steps, where)
-            spent, start, between, said = _compute_at(log, compute, steps, where)
+            _check_steps(series, reward.name, steps, where)
+            spent, start, between, messages = _compute_at(log, compute, steps, where)
         except UserError as error:
             if len(logs) == 1:
                 raise
@@ -281,12 +284,16 @@ def _add_reward(
         run = f"{short(log.name, 60)}: "
         counts["start"] += start
         counts["between"] += between
-        said = [*said, *log.warnings]
+        messages = [*messages, *log.warnings]
         if superseded:
-            said.append(f"{superseded} values of {reward.name} were logged again at their step; the later is used")
-        if read.bad:
-            said.append(f"{read.bad} values of {reward.name} are not finite numbers (first {read.first_bad}); left out")
-        points.warnings += [note for note in warnings if note not in points.warnings] + [run + note for note in said]
+            messages.append(f"{superseded} values of {reward.name} were logged again at their step; the later is used")
+        if series.bad:
+            messages.append(
+                f"{series.bad} values of {reward.name} are not finite numbers (first {series.first_bad}); left out"
+            )
+        points.warnings += [note for note in warnings if note not in points.warnings] + [
+            run + note for note in messages
+        ]
         seed = log.label("seed") or hidden
         seeds_named = seeds_named or seed is not None
         points.own_seeds |= seed is not None
@@ -324,12 +331,12 @@ def _add_reward(
             f"{where}: no usable value of {short(reward.name)} in {counts['rows']} rows{bad}{reasons}; "
             "choose another with --metric"
         )
-    read_of = [f"{used} of {len(logs)} runs"] if len(logs) > 1 else []
+    amounts = [f"{used} of {len(logs)} runs"] if len(logs) > 1 else []
     if counts["rows"]:
-        read_of.append(counted(counts["rows"], "row"))
+        amounts.append(counted(counts["rows"], "row"))
     of_all = counted(counts["points"], "point")
-    parts = [f"{', '.join(read_of)}: {of_all}" if read_of else of_all]
-    for number, said_of in (
+    parts = [f"{', '.join(amounts)}: {of_all}" if amounts else of_all]
+    for number, description in (
         (counts["absent"], f"rows without {reward.name}"),
         (counts["bad"], "values not finite"),
         (counts["superseded"], "values superseded at their step"),
@@ -339,7 +346,7 @@ def _add_reward(
         (without if len(logs) > 1 else 0, "runs left out"),
     ):
         if number:
-            parts.append(f"{said_of}: {number}")
+            parts.append(f"{description}: {number}")
     by = f"{into.asked.by} (given by --by)" if into.asked.by else "recipe" if recipes_named else named
     line = (
         f"{where}: {reader}; compute <- {compute.name} ({compute.rule}); reward <- {reward.name} ({reward.rule}); "
@@ -350,13 +357,13 @@ def _add_reward(
     into.study.note(short(line, 2000), shown=True)
 
 
-def numbered(read: Series) -> tuple[Array, Array, int]:
-    """Return the numbers of a metric's values in the order of logging, from 1 on, the values, and 0 superseded ones."""
-    return np.array(range(1, len(read.values) + 1), dtype=float), read.values, 0
+def numbered(series: Series) -> tuple[Array, Array, int]:
+    """Number a metric's values from 1 in logging order; return the numbers, the values, and 0 superseded values."""
+    return np.array(range(1, len(series.values) + 1), dtype=float), series.values, 0
 
 
 def _check_steps(read: Series, name: str, steps: Array, where: str) -> None:
-    """Check that the values of a metric were not all logged at one step: only the last would be left of them.
+    """Check that the values of a metric were not all logged at one step: only the last one would remain.
 
     Raises:
         UserError: they were.
@@ -370,7 +377,7 @@ def _check_steps(read: Series, name: str, steps: Array, where: str) -> None:
 
 
 def recipe_of(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str]]:
-    """Return the recipe of a run and its factors, by the labels that the user groups by.
+    """Return a run's recipe and factors, by the labels that the user groups by.
 
     Raises:
         UserError: the run has no such label.
@@ -381,7 +388,7 @@ def recipe_of(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str
             continue
         value = log.label(name)
         if value is None:
-            # As trackers show what a run was begun with, and folders are named.
+            # Try the names that trackers give a run's configuration, and pairs in its folder's name.
             value = log.label(name.removeprefix("config.")) or pairs_in(log.name).get(name)
         if value is None:
             raise UserError(
@@ -406,39 +413,41 @@ def _compute_at(log: Log, compute: Column, steps: Array, where: str) -> tuple[Ar
             f"{where}: run {short(log.name, 60)} has no {short(compute.name)}; found {listed(log.names)}; "
             "choose with --x"
         )
-    read = log.series(compute.name)
-    at, values, _ = read.latest()
-    said = []
-    if read.bad:
-        said.append(f"{read.bad} values of {compute.name} are not finite numbers (first {read.first_bad}); left out")
+    series = log.series(compute.name)
+    at, values, _ = series.latest()
+    messages = []
+    if series.bad:
+        messages.append(
+            f"{series.bad} values of {compute.name} are not finite numbers (first {series.first_bad}); left out"
+        )
     if not len(at):
         raise UserError(f"{where}: no value of {short(compute.name)}; choose another with --x")
-    _check_steps(read, compute.name, at, where)
+    _check_steps(series, compute.name, at, where)
     if (values < 0).any():
         raise UserError(
             f"{where}: {short(compute.name)} is negative at {(values < 0).sum()} steps, first {at[values < 0][0]:g}; "
             "compute starts at 0"
         )
     if compute.summed:
-        said += _gaps(at, compute.name)
+        messages += _gaps(at, compute.name)
         values = np.cumsum(values)
     falls = np.flatnonzero(np.diff(values) < 0)
     if not compute.summed and looks_per_step(values):
-        said.append(
+        messages.append(
             f"{compute.name} falls at {len(falls)} of {len(values)} steps: it looks like what each step took, not what "
             f"was spent so far; give --x {SUM}{compute.name}, which sums it over the steps"
         )
     elif len(falls):
-        said.append(
+        messages.append(
             f"{compute.name} falls at {len(falls)} steps, first {at[falls[0] + 1]:g}: it is not cumulative, or "
             "started again with a resumed run"
         )
     logged = np.isin(steps, at)
     start = 0
-    if at[0] > 0 and not len(falls):  # nothing is spent before the first step
+    if at[0] > 0 and not len(falls):  # compute is 0 before the first step
         at, values = np.concatenate([[0.0], at]), np.concatenate([[0.0], values])
         start = int((steps <= 0).sum())
-    return np.interp(steps, at, values), start, int((~logged).sum()) - start, said
+    return np.interp(steps, at, values), start, int((~logged).sum()) - start, messages
 
 
 def _at_peak(log: Log, compute: Column, steps: Array, spent: Array, where: str) -> Array | None:
@@ -451,27 +460,27 @@ def _at_peak(log: Log, compute: Column, steps: Array, spent: Array, where: str) 
 
 
 def looks_per_step(values: Array) -> bool:
-    """Return whether values in the order of steps are amounts of one step each: they fall often, or stay the same."""
+    """Return whether values, in order of steps, look like amounts per step: they are constant, or fall often."""
     rises = np.diff(values)
     falls = int((rises < 0).sum())
-    # A counter that begins again with each resumed run falls once a run.
+    # A running total that restarts with each resumed run falls only once per run.
     often = falls > 1 and 3 * falls >= len(rises)
     return len(values) > 3 and (often or bool(not rises.any() and values[0] > 0))
 
 
 def _gaps(at: Array, name: str) -> list[str]:
-    """Return warnings on missing steps, by which a running sum is too low."""
-    said = []
+    """Return warnings about missing steps, which make a running sum too low."""
+    messages = []
     if at[0] > 1:
-        said.append(f"the log starts at step {at[0]:g}: what {name} was before is not in the running sum")
+        messages.append(f"the log starts at step {at[0]:g}: what {name} was before is not in the running sum")
     missing = round(at[-1] - at[0]) + 1 - len(at)
     if missing > 0:
-        said.append(f"{missing} steps are missing in the log: the running sum of {name} is too low")
-    return said
+        messages.append(f"{missing} steps are missing in the log: the running sum of {name} is too low")
+    return messages
 
 
 def _standard_error(log: Log, reward: str, steps: Array) -> Array | None:
-    """Return `<reward>_se` at the reward's steps; None unless it is there at all of them and not negative."""
+    """Return `<reward>_se` at the reward's steps; None unless all steps have one and none is negative."""
     name = f"{reward}_se"
     if name not in log.names:
         return None

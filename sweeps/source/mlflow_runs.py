@@ -1,9 +1,9 @@
-"""`mlflow:URI#experiment`: runs in an MLflow store, those that our tracker wrote and any others.
+"""`mlflow:URI#experiment`: runs in an MLflow store, our tracker's or any others.
 
-Our members carry `kind=member`, recipe and seed as tags. Their evaluations at compute C > 0 are
-`eval/<set>/pass_rate` with `eval/<set>/log10_compute`, the one at C = 0 `eval/<set>/initial_pass_rate`. Of other
-runs every metric can be chosen, and tags and parameters label them. Nothing is written: a store is not created, nor
-is an older one migrated.
+Our members have the tags `kind=member`, recipe and seed. Their evaluations at compute C > 0 are stored as
+`eval/<set>/pass_rate` with `eval/<set>/log10_compute`, the one at C = 0 as `eval/<set>/initial_pass_rate`. For other
+runs any metric can be chosen, and tags and parameters label them. The store is opened read-only: it is neither created
+nor migrated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 NAME = "MLflow"
 PREFIX = "mlflow:"
 _STATES = {"RUNNING": RUNNING, "SCHEDULED": RUNNING, "FINISHED": FINISHED, "FAILED": FAILED, "KILLED": FAILED}
-_OURS = ("sweep", "member", "fit", "band")  # the tag `kind` of what our tracker and publisher write
+_OURS = ("sweep", "member", "fit", "band")  # values of the tag `kind` that our tracker and publisher write
 
 
 def matches_text(source: str) -> bool:
@@ -37,9 +37,9 @@ def matches_text(source: str) -> bool:
 
 
 def parts_of(source: str) -> tuple[str, str]:
-    """Split `mlflow:URI#experiment` into the store's address and the experiment's name, "" for none.
+    """Split `mlflow:URI#experiment` into the store's address and the experiment's name ("" for none).
 
-    Both may hold a `#`: the address ends at the first one before which a store lies, else at the first.
+    Both may contain `#`: the address ends at the first `#` that follows an existing store, else at the first one.
     """
     text = source.removeprefix(PREFIX)
     marks = [at for at, char in enumerate(text) if char == "#"]
@@ -50,7 +50,7 @@ def parts_of(source: str) -> tuple[str, str]:
 
 
 def _is_there(address: str) -> bool:
-    """Return whether an address can be a store: a file or folder that exists, or no path at all."""
+    """Return whether an address can be a store: an existing file or folder, or not a path at all."""
     scheme, mark, path = address.partition("://")
     if mark and scheme != "file" and not scheme.startswith("sqlite"):
         return True
@@ -62,7 +62,7 @@ def read_experiment(source: str, into: Collected) -> None:
     """Add the runs of an experiment.
 
     Raises:
-        UserError: a store or experiment that is not there (those that are, are named), or no run with the metric.
+        UserError: the store or experiment does not exist (existing ones are named), or no run has the metric.
     """
     require("mlflow", short(source, 400))
     from sweeps.tracking.common import one_line, resolve_uri, without_credentials
@@ -88,7 +88,7 @@ def read_experiment(source: str, into: Collected) -> None:
         )
     except UserError:
         raise
-    except Exception as error:  # the client lets SQL, HTTP and OS errors through besides its own
+    except Exception as error:  # the client passes SQL, HTTP and OS errors through
         raise UserError(f"{where}: cannot be read ({one_line(error)}); check that the store is there") from error
 
 
@@ -102,15 +102,15 @@ def _runs(uri: str, experiment: str, where: str) -> tuple[list[Run], MlflowClien
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=uri)
-    found = client.get_experiment_by_name(experiment) if experiment else None
-    if found is None:
-        names = sorted(each.name for each in client.search_experiments())
+    match = client.get_experiment_by_name(experiment) if experiment else None
+    if match is None:
+        names = sorted(other.name for other in client.search_experiments())
         what = f"no experiment {short(experiment)!r}" if experiment else "no experiment is named"
         raise UserError(f"{where}: {what}; found {listed(names)}; give mlflow:URI#experiment")
     runs: list[Run] = []
     token = None
     while True:
-        page = client.search_runs([found.experiment_id], page_token=token, order_by=["attributes.start_time ASC"])
+        page = client.search_runs([match.experiment_id], page_token=token, order_by=["attributes.start_time ASC"])
         runs.extend(page)
         token = page.token
         if not token:
@@ -118,10 +118,10 @@ def _runs(uri: str, experiment: str, where: str) -> tuple[list[Run], MlflowClien
 
 
 def _check_database(path: Path) -> None:
-    """Check a database before MLflow opens it: MLflow would create a missing file, and tables in a foreign one.
+    """Check a database before MLflow opens it: MLflow would create a missing file, and tables in another database.
 
     Raises:
-        UserError: no such file, no MLflow database, or one that this MLflow would have to migrate.
+        UserError: the file is missing, is not an MLflow database, or would have to be migrated.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such database; give mlflow:sqlite:///path/to/mlflow.db#experiment")
@@ -146,7 +146,7 @@ def _check_database(path: Path) -> None:
 
 
 def _logs(runs: Sequence[Run], client: MlflowClient, x: str | None) -> tuple[list[Log], int]:
-    """Return the logs of runs with measurements, and the number of runs of other kinds."""
+    """Return the logs of runs with measurements, and the number of other runs (sweeps, fits)."""
     members = [run for run in runs if run.data.tags.get("kind") == "member"]
     chosen = members or [run for run in runs if run.data.tags.get("kind") not in _OURS]
     logs = []
@@ -186,7 +186,7 @@ def _log(run: Run, client: MlflowClient, ours: bool) -> Log:
 
 
 def _history(client: MlflowClient, run_id: str) -> Callable[[str], Series]:
-    """Return a reader of a run's metrics that fetches each when it is asked for."""
+    """Return a function that fetches a run's metric on demand."""
 
     def series(key: str) -> Series:
         points = sorted(client.get_metric_history(run_id, key), key=lambda point: (point.timestamp, point.step))
@@ -201,7 +201,7 @@ def _history(client: MlflowClient, run_id: str) -> Callable[[str], Series]:
 
 
 def _member(fetch: Callable[[str], Series], keys: Sequence[str], axis: str) -> Callable[[str], Series]:
-    """Return a reader as of the member's journal: C = 0 evaluations back in their series, compute not as log10."""
+    """Return a reader that restores a member's journal: C = 0 evaluations in their series, compute instead of log10."""
 
     def series(name: str) -> Series:
         if name == axis:

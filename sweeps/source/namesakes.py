@@ -1,7 +1,7 @@
-"""Disambiguation of runs with one label but different curves, by what differs in their configurations.
+"""Disambiguation of runs with the same label but different curves, by the differences in their configurations.
 
-A label is made from a command, so two grids under one study's name (the second with another learning rate) may have
-written the same one. What a run is, its header says: the identity of its curve.
+A label is made from a command line, so two grids with the same study name (the second with another learning rate) may
+produce the same label. The header's `curve` identifies a run's curve.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from sweeps.source.collected import LoadedStudy
 from sweeps.source.text import short
 
 _SHOWN = 3  # keys in a label
-# Headers of scripts that name no identity have these.
+# Identities in the headers of scripts that do not name one.
 _UNKNOWN = frozenset({"", "local", "None"})
 _NO_KEY = object()
 
-# A recipe's label, and the factors that a curve is one value of each.
+# A recipe's label, and the (name, value) pairs of the factors that the curves are grouped by.
 _Label = tuple[str, tuple[tuple[str, str], ...]]
 
 
 @dataclass
 class _Apart:
-    """The curves behind one label: their new labels by identity, and the keys in which they differ."""
+    """The curves behind one label: new labels and configuration values by curve identity, and the keys that differ."""
 
     labels: dict[str, str]
     keys: list[str]
@@ -36,11 +36,11 @@ class _Apart:
 
 
 def tell_apart(runs: Sequence[tuple[JournalView, Mapping[str, str]]], study: LoadedStudy) -> None:
-    """Give runs of one label that are different curves labels of their own, in their headers, with a warning.
+    """Relabel runs, in their headers, that share a label but are different curves; add a warning.
 
     Args:
-        runs: with the factors that their curves are grouped by; these tell some of them apart already.
-        study: where the warning goes.
+        runs: runs with the factors that their curves are grouped by, which already separate some of them.
+        study: receives the warning.
     """
     curves: dict[_Label, dict[str, list[JournalView]]] = {}
     for view, factors in runs:
@@ -51,19 +51,19 @@ def tell_apart(runs: Sequence[tuple[JournalView, Mapping[str, str]]], study: Loa
     if not apart:
         return
     for view, factors in runs:
-        given = {}
-        if (own := apart.get(_label(view, factors))) is not None:
-            given["recipe"] = own.labels.get(str(view.header.get("curve", "")), str(view.header.get("recipe")))
+        changed = {}
+        if (entry := apart.get(_label(view, factors))) is not None:
+            changed["recipe"] = entry.labels.get(str(view.header.get("curve", "")), str(view.header.get("recipe")))
         base = str(view.header.get("baseline"))
-        if (theirs := apart.get((base, tuple(factors.items())))) is not None:
+        if (base_entry := apart.get((base, tuple(factors.items())))) is not None:
             itself = base == view.header.get("recipe")
-            given["baseline"] = given.get("recipe", base) if itself else _like(view, theirs, base)
-        view.header = {**view.header, **given}
-    for (recipe, grouped), found in apart.items():
+            changed["baseline"] = changed.get("recipe", base) if itself else _like(view, base_entry, base)
+        view.header = {**view.header, **changed}
+    for (recipe, grouped), entry in apart.items():
         where = "".join(f" {name}={value}" for name, value in grouped)
         study.warnings.append(
-            f"{len(found.labels)} different configurations share the label {recipe!r}{where}; each is a curve of its "
-            f"own: {short(', '.join(found.labels.values()), 400)}"
+            f"{len(entry.labels)} different configurations share the label {recipe!r}{where}; each is a curve of its "
+            f"own: {short(', '.join(entry.labels.values()), 400)}"
         )
 
 
@@ -72,35 +72,38 @@ def _label(view: JournalView, factors: Mapping[str, str]) -> _Label:
 
 
 def _named(recipe: str, curves: Mapping[str, Sequence[JournalView]]) -> _Apart:
-    """Make labels from the differing values, or from the curve's identity where these are unknown or too long."""
+    """Make labels from the differing values, or from the curve's identity if these are unknown or too long."""
     values: dict[str, Mapping[str, Any]] = {curve: _values(views[0].path.parent) for curve, views in curves.items()}
-    every = dict.fromkeys(key for each in values.values() for key in each)
-    keys = [key for key in every if len({repr(each.get(key, _NO_KEY)) for each in values.values()}) > 1]
-    keys.sort(key=lambda key: any(key not in each for each in values.values()))  # of another version's, perhaps
-    said = {
-        curve: ", ".join(f"{key}={each.get(key, 'none')}" for key in keys[:_SHOWN]) for curve, each in values.items()
+    all_keys = dict.fromkeys(key for config in values.values() for key in config)
+    keys = [key for key in all_keys if len({repr(config.get(key, _NO_KEY)) for config in values.values()}) > 1]
+    keys.sort(
+        key=lambda key: any(key not in config for config in values.values())
+    )  # last: keys that one lacks, perhaps of another version
+    texts = {
+        curve: ", ".join(f"{key}={config.get(key, 'none')}" for key in keys[:_SHOWN])
+        for curve, config in values.items()
     }
     if (
         not all(values.values())
-        or len(set(said.values())) < len(said)
-        or any(len(text) > 100 for text in said.values())
+        or len(set(texts.values())) < len(texts)
+        or any(len(text) > 100 for text in texts.values())
     ):
         length = next(n for n in range(6, 65) if len({curve[:n] for curve in curves}) == len(curves))
-        said = {curve: f"curve {curve[:length]}" for curve in curves}
-    return _Apart({curve: f"{recipe} ({text})" for curve, text in said.items()}, keys, values)
+        texts = {curve: f"curve {curve[:length]}" for curve in curves}
+    return _Apart({curve: f"{recipe} ({text})" for curve, text in texts.items()}, keys, values)
 
 
 def _like(view: JournalView, base: _Apart, label: str) -> str:
-    """Return the new label of the baseline's curve that has this run's values; the old label if none has."""
+    """Return the new label of the baseline curve that shares this run's values; the old label if none does."""
     own = _values(view.path.parent)
-    for curve, theirs in base.values.items():
-        if own and all(own.get(key, _NO_KEY) == theirs.get(key, _NO_KEY) for key in base.keys):
+    for curve, values in base.values.items():
+        if own and all(own.get(key, _NO_KEY) == values.get(key, _NO_KEY) for key in base.keys):
             return base.labels[curve]
     return label
 
 
 def _values(run_dir: Path) -> dict[str, Any]:
-    """Return the values of a run's frozen configuration that decide what it learns, by dotted key; empty on errors."""
+    """Return the values of a run's frozen configuration that affect learning, by dotted key; empty on errors."""
     try:
         return leaves(science(parse_json((run_dir / SPEC_FILE).read_text())["config"]))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):

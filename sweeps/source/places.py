@@ -1,6 +1,7 @@
-"""Kinds of sources, told apart here alone: an MLflow experiment, a folder of runs, a journal, a file.
+"""Kinds of sources, distinguished only here: an MLflow experiment, a W&B project, a folder of runs, a journal, a file.
 
-A command makes one `Place` per word of the user; loading, watching and the report's title ask it, not the path.
+A command makes one `Place` per source that the user names. Loading, watching and the report's title ask the `Place`
+instead of the path.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from sweeps.source import (
 )
 from sweeps.source.text import File, short
 
-_CONSOLES = (".log", ".out", ".txt")  # endings of consoles in a directory; a file that is given may have any
+_CONSOLES = (".log", ".out", ".txt")  # endings of console logs in a directory; a file named by the user may have any
 
 
 def is_console(file: File) -> bool:
-    """Return whether a file is a console that a reader knows; one that cannot be read is none."""
+    """Return whether a file is a console log that a reader knows; False if it cannot be read."""
     try:
         return verl.matches(file) or console.matches(file)
     except UserError:
@@ -48,10 +49,10 @@ class Kind(Enum):
 
 
 class Place:
-    """One source as the user gave it; what lies there is looked up at first use and kept.
+    """One source as given by the user; its content is inspected at first use and cached.
 
     Args:
-        source: a path or `mlflow:URI#experiment`.
+        source: a path, `mlflow:URI#experiment` or `wandb:entity/project`.
     """
 
     def __init__(self, source: str | Path) -> None:
@@ -60,7 +61,7 @@ class Place:
 
     @cached_property
     def kind(self) -> Kind:
-        """Kind of the source; a name that no file can have is missing, too."""
+        """Kind of the source; an impossible file name counts as missing."""
         if mlflow_runs.matches_text(self.text):
             return Kind.EXPERIMENT
         if wandb_project.matches_text(self.text):
@@ -78,7 +79,7 @@ class Place:
 
     @property
     def folder(self) -> Path | None:
-        """The directory of a run or sweep, also where its `metrics.jsonl` was given; None for anything else."""
+        """Folder of a run or sweep, also if its `metrics.jsonl` was given; None for anything else."""
         if self.kind is Kind.FOLDER:
             return self.path
         named_journal = self.path.name == JOURNAL_FILE and self.kind not in (Kind.EXPERIMENT, Kind.PROJECT)
@@ -86,7 +87,7 @@ class Place:
 
     @cached_property
     def run_folders(self) -> list[Path]:
-        """Folders in a directory that hold a `metrics.jsonl`, of ours or of another framework; sorted."""
+        """Folders in a directory that contain a `metrics.jsonl`, ours or another framework's; sorted."""
         return find_runs(self.path) if self.kind is Kind.FOLDER else []
 
     @cached_property
@@ -98,7 +99,7 @@ class Place:
 
     @cached_property
     def files(self) -> list[Path]:
-        """Files for the readers: the source itself, or the `metrics.jsonl` of other frameworks in a directory."""
+        """Files for the readers: the source itself, or in a directory the `metrics.jsonl` of other frameworks."""
         if self.kind is Kind.FILE:
             return [self.path]
         if self.kind is Kind.FOLDER and not self.run_folders:
@@ -109,7 +110,7 @@ class Place:
 
     @cached_property
     def collected(self) -> list[Path]:
-        """Files of a directory that is read one by one: the last state of each of TRL's runs, else consoles."""
+        """Files of a directory that are read one by one: the last state of each TRL run, else console logs."""
         if self.kind is not Kind.FOLDER:
             return []
         return trl.last_states(self.path) or [
@@ -120,19 +121,19 @@ class Place:
 
     @cached_property
     def wandb_logs(self) -> list[Path]:
-        """Logs of W&B's own folders in a directory without a run."""
+        """Logs of W&B's own folders, in a directory without our runs."""
         return wandb_local.run_files(self.path) if self.kind is Kind.FOLDER and not self.run_folders else []
 
     @cached_property
     def event_files(self) -> list[Path]:
-        """TensorBoard's event files in a directory without a run."""
+        """TensorBoard's event files, in a directory without our runs."""
         if self.kind is not Kind.FOLDER or self.run_folders or self.wandb_logs:
             return []
         return event_files.event_files(self.path)
 
     @property
     def title(self) -> str:
-        """Name for the study behind the source: the experiment's, or the file's or folder's."""
+        """Name for the study: the experiment's, or the file's or folder's."""
         if self.kind is Kind.PROJECT:
             return self.text.rpartition("/")[2]
         return mlflow_runs.parts_of(self.text)[1] if self.kind is Kind.EXPERIMENT else self.path.resolve().stem
@@ -141,7 +142,7 @@ class Place:
         """Check that there is something to read.
 
         Raises:
-            UserError: nothing is there, or a directory holds nothing that a reader knows.
+            UserError: nothing exists there, or a directory contains nothing that a reader knows.
         """
         if self.kind is Kind.MISSING:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Logs of a source as they are, before reward and compute are chosen: for whoever follows a run of another trainer."""
+"""Unprocessed logs of a source, before reward and compute are chosen, for following a run of another trainer."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from sweeps.source.readers import READERS
 from sweeps.source.text import File, listed, short
 from sweeps.source.vocabulary import STEP_NAMES, VOCABULARIES, vocabulary_of
 
-# Readers of plain tables, in which a step is a column like any other.
+# Readers of plain tables, in which a step is an ordinary column.
 _TABLES = (wandb_export, wide, table)
 
 
 class _Logs(Collected):
-    """Collector that takes the logs of a source, and chooses nothing in them."""
+    """Collector that keeps the logs of a source and chooses nothing in them."""
 
     def __init__(self) -> None:
         super().__init__(Asked(), LoadedStudy())
         self.logs: list[Log] = []
 
     def takes(self, logs: Sequence[Any]) -> bool:
-        """Take the logs; return True, for nothing else is to be made of them."""
+        """Keep the logs; return True, so that the reader makes no points of them."""
         self.logs += logs
         return True
 
 
 def read_logs(source: str | Path, step: str | None = None) -> list[Log]:
-    """Read the logs of a source that `scalerl fit` reads, each with all its metrics by step.
+    """Read the logs of any source that `scalerl fit` reads, with all their metrics by step.
 
     Args:
-        source: a file, a folder, `mlflow:URI#experiment` or `wandb:entity/project[/run]`; no journal of ours.
-        step: column of the step in a table; None for the first that a tracker or a framework calls so.
+        source: a file, a folder, `mlflow:URI#experiment` or `wandb:entity/project[/run]`; not one of our journals.
+        step: step column of a table; None for the first name that a tracker or framework uses.
 
     Raises:
         UserError: nothing is there, or it cannot be read.
@@ -55,9 +55,9 @@ def read_logs(source: str | Path, step: str | None = None) -> list[Log]:
 
 
 def _read(step: str | None, file: File, into: _Logs) -> None:
-    """Read a file: by the reader of its format, or as a table with a column of steps."""
-    own = (reader for reader in READERS if reader not in _TABLES)
-    reader = next((reader for reader in own if reader.matches(file, into)), None)
+    """Read a file by the reader of its format, else as a table with a column of steps."""
+    formats = (reader for reader in READERS if reader not in _TABLES)
+    reader = next((reader for reader in formats if reader.matches(file, into)), None)
     if reader is not None:
         reader.read(file, into)
         return
@@ -67,10 +67,10 @@ def _read(step: str | None, file: File, into: _Logs) -> None:
 
 
 def log_of_table(rows: Table, name: str, where: str, step: str | None = None) -> Log:
-    """Make a log from a table with a row a step.
+    """Make a log from a table with one row per step.
 
     Raises:
-        UserError: no column of steps.
+        UserError: a column of steps is missing.
     """
     column = step_column(rows.names, step)
     if column is None:
@@ -78,18 +78,18 @@ def log_of_table(rows: Table, name: str, where: str, step: str | None = None) ->
     return Log(name, rows.names, rows.count, series_of(rows, numbers(rows.column(column))))
 
 
-# All names that a column of steps may have where nobody names it.
+# All names that a column of steps may have if the user names none.
 STEP_COLUMNS = frozenset([*STEP_NAMES, *(name for each in VOCABULARIES for name in each.step)])
 
 
 def step_column(names: Sequence[str], step: str | None) -> str | None:
-    """Return the column of the step among these: the one named, else a framework's, else a tracker's; None for none."""
+    """Return the step column among these: the named one, else a framework's, else a tracker's; None without one."""
     spoken = vocabulary_of(names) if step is None else None
     known = (*(spoken.step if spoken else ()), *STEP_NAMES) if step is None else (step,)
-    return next((each for each in known if each in names), None)
+    return next((candidate for candidate in known if candidate in names), None)
 
 
 def no_steps(where: str, names: Sequence[str], step: str | None) -> UserError:
-    """Return the error of a log without a column of steps."""
+    """Return the error about a log without a column of steps."""
     asked = "of steps" if step is None else short(step)
     return UserError(f"{where}: no column {asked}; found {listed(names)}")

@@ -1,40 +1,40 @@
-"""Parsing of run names: the seed, and the labels that a tracker writes into them."""
+"""Parsing of run names: the seed, and labels that a tracker writes into them."""
 
 from __future__ import annotations
 
 import re
 
-# The word and a number, with what parts them from the rest: `a-seed1`, `a/seed_1`, `seed=1, a`, `a (seed 1)`.
+# The word `seed` and a number, with its separators: `a-seed1`, `a/seed_1`, `seed=1, a`, `a (seed 1)`.
 _WORD = re.compile(r"(?:^|[\s_./:,;|-]+|(?=[(\[]))[(\[]?seed[\s_=:.-]*(\d+)[)\]]?(?![A-Za-z0-9])", flags=re.IGNORECASE)
-# `a-s1`, `a_s1`: as well a stage or a size, if no other run of the name has another number.
+# `a-s1`, `a_s1`: may also mean a stage or a size; a seed only if other runs differ in this number alone.
 _LETTER = re.compile(r"[-_]s(\d+)$")
 
 
 def hidden_seed(name: str) -> tuple[str, str, bool] | None:
-    """Split a run's name into rest, seed, and whether the word `seed` marks it; None if it has no seed.
+    """Split a run's name into the rest, the seed, and whether the word `seed` marks it; None if it has no seed.
 
-    The rest is empty where the name is only a seed. A name with two seeds counts as one without.
+    The rest is empty if the name is only a seed. A name with two seeds counts as one without a seed.
     """
     words = list(_WORD.finditer(name))
-    found = words[0] if len(words) == 1 else None if words else _LETTER.search(name)
-    if found is None:
+    match = words[0] if len(words) == 1 else None if words else _LETTER.search(name)
+    if match is None:
         return None
-    rest = (name[: found.start()] + name[found.end() :]).strip(" -_./:,;|")
-    return rest, found[1], bool(words)
+    rest = (name[: match.start()] + name[match.end() :]).strip(" -_./:,;|")
+    return rest, match[1], bool(words)
 
 
 def is_bare_seed(name: str) -> bool:
-    """Return whether a name is only a seed, so that the run is named by its folder as well."""
-    found = hidden_seed(name)
-    return found is not None and not found[0]
+    """Return whether a name is only a seed, so that the run needs its folder's name too."""
+    parts = hidden_seed(name)
+    return parts is not None and not parts[0]
 
 
 def pairs_in(name: str) -> dict[str, str]:
-    """Parse `key=value` in a run's name, as Hydra and others name folders: `loss=grpo,seed=1`."""
+    """Parse `key=value` pairs in a run's name, as Hydra and others name folders: `loss=grpo,seed=1`."""
     return dict(re.findall(r"([A-Za-z_][\w.]*)=([^\s,;:/+&=]+)", name))
 
 
 def labels_in(name: str) -> dict[str, str]:
-    """Parse the labels in a run's name, as charts of grouped runs have them: `recipe: a, seed: 0`."""
+    """Parse the labels in a run's name, as in charts of grouped runs: `recipe: a, seed: 0`."""
     parts = [re.fullmatch(r"\s*([\w./-]+): (.+?)\s*", part) for part in name.split(",")]
     return {match[1]: match[2] for match in parts if match} if all(parts) else {}

@@ -1,8 +1,8 @@
-"""Reader of tables with a row per point: CSV, JSONL, JSON lists, Parquet. A row that is no point is an error.
+"""Reader of tables with one row per point: CSV, JSONL, JSON lists, Parquet. An invalid row is an error.
 
-Columns, in any case: `compute`, `reward`, and where they are there `recipe`, `seed`, `sd` (the reward's standard
-error) and `baseline` (the recipe that this one departs from). Only a row whose reward or compute is blank is passed
-over, and counted.
+Columns, in any case: `compute`, `reward` and optionally `recipe`, `seed`, `sd` (the reward's standard error) and
+`baseline` (the recipe that this one is compared with). Only rows with a blank reward or compute are skipped; they are
+counted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def matches(file: File, into: Collected) -> bool:
 
 
 def is_table(table: Table, into: Collected) -> bool:
-    """Return whether the header is a table's, not a log's: `compute` and `reward`, or a recipe column."""
+    """Return whether the header is that of a table of points: it has `compute` and `reward`, or a recipe column."""
     if "_step" in table.names:
         return False
     default = table.named("compute") and table.named("reward")
@@ -52,18 +52,18 @@ def is_table(table: Table, into: Collected) -> bool:
 
 @dataclass
 class Columns:
-    """Columns chosen in a table: their names by role, the factors asked for, and how compute was found."""
+    """Columns chosen in a table: names by role, the requested factors, and how compute was found."""
 
     used: dict[str, str]
     factors: list[str] = field(default_factory=list)
-    fallback: bool = False  # compute is a framework's counter or a step, for want of a column of the name
+    fallback: bool = False  # without a column of that name, compute is a framework's counter or a step
 
 
 def read(file: File, into: Collected) -> None:
     """Add the rows of a table, by recipe.
 
     Raises:
-        UserError: no rows, a column that is missing or there twice, a cell that is no number, negative compute.
+        UserError: no rows, a missing or repeated column, a cell that is not a number, or negative compute.
     """
     path, asked = file.path, into.asked
     try:
@@ -98,7 +98,7 @@ def read(file: File, into: Collected) -> None:
         parted = [asked.parted(recipe) for recipe in recipes]
         recipes, seeds = (
             [label for label, _ in parted],
-            [own or seed for (_, own), seed in zip(parted, seeds, strict=True)],
+            [hidden or seed for (_, hidden), seed in zip(parted, seeds, strict=True)],
         )
     skipped = no_compute | no_reward
     whole = not skipped.any()
@@ -122,8 +122,8 @@ def read(file: File, into: Collected) -> None:
             [seeds[i] for i in at.tolist()],
             None if sd is None else [sd[i] for i in at.tolist()],
         )
-        for (seed,), own in grouped([[seeds[i] for i in at.tolist()]]).items():
-            errors_of = None if sd is None else np.array([sd[i] for i in at[own].tolist()], dtype=float)
+        for (seed,), rows in grouped([[seeds[i] for i in at.tolist()]]).items():
+            errors_of = None if sd is None else np.array([sd[i] for i in at[rows].tolist()], dtype=float)
             into.study.foreign.append(
                 ForeignRun(
                     where=str(path),
@@ -136,8 +136,8 @@ def read(file: File, into: Collected) -> None:
                     axis=axis,
                     metric=used["reward"],
                     steps=None,
-                    compute=compute[at[own]],
-                    reward=reward[at[own]],
+                    compute=compute[at[rows]],
+                    reward=reward[at[rows]],
                     sd=None if errors_of is None or not np.isfinite(errors_of).all() else errors_of,
                 )
             )
@@ -147,12 +147,14 @@ def read(file: File, into: Collected) -> None:
 
 
 def _with_names(file: File, table: Table, asked: Asked) -> Table:
-    """Return a table with the columns asked for that its file's name holds, as `loss=grpo,seed=1.csv` does."""
-    told = pairs_in(file.run_name)
+    """Return the table with requested columns that its file's name contains, as in `loss=grpo,seed=1.csv`."""
+    in_name = pairs_in(file.run_name)
     wanted = [name for name in (asked.by, *asked.factors) if name is not None and not table.named(name)]
-    if not wanted or not all(name in told for name in wanted):
+    if not wanted or not all(name in in_name for name in wanted):
         return table
-    constant = {name: told[name] for name in dict.fromkeys([*wanted, "seed"]) if name in told and not table.named(name)}
+    constant = {
+        name: in_name[name] for name in dict.fromkeys([*wanted, "seed"]) if name in in_name and not table.named(name)
+    }
     names = [*table.names, *constant]
 
     def load() -> DataFrame:
@@ -163,24 +165,24 @@ def _with_names(file: File, table: Table, asked: Asked) -> Table:
 
 
 def _columns(file: File, table: Table, asked: Asked) -> Columns:
-    """Choose the columns by role, as the user named them or by their default names.
+    """Choose the columns by role, as named by the user or by their default names.
 
     Raises:
-        UserError: one that is needed is missing, or several could be meant.
+        UserError: a required column is missing or ambiguous.
     """
     named = {"compute": asked.x, "reward": asked.y, "recipe": asked.by, "seed": None, "sd": None, "baseline": None}
     options = {"compute": "--x", "reward": "--y", "recipe": "--by"}
-    found = {
+    chosen = {
         role: column_named(file, table, name or role, options.get(role, "another name"), asked=name is not None)
         for role, name in named.items()
     }
     factors = [column_named(file, table, name, "--group", asked=True) for name in asked.factors]
     fallback = False
-    if found["reward"] is not None and found["compute"] is None and asked.x is None:
-        found["compute"] = counter_named(file, table)
-        fallback = found["compute"] is not None
-    needed = [(named[role] or role, found[role]) for role in ("compute", "reward")]
-    needed += [(asked.by, found["recipe"])] if asked.by is not None else []
+    if chosen["reward"] is not None and chosen["compute"] is None and asked.x is None:
+        chosen["compute"] = counter_named(file, table)
+        fallback = chosen["compute"] is not None
+    needed = [(named[role] or role, chosen[role]) for role in ("compute", "reward")]
+    needed += [(asked.by, chosen["recipe"])] if asked.by is not None else []
     needed += list(zip(asked.factors, factors, strict=True))
     missing = sorted({name for name, column in needed if column is None})
     if missing:
@@ -189,14 +191,14 @@ def _columns(file: File, table: Table, asked: Asked) -> Columns:
             f"{file.path}: no column {', '.join(short(m) for m in missing)}; found {listed(table.names)}; "
             f"name them with --x, --y, --by{' or --group' if asked.factors else ''}{hint}"
         )
-    used = {role: name for role, name in found.items() if name is not None}
+    used = {role: name for role, name in chosen.items() if name is not None}
     return Columns(used, [name for name in factors if name is not None], fallback)
 
 
 def _say_per_step(
     file: File, into: Collected, table: Table, used: Mapping[str, str], compute: Array, labels: Sequence[Sequence[str]]
 ) -> None:
-    """Add a warning if compute looks like what each step took, along the table's own column of steps."""
+    """Warn if compute looks like an amount per step, judged along the table's own step column."""
     step = next((name for name in STEP_NAMES if name in table.names and name != used["compute"]), None)
     if step is None or used["compute"] == ORDER:
         return
@@ -214,22 +216,22 @@ def _say_per_step(
 def _say_skipped(
     file: File, into: Collected, no_compute: NDArray[np.bool_], no_reward: NDArray[np.bool_], recipes: Sequence[str]
 ) -> None:
-    """Add one warning on a file's blank rows, and on recipes that have no others."""
+    """Warn of a file's blank rows, and of recipes that have only those."""
     skipped = no_compute | no_reward
     if not skipped.any():
         return
     if skipped.all():
         raise UserError(f"{file.path}: no row has both compute and reward; log them in one row, or give another table")
     counts = ((no_reward, "rows without a reward"), (no_compute & ~no_reward, "rows without compute"))
-    parts = [f"{none.sum()} {what}" for none, what in counts if none.any()]
-    left = {recipe for recipe, none in zip(recipes, skipped.tolist(), strict=True) if not none}
-    gone = [recipe for recipe in dict.fromkeys(recipes) if recipe not in left]
-    without = f"; nothing is left of {listed(gone)}" if gone else ""
+    parts = [f"{mask.sum()} {what}" for mask, what in counts if mask.any()]
+    remaining = {recipe for recipe, blank in zip(recipes, skipped.tolist(), strict=True) if not blank}
+    lost = [recipe for recipe in dict.fromkeys(recipes) if recipe not in remaining]
+    without = f"; nothing is left of {listed(lost)}" if lost else ""
     into.study.warnings.append(f"{file.path}: {' and '.join(parts)} were skipped{without}")
 
 
 def _note(file: File, into: Collected, columns: Columns, table: Table, points: int) -> None:
-    """Note how the table was read; the line is shown if recipe, compute or cells were read by other than defaults."""
+    """Note how the table was read; the line is shown if recipe, compute or cells were not read by default."""
     used, asked = columns.used, into.asked
 
     def rule(role: str, option: str, given: str | None) -> str:

@@ -20,16 +20,16 @@ from sweeps.errors import UserError, require
 from sweeps.run.files import parse_json
 from sweeps.source.run_names import is_bare_seed
 
-# Names that say which file this is, not which run: the run is the directory.
+# File names that every run has: the directory names the run.
 _FIXED_NAMES = ("trainer_state.json", "metrics.jsonl")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-# Of the two encodings that begin alike the longer mark comes first.
+# UTF-32 before UTF-16: one of its marks begins with UTF-16's.
 _MARKS = {
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
 }  # fmt: skip
 _SURROGATE = re.compile("[\ud800-\udfff]")
-# Escapes of a JSON text, pairs first; the group is half of a pair.
+# Escapes in a JSON text, surrogate pairs first; the group matches half of a pair.
 _ESCAPES = re.compile(r"\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|\\(u[dD][89a-fA-F]\w\w)|\\.")
 _BLANK = re.compile(rb"(?:\xef\xbb\xbf)?[\0\s]*")
 
@@ -50,7 +50,7 @@ def _unzstd(raw: bytes) -> bytes:
         return bytes(stream.read())
 
 
-# What unpacks a file, by its ending, and what is raised of a damaged one.
+# Functions that unpack a file, by its ending, and the exceptions they raise for damaged ones.
 _UNPACK: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress, ".zip": _unzip, ".zst": _unzstd,
 }  # fmt: skip
@@ -58,23 +58,23 @@ _DAMAGED = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error, zipfile.B
 
 
 class File:
-    """Source file that is no run of ours, with its bytes and text read at first use.
+    """A source file other than our runs; its bytes and text are read at first use.
 
     Raises:
-        UserError: from the attributes; the file cannot be read, or is not text.
+        UserError: from the attributes, if the file cannot be read or is not text.
     """
 
     def __init__(self, path: Path, wanted: str = "a table or a log that one of the readers knows") -> None:
         self.path = path
         self.wanted = wanted
-        self.kept: dict[str, Any] = {}  # what a reader parsed while it was asked whether the file is its own
+        self.kept: dict[str, Any] = {}  # what readers parsed in `matches`, for `read`
         self.nuls = 0  # NUL bytes that were dropped from the text
-        self.holed: frozenset[int] = frozenset()  # the lines that held them, counted from 1
-        self.cut: set[int] = set()  # those of them of which text is lost
+        self.holed: frozenset[int] = frozenset()  # lines that held them, counted from 1
+        self.cut: set[int] = set()  # those of them that lost text
 
     @property
     def suffix(self) -> str:
-        """The file's ending in lower case, dot included; that of the unpacked file of a compressed one."""
+        """The file's ending in lower case, with its dot; for a compressed file, that of its content."""
         return self._unpacked.suffix.lower()
 
     @property
@@ -83,7 +83,7 @@ class File:
 
     @property
     def run_name(self) -> str:
-        """Name of the run behind the file: the file's, or its directory's where every run's file is named alike."""
+        """Name of the run behind the file: the file's own, or its directory's if all runs' files have the same name."""
         if self.path.name in _FIXED_NAMES:
             return encodable(run_of(self.run_folder))
         return encodable(run_of(self.path.resolve().with_name(self._unpacked.stem)))
@@ -96,7 +96,7 @@ class File:
 
     @cached_property
     def raw(self) -> bytes:
-        """The file's bytes, unpacked; UTF-16 (Excel's "Unicode text", PowerShell) and UTF-32 are made UTF-8."""
+        """The file's bytes, unpacked; UTF-16 (Excel's "Unicode text", PowerShell) and UTF-32 are converted to UTF-8."""
         try:
             raw = self.path.read_bytes()
         except OSError as error:
@@ -115,10 +115,10 @@ class File:
 
     @cached_property
     def content(self) -> bytes:
-        """The bytes of a text without the NUL bytes that a crash, or a log cut short under its writer, leaves in it.
+        """The bytes of a text without NUL bytes, which a crash, or truncation under the writer, leaves in a log.
 
-        What stands before them in its line was cut off by them; what stands behind them is kept, and may be whole
-        or the end of something lost: the reader of its format can tell.
+        Text before NUL bytes in a line was cut off by them and is dropped. Text after them is kept: it may be complete,
+        or the end of a lost line, which the format's reader can tell.
         """
         if b"\0" not in self.raw:
             return self.raw
@@ -134,7 +134,7 @@ class File:
 
     @property
     def damage(self) -> str | None:
-        """Text on the NUL bytes and lines that were dropped; None if there were none."""
+        """Message about the NUL bytes and lines that were dropped; None if there were none."""
         if not self.nuls:
             return None
         lost = f", with {len(self.cut)} lines that they cut off" if self.cut else ""
@@ -142,7 +142,7 @@ class File:
 
     @cached_property
     def text(self) -> str:
-        """Text of the file, decoded from UTF-8 without NUL bytes and byte order mark."""
+        """Text of the file, decoded from UTF-8, without NUL bytes and byte order mark."""
         try:
             return self.content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -169,12 +169,13 @@ class File:
 
 
 def json_lines(file: File) -> tuple[list[Any], Sequence[int], str | None]:
-    """Parse a file with a JSON value a line; return them, their lines, and what is wrong with a torn last one.
+    """Parse a file with one JSON value per line; return the values, their line numbers, and the error of a torn last
+    line.
 
     Raises:
-        UserError: another line is no JSON, and none that NUL bytes cut off.
+        UserError: another line is not JSON and was not cut off by NUL bytes.
     """
-    # Not splitlines: it also cuts at separators that may stand inside a JSON string.
+    # Not splitlines, which also splits at separators that are allowed inside JSON strings.
     lines = [(number, line) for number, line in enumerate(file.text.split("\n"), start=1) if line.strip()]
     values: list[Any] = []
     numbers: list[int] = []
@@ -183,32 +184,32 @@ def json_lines(file: File) -> tuple[list[Any], Sequence[int], str | None]:
             values.append(parsed(line))
             numbers.append(number)
         except ValueError as error:
-            said = f"{file.path}: line {number} is not JSON ({short(str(error))}); repair or remove it"
+            message = f"{file.path}: line {number} is not JSON ({short(str(error))}); repair or remove it"
             if number == lines[-1][0]:
-                return values, numbers, said
+                return values, numbers, message
             if number not in file.holed:
-                raise UserError(said) from error
+                raise UserError(message) from error
             file.cut.add(number)
     return values, numbers, None
 
 
 def parsed(given: str | bytes) -> Any:
-    """Parse a JSON text; half of a surrogate pair in it, which no file can hold, becomes U+FFFD.
+    """Parse a JSON text; unpaired surrogates, which cannot be encoded, become U+FFFD.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: it is not JSON.
     """
     text = given.decode() if isinstance(given, bytes) else given
     return parse_json(_ESCAPES.sub(lambda match: "\\ufffd" if match[1] else match[0], text) if "\\u" in text else text)
 
 
 def encodable(text: str) -> str:
-    """Return a text that can be written as UTF-8: bytes of a file's name that are none become U+FFFD."""
+    """Return a text that can be encoded as UTF-8: undecodable bytes of a file's name become U+FFFD."""
     return _SURROGATE.sub("\ufffd", text)
 
 
 def run_of(path: Path) -> str:
-    """Name a run by its file or folder, with the folder above it where the name is only a seed."""
+    """Name a run by its file or folder, including the parent folder if the name is only a seed."""
     return f"{path.parent.name}/{path.name}" if path.parent.name and is_bare_seed(path.name) else path.name
 
 
@@ -222,10 +223,10 @@ _LIKELY = re.compile(r"eval|val|reward|score|acc|pass|token|flop|compute|step", 
 
 
 def listed(names: Iterable[str], limit: int = 300) -> str:
-    """Join names for a message; of too many list likely rewards and compute first, with the total number."""
-    every = list(names)
-    text = ", ".join(every)
+    """Join names for a message; if there are too many, likely rewards and compute come first, with the total."""
+    all_names = list(names)
+    text = ", ".join(all_names)
     if len(text) <= limit:
         return short(text, limit) or "none"
-    every.sort(key=lambda name: _LIKELY.search(name) is None)
-    return f"{short(', '.join(every), limit)} ({len(every)} in all)"
+    all_names.sort(key=lambda name: _LIKELY.search(name) is None)
+    return f"{short(', '.join(all_names), limit)} ({len(all_names)} in all)"

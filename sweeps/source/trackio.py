@@ -1,6 +1,6 @@
-"""Trackio's local store: a SQLite file a project (`~/.cache/huggingface/trackio/PROJECT.db`), read and never written.
+"""Trackio's local store: one SQLite file per project (`~/.cache/huggingface/trackio/PROJECT.db`), opened read-only.
 
-A row of its table `metrics` is what a run logged at a step, in JSON; `configs` holds what the run was begun with.
+A row of its table `metrics` holds the metrics of one step of a run, as JSON; `configs` holds initial configurations.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _SUFFIX = ".db"
 
 
 def databases(directory: Path) -> list[Path]:
-    """Return Trackio's files in a directory, sorted by path; other databases are left alone."""
+    """Return Trackio's files in a directory, sorted by path; other databases are ignored."""
     return sorted(path for path in directory.glob(f"*{_SUFFIX}") if path.is_file() and _is_trackio(path))
 
 
 def matches(file: File, into: Collected) -> bool:
-    """Return whether the file is a SQLite database; one of another program is refused by `read`."""
+    """Return whether the file is a SQLite database; `read` refuses those of other programs."""
     return file.raw.startswith(_SQLITE)
 
 
@@ -50,7 +50,8 @@ def read(file: File, into: Collected) -> None:
 
 
 def _asked(path: Path, query: str) -> list[tuple[Any, ...]]:
-    # Beside a file that nobody writes, SQLite would leave two of its own; those of a run under way are read along.
+    # In immutable mode SQLite creates no files next to the store. A run in progress has a -wal file, which must be
+    # read.
     how = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
     connection = sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, timeout=30)
     try:
@@ -71,7 +72,7 @@ def _is_trackio(path: Path) -> bool:
 
 
 def _logs(path: Path) -> list[Log]:
-    # Earlier versions knew a run by its name alone.
+    # Earlier versions identify a run by its name only.
     key = "run_id" if "run_id" in _columns(path, "metrics") else "run_name"
     configs = {}
     if _columns(path, "configs"):

@@ -1,8 +1,8 @@
-"""TRL's `trainer_state.json`, which transformers' Trainer writes beside every checkpoint.
+"""TRL's `trainer_state.json`, which transformers' Trainer writes with every checkpoint.
 
-`log_history` is a list of rows, those of training and of evaluations apart. In evaluation rows every metric has the
-prefix `eval_`, `num_tokens` too. With several evaluation sets transformers names its own metrics by set
-(`eval_math_loss`, `eval_math_runtime`) but TRL's are `eval_reward` for each: the set is taken from the former.
+`log_history` is a list of rows, separate for training and evaluations. In evaluation rows every metric has the prefix
+`eval_`, including `num_tokens`. With several evaluation sets transformers names its own metrics by set
+(`eval_math_loss`, `eval_math_runtime`), but TRL's are called `eval_reward` for each: the set is taken from the former.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def matches(file: File, into: Collected) -> bool:
 
 
 def read(file: File, into: Collected) -> None:
-    """Add the evaluations of the run, or its training rewards.
+    """Add the evaluations of the run; its training rewards if it has none.
 
     Raises:
-        UserError: no rows, or none with a reward.
+        UserError: no row has a reward.
     """
     earlier = into.run_folders.setdefault(file.run_folder, file.path)
     if earlier != file.path:
@@ -76,7 +76,7 @@ def read(file: File, into: Collected) -> None:
 
 
 def renamed(rows: Sequence[tuple[float, dict[str, Any]]]) -> tuple[list[tuple[float, dict[str, Any]]], list[str]]:
-    """Return rows with their steps, the metrics of evaluations under the names of training, and notes on it."""
+    """Return rows with their steps, with evaluation metrics renamed like those of training, and notes on it."""
     sets = {name for _, row in rows if (name := _set_of(row)) is not None}
     notes = []
     if any("eval_num_tokens" in row and "num_tokens" not in row for _, row in rows):
@@ -89,16 +89,18 @@ def renamed(rows: Sequence[tuple[float, dict[str, Any]]]) -> tuple[list[tuple[fl
 def last_states(directory: Path) -> list[Path]:
     """Return the last state of each run at or below a directory, sorted by path; a state holds the whole history.
 
-    A run's folder has one in each of its checkpoints, and one of its own once `trainer.save_state` was called.
+    A run's folder has one in each checkpoint, and one of its own after `trainer.save_state`.
     """
-    found: dict[Path, list[Path]] = {}
+    states_by_run: dict[Path, list[Path]] = {}
     for path in sorted(directory.rglob(FILE)):
-        found.setdefault(File(path).run_folder, []).append(path)
-    return [max(states, key=_last_step) if len(states) > 1 else states[0] for _, states in sorted(found.items())]
+        states_by_run.setdefault(File(path).run_folder, []).append(path)
+    return [
+        max(states, key=_last_step) if len(states) > 1 else states[0] for _, states in sorted(states_by_run.items())
+    ]
 
 
 def _last_step(path: Path) -> tuple[float, bool]:
-    """Return how far a state has come, and whether it is the run's own and no checkpoint's."""
+    """Return a state's step, and whether it is the run's own (which wins ties) and not a checkpoint's."""
     match = CHECKPOINT.fullmatch(path.parent.resolve().name)
     if match is not None:
         return float(match[1]), False
@@ -106,25 +108,25 @@ def _last_step(path: Path) -> tuple[float, bool]:
 
 
 def _how_far(state: dict[str, Any]) -> str:
-    """Return whether a run has taken all of its steps; "" where the state does not say how many these are."""
+    """Return whether a run has taken all its steps; "" if the state does not record the total."""
     step, most = finite(state.get("global_step")), finite(state.get("max_steps"))
     return "" if step is None or not most or most < 0 else FINISHED if step >= most else RUNNING
 
 
 def _set_of(row: dict[str, Any]) -> str | None:
-    """Return the evaluation set named by transformers' own metrics in a row; None if there is none."""
+    """Return the evaluation set that transformers' own metrics in a row name; None if there is none."""
     return next((match[1] for key in row if (match := _SET.fullmatch(key))), None)
 
 
 def _renamed(row: dict[str, Any], sets: set[str]) -> dict[str, Any]:
-    """Rename a row's metrics: compute as in training rows, and the set in the names if there are several sets."""
+    """Rename a row's metrics: compute as in training rows; with several sets, the set becomes part of the names."""
     row = dict(row)
     if is_empty(row.get("num_tokens")) and not is_empty(row.get("eval_num_tokens")):
         row["num_tokens"] = row["eval_num_tokens"]
-    own = _set_of(row)
-    if own is None or len(sets) < 2:
+    set_name = _set_of(row)
+    if set_name is None or len(sets) < 2:
         return row
-    prefix = f"eval_{own}_"
+    prefix = f"eval_{set_name}_"
     return {
         f"{prefix}{key[5:]}" if key.startswith("eval_") and not key.startswith(prefix) else key: value
         for key, value in row.items()

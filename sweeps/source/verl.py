@@ -1,8 +1,8 @@
-"""verl's two loggers to files: console lines and the `file` backend's JSONL.
+"""verl's two file loggers: console lines and the `file` backend's JSONL.
 
-A console line is `step:10 - key:value - key:value ...`, behind Ray's `(TaskRunner pid=123)` and colours, among
-whatever else the job printed. Values are plain numbers or, where numpy printed them, `np.float64(0.62)`. The file
-backend writes `{"step": 10, "data": {...}}`.
+A console line is `step:10 - key:value - key:value ...`, after Ray's `(TaskRunner pid=123)` and colours, among the other
+output of the job. Values are plain numbers or, where numpy printed them, `np.float64(0.62)`. The file backend writes
+`{"step": 10, "data": {...}}`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _NUMPY = re.compile(r"(?:np|numpy)\.\w+\((.*)\)")
 
 
 def matches(file: File, into: Collected | None = None) -> bool:
-    """Return whether the file has a console line of verl's, or begins with an object of its file backend."""
+    """Return whether the file has one of verl's console lines, or begins with an object of its file backend."""
     if file.start[:1] == b"{":
         return _first_object(file)
     if (file.start[:1] == b"[" and file.suffix == ".json") or is_binary(file):
         return False
-    # Sought as it is first, which is done sooner in a large file.
+    # A plain search first: it is faster in a large file.
     return b"step:" in file.raw and _MARK.search(file.raw) is not None
 
 
@@ -48,10 +48,10 @@ def _first_object(file: File) -> bool:
 
 
 def read(file: File, into: Collected) -> None:
-    """Add the validations of the run, or its training scores.
+    """Add the validations of the run; its training scores if it has none.
 
     Raises:
-        UserError: no rows, or none with a reward.
+        UserError: no row has a reward.
     """
     console = file.start[:1] != b"{"
     records, rows, notes = _console(file) if console else _jsonl(file)
@@ -73,7 +73,7 @@ Records = list[tuple[float, dict[str, Any]]]
 
 
 def _console(file: File) -> tuple[Records, int, list[str]]:
-    # A job's output is not always UTF-8 (progress bars cut in the middle); the lines sought are ASCII.
+    # A job's output is not always UTF-8 (progress bars cut within a character); the relevant lines are ASCII.
     text = COLOUR.sub("", file.content.decode("utf-8", errors="replace"))
     records: Records = []
     unread, others = 0, 0
@@ -85,7 +85,7 @@ def _console(file: File) -> tuple[Records, int, list[str]]:
             continue
         fields = line[match.end() :].rstrip().split(" - ")
         if i == len(lines) - 1 and not text.endswith(("\n", "\r")):
-            fields.pop()  # the job was cut off while it printed: the last number may lack digits
+            fields.pop()  # cut off while printing: the last number may lack digits
             unread += 1
         record = {}
         for field in fields:

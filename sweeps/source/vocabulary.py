@@ -1,8 +1,8 @@
 """Metric names of known frameworks for reward, compute and step.
 
-A framework's names are the same whichever tracker wrote them down, so they stand here and not in the readers.
-Each list is in order of preference: a held-out evaluation before the reward of training. Names in one pattern are
-equals (several evaluation sets), and between equals the user chooses.
+A framework uses the same names with every tracker, so they are listed here and not in the readers. Each list is in
+order of preference: held-out evaluations before training rewards. Names that match one pattern are equivalent (several
+evaluation sets), and the user chooses between them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The metric names of one framework; patterns match the whole name.
+    """The metric names of one framework; patterns match whole names.
 
-    signature: names that only this framework has. evaluations, training: rewards; a group in the pattern is the
-    evaluation set. compute: cumulative counters. per_step: amounts of one step, which are summed. step: what joins
-    rows that were logged apart, before the names that trackers use.
+    Attributes:
+        project: name of the framework.
+        signature: names that only this framework uses.
+        evaluations, training: rewards; a group in the pattern is the evaluation set.
+        compute: cumulative counters.
+        per_step: amounts per step, to be summed.
+        step: columns that join separately logged rows, tried before the trackers' own.
     """
 
     project: str
@@ -30,20 +34,20 @@ class Vocabulary:
     step: tuple[str, ...] = ()
 
     def speaks(self, names: Iterable[str]) -> bool:
-        """Return whether any of the names is one that only this framework has."""
+        """Return whether any of the names is one that only this framework uses."""
         return any(re.fullmatch(self.signature, name) for name in names)
 
 
 def first_match(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Return the names that match the first pattern with a match, each with its group, the evaluation set."""
+    """Return the names matched by the first pattern that matches any, each with its group (the evaluation set)."""
     for pattern in patterns:
-        found = {name: match for name in names if (match := re.fullmatch(pattern, name))}
-        if found:
-            return {name: next((g for g in match.groups() if g), name) for name, match in found.items()}
+        matched = {name: match for name in names if (match := re.fullmatch(pattern, name))}
+        if matched:
+            return {name: next((g for g in match.groups() if g), name) for name, match in matched.items()}
     return {}
 
 
-# Our own names, where another tracker than our journal wrote them down.
+# Our own names, as other trackers record them.
 SCALERL = Vocabulary(
     "lightning-scalerl",
     signature=r"eval/.+/pass_rate",
@@ -51,8 +55,8 @@ SCALERL = Vocabulary(
     compute=(r"compute/(?:device_hours|virtual_device_hours|flops)",),
 )
 
-# TRL's GRPOTrainer: `eval_` stands before every metric of an evaluation. `num_tokens` counts prompt and completion
-# tokens of training since the start of the run.
+# TRL's GRPOTrainer: evaluation metrics have the prefix `eval_`. `num_tokens` counts prompt and completion tokens of
+# training since the start of the run.
 TRL = Vocabulary(
     "TRL",
     signature=r"(eval_)?rewards/.+|completions/mean_length|completion_length|frac_reward_zero_std|eval_reward",
@@ -61,7 +65,7 @@ TRL = Vocabulary(
     compute=(r"num_tokens",),
 )
 
-# The same through the trackers of transformers, which write `eval/x` for `eval_x` and `train/x` for the rest.
+# The same with the trackers of transformers, which write `eval/x` for `eval_x` and `train/x` for the others.
 TRL_TRACKED = Vocabulary(
     "TRL",
     signature=r"train/(reward|num_tokens|rewards/.+|completions/mean_length)|eval/(reward|rewards/.+)",
@@ -71,8 +75,8 @@ TRL_TRACKED = Vocabulary(
     step=("train/global_step",),
 )
 
-# verl: `val-core/<data source>/<variable>/mean@<n>`, before that `val/test_score/<data source>`; MLflow takes no @.
-# There is no cumulative counter: perf/total_num_tokens is one batch, timing_s and time_per_step one step.
+# verl: `val-core/<data source>/<variable>/mean@<n>`, formerly `val/test_score/<data source>`; MLflow does not allow @.
+# There is no cumulative counter: perf/total_num_tokens counts one batch, timing_s and time_per_step one step.
 VERL = Vocabulary(
     "verl",
     signature=r"val-(core|aux)/.+|critic/(score|rewards)/mean|actor/pg_loss|val/test_score/.+",
@@ -82,7 +86,7 @@ VERL = Vocabulary(
     per_step=r"perf/total_num_tokens|perf/time_per_step|timing_s/.+",
 )
 
-# prime-rl's orchestrator: evaluations are logged apart from training, under one `step`.
+# prime-rl's orchestrator logs evaluations separately from training, under one `step`.
 PRIME_RL = Vocabulary(
     "prime-rl",
     signature=r"progress/total_tokens|reward/all/mean|eval/.+/avg@\d+",
@@ -92,7 +96,7 @@ PRIME_RL = Vocabulary(
     step=("step",),
 )
 
-# open-instruct's GRPO: scores may reach 10 (verification_reward), the correct rate lies in [0, 1].
+# open-instruct's GRPO: scores may reach 10 (verification_reward); the correct rate is in [0, 1].
 OPEN_INSTRUCT = Vocabulary(
     "open-instruct",
     signature=r"val/num_total_tokens|(eval/)?objective/verifiable_(correct_rate|reward)|eval/scores",
@@ -103,26 +107,26 @@ OPEN_INSTRUCT = Vocabulary(
 
 VOCABULARIES = (SCALERL, VERL, PRIME_RL, OPEN_INSTRUCT, TRL_TRACKED, TRL)
 
-# What each calls the learning rate: ours and transformers', verl's, prime-rl's, open-instruct's.
+# Names of the learning rate: ours and transformers', verl's, prime-rl's, open-instruct's.
 RATE = r"(?:train/)?learning_rate|(?:actor|optim)/lr|lr"
 
 # Steps of an optimizer or a tracker: an order, not compute.
 STEP_NAMES = ("_step", "step", "Step", "global_step", "training_step", "trainer/global_step", "train/global_step")
 
-# --x: the number of each row or logged value, for sources without a step or compute.
+# --x order: number the rows or logged values, for sources without a step or compute.
 ORDER = "order"
-# --x sum:COLUMN: a column of a log that holds what each step took.
+# --x sum:COLUMN: a log's column that holds amounts per step.
 SUM = "sum:"
 
-# Columns that tell the runs of one file apart, in W&B's exports of several runs.
+# Columns that distinguish the runs of one file, in W&B's exports of several runs.
 RUN_COLUMNS = ("run_name", "run", "name", "run_id")
 
-# What people call compute in tables of their own.
+# Common names of compute in users' own tables.
 _COUNTERS = r"(?:total[ _])?(?:tokens|flops)|(?:gpu|device)[ _-]hours"
 
 
 def counters(names: Sequence[str]) -> list[str]:
-    """Return the columns of cumulative compute, by a framework's or a plain name; amounts of one step are left out."""
+    """Return the columns of cumulative compute, by a framework's or a common name; amounts per step are left out."""
     patterns = [p for v in VOCABULARIES for p in v.compute if not re.fullmatch(v.per_step, p)]
     return [
         name
@@ -132,7 +136,7 @@ def counters(names: Sequence[str]) -> list[str]:
 
 
 def order_warning(axis: str) -> str | None:
-    """Return the warning that an axis of steps or row numbers is an order and no compute; None for other axes."""
+    """Return the warning that an axis of steps or row numbers is an order, not compute; None for other axes."""
     if axis == ORDER:
         return f"{axis} numbers the rows as they stand, which is no compute"
     if axis.casefold() not in map(str.casefold, STEP_NAMES):
@@ -141,5 +145,5 @@ def order_warning(axis: str) -> str | None:
 
 
 def vocabulary_of(names: Sequence[str]) -> Vocabulary | None:
-    """Return the first framework whose signature matches one of the names; None if there is none."""
+    """Return the first framework with a signature that matches one of the names; None if there is none."""
     return next((vocabulary for vocabulary in VOCABULARIES if vocabulary.speaks(names)), None)

@@ -1,9 +1,9 @@
 """Exports of W&B: the CSV of a chart, and the history of runs as CSV, JSON, JSONL or Parquet.
 
-A chart's CSV has its x axis first, then `<run> - <metric>` with its `__MIN` and `__MAX` for each run. A history
-has W&B's `_step` (or a framework's own step) and a column a metric, most cells empty. This is how logs of prime-rl
-and open-instruct, and of whatever else reports to W&B, are had as files. A framework's own JSONL of the same rows
-(prime-rl's file monitor) is read alike.
+A chart's CSV has its x axis first, then `<run> - <metric>` with `__MIN` and `__MAX` for each run. A history has W&B's
+`_step` (or a framework's own step) and one column per metric, most cells empty. Logs of prime-rl, open-instruct and
+other programs that report to W&B are available as files in this form. A framework's own JSONL with the same rows
+(prime-rl's file monitor) is read too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EXTREME = ("__MIN", "__MAX")
 
 
 def matches(file: File, into: Collected) -> bool:
-    """Return whether the rows are a W&B chart, or a history with a step and W&B's or a framework's names."""
+    """Return whether the rows are a W&B chart, or a history with a step and names of W&B or a framework."""
     table = read_table(file, into.asked)
     if table is None or is_table(table, into):
         return False
@@ -42,7 +42,7 @@ def _is_chart(table: Table) -> bool:
     pairs = [name.removesuffix("__MIN") for name in table.names if name.endswith("__MIN")]
     if any(" - " in name and name in table.names for name in pairs):
         return True
-    # Without their ranges (a chart of points, a table put together by hand) all runs have one metric.
+    # Without ranges (a chart of points, or a table put together by hand): a chart if all runs have the same metric.
     parts = [name.rpartition(" - ") for name in table.names[1:]]
     metrics = {metric for _, _, metric in parts}
     return len(parts) > 1 and len(metrics) == 1 and all(run for run, _, _ in parts) and hidden_seed(parts[0][2]) is None
@@ -96,7 +96,7 @@ def read(file: File, into: Collected) -> None:
 
 
 def _read_chart(file: File, table: Table, into: Collected) -> None:
-    """Add the runs of a chart, side by side along one x axis; a cell with a range averages several steps."""
+    """Add the runs of a chart, which share one x axis; a cell with a range averages several steps."""
     x = table.names[0]
     if into.asked.x not in (None, x, ORDER):
         raise UserError(
@@ -136,7 +136,7 @@ def _read_chart(file: File, table: Table, into: Collected) -> None:
 
 
 def _of_run(series: Callable[[str], Series], run: str, x: str) -> Callable[[str], Series]:
-    """Return a reader of one run's metrics in a chart, by the names that they have in the run."""
+    """Return a function that reads one run's metrics in a chart, by their names without the run's."""
     return lambda name: series(name if name == x else f"{run} - {name}")
 
 

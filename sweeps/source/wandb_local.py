@@ -1,7 +1,7 @@
 """W&B's own folders: `wandb/offline-run-*` and `wandb/run-*`, each with the log `run-ID.wandb` of one run.
 
-The log is a LevelDB log (blocks of 32 KiB, records in fragments with a checksum each) of protobuf messages, which the
-package `wandb` has the definitions of (an extra, imported only here). A log that was cut off is read up to there.
+The log is a LevelDB log (blocks of 32 KiB, records in fragments with a checksum each) of protobuf messages. Their
+definitions are in the package `wandb` (an extra, imported only here). A truncated log is read up to the break.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sweeps.source.text import File, parsed
 
 NAME = "W&B run"
 SUFFIX = ".wandb"
-# Of the file; of a block; of a fragment: checksum, length, kind.
+# Of the file: first bytes and header size. Of a block: size. Of a fragment: checksum, length, kind.
 _IDENT, _HEADER = b":W&B", 7
 _BLOCK, _FRAGMENT = 32768, struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
@@ -32,7 +32,7 @@ def run_files(directory: Path) -> list[Path]:
 
 
 def matches(file: File, into: Collected) -> bool:
-    """Return whether the file begins as W&B's logs do."""
+    """Return whether the file begins like W&B's logs."""
     return file.raw.startswith(_IDENT)
 
 
@@ -40,7 +40,7 @@ def read(file: File, into: Collected) -> None:
     """Add the run of one log.
 
     Raises:
-        UserError: it holds no metrics, or wandb is not installed.
+        UserError: it has no metrics, or wandb is not installed.
     """
     read_all([file.path], str(file.path), into)
 
@@ -49,7 +49,7 @@ def read_all(paths: list[Path], where: str, into: Collected) -> None:
     """Add the runs of several logs.
 
     Raises:
-        UserError: none of them holds metrics, or wandb is not installed.
+        UserError: none of them has metrics, or wandb is not installed.
     """
     require("wandb", f"{where} (a log of W&B)")
     logs = [log for path in paths if (log := _log(path)) is not None]
@@ -66,7 +66,7 @@ def of_run(
     key: str = "",
     state: str = "",
 ) -> Log:
-    """Return the log of a run of W&B: its history, with the values of its configuration as labels."""
+    """Return the log of a W&B run: its history, with its configuration's values as labels."""
     records = [(float(row.get("_step", number)), row) for number, row in enumerate(rows)]
     names = list(dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, int | float)))
     plain = {name: value for name, value in leaves(config).items() if isinstance(value, str | int | float)}
@@ -85,19 +85,19 @@ def of_run(
 
 
 def _log(path: Path) -> Log | None:
-    """Return the log of a file; None if it holds no metrics."""
+    """Return the log of a file; None if it has no metrics."""
     from wandb.proto import wandb_internal_pb2
 
     name = path.stem.removeprefix("run-")
-    key, state = f"wandb:{name}", RUNNING  # a process that was killed has not written its end either
+    key, state = f"wandb:{name}", RUNNING  # also if the process was killed: it then wrote no exit
     config: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     warnings: list[str] = []
     for message in _messages(path, warnings):
-        record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]  # protobuf makes it at import
+        record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]  # protobuf makes the class at import
         try:
             record.ParseFromString(message)
-        except Exception as error:  # protobuf's own
+        except Exception as error:  # protobuf's own error
             raise UserError(f"{path}: not a readable log of W&B ({type(error).__name__}); give another file") from error
         kind = record.WhichOneof("record_type")
         if kind == "run":
@@ -117,12 +117,12 @@ def _log(path: Path) -> Log | None:
 
 
 def _values(items: Any) -> dict[str, Any]:
-    """Return what stands in a message by key; a nested key is joined by slashes."""
+    """Return a message's values by key; nested keys are joined by slashes."""
     return {item.key or "/".join(item.nested_key): parsed(item.value_json) for item in items}
 
 
 def _messages(path: Path, warnings: list[str]) -> Iterator[bytes]:
-    """Yield the records of a log, whole; a warning says where it is cut off or damaged."""
+    """Yield the complete records of a log; add a warning if it is truncated or damaged."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -130,7 +130,7 @@ def _messages(path: Path, warnings: list[str]) -> Iterator[bytes]:
     at = _HEADER
     parts: list[bytes] = []
     while at < len(raw):
-        if _BLOCK - at % _BLOCK < _FRAGMENT.size:  # too little is left of the block for a fragment
+        if _BLOCK - at % _BLOCK < _FRAGMENT.size:  # too small for a fragment: padding
             at += _BLOCK - at % _BLOCK
             continue
         head = raw[at : at + _FRAGMENT.size].ljust(_FRAGMENT.size, b"\0")
@@ -144,6 +144,7 @@ def _messages(path: Path, warnings: list[str]) -> Iterator[bytes]:
             warnings.append(f"{path.name} is cut off or damaged at byte {at}; what follows was not read")
             return
         at += _FRAGMENT.size + length
+        # A record may be split into fragments across blocks.
         parts = [data] if kind in (_FULL, _FIRST) else [*parts, data]
         if kind in (_FULL, _LAST):
             yield b"".join(parts)

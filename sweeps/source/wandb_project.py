@@ -1,7 +1,7 @@
-"""`wandb:entity/project`: the runs of a project of W&B, through its GraphQL API, with their whole history.
+"""`wandb:entity/project`: the runs of a W&B project, through its GraphQL API, with their whole history.
 
-`wandb:entity/project/run` is one run. The server is `WANDB_BASE_URL`, or W&B's own; the key `WANDB_API_KEY`, or what
-`wandb login` has kept in `~/.netrc`. Nothing but the standard library is needed, and nothing is written.
+`wandb:entity/project/run` is one run. The server is `WANDB_BASE_URL`, or W&B's own; the key is `WANDB_API_KEY`, or the
+one that `wandb login` stored in `~/.netrc`. Only the standard library is needed, and nothing is written.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ query HistoryPage($entity: String!, $project: String!, $run: String!, $minStep: 
 
 
 def matches_text(source: str) -> bool:
-    """Return whether a source is a project of W&B (`wandb:...`) and not a path."""
+    """Return whether a source is a W&B project (`wandb:...`) and not a path."""
     return source.startswith(PREFIX)
 
 
 def read_project(source: str, into: Collected) -> None:
-    """Add the runs of a project, or the one that is named.
+    """Add the runs of a project, or only the named one.
 
     Raises:
-        UserError: no such project or run, a server that does not answer or asks for a key, or no metric.
+        UserError: the project or run does not exist, the server does not answer or needs a key, or there is no metric.
     """
     parts = source.removeprefix(PREFIX).strip("/").split("/")
     if len(parts) not in (2, 3) or not all(parts):
@@ -89,7 +89,7 @@ def read_project(source: str, into: Collected) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a configuration; W&B wraps each in a mapping."""
+    """Unwrap a value of a configuration: W&B wraps each one in a mapping."""
     return value["value"] if isinstance(value, dict) and "value" in value else value
 
 
@@ -104,57 +104,57 @@ class _Server:
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Basic {login}"} if login else {})}
 
     def _kept(self) -> str | None:
-        """Return the key that `wandb login` has kept for this server; None if it has kept none."""
+        """Return the key that `wandb login` stored for this server; None without one."""
         path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
         try:
-            found = netrc.netrc(path).authenticators(urlsplit(self._base).hostname or "")
+            login = netrc.netrc(path).authenticators(urlsplit(self._base).hostname or "")
         except (OSError, netrc.NetrcParseError):
             return None
-        return found[2] if found is not None else None
+        return login[2] if login is not None else None
 
     def runs(self, entity: str, project: str) -> Iterator[dict[str, Any]]:
         """Yield the runs of a project, the oldest first.
 
         Raises:
-            UserError: there is no such project.
+            UserError: the project does not exist.
         """
         cursor = None
         while True:
-            given = {"cursor": cursor, "perPage": RUNS_PAGE, "order": "+created_at"}
-            found = self._asked(_RUNS, {"entity": entity, "project": project, **given})["project"]
-            if found is None:
+            paging = {"cursor": cursor, "perPage": RUNS_PAGE, "order": "+created_at"}
+            result = self._asked(_RUNS, {"entity": entity, "project": project, **paging})["project"]
+            if result is None:
                 raise UserError(f"{self._where}: no such project on {self._base}, or none that this key may read")
-            yield from (edge["node"] for edge in found["runs"]["edges"])
-            page = found["runs"]["pageInfo"]
+            yield from (edge["node"] for edge in result["runs"]["edges"])
+            page = result["runs"]["pageInfo"]
             if not page["hasNextPage"]:
                 return
             cursor = page["endCursor"]
 
     def history(self, entity: str, project: str, run: str, last: int) -> Iterator[dict[str, Any]]:
-        """Yield all rows that a run has logged up to its last step, none of them sampled away."""
+        """Yield all rows that a run logged up to its last step, without sampling."""
         for first in range(0, last + 1, ROWS_PAGE):
-            # No more rows than steps: W&B then takes no sample of them.
+            # Request no more rows than there are steps: W&B then does not sample them.
             window = {"minStep": first, "maxStep": min(first + ROWS_PAGE, last + 1), "pageSize": ROWS_PAGE}
-            found = self._asked(_HISTORY, {"entity": entity, "project": project, "run": run, **window})
-            yield from (parsed(line) for line in found["project"]["run"]["history"] or ())
+            page = self._asked(_HISTORY, {"entity": entity, "project": project, "run": run, **window})
+            yield from (parsed(line) for line in page["project"]["run"]["history"] or ())
 
     def _asked(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
-        """Return the data that the server answers a query with.
+        """Send a query and return the data of the answer.
 
         Raises:
-            UserError: it does not answer, refuses, or answers something else.
+            UserError: the server does not answer, refuses, or answers something else.
         """
         body = json.dumps({"query": query, "variables": variables}).encode()
         try:
             with urlopen(Request(f"{self._base}/graphql", body, self._headers), timeout=TIMEOUT_S) as answer:
-                found = json.load(answer)
+                reply = json.load(answer)
         except HTTPError as error:
             remedy = "set WANDB_API_KEY, or `wandb login`" if error.code in (401, 403) else "try again later"
             raise UserError(f"{self._where}: {self._base} answers {error.code} {error.reason}; {remedy}") from error
         except (URLError, OSError, ValueError) as error:
             reason = short(str(getattr(error, "reason", error)))
             raise UserError(f"{self._where}: {self._base} cannot be asked ({reason}); see WANDB_BASE_URL") from error
-        if found.get("errors"):
-            raise UserError(f"{self._where}: {self._base} says: {short(str(found['errors'][0].get('message')))}")
-        data: dict[str, Any] = found["data"]
+        if reply.get("errors"):
+            raise UserError(f"{self._where}: {self._base} says: {short(str(reply['errors'][0].get('message')))}")
+        data: dict[str, Any] = reply["data"]
         return data

@@ -1,7 +1,7 @@
-"""Reader of tables with a column per run: a column of compute or steps, and the rewards of every run.
+"""Reader of tables with one column per run: a column of compute or steps, and each run's rewards.
 
-A log's table looks alike, with a column a metric. So a header is read as runs only where no column is named as a
-metric is, and all columns are on one scale; `--y all` says that they are runs whatever they are called.
+A log's table looks similar, with one column per metric. So columns are read as runs only if none has a metric's name
+and all have the same scale; `--y all` declares them as runs under any name.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 NAME = "table with a column a run"
 
-# Columns that make a table one of points, whatever else it holds.
+# Columns that mark a table of points, even with other columns.
 _OF_POINTS = ("reward", "recipe", "seed", "sd", "baseline", *RUN_COLUMNS)
-# Neither a run nor a metric: the index that pandas writes, clocks, epochs.
+# Neither runs nor metrics: pandas's index, clocks, epochs.
 _BESIDE = re.compile(
     r"|unnamed: \d+|index|_?(wall|relative)?[ _]?(time(stamp)?|runtime)( \(process\))?|date|epoch", re.IGNORECASE
 )
-# A metric's name ends in one of these words, or has no others than these and those below.
+# A metric's name ends in one of these words, or consists only of these and the words below.
 _ENDS = re.compile(r"loss|rewards?|scores?|acc|accuracy|rate|norm|f1|mse|rmse|ppl")
 _WORDS = re.compile(
     r"train|eval|val|test|mean|std|min|max|median|learning|lr|kl|approx|entropy|grad|gradient|clip|clipped|ratio|num|"
@@ -45,7 +45,7 @@ _WORDS = re.compile(
 
 
 def matches(file: File, into: Collected) -> bool:
-    """Return whether the header has compute or a step and columns of runs, and is no table of points."""
+    """Return whether the header has compute or a step and columns of runs, and is not a table of points."""
     table = _table(file, into.asked)
     if table is None or len(table.names) < 2 or not table.count or table.torn or into.asked.y not in (None, ALL):
         return False
@@ -61,7 +61,7 @@ def _table(file: File, asked: Asked) -> Table | None:
 
 
 def run_columns(file: File, table: Table, asked: Asked) -> list[str]:
-    """Return the columns that can be runs, whose filled cells are mostly numbers; empty for a table of points."""
+    """Return the columns that can be runs (most filled cells are numbers); empty for a table of points."""
     if any(table.named(name) for name in (*_OF_POINTS, asked.by or "recipe")):
         return []
     compute = _compute(file, table, asked)
@@ -73,7 +73,7 @@ def run_columns(file: File, table: Table, asked: Asked) -> list[str]:
 
 
 def how_wide(file: File, table: Table, asked: Asked) -> str:
-    """Return a hint for an error message on how to declare the columns as runs; "" if they cannot be."""
+    """Return a hint for an error message, how to declare the columns as runs; "" if they cannot be runs."""
     if asked.y is not None or len(table.names) < 2 or not table.count:
         return ""
     if len(run_columns(file, table, asked)) > 1:
@@ -86,9 +86,9 @@ def how_wide(file: File, table: Table, asked: Asked) -> str:
 
 
 def _compute(file: File, table: Table, asked: Asked) -> str | None:
-    """Return the column of compute: the one asked for, else `compute`, else a counter or a step, else None."""
-    found = column_named(file, table, asked.x or "compute", "--x", asked=asked.x is not None)
-    return found if found is not None or asked.x is not None else counter_named(file, table)
+    """Return the compute column: the requested one, else `compute`, else a counter or a step, else None."""
+    column = column_named(file, table, asked.x or "compute", "--x", asked=asked.x is not None)
+    return column if column is not None or asked.x is not None else counter_named(file, table)
 
 
 def _has_numbers(cells: pandas.Series[Any]) -> bool:
@@ -110,7 +110,7 @@ def _on_one_scale(table: Table, names: Sequence[str]) -> bool:
 
 
 def _no_metrics(name: str) -> Series:
-    """Return an empty series, for a log of which only the name and labels are used."""
+    """Return an empty series, for a log of which only name and labels are used."""
     return Series(np.empty(0), np.empty(0))
 
 
@@ -118,7 +118,7 @@ def read(file: File, into: Collected) -> None:
     """Add every column as a run.
 
     Raises:
-        UserError: a column there twice, a cell that is no number, negative compute.
+        UserError: a repeated column, a cell that is not a number, or negative compute.
     """
     asked = into.asked
     table = _table(file, asked)
