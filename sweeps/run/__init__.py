@@ -1,1 +1,1 @@
-"""One run's directory: journal, identity, lease and files, shared by training and the study tool."""
+"""The directory of one run: journal, identity, lease and other files, shared by training and the study tool."""

@@ -1,9 +1,9 @@
-"""Watchdog of the run in this process: records its activity, and ends it when it hangs.
+"""Watchdog of the run in this process: it records activity, and ends the process if it hangs.
 
-A process that hangs (a collective whose peer is gone, a file server that never answers, a deadlock) holds its GPUs
-until the job's time limit. Whatever a run does, it notes: a decoded token, a micro-batch, a line of the journal. If
-nothing is noted for much longer than ever before, the process says so, writes every thread's stack into its log and
-ends; whoever started it goes on from the last checkpoint.
+A process that hangs (a collective whose peer is gone, a file server that never answers, a deadlock) would hold its GPUs
+until the job's time limit. A run notes everything it does: a decoded token, a micro-batch, a line of the journal. If
+nothing is noted for much longer than ever before, the watchdog reports it, writes every thread's stack to the log and
+ends the process. The program that started it then resumes from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 
 from sweeps.errors import UserError
 
-# The exit code of a process that the watchdog has ended because it hung.
+# Exit code of a process that the watchdog ended because it hung.
 HUNG_CODE = 86
-# Python's own stream may have been replaced or buffered; a member's log is here.
+# File descriptor of stderr: sys.stderr may be replaced or buffered; a member's log is connected here.
 _STDERR = 2
-# Log and records may lie on the very file server that never answers.
+# Time limit for final messages: log and records may be on the file server that does not answer.
 _LAST_WORDS_S = 60.0
-# Whoever sits at one of these prompts is not a run that hangs.
+# A thread in one of these modules waits at a debugger's prompt; that is not a hang.
 _DEBUGGERS = frozenset({"pdb", "bdb"})
 
 
@@ -37,8 +37,8 @@ class Patience:
     """Hang timeout of a run: how long it may show no activity.
 
     Attributes:
-        factor: multiple of the longest pause between two activities so far; None waits for ever.
-        at_least_s: lower bound of the timeout in seconds: the first step loads, compiles and fills caches.
+        factor: multiple of the longest pause between two activities so far; None for no timeout.
+        at_least_s: lower bound of the timeout in seconds, because the first step loads, compiles and fills caches.
     """
 
     factor: float | None = 10.0
@@ -46,10 +46,10 @@ class Patience:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Patience:
-        """Make it from a configuration's `launch.hang_factor` and `launch.hang_min_s`, with defaults for missing ones.
+        """Make it from a configuration's `launch.hang_factor` and `launch.hang_min_s`; missing ones have defaults.
 
         Raises:
-            UserError: a value that is no number above its bound.
+            UserError: a value is not a number above its bound.
         """
         launch = config.get("launch") or {}
         factor, at_least_s = launch.get("hang_factor", cls.factor), launch.get("hang_min_s", cls.at_least_s)
@@ -67,10 +67,10 @@ class Patience:
 
 
 class Activity:
-    """Record of this process's last activity and longest pause. One for each process: `activity` below.
+    """Record of this process's last activity and longest pause. There is one per process, `activity` below.
 
-    `last_word` is called with the reason before a process that hangs ends itself: whoever keeps a record of the
-    attempt sets it. `reports` holds, by name, what else is told with each heartbeat.
+    `last_word` is called with the reason before a hanging process ends itself; the code that records attempts sets it.
+    `reports` are further facts, by name, that are written with each heartbeat.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -83,15 +83,15 @@ class Activity:
         self.reports: dict[str, Callable[[], Any]] = {}
 
     def note(self, doing: str) -> None:
-        """Record an activity, by which the hang timeout starts anew. Cheap enough for every token."""
+        """Record an activity, which restarts the hang timeout. Cheap enough to call for every token."""
         now = self._clock()
-        # Also where several threads note at once: a pause is at most taken for a shorter one.
-        if now <= self._awake_until:  # else the whole process stood still, and that says nothing of the run
+        # Without a lock: if threads note at the same time, a pause may at most be recorded as shorter.
+        if now <= self._awake_until:  # else the whole process was suspended, which says nothing about the run
             self.longest_s = max(self.longest_s, now - self._last)
         self._doing, self._last = doing, now
 
     def begin(self) -> None:
-        """Reset the record at the begin of a run in this process."""
+        """Reset the record at the start of a run in this process."""
         self.longest_s = 0.0
         self._doing, self._last = "starting", self._clock()
 
@@ -101,12 +101,12 @@ class Activity:
         return self._clock() - self._last
 
     def facts(self) -> dict[str, Any]:
-        """Return the last activity, seconds since then, and the reports, to be written with each heartbeat."""
+        """Return the last activity, the seconds since then, and the reports, for the heartbeat."""
         reports = {name: report() for name, report in list(self.reports.items())}
         return {"doing": self._doing, "idle_s": round(self.idle_s, 1), **reports}
 
     def hung(self, patience: Patience) -> str | None:
-        """Return why the run counts as hung, None if it does not."""
+        """Return why the run counts as hung; None if it does not."""
         limit_s = patience.limit_s(self.longest_s)
         if limit_s is None or self.idle_s <= limit_s:
             return None
@@ -117,7 +117,7 @@ class Activity:
 
     @contextmanager
     def watched(self, patience: Patience, leave: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Context manager: a run that hangs inside ends this process with `HUNG_CODE`, after a call of `leave`."""
+        """Context manager: if the run inside hangs, call `leave` and end this process with `HUNG_CODE`."""
         if patience.factor is None:
             yield
             return
@@ -130,7 +130,7 @@ class Activity:
             while not done.wait(every_s):
                 now = self._clock()
                 late_s, looked = now - looked - every_s, now
-                if late_s > every_s:  # stopped and continued (SLURM's suspend, Ctrl-Z): time in which nothing could be
+                if late_s > every_s:  # suspended and resumed (by SLURM, Ctrl-Z): not idle time
                     self._last += late_s
                 self._awake_until = now + 3 * every_s
                 reason = self.hung(patience)
@@ -138,7 +138,8 @@ class Activity:
                     self._end(reason, leave)
                 limit_s = patience.limit_s(self.longest_s)
                 assert limit_s is not None
-                # A call that never gives Python's lock back stops this thread as well; this one needs no lock.
+                # Second line of defence: a call that never releases the GIL stops this thread too, but not
+                # faulthandler's.
                 faulthandler.dump_traceback_later(2 * limit_s + every_s, exit=True, file=_STDERR)
 
         thread = threading.Thread(target=watch, daemon=True, name="signs of life")
@@ -159,8 +160,8 @@ class Activity:
         os._exit(HUNG_CODE)
 
     def _say(self, stacks: str, reason: str, leave: Callable[[], None]) -> None:
-        """Write stacks and reason wherever that is possible; each part may fail without the others."""
-        with suppress(Exception):  # the stacks are worth more than a word about them
+        """Write stacks and reason; each part may fail without stopping the others."""
+        with suppress(Exception):  # first, because the stacks are worth most
             os.write(_STDERR, stacks.encode())
         with suppress(Exception):
             self.last_word(reason)
@@ -173,22 +174,22 @@ class Activity:
 
 
 def _stacks() -> str:
-    """Format the stack of every thread; unlike `faulthandler` it blocks no other thread while it is written."""
+    """Format the stack of every thread; unlike `faulthandler`, this stops no other thread while writing."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []
     for ident, innermost in sys._current_frames().items():
         lines.append(f"Thread {names.get(ident, ident)} (most recent call first):")
         lines += [
-            f'  File "{each.f_code.co_filename}", line {each.f_lineno} in {each.f_code.co_name}'
-            for each in _outwards(innermost)
+            f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}'
+            for frame in _outwards(innermost)
         ]
     return "\n".join([*lines, ""])
 
 
 def _debugged() -> bool:
-    """Return whether a thread is in a debugger, whose prompt is no hang."""
+    """Return whether a thread is in a debugger, whose prompt is not a hang."""
     frames = sys._current_frames().values()
-    return any(each.f_globals.get("__name__") in _DEBUGGERS for innermost in frames for each in _outwards(innermost))
+    return any(frame.f_globals.get("__name__") in _DEBUGGERS for innermost in frames for frame in _outwards(innermost))
 
 
 def _outwards(innermost: FrameType) -> Iterator[FrameType]:

@@ -1,4 +1,4 @@
-"""Checked fields of recorded lines: a damaged file, or another program's, has values of any kind in them."""
+"""Typed fields of recorded lines, checked: damaged files, or those of other programs, may contain anything."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Whole numbers beyond it are no longer exact as floats, which arrays and other programs keep them in.
+# Larger integers are not exact as floats, which arrays and other programs use.
 MOST_WHOLE = 2**53
-# Bytes of a file's name on all usual file systems.
+# Longest file name, in bytes, on common file systems.
 _MOST_NAME = 255
 
 
 def text(entry: Mapping[str, Any], name: str) -> str:
-    """Return a field that is a text.
+    """Return a field that must be a text.
 
     Raises:
-        ValueError: it is missing, or something else.
+        ValueError: it is missing or of another type.
     """
     value = entry.get(name)
     if not isinstance(value, str):
@@ -25,15 +25,15 @@ def text(entry: Mapping[str, Any], name: str) -> str:
 
 
 def texts(entry: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return a field that is a list of texts; raise as `text`."""
+    """Return a field that must be a list of texts; raises like `text`."""
     value = entry.get(name)
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ValueError(f"{name}: {_shown(value)} is no list of texts")
     return tuple(value)
 
 
 def run_name(entry: Mapping[str, Any], name: str = "run") -> str:
-    """Return a field that names a run, and so a folder; raise as `text`."""
+    """Return a field that names a run, and therefore a folder; raises like `text`."""
     value = text(entry, name)
     raw = value.encode(errors="replace")
     if not raw or len(raw) > _MOST_NAME or value in (".", "..") or "/" in value or not value.isprintable():
@@ -42,32 +42,32 @@ def run_name(entry: Mapping[str, Any], name: str = "run") -> str:
 
 
 def whole(entry: Mapping[str, Any], name: str, least: int = -MOST_WHOLE) -> int:
-    """Return a field that is a whole number, of at most 2^53 either way; raise as `text`."""
+    """Return a field that must be an integer of at most 2^53 in magnitude; raises like `text`."""
     value = entry.get(name)
-    # In Python a bool is an int, and JSON's true is no number.
+    # In Python bool is a subclass of int, but JSON's true is not a number.
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST_WHOLE:
         raise ValueError(f"{name}: {_shown(value)} is no whole number{'' if least < -1 else f' from {least}'} to 2^53")
     return value
 
 
 def number(entry: Mapping[str, Any], name: str) -> float:
-    """Return a field that is a finite number; raise as `text`."""
+    """Return a field that must be a finite number; raises like `text`."""
     value = entry.get(name)
     try:
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return float(value)
-    except OverflowError:  # a whole number beyond what a float holds
+    except OverflowError:  # an integer too large for a float
         pass
     raise ValueError(f"{name}: {_shown(value)} is no finite number")
 
 
 def number_or_none(entry: Mapping[str, Any], name: str) -> float | None:
-    """Return a field that is a finite number or null; raise as `text`."""
+    """Return a field that must be a finite number or null; raises like `text`."""
     return None if entry.get(name) is None else number(entry, name)
 
 
 def group(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a field that is a JSON object; raise as `text`."""
+    """Return a field that must be a JSON object; raises like `text`."""
     value = entry.get(name)
     if not isinstance(value, Mapping):
         raise ValueError(f"{name}: {_shown(value)} is no group of fields")
@@ -75,16 +75,16 @@ def group(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def groups(entry: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]]:
-    """Return a field that is a list of JSON objects; raise as `text`."""
+    """Return a field that must be a list of JSON objects; raises like `text`."""
     value = entry.get(name)
-    if not isinstance(value, list | tuple) or not all(isinstance(each, Mapping) for each in value):
+    if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
         raise ValueError(f"{name}: {_shown(value)} is no list of groups of fields")
     return value
 
 
 def _shown(value: Any) -> str:
     try:
-        said = repr(value)
-    except ValueError:  # a whole number of more digits than Python writes
-        said = "a number of thousands of digits"
-    return said if len(said) <= 60 else f"{said[:57]}..."
+        shown = repr(value)
+    except ValueError:  # an integer with more digits than Python prints
+        shown = "a number of thousands of digits"
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

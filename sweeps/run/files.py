@@ -1,4 +1,4 @@
-"""Crash-safe files: replaced atomically, or appended to by whole lines and read line by line."""
+"""Crash-safe files: replaced atomically, or appended to in whole lines."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any, BinaryIO
 
 
 def write_atomically(path: Path, text: str | bytes, mode: int = 0o666) -> None:
-    """Replace a file in one step: a reader sees the old or the new text, never half of one.
+    """Replace a file atomically: a reader sees the old or the new content, never a part of it.
 
     Args:
         path: path of the file.
-        text: its new content, as UTF-8 if it is no bytes.
-        mode: permission bits of the new file, from which the process's umask is taken.
+        text: new content; a str is encoded as UTF-8.
+        mode: permission bits of the new file, before the process's umask.
     """
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
@@ -26,7 +26,7 @@ def write_atomically(path: Path, text: str | bytes, mode: int = 0o666) -> None:
         with os.fdopen(descriptor, "wb") as handle:
             handle.write(text.encode() if isinstance(text, str) else text)
             handle.flush()
-            # Before the rename: after a power cut the new name could otherwise stand for an empty file.
+            # Sync before the rename: after a power cut the new name could otherwise refer to an empty file.
             os.fsync(handle.fileno())
         unfinished.rename(path)
     except BaseException:
@@ -35,7 +35,7 @@ def write_atomically(path: Path, text: str | bytes, mode: int = 0o666) -> None:
 
 
 def sync(path: Path) -> None:
-    """Return once a file's content, whoever wrote it, is on the disk; a file that cannot be opened is left out."""
+    """Return once a file's content is on the disk, no matter which process wrote it; unreadable files are skipped."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -52,12 +52,12 @@ def make_private(directory: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON so that a reader, or the next process after a crash, sees the old or the new file whole."""
+    """Write a JSON file atomically: readers, also after a crash, see the old or the new file."""
     write_atomically(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; empty if it is missing, unreadable or no object."""
+    """Read a JSON object from a file; empty if it is missing, unreadable or not an object."""
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -66,10 +66,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what a JSON text stands for.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: it is no JSON, or nested deeper than it can be read.
+        ValueError: it is not JSON, or nested too deep.
     """
     try:
         return json.loads(text)
@@ -77,9 +77,9 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("nested too deep to be read") from None
 
 
-# --- a JSON object a line -----------------------------------------------------------------------------------
+# --- JSON lines ---------------------------------------------------------------------------------------------
 
-# The last field of a line that carries a checksum: CRC-32 of the line without this field, eight hexadecimal digits.
+# Last field of a line with a checksum: CRC-32 of the line without this field, eight hexadecimal digits.
 CHECKSUM = "crc"
 _CHECKSUM_NAME = f'"{CHECKSUM}"'.encode()
 _CHECKSUM_FIELD = b"," + _CHECKSUM_NAME + b':"'
@@ -89,7 +89,7 @@ _CHECKSUM_DIGITS = 8
 def append_lines(
     path: Path, entries: Sequence[Mapping[str, Any]], durable: bool = False, checksum: bool = False
 ) -> None:
-    """Append entries, a line each, to a file that others may append to as well; see `append_to`."""
+    """Append entries, one line each, to a file that other processes may append to as well; see `append_to`."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         append_to(descriptor, entries, durable, checksum)
@@ -100,22 +100,22 @@ def append_lines(
 def append_to(
     descriptor: int, entries: Sequence[Mapping[str, Any]], durable: bool = False, checksum: bool = False
 ) -> None:
-    """Append entries, a line each, to an open file: all of them, or none if the disk is full.
+    """Append entries, one line each, to an open file: all of them, or none if the disk is full.
 
     Args:
         descriptor: file descriptor opened for reading and appending (O_RDWR, O_APPEND).
-        entries: JSON objects whose numbers are finite.
+        entries: JSON objects with finite numbers.
         durable: return only once the lines are on the disk.
-        checksum: end each line with its CRC-32, which every reader compares.
+        checksum: end each line with its CRC-32, which readers verify.
 
     Raises:
-        OSError: they could not be written; what was written of them is taken back, so that nothing is there twice
-            when the caller tries again. It stays, torn, if another process has appended behind it.
+        OSError: they could not be written. What was written is removed, so that a second try duplicates nothing; it
+            stays, torn, if another process has appended after it.
         ValueError: a number is not finite.
     """
     raw = b"".join(dump_line(entry, checksum) for entry in entries)
     before = os.fstat(descriptor).st_size
-    # A torn line of an earlier process must not swallow the first one.
+    # An earlier process may have left a torn line: start a new line, or the first entry would be lost with it.
     if before and os.pread(descriptor, 1, before - 1) != b"\n":
         raw = b"\n" + raw
     rest = memoryview(raw)
@@ -125,16 +125,16 @@ def append_to(
         if durable:
             os.fsync(descriptor)
     except OSError:
-        with suppress(OSError):  # what is to be told is why it could not be written
+        with suppress(OSError):  # report the original error, not that of the clean-up
             written, end = len(raw) - len(rest), os.fstat(descriptor).st_size
-            # Another process may have appended since: only what is this one's may go.
+            # Another process may have appended meanwhile: remove only this process's bytes.
             if os.pread(descriptor, written, end - written) == raw[:written]:
                 os.ftruncate(descriptor, end - written)
         raise
 
 
 def dump_line(entry: Mapping[str, Any], checksum: bool = False) -> bytes:
-    """Encode an entry as one line, line break included.
+    """Encode an entry as one line, including the line break.
 
     Raises:
         ValueError: a number is not finite.
@@ -146,7 +146,7 @@ def dump_line(entry: Mapping[str, Any], checksum: bool = False) -> bytes:
 
 
 def has_wrong_checksum(line: bytes) -> bool:
-    """Return whether a line ends with a checksum that is not its own; one without a checksum has no wrong one."""
+    """Return whether a line ends with a wrong checksum; False for a line without one."""
     line = line.rstrip()
     at = max(0, len(line) - len(_CHECKSUM_FIELD) - _CHECKSUM_DIGITS - 2)
     if _CHECKSUM_NAME not in line[at:]:
@@ -155,9 +155,9 @@ def has_wrong_checksum(line: bytes) -> bool:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Parse a line to its object, without the checksum; None for a torn or damaged line, or one that is no object.
+    """Parse a line to an object without its checksum; None for a line that is torn, damaged or not an object.
 
-    Lines without a checksum, as earlier versions wrote them, are taken as they are.
+    Lines without a checksum, as earlier versions wrote them, are accepted.
     """
     if has_wrong_checksum(line):
         return None
@@ -172,15 +172,15 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def parse_lines(raw: bytes) -> list[dict[str, Any]]:
-    """Parse the objects of a file, in order; torn lines and lines that are no object are skipped."""
+    """Parse the objects of a file, in order; torn lines and lines that are not objects are skipped."""
     return [entry for line in raw.split(b"\n") if (entry := parse_line(line)) is not None]
 
 
 def numbered_lines(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[int]]:
-    """Read a file of JSON lines: its objects with the numbers of their lines, and the numbers of damaged lines.
+    """Read a file of JSON lines: (line number, object) pairs, and the numbers of damaged lines.
 
-    Lines are numbered from 1. A last line that is torn, as a process leaves it that is killed while it writes, is
-    neither; a file that is missing is empty.
+    Lines are numbered from 1. A torn last line, left by a process killed while writing, is in neither list. A missing
+    file is empty.
     """
     try:
         *lines, torn = path.read_bytes().split(b"\n")
@@ -199,18 +199,18 @@ def numbered_lines(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[i
 
 
 def lines_from_end(handle: BinaryIO, most_bytes: int | None = None, block_bytes: int = 8192) -> Iterator[bytes]:
-    """Yield the whole lines of an open file from the last one back, reading only as far as needed.
+    """Yield the complete lines of an open file from the last one backwards, reading only as far as needed.
 
     Args:
         handle: file opened for reading bytes.
-        most_bytes: largest number of bytes to read from the end; a line that begins before them is left out. None for
-            no limit.
+        most_bytes: number of bytes to read from the end at most; a line that begins earlier is left out. None for no
+            limit.
         block_bytes: size of the first read; later ones grow.
     """
     at = handle.seek(0, os.SEEK_END)
     first = 0 if most_bytes is None else max(0, at - most_bytes)
-    ends = False  # whether the end of a line was seen: what comes after the last one is torn
-    rest = b""  # a line of which the beginning is still to be read
+    ends = False  # whether a line break was seen: text after the last one is torn
+    rest = b""  # the end of a line whose beginning is not read yet
     while at > first:
         size = min(block_bytes, at - first)
         at = handle.seek(at - size)
@@ -227,13 +227,13 @@ def lines_from_end(handle: BinaryIO, most_bytes: int | None = None, block_bytes:
 
 
 def whole_lines(raw: bytes) -> tuple[list[bytes], int]:
-    """Return the lines of a file up to its last valid one, and their length in bytes, at which to truncate it.
+    """Return the lines of a file up to its last valid one, and their length in bytes, where it should be truncated.
 
-    Damaged lines before that one are included, so that the reader can name them.
+    Damaged lines before that are included, so that the reader can report them.
     """
     end = raw.rfind(b"\n") + 1
     lines = raw[:end].split(b"\n")[:-1]
-    # A machine that lost power can leave a last line of zeros or half a record that still ends in a newline.
+    # A power failure can leave a last line of zeros, or half a record that still ends in a line break.
     while lines and parse_line(lines[-1]) is None:
         end -= len(lines.pop()) + 1
     return lines, end

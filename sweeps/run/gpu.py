@@ -1,27 +1,27 @@
-"""Check for a visible GPU by device files and environment, without importing a library for seconds."""
+"""Check for a visible GPU by device files and environment, without a slow import."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-# Set in a job that asks for GPUs, for whoever trains in it.
+# Environment variable set in a job that requests GPUs, read by the training process in it.
 REQUIRED = "SCALERL_REQUIRE_GPU"
 _DEVICES = Path("/dev")
-# What SLURM writes if it has counted GPUs that have no files, and what hides all of them.
+# Values of the variables below that hide all GPUs; SLURM writes NoDevFiles if it counts GPUs without device files.
 _NONE = frozenset({"", "-1", "NoDevFiles"})
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 class NoGpuError(RuntimeError):
-    """This process is to train on a GPU and sees none; one line."""
+    """Error: this process should train on a GPU but sees none; the message is one line."""
 
 
 def check_gpu() -> None:
-    """Raise if no GPU device file exists or all are hidden from this process; whether GPUs work only torch can tell.
+    """Check that a GPU's device file exists and is not hidden from this process; only torch can tell if it works.
 
     Raises:
-        NoGpuError: none; what hides them, and what to do.
+        NoGpuError: there is none; the message has the cause and the remedy.
     """
     for name in _VISIBLE:
         if os.environ.get(name, "0").strip() in _NONE:

@@ -1,4 +1,4 @@
-"""Health checks from the journals: choices that had no effect, truncated completions, code changes."""
+"""Health checks on journals: choices without effect, truncated completions, code changes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from sweeps.run.provenance import said
 
 
 def mechanism_counters(runs: Sequence[JournalView]) -> dict[str, dict[str, float]]:
-    """Measure the effect of each axis: the last `mechanism/<axis>` of every run, averaged over a recipe's runs.
+    """Return the effect of each axis: the last `mechanism/<axis>` of every run, averaged over a recipe's runs.
 
     Returns:
-        For each recipe label the share in [0, 1] by axis; recipes without counters are left out.
+        A share in [0, 1] by recipe label and axis; recipes without counters are left out.
     """
     collected: dict[str, dict[str, list[float]]] = {}
     for view in runs:
@@ -28,12 +28,12 @@ def mechanism_counters(runs: Sequence[JournalView]) -> dict[str, dict[str, float
 
 
 def idle_variants(runs: Sequence[JournalView]) -> list[str]:
-    """Return a warning for each axis on which a recipe departs but whose counter ended at 0 in all its runs."""
+    """Return a warning for each changed axis of a recipe whose counter ended at 0 in all its runs."""
     counters = mechanism_counters(runs)
     notes = set()
     for view in runs:
         recipe = str(view.header.get("recipe", view.path.parent.name))
-        # A mapping; in journals of the first form a list of axes.
+        # A mapping; in the first journal format a list of axes.
         for axis in view.header.get("departures", view.header.get("departs_on", ())):
             if counters.get(recipe, {}).get(axis) == 0:
                 notes.add(f"{recipe}: this variant changed nothing (mechanism/{axis} stayed at 0)")
@@ -56,7 +56,7 @@ def truncation_alarms(runs: Sequence[JournalView]) -> list[str]:
 
 
 def code_changes(runs: Sequence[JournalView]) -> list[str]:
-    """Return a warning for each code change between the valid records of a run."""
+    """Return a warning for each code change between a run's valid records."""
     return [
         f"{view.header.get('recipe')} seed {view.header.get('seed')}: from step {max(0, change.step)} on with other "
         f"code: {said(change.what)}"

@@ -1,9 +1,9 @@
 """Requests to stop a run at its next step boundary: by a scheduler's signal, or by the study's decider.
 
-A signal can arrive in the middle of an optimizer step or of a generation; all its handler does is to leave a note
-here. A study's controller may be on another machine, so it leaves a file in the run's directory. The loop reads both
-where everything is consistent, saves, and ends by raising `RunInterruptedError`; whoever started the run then decides
-what becomes of it: after a signal it goes on, in another job; asked by its study, it stays where it is.
+A signal can arrive in the middle of an optimizer step or of generation, so its handler only notes the request here. A
+study's controller may be on another machine, so it writes a file into the run's directory. The training loop checks
+both at step boundaries, saves, and raises `RunInterruptedError`. The program that started the run then decides: after a
+signal the run continues in another job; after a request of its study it stays stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import FrameType
 from sweeps.run.files import read_json, write_json
 
 STOP_FILE = "stop.json"
-# Between two looks for the file: it may lie on a file system that is far away.
+# Seconds between two checks for the file, which may be on a slow file system.
 _LOOK_S = 2.0
 
 
@@ -35,10 +35,10 @@ def stop_asked(run_dir: Path) -> str | None:
     """Return the reason in a run's stop file; None if there is no such file."""
     path = run_dir / STOP_FILE
     try:
-        asked = path.exists()
-    except OSError:  # a file server that is away for a moment: the next look finds it
+        exists = path.exists()
+    except OSError:  # a file server is briefly unavailable: the next check finds the file
         return None
-    return str(read_json(path).get("reason", "asked to stop")) if asked else None
+    return str(read_json(path).get("reason", "asked to stop")) if exists else None
 
 
 def let_go_on(run_dir: Path) -> None:
@@ -47,7 +47,7 @@ def let_go_on(run_dir: Path) -> None:
 
 
 class Interruption:
-    """Stop request of the run in this process. One for each process: `interruption` below."""
+    """Stop request of the run in this process. There is one per process, `interruption` below."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -57,7 +57,7 @@ class Interruption:
 
     @property
     def reason(self) -> str | None:
-        """Reason to stop at the next step boundary, or None; looks for the stop file every `_LOOK_S` seconds."""
+        """Reason to stop at the next step boundary, or None; checks for the stop file every `_LOOK_S` seconds."""
         if self._noted is None and self._run_dir is not None and self._clock() - self._looked >= _LOOK_S:
             self._looked = self._clock()
             self._noted = stop_asked(self._run_dir)
@@ -65,20 +65,20 @@ class Interruption:
 
     @property
     def requested(self) -> bool:
-        """Return whether the run is to stop at its next step boundary."""
+        """Return whether the run should stop at its next step boundary."""
         return self.reason is not None
 
     def request(self, reason: str) -> None:
-        """Ask the run to stop; the first reason stays."""
+        """Request a stop; the first reason is kept."""
         self._noted = self._noted or reason
 
     def clear(self) -> None:
-        """Drop a noted request, but not a stop file."""
+        """Drop a noted request; a stop file stays."""
         self._noted = None
 
     @contextmanager
     def heeding(self, run_dir: Path) -> Iterator[None]:
-        """Context manager: a stop file in the run's directory counts as a request inside."""
+        """Context manager: inside, a stop file in the run's directory counts as a request."""
         self._run_dir, self._looked = run_dir, self._clock() - _LOOK_S
         try:
             yield
@@ -87,16 +87,16 @@ class Interruption:
 
     @contextmanager
     def on_signals(self, signals: Sequence[signal.Signals]) -> Iterator[None]:
-        """Context manager: these signals request a stop inside; their earlier handlers are restored afterwards."""
+        """Context manager: inside, these signals request a stop; their earlier handlers are restored afterwards."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self.request(signal.Signals(number).name)
 
-        before = {number: signal.signal(number, note) for number in signals}
+        handlers = {number: signal.signal(number, note) for number in signals}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
 
 

@@ -1,28 +1,28 @@
-"""The journal of a run: an append-only `metrics.jsonl`, the source of truth for everything downstream.
+"""The journal of a run: an append-only `metrics.jsonl`, from which everything else is derived.
 
-One JSON object a line, flushed as it is written. Kinds of record:
+One JSON object per line, flushed when written. Kinds of record:
 
     {"kind": "run", "time": ..., "run": ..., "curve": ..., "recipe": ..., "seed": ..., "parameters": ...}
     {"kind": "train", "time": ..., "step": 12, "metrics": {"train/loss": ..., "compute/flops": ...}}
     {"kind": "eval", "time": ..., "step": 12, "metrics": {"eval/heldout/pass_rate": ..., ...}}
-    {"kind": "checkpoint", "time": ..., "step": 12}          every record up to step 12 is durable now
-        "name": of a command, the newest checkpoint that was there; -1 is the step before the first
-    {"kind": "attempt", "time": ..., "step": 12}             a command is about to be started; step 12 is the newest
-        "cuts": where earlier attempts have left half a line in its metrics (`sweeps.command.growing.Cut`)
-    {"kind": "resume", "time": ..., "step": 12}              records after step 12 written so far are void
-        "code": what the run goes on with (`sweeps.run.provenance`; the header has it too), "passed_over": checkpoints
-        that could not be used, each with the reason
+    {"kind": "checkpoint", "time": ..., "step": 12}          every record up to step 12 is now durable
+        "name": for a command, its newest checkpoint; -1 is the step before the first one
+    {"kind": "attempt", "time": ..., "step": 12}             a command is about to start; step 12 is the newest
+        "cuts": positions where earlier attempts left half a line in its metrics (`sweeps.command.growing.Cut`)
+    {"kind": "resume", "time": ..., "step": 12}              earlier records of steps after 12 are void
+        "code": the code it resumes with (`sweeps.run.provenance`; the header has it too), "passed_over": unusable
+        checkpoints, each with the reason
     {"kind": "mended", "time": ..., "step": 8, "line": ..., "kept": ..., "metrics": ...}
-        what came behind was broken, from that line of the file `kept` on (`sweeps.run.repair`): the run goes on from
-        step 8 or before, and `metrics` are the newest that were recorded. The next `resume` has it too
+        the journal was broken from that line on; the damaged file is `kept` (`sweeps.run.repair`). The run resumes
+        from step 8 or earlier; `metrics` are the newest that were recorded, and the next `resume` has them too
     {"kind": "end", "time": ..., "step": 150, "status": "finished" | "failed", "reason": ...}
-        "final": true of a run that cannot be continued, whatever its budget: `reason` says why
+        "final": true if the run cannot be continued under any budget; `reason` says why
 
-Every line ends with `"crc"`, the CRC-32 of the line without it (`sweeps.run.files`): a line that was changed since it
-was written is a broken one. Lines of earlier versions have none.
+Every line ends with `"crc"`, the CRC-32 of the line without it (`sweeps.run.files`), so a changed line counts as
+broken. Lines of earlier versions have none.
 
-A torn last line (the process died while writing it) is dropped on reading and cut off before the next
-append. Of two records of one kind and step the later wins.
+A torn last line (the process died while writing it) is ignored on reading and cut off before the next append. Of two
+records of the same kind and step the later wins.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ JOURNAL_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
 SEMANTICS_FILE = "semantics.json"
 
-# Metrics that depend on the wall clock: everything else must repeat bit for bit in a deterministic mode.
+# Metrics that depend on the wall clock. In a deterministic mode all others must repeat bit for bit.
 WALL_CLOCK_PREFIXES = ("compute/device_hours", "compute/wasted_", "time/")
 
 
 class JournalError(UserError):
-    """A journal that cannot be read: names file, line and remedy."""
+    """Error: a journal cannot be read; the message names file, line and remedy."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class Record:
     metrics: Mapping[str, float]
 
     def deterministic(self) -> tuple[str, int, dict[str, float]]:
-        """Return kind, step and the metrics that a repeated run must reproduce bit for bit, without wall-clock ones."""
+        """Return kind, step and the metrics that a repeated run must reproduce bit for bit (no wall-clock ones)."""
         kept = {k: v for k, v in sorted(self.metrics.items()) if not k.startswith(WALL_CLOCK_PREFIXES)}
         return self.kind, self.step, kept
 
 
 @dataclass(frozen=True)
 class CodeChange:
-    """A resume from `step` with other code than made the records before it; `what` lists the changes."""
+    """A resume from `step` with different code than the records before it; `what` lists the changes."""
 
     step: int
     what: tuple[str, ...]
@@ -81,21 +81,21 @@ class CodeChange:
 
 @dataclass
 class JournalView:
-    """Content of a journal: superseded records removed, the rest in order of writing.
+    """Content of a journal, without superseded records, in the order written.
 
     Attributes:
         path, header: path of the file, and its first record.
         records: valid `train` and `eval` records.
-        checkpoint_step: newest step that a checkpoint covers; None if there is none.
-        status, reason: `running`, `finished` or `failed`, and why it failed, or finished before its budget.
+        checkpoint_step: newest step covered by a checkpoint; None without one.
+        status, reason: `running`, `finished` or `failed`, and why it failed or finished before its budget.
         final: whether it finished before its budget and cannot be continued under a larger one.
-        code: pairs of a step and the code provenance from there on, as far as its records are still valid; -1 is the
-            start of the run. Empty in journals of earlier versions.
+        code: pairs of a step and the code provenance from there on, for records that are still valid; -1 is the start
+            of the run. Empty in journals of earlier versions.
         passed_over: unusable checkpoints, from the newest `resume` record.
-        mended: the `mended` record; None if there is none, or the run has been resumed since.
+        mended: the `mended` record; None without one, or if the run has resumed since.
         attempts: the `attempt` records of a command, in order.
-        checkpoint_name: name of the newest checkpoint of a command; None if none was recorded.
-        holes: first and last step of each range without records that the run was resumed beyond.
+        checkpoint_name: name of a command's newest checkpoint; None if none was recorded.
+        holes: first and last step of each range without records that the run resumed beyond.
     """
 
     path: Path
@@ -114,16 +114,16 @@ class JournalView:
 
     @property
     def missing(self) -> str | None:
-        """Text on the steps without records; None if the journal has no hole."""
+        """Description of the steps without records; None if there is no hole."""
         steps = [f"step {first}" if first == last else f"steps {first} to {last}" for first, last in self.holes]
         return f"no records of {', '.join(steps)}" if steps else None
 
     @property
     def code_changes(self) -> list[CodeChange]:
-        """Code changes between the valid records, with the steps from which they hold."""
+        """Code changes between the valid records, with the steps from which they apply."""
         pairs = zip(self.code, self.code[1:], strict=False)
-        found = [CodeChange(step, code_changes(before, after)) for (_, before), (step, after) in pairs]
-        return [change for change in found if change.what]
+        changes = [CodeChange(step, code_changes(before, after)) for (_, before), (step, after) in pairs]
+        return [change for change in changes if change.what]
 
     def code_before(self, step: int) -> Mapping[str, Any] | None:
         """Return the code provenance of the records before `step`; None if it was not recorded."""
@@ -135,11 +135,11 @@ class JournalView:
         return sorted((r for r in self.records if r.kind == kind), key=lambda r: r.step)
 
     def deterministic(self) -> list[tuple[str, int, dict[str, float]]]:
-        """Return the metrics by step that two runs of one identity must share bit for bit."""
+        """Return the metrics, by step, in which two runs of one identity must agree bit for bit."""
         return sorted((r.deterministic() for r in self.records), key=lambda r: (r[1], r[0]))
 
     def durable(self) -> list[Record]:
-        """Return the records that a checkpoint or the run's end covers: these can no longer be rolled back."""
+        """Return the records covered by a checkpoint or the run's end: these can no longer be rolled back."""
         if self.status == "finished":
             return list(self.records)
         covered = -1 if self.checkpoint_step is None else self.checkpoint_step
@@ -153,7 +153,7 @@ def read_journal(run_dir: str | Path) -> JournalView:
         run_dir: the run's directory, or its `metrics.jsonl`.
 
     Raises:
-        JournalError: no journal there, no header record, or a broken line that is not the last.
+        JournalError: there is no journal, no header record, or a broken line that is not the last.
     """
     path = Path(run_dir)
     if path.name != JOURNAL_FILE:
@@ -173,8 +173,8 @@ class Reading:
     """Incremental parser of a journal, fed entry by entry.
 
     Attributes:
-        lines: taken so far.
-        passed: steps up to which records are not kept, by kind.
+        lines: number of lines taken so far.
+        passed: by kind, the step up to which records are not kept.
     """
 
     def __init__(self, path: Path) -> None:
@@ -182,13 +182,13 @@ class Reading:
         self.passed: dict[str, int] = {}
         self._view = JournalView(path=path, header={})
         self._kept: dict[tuple[str, int], Record] = {}
-        self._reached = 0  # the newest step of a record that stands
+        self._reached = 0  # newest step of a valid record
 
     def view(self) -> JournalView:
-        """Return the journal as of the entries taken so far.
+        """Return the journal according to the entries taken so far.
 
         Raises:
-            JournalError: there is no header among them.
+            JournalError: they have no header.
         """
         view = self._view
         if not view.header:
@@ -196,10 +196,10 @@ class Reading:
         return replace(view, records=list(self._kept.values()))
 
     def take(self, entry: Mapping[str, Any] | None) -> None:
-        """Take the entry of the next line, None for a damaged one.
+        """Take the entry of the next line; None for a damaged line.
 
         Raises:
-            JournalError: it is no entry of a journal. It counts as not taken.
+            JournalError: it is not a journal entry. It then counts as not taken.
         """
         try:
             self._take(entry)
@@ -211,7 +211,7 @@ class Reading:
         self.lines += 1
 
     def _take(self, entry: Mapping[str, Any] | None) -> None:
-        """Apply one entry to the view by its kind; raise what a malformed one raises."""
+        """Apply one entry to the view by its kind; a malformed entry raises various errors."""
         if entry is None:
             raise ValueError("no JSON object, or not as it was written: its checksum differs")
         view, kind = self._view, entry["kind"]
@@ -220,12 +220,12 @@ class Reading:
             view.header = dict(entry)
             _note_code(view, -1, entry)
         elif kind in ("train", "eval"):
-            # Every record has the same names: kept once, for a study's journals are gigabytes.
+            # All records have the same names: store each once, because a study's journals are gigabytes.
             metrics = {intern(name): value for name, value in dict(entry["metrics"]).items()}
             _check_numbers(metrics)
             record = Record(kind, fields.whole(entry, "step", least=-1), fields.number(entry, "time"), metrics)
             self._reached = max(self._reached, record.step)
-            # A dict keeps the place of a key that is assigned again, and records are in order of writing.
+            # Remove the key first: a dict keeps an existing key's position, but records are in the order written.
             self._kept.pop((kind, record.step), None)
             if record.step > self.passed.get(kind, record.step - 1):
                 self._kept[kind, record.step] = record
@@ -254,27 +254,27 @@ class Reading:
             view.final = view.status == "finished" and entry.get("final") is True
 
     def skip(self, step: int) -> None:
-        """Count the line of a record that is not to be kept."""
+        """Count the line of a record that is not kept."""
         self.lines += 1
         self._reached = max(self._reached, step)
 
     def _note_hole(self, step: int) -> None:
-        """Record the hole that a resume from `step` leaves if records before it end earlier."""
+        """Record the hole that a resume from `step` leaves if the records before it end earlier."""
         holes = [(first, min(last, step)) for first, last in self._view.holes if first <= step]
         self._view.holes = [*holes, (self._reached + 1, step)] if step > self._reached else holes
         self._reached = max(step, 0)
 
     def forget(self, steps: Mapping[str, int]) -> None:
-        """Keep no records up to these steps, by kind, neither those that were taken nor those to come."""
+        """Keep no records up to these steps, by kind: neither those taken already nor later ones."""
         self.passed = {kind: max(step, self.passed.get(kind, step)) for kind, step in {**self.passed, **steps}.items()}
         self._kept = {key: r for key, r in self._kept.items() if r.step > self.passed.get(r.kind, r.step - 1)}
 
 
 def _check_header(entry: Mapping[str, Any]) -> None:
-    """Refuse a header whose names are no texts, or whose seed is no whole number.
+    """Refuse a header with names that are not texts, or a seed that is not an integer.
 
     Raises:
-        ValueError: which, and what it is.
+        ValueError: the field and its value.
     """
     for name in ("recipe", "curve", "baseline", "axis", "compute_is"):
         if entry.get(name) is not None:
@@ -286,19 +286,19 @@ def _check_header(entry: Mapping[str, Any]) -> None:
 
 
 def _check_numbers(metrics: Mapping[str, Any]) -> None:
-    """Refuse metrics that are no finite numbers: `Journal.record` writes none.
+    """Refuse metrics that are not finite numbers; `Journal.record` writes none.
 
     Raises:
-        ValueError: which, and what it is.
+        ValueError: the metric and its value.
     """
     for name, value in metrics.items():
-        # What a float is, nearly all of them are: the cheap question first, for a study's journals are gigabytes.
+        # Test for float first: nearly all values are floats, and journals can be gigabytes.
         if not (type(value) is float and math.isfinite(value)) and finite(value) is None:
             raise ValueError(f"metrics.{name}: {value!r} is no finite number")
 
 
 def _note_code(view: JournalView, step: int, entry: Mapping[str, Any]) -> None:
-    """Record the code provenance from `step` on, dropping earlier facts for these steps."""
+    """Record the code provenance from `step` on, and drop earlier facts for these steps."""
     view.code = [(at, facts) for at, facts in view.code if at < step]
     if isinstance(entry.get("code"), Mapping):
         view.code.append((step, entry["code"]))
@@ -308,7 +308,7 @@ class Journal:
     """Writer that appends records to a run's `metrics.jsonl`, one flushed line each.
 
     Args:
-        run_dir: the run's folder, created if missing; a torn last line of an earlier process is cut off first.
+        run_dir: the run's folder, created if missing; a torn last line of an earlier process is first cut off.
         clock: wall-clock seconds, replaceable in tests.
     """
 
@@ -328,11 +328,11 @@ class Journal:
         append_to(self._handle.fileno(), [entry], durable, checksum=True)
 
     def header(self, **facts: Any) -> None:
-        """Write the first record, the run's identity (run, curve, recipe, seed, parameters, ...), durably."""
+        """Write the first record durably: the run's identity (run, curve, recipe, seed, parameters, ...)."""
         self._append({"kind": "run", "time": self._clock(), **facts}, durable=True)
 
     def record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step's metrics of kind `train` or `eval`; of values that are not finite only the names."""
+        """Write one step's metrics of kind `train` or `eval`; for values that are not finite, only the names."""
         if kind not in ("train", "eval"):
             raise ValueError(f"kind: {kind!r} is not a journal record; valid: train, eval")
         finite = {k: float(v) for k, v in metrics.items() if math.isfinite(v)}
@@ -340,28 +340,28 @@ class Journal:
         entry: dict[str, Any] = {"kind": kind, "time": self._clock(), "step": int(step), "metrics": finite}
         if dropped:
             entry["not_finite"] = dropped
-        # Not synced by itself: the next `checkpoint` record is, and all before it with it.
+        # Not synced: the next `checkpoint` record is, and with it everything before.
         self._append(entry)
 
     def checkpoint(self, step: int, **facts: Any) -> None:
-        """Record that a durable checkpoint covers every record up to `step`; `facts` are more of the record's."""
+        """Record that a durable checkpoint covers every record up to `step`; `facts` are further fields."""
         self._append({"kind": "checkpoint", "time": self._clock(), "step": int(step), **facts}, durable=True)
 
     def attempt(self, step: int, **facts: Any) -> None:
-        """Record, durably, that a command is about to be started when `step` is the newest; `facts`: `cuts`."""
+        """Record durably that a command is about to start with `step` as its newest; `facts`: `cuts`."""
         self._append({"kind": "attempt", "time": self._clock(), "step": int(step), **facts}, durable=True)
 
     def resume(self, step: int, **facts: Any) -> None:
-        """Record a resume from the checkpoint at `step` (-1: from the start), which voids later records.
+        """Record a resume from the checkpoint at `step` (-1: from the start); later records become void.
 
-        `facts` are more of the record's: `code`, `passed_over`.
+        `facts` are further fields: `code`, `passed_over`.
         """
         self._append({"kind": "resume", "time": self._clock(), "step": int(step), **facts}, durable=True)
 
     def end(self, step: int, status: str, reason: str | None = None, final: bool = False) -> None:
-        """Record the end of the run: `finished`, or `failed` with its reason, redacted.
+        """Record the end of the run: `finished`, or `failed` with its reason, without secrets.
 
-        `final`: it is finished before its budget, for this reason, and cannot be continued.
+        `final`: it finished before its budget, for this reason, and cannot be continued.
         """
         entry = {"step": int(step), "status": status, "reason": reason and redact(reason)}
         self._append(
@@ -378,13 +378,13 @@ class Journal:
 
 
 def covered_step(run_dir: str | Path) -> int | None:
-    """Return the newest step that the journal records a checkpoint of; all records up to it are in the journal.
+    """Return the newest step with a recorded checkpoint; all records up to it are in the journal.
 
-    A checkpoint takes its place before it is recorded, and of a machine that loses power in between the journal may
-    lack its last lines: who goes on from a checkpoint beyond this step leaves a hole.
+    A checkpoint becomes visible before it is recorded. If the machine loses power in between, the journal may lack its
+    last lines, and a run that resumes from a checkpoint beyond this step leaves a hole.
 
     Returns:
-        -1 if it records none; None if there is no journal, or it cannot be read.
+        -1 without a recorded checkpoint; None if there is no journal, or it cannot be read.
     """
     try:
         view = read_journal(run_dir)
@@ -397,24 +397,23 @@ def covered_step(run_dir: str | Path) -> int | None:
 def find_runs(source: str | Path) -> list[Path]:
     """Return the run directories at or below `source` (a run, a sweep, or a folder of sweeps), sorted.
 
-    What lies below a run is its own, whatever it is called: another trainer that a member starts may write its metrics
-    to a file of this name.
+    Folders below a run belong to it: another trainer that a member starts may write its metrics to a file of this name.
     """
     root = Path(source)
     if (root / JOURNAL_FILE).is_file():
         return [root]
-    found = {path.parent for path in root.glob(f"**/{JOURNAL_FILE}")}
-    return sorted(path for path in found if found.isdisjoint(path.parents))
+    folders = {path.parent for path in root.glob(f"**/{JOURNAL_FILE}")}
+    return sorted(path for path in folders if folders.isdisjoint(path.parents))
 
 
 LOG_FILE = "log.txt"
 
 
 def finite(value: object) -> float | None:
-    """Return a finite number as float, None for any other value of a journal's line."""
+    """Return a finite number as float; None for any other value in a journal."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    except OverflowError:  # a whole number beyond what a float holds
+    except OverflowError:  # an integer too large for a float
         return None

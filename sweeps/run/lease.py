@@ -1,14 +1,16 @@
 """Lease on a directory, so that only one process writes there, across machines.
 
-Two mechanisms together. An operating-system lock (`flock`) is instant and dies with its holder, but many cluster file
-systems keep it to one machine, and some have none (Lustre without `-o flock`, NFS without lockd). So the holder also
-beats: every few seconds it writes into a small file, and a contender takes over only when that file has not changed
-for `expiry_s` of its own clock (no clocks are compared). Each holder has a term of its own. Of several that would take
-over, one has the next: whoever makes its claim file, which a file system lets only one do. The holder checks, before
-each durable write, that the lease's file still names it.
+It combines two mechanisms. An operating-system lock (`flock`) is immediate and ends with its holder, but many cluster
+file systems limit it to one machine, and some have none (Lustre without `-o flock`, NFS without lockd). So the holder
+also sends heartbeats: every few seconds it rewrites a small file. A contender takes over only if that file has not
+changed for `expiry_s` of the contender's own clock, so no clocks are compared.
 
-`filelock.SoftFileLease` (4.2) does not do: it takes over by an exchange of two names (`RENAME_EXCHANGE`), which NFS
-refuses. There the lease of a holder that died would stay held until somebody removes its file.
+Each holder has a numbered term. If several contenders want to take over, the next term goes to the one that creates its
+claim file, which a file system lets only one process do. Before each durable write, the holder checks that the lease's
+file still names it.
+
+`filelock.SoftFileLease` (4.2) is not enough: it takes over by exchanging two names (`RENAME_EXCHANGE`), which NFS
+refuses. There, the lease of a dead holder would stay held until its file is removed by hand.
 """
 
 from __future__ import annotations
@@ -34,14 +36,15 @@ from sweeps.run.slurm_job import node_name
 
 BEAT_S = 5.0
 EXPIRY_S = 30.0
-TOLD_S = 60.0  # who waits longer says so
+TOLD_S = 60.0  # a longer wait is announced
 _READS, _READ_PAUSE_S = 20, 0.25
 _LOOKS = 5
-# A file system that has no flock, or none at the moment, says one of these.
+# Errors of a file system that has no flock, or none at the moment.
 _NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL})
+# Errors that mean that another process has the lock.
 _ANOTHERS = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES})
 
-# Where Linux has it, a clock that goes on while the machine is suspended.
+# A clock that also runs while the machine is suspended, where Linux has it.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
@@ -52,7 +55,7 @@ def _now() -> float:
 class LeaseLostError(Exception):
     """Error: another process has taken over the lease; this one must not write any more."""
 
-    # Read by the journal's writer: not even the failure is recorded, the journal belongs to the other now.
+    # The journal's writer reads this: not even the failure is recorded, because the journal now belongs to the other.
     leave_journal = True
 
 
@@ -61,18 +64,18 @@ class LeaseHeldError(UserError):
 
 
 class _Flock:
-    """An operating-system lock, where the file system has one."""
+    """An operating-system lock, if the file system has one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor: int | None = None
 
     def acquire(self) -> bool | None:
-        """Try to lock: return True if it is ours now, False if another's, None if the file system has no such locks.
+        """Try to lock: True if this process now has it, False if another has it, None if the file system has no locks.
 
         Raises:
-            OSError: the file server's trouble.
-            UserError: a folder is in the place of the lock's file.
+            OSError: an error of the file server.
+            UserError: there is a folder in place of the lock's file.
         """
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -80,7 +83,7 @@ class _Flock:
             raise UserError(f"{of_the_system(error)}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = os.fstat(descriptor).st_ino == self._path.stat().st_ino
+            current = os.fstat(descriptor).st_ino == self._path.stat().st_ino
         except OSError as error:
             os.close(descriptor)
             if error.errno in _NO_FLOCK:
@@ -88,14 +91,14 @@ class _Flock:
             if error.errno in _ANOTHERS or isinstance(error, FileNotFoundError):
                 return False
             raise
-        if not ours:  # a file that somebody has put aside
+        if not current:  # the lock's file was moved or replaced meanwhile
             os.close(descriptor)
             return False
         self._descriptor = descriptor
         return True
 
     def taken(self) -> bool | None:
-        """Return whether the lock is taken, without keeping it; None if the file system has no such locks."""
+        """Return whether the lock is taken, without keeping it; None if the file system has no locks."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY)
         except FileNotFoundError:
@@ -111,32 +114,32 @@ class _Flock:
         return False
 
     def release(self) -> None:
-        """Unlock and close, so that a child that has inherited the descriptor does not hold the lock."""
+        """Unlock and close, so that a child that inherited the descriptor does not hold the lock."""
         if self._descriptor is not None:
             with suppress(OSError):
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self.forget()
 
     def forget(self) -> None:
-        """Close without unlocking, for the parent process may still hold the lock by the same file description."""
+        """Close without unlocking: the parent process may still hold the lock through the same file description."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 class Lease:
-    """Lease on a directory: the exclusive right to write there, kept up by heartbeats.
+    """Lease on a directory: the exclusive right to write there, renewed by heartbeats.
 
     Args:
-        directory: folder that is leased, created if missing; holds `.<name>.lock` and `.<name>.json`.
+        directory: leased folder, created if missing; it contains `.<name>.lock` and `.<name>.json`.
         name: name of the lease.
-        owner: facts about the holder that contenders are shown, such as a job id.
+        owner: facts about the holder that are shown to contenders, such as a job id.
         beat_s: seconds between heartbeats.
-        expiry_s: seconds without a heartbeat after which a holder on another machine counts as gone; several beats.
-        facts: called at each heartbeat for more facts to write with it; one that raises is ignored.
-        trusted_s: seconds for which a successful check is not repeated, less than a beat. The lease changes hands only
-            after a silence of several beats, so nobody can take it while ours arrive; and a process that stood still
-            meanwhile checks again, for the clock went on.
+        expiry_s: seconds without a heartbeat after which a holder on another machine counts as dead; several beats.
+        facts: called at each heartbeat for further facts to write; if it raises, it is ignored.
+        trusted_s: seconds during which a successful check is not repeated; less than a beat. This is safe because the
+            lease can change hands only after several missed beats; a suspended process checks again, since the clock
+            continues.
     """
 
     def __init__(
@@ -168,14 +171,14 @@ class Lease:
         _leases.add(self)
 
     def acquire(self, wait_s: float | None = 0.0, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Acquire the lease, waiting for its holder if need be, and start the heartbeat thread.
+        """Acquire the lease, waiting for its holder if necessary, and start the heartbeat thread.
 
         Args:
-            wait_s: longest wait in seconds, None for ever; a holder that died elsewhere still costs `expiry_s`.
-            give_up: called twice a second; the waiting ends when it returns True.
+            wait_s: longest wait in seconds, None for no limit; a dead holder on another machine still costs `expiry_s`.
+            give_up: called twice per second; if it returns True, the wait ends.
 
         Raises:
-            LeaseHeldError: the holder is alive, and the waiting is over.
+            LeaseHeldError: the holder is alive and the wait is over.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         deadline = None if wait_s is None else time.monotonic() + wait_s
@@ -193,16 +196,16 @@ class Lease:
         self._thread.start()
 
     def _try(self, give_up: Callable[[], bool]) -> bool:
-        """Try once to acquire the lease, watching for a heartbeat where the lock is no proof; return success."""
+        """Try once to acquire the lease, watching for heartbeats where the lock is not conclusive; return success."""
         locked = self._flock.acquire()
         if locked is False:
             return False
         self._own["flock"] = locked is True
         taken = False
         try:
-            seen = self._look()
-            # Its lock may not reach this machine: watch for a heartbeat.
-            free = seen if self._is_free(*seen) else self._silent(seen, give_up)
+            state = self._look()
+            # The holder's lock may not be visible on this machine: watch for a heartbeat.
+            free = state if self._is_free(*state) else self._silent(state, give_up)
             taken = free is not None and self._take(*free)
             return taken
         finally:
@@ -210,7 +213,7 @@ class Lease:
                 self._flock.release()
 
     def _look(self) -> tuple[dict[str, Any], int]:
-        """Return the facts in the lease's file, and the last term that any process has claimed."""
+        """Return the facts in the lease's file, and the latest term that any process has claimed."""
         facts = self._read()
         return facts, max([_term(facts), *self._claims()])
 
@@ -219,30 +222,31 @@ class Lease:
 
     def _claims(self) -> list[int]:
         """Return the terms with a claim file: held, left by a dead holder, or about to be taken."""
-        found = [path.name.rpartition("term")[2] for path in self._directory.glob(f"{self._file.name}.term*")]
-        return [int(term) for term in found if term.isdecimal()]
+        terms = [path.name.rpartition("term")[2] for path in self._directory.glob(f"{self._file.name}.term*")]
+        return [int(term) for term in terms if term.isdecimal()]
 
     def _is_free(self, facts: Mapping[str, Any], claims: int) -> bool:
         """Return whether the lease is certainly free, without waiting for a heartbeat."""
         if claims > _term(facts):
-            return False  # somebody is taking it at this moment, or died over it
+            return False  # a process is taking it now, or died while doing so
         if not facts or facts.get("released"):
             return True
         if not _same_machine(facts):
             return False
-        # On one machine the operating system's lock is proof, if both have it; else only the end of the process is.
+        # On one machine the lock is conclusive if both processes have it; else only the end of the holder's process is.
         return (self._own["flock"] and facts.get("flock", True)) or _ended(facts)
 
     def _silent(
         self, seen: tuple[dict[str, Any], int], give_up: Callable[[], bool]
     ) -> tuple[dict[str, Any], int] | None:
-        """Wait up to the expiry; return the facts if the lease is released or has no heartbeat meanwhile, else None."""
+        """Wait up to the expiry; return the facts if the lease is released or silent, None if a heartbeat comes."""
         begin, until = time.monotonic(), time.time() + self._expiry_s
         printed = False
         while time.monotonic() - begin < self._expiry_s:
             if give_up():
                 return None
-            if not printed and time.monotonic() - begin > 2 * self._beat_s:  # a live holder has renewed it
+            # A live holder would have renewed it by now.
+            if not printed and time.monotonic() - begin > 2 * self._beat_s:
                 who = self.holder() if seen[1] <= _term(seen[0]) else "a process that was taking it over"
                 print(
                     f"waiting until {datetime.fromtimestamp(until):%H:%M:%S}: {self._directory} was not "
@@ -259,7 +263,7 @@ class Lease:
         return seen
 
     def _take(self, facts: dict[str, Any], claims: int) -> bool:
-        """Try to take the next term by making its claim file, which only one process can; return whether it did."""
+        """Try to take the next term by creating its claim file, which only one process can; return success."""
         begin = time.monotonic()
         term = claims + 1
         try:
@@ -268,19 +272,20 @@ class Lease:
             return False
         taken = False
         try:
-            # The claim of a term that is long over can be made again; and one that was too slow counts as dead.
+            # A claim file for a past term could be created again, so compare the facts; a claim that took too long is
+            # void.
             if self._read() == facts and time.monotonic() - begin <= self._expiry_s / 2:
                 self._own["term"] = term
                 self._put()
-                # One that stood still just now has overtaken a later one: which has to see that it lost, and we too.
+                # A process that was suspended here may have been overtaken: a later claim wins.
                 taken = max(self._claims(), default=term) <= term
             return taken
         finally:
             if not taken:
                 self.forget()
-            for each in [each for each in self._claims() if each < term] if taken else [term]:
+            for old_term in [old_term for old_term in self._claims() if old_term < term] if taken else [term]:
                 with suppress(OSError):
-                    self._claim(each).unlink(missing_ok=True)
+                    self._claim(old_term).unlink(missing_ok=True)
 
     def check(self) -> None:
         """Verify that this process still holds the lease; call it before each durable write.
@@ -296,7 +301,7 @@ class Lease:
             facts = self._read()
             if not facts.get("unreadable"):
                 break
-            time.sleep(_READ_PAUSE_S)  # a file server that is away for a moment
+            time.sleep(_READ_PAUSE_S)  # a file server is briefly unavailable
         if self._lost or facts.get("token") != self._token:
             self._lost = self._lost or not facts.get("unreadable")
             if not self._file.exists():
@@ -308,7 +313,7 @@ class Lease:
         self._checked = now
 
     def holder(self) -> str:
-        """Describe the lease's holder: its job, process and host."""
+        """Describe the lease's holder: job, process and host."""
         facts = self._read()
         if not facts:
             return "another process"
@@ -316,17 +321,17 @@ class Lease:
         return f"{job}process {facts.get('pid')} on {facts.get('host')}"
 
     def release(self) -> None:
-        """Release the lease, so that another process can acquire it at once."""
-        # The heartbeat ends first: one that came after the release would take it back.
+        """Release the lease, so that another process can acquire it immediately."""
+        # Stop the heartbeat first: a later beat would take the lease back.
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._descriptor is not None:
-            with suppress(OSError):  # away for a moment: the next one waits for the expiry
-                ours = self._read().get("token") == self._token
+            with suppress(OSError):  # file system unavailable: the next holder waits until the lease expires
+                is_holder = self._read().get("token") == self._token
                 self._write({**self._own, "released": True})
-                if ours:
+                if is_holder:
                     self._claim(self._own["term"]).unlink(missing_ok=True)
         self.forget()
         self._flock.release()
@@ -347,21 +352,21 @@ class Lease:
 
     def _keep(self) -> None:
         while not self._stop.wait(self._beat_s):
-            with suppress(OSError):  # a full disk or a file server that is away: the next beat may come through
+            with suppress(OSError):  # full disk or file server unavailable: the next beat may succeed
                 self._beat()
 
     def _beat(self) -> None:
         self._beats += 1
-        own = {**self._own, "beat": self._beats}
+        facts = {**self._own, "beat": self._beats}
         try:
-            self._write({**(self._more() if self._more is not None else {}), **own})
+            self._write({**(self._more() if self._more is not None else {}), **facts})
         except OSError:
             raise
-        except Exception:  # whatever the facts are, the beat goes out
-            self._write(own)
+        except Exception:  # the heartbeat must not depend on further facts
+            self._write(facts)
 
     def _put(self) -> None:
-        """Put our own file in the place of the last holder's, atomically."""
+        """Replace the last holder's file by our own, atomically."""
         unfinished = self._file.with_name(f"{self._file.name}.{self._token[:8]}")
         self.forget()
         self._descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -376,15 +381,15 @@ class Lease:
             raise
 
     def _write(self, facts: Mapping[str, Any]) -> None:
-        """Write facts into our own file by its descriptor, so that a file that has replaced it is not touched."""
+        """Write facts to our own file through its descriptor, so that a file that replaced it is not touched."""
         assert self._descriptor is not None
         now = _now()
-        # Written over in place and padded to the length before, so that no end of a longer text is left behind it.
+        # Overwrite in place, padded to the previous length, so that no end of a longer text remains.
         raw = json.dumps(facts).encode().ljust(self._length)
         if os.pwrite(self._descriptor, raw, 0) < len(raw):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file))
         self._length = len(raw)
-        os.fsync(self._descriptor)  # to where the others look
+        os.fsync(self._descriptor)  # so that other machines see it
         self._beaten = now
 
     def _read(self) -> dict[str, Any]:
@@ -393,7 +398,7 @@ class Lease:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError):
-            return {"token": None, "unreadable": True}  # there is one: not ours as far as we know, and not free
+            return {"token": None, "unreadable": True}  # it exists: possibly not ours, and not free
         return facts if isinstance(facts, dict) else {}
 
 
@@ -401,7 +406,7 @@ _leases: weakref.WeakSet[Lease] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    """Close inherited leases in a forked child, which may outlive its parent and must not hold its locks."""
+    """Close inherited leases in a forked child: it may outlive its parent and must not hold the locks."""
     for lease in list(_leases):
         lease.forget()
         lease._flock.forget()
@@ -411,14 +416,14 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def alive(directory: Path, name: str = "writer") -> dict[str, Any] | None:
-    """Return the facts of a lease that was not released, else None; its holder may be dead all the same."""
+    """Return the facts of a lease that was not released, else None; its holder may still be dead."""
     for _ in range(3):
         try:
             facts = parse_json((directory / f".{name}.json").read_bytes())
         except OSError:
             return None
         except ValueError:
-            time.sleep(0.01)  # in the middle of a beat
+            time.sleep(0.01)  # read during a heartbeat
             continue
         return facts if isinstance(facts, dict) and not facts.get("released") else None
     return None
@@ -433,7 +438,7 @@ def beaten_at(directory: Path, name: str = "writer") -> float:
 
 
 def held(directory: Path, name: str) -> bool | None:
-    """Return whether a lease is held, as the operating system tells; None if only a heartbeat can, see `beating`."""
+    """Return whether a lease is held, if the operating system can tell; None if only heartbeats can (`beating`)."""
     facts = alive(directory, name)
     if facts is None:
         return False
@@ -448,23 +453,25 @@ def beating(
 ) -> set[Path]:
     """Return the directories whose lease is held, watching for heartbeats where the operating system cannot tell.
 
-    Clocks are not compared: the age of a file on a server says nothing where the clocks of two machines differ.
+    Clocks are not compared: the age of a file on a server means nothing if the clocks of two machines differ.
 
     Args:
         directories: folders that may be leased.
         name: name of the lease.
-        look_s: longest time to watch, in seconds; two beats of its holders.
-        sleep: waits so many seconds.
+        look_s: longest time to watch, in seconds; two beats of the holders.
+        sleep: waits for a number of seconds.
     """
-    told = {directory: held(directory, name) for directory in directories}
-    seen = {directory: alive(directory, name) for directory, taken in told.items() if taken is None}
-    found = {directory for directory, taken in told.items() if taken}
+    states = {directory: held(directory, name) for directory in directories}
+    facts_before = {directory: alive(directory, name) for directory, taken in states.items() if taken is None}
+    held_ones = {directory for directory, taken in states.items() if taken}
     for _ in range(_LOOKS):
-        if not seen.keys() - found:
+        if not facts_before.keys() - held_ones:
             break
         sleep(look_s / _LOOKS)
-        found |= {directory for directory, facts in seen.items() if alive(directory, name) not in (None, facts)}
-    return found
+        held_ones |= {
+            directory for directory, facts in facts_before.items() if alive(directory, name) not in (None, facts)
+        }
+    return held_ones
 
 
 def _term(facts: Mapping[str, Any]) -> int:
@@ -473,7 +480,7 @@ def _term(facts: Mapping[str, Any]) -> int:
 
 
 def _this_process() -> dict[str, Any]:
-    """Return facts that tell this process from others of the same pid: boot id, pid namespace, start time."""
+    """Return facts that distinguish this process from others with the same pid: boot id, pid namespace, start time."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return {"boot": boot, "pids": str(Path("/proc/self/ns/pid").readlink()), "start": _stat(os.getpid())[1]}
@@ -488,13 +495,13 @@ def _stat(pid: int) -> tuple[str, str]:
 
 
 def _same_machine(facts: Mapping[str, Any]) -> bool:
-    """Return whether a holder is, or was, on this machine since its boot; facts of earlier versions have no boot id."""
+    """Return whether a holder is or was on this machine since its boot; facts of earlier versions have no boot id."""
     boot = _this_process().get("boot")
     return facts.get("host") == node_name() and boot == facts.get("boot", boot)
 
 
 def _ended(facts: Mapping[str, Any]) -> bool:
-    """Return whether a holder's process on this machine has ended; False if in another pid namespace."""
+    """Return whether a holder's process on this machine has ended; False if it is in another pid namespace."""
     own, pid = _this_process(), facts.get("pid")
     if not own or own["pids"] != facts.get("pids") or not isinstance(pid, int) or pid <= 0:
         return False

@@ -1,7 +1,8 @@
-"""Passes by held-out prompt at each evaluation of a run: a line each in `passes.jsonl`, beside the journal.
+"""Results per held-out prompt at each evaluation of a run: one line each in `passes.jsonl`, next to the journal.
 
-The journal has the mean; two runs that were evaluated on the same prompts can be compared prompt by prompt with this.
-Evaluations that a resume made void stay in the file, and count where the journal has their step and no later line does.
+The journal has only the mean; with these, two runs that were evaluated on the same prompts can be compared prompt by
+prompt. Evaluations that a resume made void stay in the file. They count if the journal has their step and there is no
+later line for it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ PASSES_FILE = "passes.jsonl"
 
 @dataclass(frozen=True)
 class Passes:
-    """Passes by prompt of one evaluation of one held-out set.
+    """Results per prompt of one evaluation of one held-out set.
 
     Attributes:
-        prompts: digest of the set's prompts in their order; two runs can be paired where it is the same.
+        prompts: digest of the set's prompts, in order; two runs can be paired if it is equal.
         passed: number of completions that passed, by prompt, (n,).
         scored: number of completions that could be graded, by prompt, (n,).
     """
@@ -33,23 +34,23 @@ class Passes:
 
 def digest(prompts: Iterable[tuple[str, object]]) -> str:
     """Return a digest of prompts and their answers, in order, as 16 hexadecimal digits."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for text, answer in prompts:
-        found.update(repr((text, answer)).encode())
-    return found.hexdigest()[:16]
+        sha.update(repr((text, answer)).encode())
+    return sha.hexdigest()[:16]
 
 
 def write_passes(run_dir: Path, step: int, sets: Mapping[str, Passes]) -> None:
-    """Append an evaluation of the weights of `step`, one line for each held-out set."""
+    """Append an evaluation of the weights of `step`, one line per held-out set."""
     entries = [
-        {"step": step, "set": name, "prompts": each.prompts, "passed": each.passed, "scored": each.scored}
-        for name, each in sets.items()
+        {"step": step, "set": name, "prompts": passes.prompts, "passed": passes.passed, "scored": passes.scored}
+        for name, passes in sets.items()
     ]
     append_lines(run_dir / PASSES_FILE, entries, checksum=True)
 
 
 def read_passes(run_dir: Path, name: str, steps: Sequence[int]) -> dict[int, Passes]:
-    """Read the evaluations of one held-out set, by step; empty if the run kept none, as earlier versions did.
+    """Read the evaluations of one held-out set, by step; empty if the run recorded none, like earlier versions.
 
     Args:
         run_dir: the run's folder.
@@ -60,11 +61,11 @@ def read_passes(run_dir: Path, name: str, steps: Sequence[int]) -> dict[int, Pas
         raw = (run_dir / PASSES_FILE).read_bytes()
     except OSError:
         return {}
-    wanted, found = set(steps), {}
+    wanted, by_step = set(steps), {}
     for entry in parse_lines(raw):
         if entry.get("set") != name or entry.get("step") not in wanted:
             continue
         passed, scored = entry.get("passed"), entry.get("scored")
         if isinstance(passed, list) and isinstance(scored, list) and len(passed) == len(scored):
-            found[entry["step"]] = Passes(str(entry.get("prompts")), tuple(passed), tuple(scored))
-    return found
+            by_step[entry["step"]] = Passes(str(entry.get("prompts")), tuple(passed), tuple(scored))
+    return by_step

@@ -16,15 +16,16 @@ _TAIL_BYTES = 65536
 
 
 def is_done(run_dir: Path, steps: int, run: str) -> bool:
-    """Return whether the run has reached its budget, or ended for good before it, by the last lines of its journal.
+    """Return whether the run reached its budget, or ended for good before it, judging by its journal's last lines.
 
-    Read from the end: a journal of a long run has many megabytes, and a run that goes on after an `end` records a
-    `resume` first. A run that has ended is done although a line before is broken; `trouble` names such a line.
+    It is read from the end, because the journal of a long run has many megabytes; a run that continues after an `end`
+    first records a `resume`. A run that has ended is done even if an earlier line is broken; `trouble` reports such a
+    line.
 
     Args:
         run_dir: the run's folder.
-        steps: its budget in optimizer steps.
-        run: its identity, which the journal's header must have: a folder may hold another run's journal.
+        steps: the run's budget in optimizer steps.
+        run: the run's identity, which the header must have: the folder may contain another run's journal.
     """
     if header_of(run_dir).get("run") != run:
         return False
@@ -32,7 +33,7 @@ def is_done(run_dir: Path, steps: int, run: str) -> bool:
     for entry in _from_end(run_dir):
         kind = None if entry is None else entry.get("kind")
         if not finished and (entry is None or kind in ("train", "eval")):
-            return False  # damaged, or it goes on
+            return False  # damaged, or continuing
         if entry is None:
             broken = True
         elif kind == "end" and not finished:
@@ -49,16 +50,16 @@ def is_done(run_dir: Path, steps: int, run: str) -> bool:
             if kind == "resume":
                 if not finished:
                     return False
-                # Read backwards: a resume voids the records of later steps that stand before it in the file.
+                # Reading backwards: a resume voids records of later steps that come before it in the file.
                 void_after = min(void_after, step)
             elif step <= void_after:
-                # Those before it have no larger one; only the broken line may have had.
+                # Earlier valid records have smaller steps; only the broken line may have had a larger one.
                 return (max(step, end) if broken and isinstance(end, int) else step) >= steps
     return False
 
 
 def trouble(run_dir: Path, run: str) -> str | None:
-    """Describe damage of a member's journal, or its belonging to another run; None if it is fine or not there yet."""
+    """Describe damage of a member's journal, or that it is another run's; None if it is fine or does not exist yet."""
     try:
         read_journal(run_dir)
         return _foreign(run_dir, run)
@@ -67,13 +68,13 @@ def trouble(run_dir: Path, run: str) -> str | None:
 
 
 def looks_whole(run_dir: Path) -> bool:
-    """Return whether all lines look like records and have valid checksums; faster than parsing the journal."""
+    """Return whether all lines look like records and have valid checksums; faster than parsing."""
     try:
         raw = (run_dir / JOURNAL_FILE).read_bytes()
     except OSError:
         return True
     begins = raw.count(b'\n{"kind":') + raw.startswith(b'{"kind":')
-    # One more begins than ends where the last line is torn, or still being written.
+    # There is one more beginning than line ends if the last line is torn or still being written.
     if raw.count(b"\n") != raw.count(b"}\n") or begins - raw.count(b"\n") not in (0, 1):
         return False
     return not any(map(has_wrong_checksum, raw.split(b"\n")))
@@ -83,15 +84,14 @@ def check_own(run_dir: Path, run: str) -> None:
     """Check that the journal in a member's directory is the member's own.
 
     Raises:
-        UserError: it is another run's, or has lost the line that says whose: it must be neither taken for this one's
-            nor written over.
+        UserError: it is another run's, or has lost its header: it must be neither used for this run nor overwritten.
     """
     if _has_begun(run_dir) and (foreign := _foreign(run_dir, run)) is not None:
         raise UserError(foreign)
 
 
 def _has_begun(run_dir: Path) -> bool:
-    """Return whether the journal has a whole first line, or a broken one with others after it."""
+    """Return whether the journal has a complete first line, or a broken one with others after it."""
     try:
         with (run_dir / JOURNAL_FILE).open("rb") as handle:
             first, second = handle.readline(), handle.readline()
@@ -102,12 +102,12 @@ def _has_begun(run_dir: Path) -> bool:
 
 def _foreign(run_dir: Path, run: str) -> str | None:
     header, path = header_of(run_dir), run_dir / JOURNAL_FILE
-    theirs = header.get("run")
-    if theirs == run:
+    owner = header.get("run")
+    if owner == run:
         return None
-    if theirs is None:
+    if owner is None:
         return f"{path}, line 1: no header that says whose journal it is; restore the line, or move the file away"
-    return f"{path}: the journal of another run, {theirs}, in the folder of {run}; move it away, and try again"
+    return f"{path}: the journal of another run, {owner}, in the folder of {run}; move it away, and try again"
 
 
 def how_it_failed(run_dir: Path) -> str | None:
@@ -117,13 +117,13 @@ def how_it_failed(run_dir: Path) -> str | None:
 
 
 def why_final(run_dir: Path) -> str | None:
-    """Return why a run is finished before its budget and cannot be continued; None of any other run."""
+    """Return why a run finished before its budget and cannot be continued; None for any other run."""
     end = _end_of(run_dir)
     return str(end.get("reason")) if end.get("status") == "finished" and end.get("final") is True else None
 
 
 def _end_of(run_dir: Path) -> Mapping[str, Any]:
-    """Return the journal's `end` record; empty if the run has not ended, or goes on after it."""
+    """Return the journal's `end` record; empty if the run has not ended, or continued after it."""
     for entry in _from_end(run_dir):
         if entry is None or entry.get("kind") in ("train", "eval", "resume", "attempt"):
             break
@@ -133,7 +133,7 @@ def _end_of(run_dir: Path) -> Mapping[str, Any]:
 
 
 def header_of(run_dir: Path) -> Mapping[str, Any]:
-    """Return the header record in the journal's first line; empty if there is none, or it is damaged."""
+    """Return the header record in the journal's first line; empty if it is missing or damaged."""
     try:
         with (run_dir / JOURNAL_FILE).open("rb") as handle:
             first = parse_line(handle.readline())
@@ -143,7 +143,7 @@ def header_of(run_dir: Path) -> Mapping[str, Any]:
 
 
 def _from_end(run_dir: Path, most_bytes: int | None = None) -> Iterator[Mapping[str, Any] | None]:
-    """Yield a journal's entries, the newest first, None for a damaged line; a torn end is skipped."""
+    """Yield a journal's entries, the newest first; None for a damaged line; a torn end is skipped."""
     try:
         with (run_dir / JOURNAL_FILE).open("rb") as handle:
             entries = (parse_line(line) for line in lines_from_end(handle, most_bytes))
@@ -153,7 +153,7 @@ def _from_end(run_dir: Path, most_bytes: int | None = None) -> Iterator[Mapping[
 
 
 def journal_or_none(run_dir: Path) -> JournalView | None:
-    """Read the journal; return None if there is none yet or it cannot be read."""
+    """Read the journal; return None if it does not exist yet or cannot be read."""
     try:
         return read_journal(run_dir)
     except JournalError:
@@ -168,16 +168,16 @@ def written(run_dir: Path) -> tuple[int, int]:
 
 
 def why_failed(run_dir: Path, fallback: str, earlier: tuple[int, int] = (0, 0)) -> str:
-    """Return the reason of a failure: the journal's if there is one, else the log's last line, else `fallback`.
+    """Return the reason of a failure: from the journal if it has one, else the log's last line, else `fallback`.
 
     Args:
         run_dir: the member's folder.
-        fallback: text on how its process ended, such as "exit code 1".
-        earlier: `written` before the process started, so that the reason of an earlier attempt is not taken for its.
+        fallback: description of how the process ended, such as "exit code 1".
+        earlier: `written` before the process started, so that an earlier attempt's reason is not used.
     """
-    spoke = written(run_dir)[0] != earlier[0]
-    if spoke and (said := how_it_failed(run_dir)):
-        return said
+    has_written = written(run_dir)[0] != earlier[0]
+    if has_written and (reason := how_it_failed(run_dir)):
+        return reason
     log = ""
     try:
         with (run_dir / LOG_FILE).open("rb") as handle:
@@ -186,29 +186,29 @@ def why_failed(run_dir: Path, fallback: str, earlier: tuple[int, int] = (0, 0)) 
     except OSError:
         pass
     lines = [line for line in log.splitlines() if line.strip()]
-    # The last line of a process that was killed is what it did, not why it ended.
+    # The last line of a killed process shows what it was doing, not why it ended.
     if lines and not fallback.startswith("killed"):
         return lines[-1].strip()[:500]
     return fallback
 
 
 def last_metrics(run_dir: Path, tail_bytes: int = _TAIL_BYTES) -> dict[str, float]:
-    """Return the newest metrics in the last `tail_bytes` of the journal: of its evaluation, of trainer and engines.
+    """Return the newest metrics in the last `tail_bytes` of the journal: evaluation, trainer and engines.
 
-    `step` is the newest; empty without any.
+    `step` is the newest step. Empty without any record.
     """
-    found: dict[str, float] = {}
+    newest: dict[str, float] = {}
     measured = False
     for entry in _from_end(run_dir, tail_bytes):
         if entry is None or entry.get("kind") not in ("train", "eval"):
             continue
         step, metrics = finite(entry.get("step")), entry.get("metrics")
         if step is None or not isinstance(metrics, Mapping):
-            continue  # no record of ours, or a damaged one: whoever reads the whole journal names it
-        found.setdefault("step", step)
+            continue  # not our record, or damaged: reading the whole journal reports it
+        newest.setdefault("step", step)
         if not measured:
-            found |= {key: value for key, value in metrics.items() if key.startswith("live/")}
+            newest |= {key: value for key, value in metrics.items() if key.startswith("live/")}
         measured = True
         if entry["kind"] == "eval":
-            return found | {key: value for key, value in metrics.items() if key.startswith("eval/")}
-    return found
+            return newest | {key: value for key, value in metrics.items() if key.startswith("eval/")}
+    return newest

@@ -1,14 +1,14 @@
-"""Code provenance of a run, so that a resume with other code is noticed and reported.
+"""Code provenance of a run, so that a resume with different code is noticed and reported.
 
-A journal's header and each of its `resume` records hold these facts under "code":
+A journal's header and each of its `resume` records store these facts under "code":
 
     {"commit": "1f0c...", "diff": "9ac1..." | null, "files": "77ab...",
      "folders": {"/shared/mine": "01de..."}, "versions": {"python": "3.11.2", "torch": "2.13.0", ...}}
 
-`files` decides whether the code is the same: the digest of every Python file of the packages as they lie there, tracked
-or not, in a checkout or installed. `commit` and `diff` (of those packages; null without changes) name it where there is
-a checkout. `folders` are the user's own folders and files that a configuration names; of these, too, Python files
-only: configuration is frozen with the run.
+`files` decides whether the code is the same: it is the digest of every Python file of the packages on disk, tracked or
+not, in a checkout or installed. In a checkout, `commit` and `diff` (of those packages; null without changes) identify
+the code. `folders` are the user's own folders and files that a configuration names, also by their Python files only:
+configuration is frozen with the run.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("lightning_scalerl", "sweeps", "hydra_plugins")
-# What decides results besides our own code.
+# Packages besides our own code that affect results.
 PACKAGES = ("torch", "lightning", "transformers", "numpy", "vllm")
 ABSENT = "not installed"
-# Of one of the user's folders; a home directory is no folder of choices.
+# Limit for one of the user's folders; a home directory is probably named by mistake.
 MOST_FILES = 2000
 TOO_MANY = f"more than {MOST_FILES} Python files: not looked at"
 _LIBRARIES = ("__pycache__", "node_modules", "site-packages")
-# `launch.ledger` and `executor.slurm.submission` name them so.
+# Names of a study's outputs, as in `launch.ledger` and `executor.slurm.submission`.
 _STUDYS_FILE, _STUDYS_FOLDERS = "ledger.jsonl", ("runs", "jobs")
 _NAMED_FILE = re.compile(r"(.+\.py)(?::[\w.]+)?")
 
 
 def own_files(root: Path | None = None) -> str:
-    """Return the digest of our packages' Python files as they are on disk."""
+    """Return the digest of our packages' Python files on disk."""
     root = root or ROOT
     return _digest(root, [root / package for package in OURS])
 
@@ -48,13 +48,13 @@ def own_files(root: Path | None = None) -> str:
 def code_facts(
     named: Iterable[str | Path] = (), imported: str | None = None, root: Path | None = None
 ) -> dict[str, Any]:
-    """Return the current code provenance; takes some tens of milliseconds.
+    """Return the current code provenance; takes tens of milliseconds.
 
     Args:
-        named: the user's own folders, and Python files of theirs that the configuration names.
-        imported: `own_files` at the time when this process imported our packages; None if they are unchanged. If they
-            have changed since, the process still runs the imported code, and no commit is recorded for it.
-        root: folder that holds our packages; None for that of this file.
+        named: the user's own folders, and their Python files that the configuration names.
+        imported: `own_files` when this process imported our packages; None if unchanged. If the files have changed
+            since, the process still runs the imported code, so no commit is recorded.
+        root: folder that contains our packages; None for that of this file.
     """
     root = root or ROOT
     files = own_files(root)
@@ -69,22 +69,22 @@ def code_facts(
 
 
 def code_changes(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Describe how two provenance records differ; empty where one of them is not known.
+    """Describe how two provenance records differ; empty if one of them is unknown.
 
-    Another commit with the same files is the same code.
+    A different commit with the same files is the same code.
     """
     if not isinstance(before, Mapping) or not isinstance(after, Mapping):
         return ()
     changes = []
     if before.get("files") != after.get("files"):
         for key, name in (("commit", "commit"), ("diff", "uncommitted changes")):
-            one, other = before.get(key), after.get(key)
-            if one != other:
-                changes.append(f"{name} {_brief(one)} -> {_brief(other)}")
+            old_value, new_value = before.get(key), after.get(key)
+            if old_value != new_value:
+                changes.append(f"{name} {_brief(old_value)} -> {_brief(new_value)}")
         if not changes:
             changes.append(f"files of the package {_brief(before.get('files'))} -> {_brief(after.get('files'))}")
     old, new = _mapping(before.get("folders")), _mapping(after.get("folders"))
-    # By content: a folder under another path on this node is the same folder.
+    # Compare contents: the same folder may have another path on this node.
     for path in sorted(path for path in new if new[path] not in old.values()):
         changes.append(f"{path} {_brief(old.get(path))} -> {_brief(new[path])}")
     for path in sorted(path for path in old if path not in new and old[path] not in new.values()):
@@ -95,26 +95,26 @@ def code_changes(before: Mapping[str, Any] | None, after: Mapping[str, Any] | No
 
 
 def said(changes: Sequence[str]) -> str:
-    """Join changes into one line, the first six of them."""
+    """Join changes into one line; only the first six are listed."""
     shown = [str(change) for change in changes[:6]]
     return ", ".join([*shown, *([f"and {len(changes) - 6} more"] if len(changes) > 6 else [])])
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """Return the versions of Python and of packages by name, without importing them."""
-    from importlib.metadata import PackageNotFoundError, version  # slow for those who ask for no versions
+    from importlib.metadata import PackageNotFoundError, version  # slow to import
 
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for package in packages:
         try:
-            found[package] = version(package)
+            result[package] = version(package)
         except PackageNotFoundError:
-            found[package] = ABSENT
-    return found
+            result[package] = ABSENT
+    return result
 
 
 def files_named(config: Any) -> list[str]:
-    """Return the existing Python files that a configuration names, as `folder/rewards.py[:function]`."""
+    """Return the existing Python files that a configuration names, like `folder/rewards.py[:function]`."""
     if isinstance(config, Mapping):
         return sorted({name for value in config.values() for name in files_named(value)})
     if isinstance(config, list | tuple):
@@ -128,7 +128,7 @@ def files_named(config: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Checkout:
-    """A checkout's commit, and the diff of its working tree to it."""
+    """A checkout's commit, and the diff of its working tree from that commit."""
 
     commit: str
     diff: str
@@ -138,34 +138,34 @@ def checkout(root: Path | None = None, only: Sequence[str] = ()) -> Checkout | N
     """Return the git checkout of our code; None if there is none (installed by pip), or git fails.
 
     Args:
-        root: where our packages lie.
-        only: folders in there whose changes count; all of the working tree if not given.
+        root: folder that contains our packages.
+        only: folders in it whose changes count; by default the whole working tree.
     """
     root = root or ROOT
-    # Somebody else's repository may lie around an environment that we are installed in.
+    # The environment that we are installed in may be inside another repository: check that git tracks our code.
     if git(root, "ls-files", "--error-unmatch", "--", "sweeps") is None:
         return None
     commit = git(root, "rev-parse", "HEAD")
-    there = [package for package in only if (root / package).exists()]
-    diff = _diff(root, *(["--", *there] if there else []))
+    existing = [package for package in only if (root / package).exists()]
+    diff = _diff(root, *(["--", *existing] if existing else []))
     return None if commit is None or diff is None else Checkout(commit.strip(), diff)
 
 
 def _diff(root: Path, *places: str) -> str | None:
-    """Return the diff of the working tree to its commit, made with a copy of the index; None if git fails.
+    """Return the diff of the working tree from its commit, computed on a copy of the index; None if git fails.
 
-    `git diff` locks and rewrites the index, whatever it is told, so it gets a copy: hundreds of jobs may ask at once,
-    and the user may be about to commit. The copy keeps the index's time, so that git compares by content the files that
-    were changed in the second in which the index was written, and not only by size and time.
+    `git diff` always locks and rewrites the index. It gets a copy, because hundreds of jobs may run it at once, and the
+    user may be about to commit. The copy keeps the index's modification time, so that files changed in the same second
+    are compared by content and not only by size and time.
     """
     where = git(root, "rev-parse", "--git-path", "index")
     if where is None:
         return None
     try:
         with TemporaryDirectory() as scratch:
-            own = Path(scratch) / "index"
-            shutil.copy2(root / where.strip(), own)
-            return git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", *places, index=own)
+            index_copy = Path(scratch) / "index"
+            shutil.copy2(root / where.strip(), index_copy)
+            return git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", *places, index=index_copy)
     except OSError:
         return None
 
@@ -173,7 +173,7 @@ def _diff(root: Path, *places: str) -> str | None:
 def git(root: Path, *arguments: str, index: Path | None = None) -> str | None:
     """Run git and return its stdout; None if it fails or is not installed. `index` replaces the checkout's index."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", "-C", str(root), *arguments],
             env=None if index is None else {**os.environ, "GIT_INDEX_FILE": str(index)},
             capture_output=True,
@@ -183,7 +183,7 @@ def git(root: Path, *arguments: str, index: Path | None = None) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return process.stdout if process.returncode == 0 else None
 
 
 # --- files ------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def git(root: Path, *arguments: str, index: Path | None = None) -> str | None:
 
 def _digest(root: Path, places: Iterable[Path]) -> str:
     """Return the digest of the Python files below some places: their names relative to `root`, and their contents."""
-    whole = hashlib.sha256()
+    sha = hashlib.sha256()
     count = 0
     for place in places:
         for path in _python_files(place):
@@ -202,14 +202,14 @@ def _digest(root: Path, places: Iterable[Path]) -> str:
                 content = hashlib.sha256(path.read_bytes()).hexdigest()
             except OSError:
                 content = "unreadable"
-            whole.update(f"{path.relative_to(root)} {content}\n".encode(errors="surrogateescape"))
-    return whole.hexdigest()[:12]
+            sha.update(f"{path.relative_to(root)} {content}\n".encode(errors="surrogateescape"))
+    return sha.hexdigest()[:12]
 
 
 def _python_files(place: Path) -> Iterator[Path]:
     """Yield the Python files below a folder, in order, or the file itself.
 
-    Hidden folders, environments and what a study has written, perhaps thousands of folders, are skipped.
+    Hidden folders, environments and the outputs of a study (perhaps thousands of folders) are skipped.
     """
     if place.is_file():
         yield place

@@ -1,7 +1,7 @@
-"""Repair of a journal with a broken line in its middle: it is cut there, and the run resumes from before it.
+"""Repair of a journal with a broken line in its middle: it is cut there, and the run resumes from before.
 
-A disk that lost a block, an editor, a copy that was cut: the records behind the broken line may be sound, but without
-the lost one they are a curve with a hole. The damaged file is kept beside the journal.
+The cause may be a lost disk block, an editor, or a truncated copy. Records after the broken line may be intact, but
+without the lost one they form a curve with a hole. The damaged file is kept next to the journal.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Break:
 
     Attributes:
         path: path of the journal.
-        line: number, from 1, of the first line that is no record.
-        step: step of the newest checkpoint that the records before that line cover, -1 for none; the run must not be
+        line: number, from 1, of the first line that is not a record.
+        step: step of the newest checkpoint covered by the records before that line, -1 for none; the run must not be
             resumed from a later one.
         why: the journal's own error message.
-        metrics: metrics of the newest record of all, from which the lost compute is counted.
+        metrics: metrics of the newest record in the whole file, from which the lost compute is counted.
     """
 
     path: Path
@@ -41,12 +41,12 @@ class Break:
 
 
 def find_break(run_dir: Path) -> Break | None:
-    """Find the first broken line of a run's journal; None if it is whole, or has not begun.
+    """Find the first broken line of a run's journal; None if it is intact, or not begun.
 
-    A torn line at the end does not count, for the next writer cuts it off.
+    A torn line at the end does not count: the next writer cuts it off.
 
     Raises:
-        JournalError: it is the header that is broken, so nobody knows whose journal it is.
+        JournalError: the header is broken, so it is unknown whose journal it is.
         OSError: the file cannot be read.
     """
     path = run_dir / JOURNAL_FILE
@@ -54,43 +54,44 @@ def find_break(run_dir: Path) -> Break | None:
         lines, _ = whole_lines(path.read_bytes())
     except FileNotFoundError:
         return None
-    before = Reading(path)
+    reading = Reading(path)
     why = None
     for line in lines:
         try:
-            before.take(parse_line(line))
+            reading.take(parse_line(line))
         except JournalError as error:
-            why = f"{path}, line {before.lines + 1}: not a journal record ({error.__cause__})"
+            why = f"{path}, line {reading.lines + 1}: not a journal record ({error.__cause__})"
             break
     if why is None:
         return None
-    if before.lines == 0:
+    if reading.lines == 0:
         raise JournalError(f"{why}, so nobody knows whose journal it is; restore the line, or move the file away")
-    view = before.view()
-    behind = [entry for line in lines[before.lines + 1 :] if (entry := parse_line(line)) is not None]
-    records = [entry for entry in behind if _step(entry) is not None and isinstance(entry.get("metrics"), Mapping)]
-    # Behind the break, too: the run loses these records, but their compute was spent, and is counted as lost.
+    view = reading.view()
+    later = [entry for line in lines[reading.lines + 1 :] if (entry := parse_line(line)) is not None]
+    records = [entry for entry in later if _step(entry) is not None and isinstance(entry.get("metrics"), Mapping)]
+    # Include records after the break: the run loses them, but their compute was spent and is counted as lost.
     newest = max([*records, *({"step": r.step, "metrics": r.metrics} for r in view.records)], key=_newest, default={})
     step = -1 if view.checkpoint_step is None else view.checkpoint_step
-    for entry in behind:
-        # What was gone back behind later was made again: checkpoints from there on need not fit what is before.
+    for entry in later:
+        # Steps before which the run later resumed were repeated: checkpoints from there on may not match the kept
+        # records.
         at = _step(entry)
         if at is not None and entry.get("kind") in ("resume", "eval", "train"):
             step = min(step, at - 1 if entry["kind"] == "train" else at)
-    return Break(path, before.lines + 1, max(step, -1), why, _numbers(newest.get("metrics", {})))
+    return Break(path, reading.lines + 1, max(step, -1), why, _numbers(newest.get("metrics", {})))
 
 
 def mend(found: Break) -> Path:
-    """Copy the damaged journal aside, cut the journal off before the break, and return the copy's path.
+    """Copy the damaged journal, cut the journal off before the break, and return the copy's path.
 
-    Checkpoints beyond `found.step` must be out of the way before: a process that is killed here, or right after, would
-    leave nothing that forbids them.
+    Checkpoints beyond `found.step` must be removed first: if the process is killed here, or right after, nothing else
+    would prevent their use.
 
     Raises:
-        OSError: it could not be written; the journal is as it was.
+        OSError: a file could not be written; the journal is unchanged.
     """
     raw = found.path.read_bytes()
-    # The copy before the cut: a process killed in between leaves the journal as it was, and the copy is used again.
+    # Copy before cutting: if the process is killed in between, the journal is unchanged and the copy is reused.
     kept = _keep(found.path, raw)
     entry = {
         "kind": "mended",
@@ -100,10 +101,10 @@ def mend(found: Break) -> Path:
         "kept": kept.name,
         "metrics": dict(found.metrics),
     }
-    before = b"".join(line + b"\n" for line in raw.split(b"\n")[: found.line - 1])
+    intact = b"".join(line + b"\n" for line in raw.split(b"\n")[: found.line - 1])
     unfinished = found.path.with_name(f".{found.path.name}.mended")
     try:
-        _write(unfinished, before + dump_line(entry, checksum=True), "wb")
+        _write(unfinished, intact + dump_line(entry, checksum=True), "wb")
         unfinished.rename(found.path)
     except OSError:
         unfinished.unlink(missing_ok=True)
@@ -112,7 +113,7 @@ def mend(found: Break) -> Path:
 
 
 def _keep(path: Path, raw: bytes) -> Path:
-    """Write a copy that overwrites no other; an equal one, left by a process that was killed, is used instead."""
+    """Write a copy without overwriting others; an identical copy, left by a killed process, is reused."""
     number = 1
     while True:
         copy = path.with_name(DAMAGED_FILE.format(number))
@@ -137,7 +138,7 @@ def _write(path: Path, raw: bytes, mode: Literal["wb", "xb"]) -> None:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, given in metrics.items() if (value := finite(given)) is not None}
+    return {name: value for name, number in metrics.items() if (value := finite(number)) is not None}
 
 
 def _step(entry: Mapping[str, Any]) -> int | None:

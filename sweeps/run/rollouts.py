@@ -1,4 +1,4 @@
-"""Stored rollouts of a run for inspection: whole groups, sampled now and then, a line each in `rollouts.jsonl`."""
+"""Stored rollouts of a run for inspection: whole groups, sampled occasionally, one per line in `rollouts.jsonl`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STEP = re.compile(rb'\{\s*"step":\s*(\d+)')
 
 # {"step", "admission", "prompt_id", "source", "difficulty", "prompt", "answer", "rollouts": [{"completion", "reward",
 # "grade", "correct", "outcome", "parts", "extra", "finish_reason", "tokens", "ids", "forced", "versions": [[version,
-# tokens], ...]}]}. `reward` is what was trained on, `grade` the verifier's own, `tokens` how many `ids` there are.
+# tokens], ...]}]}. `reward` is the training reward, `grade` the verifier's, `tokens` the number of `ids`.
 Group = dict[str, Any]
 
 
@@ -40,7 +40,7 @@ def cut_groups(run_dir: Path, step: int, guard: Callable[[], None]) -> None:
 
 
 def read_groups(run_dir: Path) -> list[Group]:
-    """Read all stored groups of a run, in order of writing.
+    """Read all stored groups of a run, in the order written.
 
     Raises:
         UserError: the file cannot be read.
@@ -57,16 +57,16 @@ def read_groups(run_dir: Path) -> list[Group]:
 
 
 def kept_steps(run_dir: Path) -> list[int]:
-    """Return the steps of which a run keeps rollouts, in order; none if it keeps none that can be read.
+    """Return the steps for which a run stores rollouts, in order; empty if none can be read.
 
     Only the beginning of each line is read: `step` is its first field.
     """
     try:
         with (run_dir / ROLLOUTS_FILE).open("rb") as lines:
-            found = [_STEP.match(line) for line in lines]
+            matches = [_STEP.match(line) for line in lines]
     except OSError:
         return []
-    return sorted({int(match.group(1)) for match in found if match})
+    return sorted({int(match.group(1)) for match in matches if match})
 
 
 @dataclass(frozen=True)
@@ -79,38 +79,40 @@ class Shown:
     prompt_id: str
     prompt: str
     answer: str
-    written: Sequence[tuple[str, str]]  # what became of it, and the text
+    written: Sequence[tuple[str, str]]  # (outcome, text) of each
 
 
 def a_few(runs: Iterable[tuple[str, Path]], most: int = 4, characters: int = 700) -> list[Shown]:
-    """Pick one group per recipe: of its first run with rollouts the last group with differing rewards, else the last.
+    """Pick one group per recipe: in its first run with rollouts, the last group whose rewards differ, else the last.
 
     Args:
         runs: pairs of a recipe's label and the folder of one of its runs.
         most: largest number of recipes.
-        characters: length to which a text is shortened, to its beginning and its end.
+        characters: length to which a text is shortened, keeping its beginning and end.
     """
-    found: dict[str, Shown] = {}
+    by_recipe: dict[str, Shown] = {}
     for recipe, run_dir in runs:
-        if recipe in found or len(found) == most or not (run_dir / ROLLOUTS_FILE).is_file():
+        if recipe in by_recipe or len(by_recipe) == most or not (run_dir / ROLLOUTS_FILE).is_file():
             continue
         groups = [group for group in read_groups(run_dir) if group["rollouts"]]
         if not groups:
             continue
-        differing = [group for group in groups if len({each["reward"] for each in group["rollouts"]}) > 1]
+        differing = [group for group in groups if len({rollout["reward"] for rollout in group["rollouts"]}) > 1]
         group = (differing or groups)[-1]
-        ordered = sorted(group["rollouts"], key=lambda each: (each["reward"] is None, -(each["reward"] or 0.0)))
+        ordered = sorted(
+            group["rollouts"], key=lambda rollout: (rollout["reward"] is None, -(rollout["reward"] or 0.0))
+        )
         ends = ordered if len(ordered) == 1 else [ordered[0], ordered[-1]]
-        found[recipe] = Shown(
+        by_recipe[recipe] = Shown(
             recipe,
             run_dir.name,
             int(group["step"]),
             str(group["prompt_id"]),
             _cut(str(group["prompt"]), characters),
             _cut(str(group["answer"]), characters),
-            [(_became(each), _cut(str(each["completion"]), characters)) for each in ends],
+            [(_became(rollout), _cut(str(rollout["completion"]), characters)) for rollout in ends],
         )
-    return list(found.values())
+    return list(by_recipe.values())
 
 
 def _became(rollout: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
-"""Facts that a SLURM job tells its processes: ids, ranks, restarts, tasks. No other module reads `SLURM_*`.
+"""Facts about the current SLURM job: ids, ranks, restarts, tasks. No other module reads `SLURM_*`.
 
-Ids and ranks are submitit's to know. What it does not know is read here: how often a job was restarted, its node by
-SLURM's own name, and the numbers of one `srun`, which differ from those of the job. `sweeps.executor.slurm` names
-such variables too, in batch scripts and where it clears them away.
+submitit provides ids and ranks. This module reads the others: the number of restarts, the node's name in SLURM, and
+the numbers of the current `srun` step, which differ from those of the job. `sweeps.executor.slurm` uses such variables
+only in batch scripts, and where it removes them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @cache
 def _environment() -> SlurmJobEnvironment:
-    """Return submitit's view of the job, also for one that it has not started.
+    """Return submitit's view of the job, also if submitit did not start it.
 
     Raises:
-        UserError: submitit is not installed: scalerl-curves comes without it.
+        UserError: submitit is not installed; scalerl-curves does not include it.
     """
     require("submitit", "SLURM_JOB_ID: a process inside a SLURM job", "submitit")
-    from submitit.slurm.slurm import SlurmJobEnvironment  # late: it takes a tenth of a second to import
+    from submitit.slurm.slurm import SlurmJobEnvironment  # imported late: it takes a tenth of a second
 
     return SlurmJobEnvironment()
 
@@ -55,7 +55,7 @@ def rank() -> int:
 
 
 def submission_folder() -> Path:
-    """Return the folder from which submitit has started this job."""
+    """Return the folder from which submitit started this job."""
     return Path(_environment().paths.folder)
 
 
@@ -65,18 +65,18 @@ def restart_count() -> int:
 
 
 def node_name() -> str:
-    """Return this machine's name, as SLURM calls it if it does: a container may have a hostname of its own."""
+    """Return this machine's name, SLURM's if it has one: a container may have its own hostname."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def length_s() -> float | None:
-    """Return the seconds from start to limit of this job, by slurmctld's clock; None where SLURM does not say."""
+    """Return the seconds from this job's start to its limit, by slurmctld's clock; None if SLURM does not tell."""
     start, end = (os.environ.get(f"SLURM_JOB_{name}_TIME") for name in ("START", "END"))
     return float(end) - float(start) if start and end else None
 
 
 def identity() -> dict[str, str | None]:
-    """Return job, restart and step of this process, equal for all ranks that one `srun` started; empty outside."""
+    """Return job, restart and step of this process, equal for all ranks of one `srun`; empty outside of SLURM."""
     if not inside():
         return {}
     return {
@@ -87,7 +87,7 @@ def identity() -> dict[str, str | None]:
 
 
 def step_name() -> str:
-    """Return a name for this start of this step, to tell its ranks from those of another that got the same port."""
+    """Return a name for this start of this step, which separates its ranks from others that got the same port."""
     return "/".join(os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
 
 
@@ -97,7 +97,7 @@ def step_numbers() -> tuple[int, int]:
 
 
 def step_tasks() -> int:
-    """Return the number of tasks that one `srun` started with this one; 1 in a batch script, 0 without SLURM."""
+    """Return the number of tasks in this `srun`; 1 in a batch script, 0 without SLURM."""
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) if inside() else 0
 
 
@@ -107,7 +107,7 @@ def step_nodes() -> int:
 
 
 def tasks_of_nodes() -> str:
-    """Return the tasks of each node as SLURM writes them: "2(x3),1" are 2 on each of three nodes and 1 on a fourth."""
+    """Return the tasks per node as SLURM writes them: "2(x3),1" is 2 on each of three nodes and 1 on a fourth."""
     return os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or ""
 
 
@@ -117,14 +117,14 @@ def evenly_spread() -> bool:
 
 
 def gpus_of_node() -> int:
-    """Return the number of GPUs that this job has on each node, by what it asked for; 0 if for none."""
-    # Such as 4, or a100:4; of a step, else of the job.
+    """Return the number of GPUs that this job requested on each node; 0 if none."""
+    # Written as 4 or a100:4; that of the step, else of the job.
     listed = os.environ.get("SLURM_GPUS_PER_NODE") or os.environ.get("SLURM_GPUS_ON_NODE") or "0"
     return int(listed.rpartition(":")[2])
 
 
 def put_step_for_job(tasks: int, nodes: int) -> None:
-    """Replace the job's numbers in the environment by its step's, for a library that reads the former."""
+    """Replace the job's numbers in the environment by its step's, for a library that reads the job's."""
     os.environ["SLURM_NTASKS"] = str(tasks)
     os.environ["SLURM_NNODES"] = str(nodes)
     os.environ["SLURM_NTASKS_PER_NODE"] = str(tasks // nodes)
@@ -136,13 +136,13 @@ def nodes_of_job() -> list[str]:
 
 
 def nodes_of_step() -> list[str]:
-    """Return the names of the nodes that one `srun` started tasks on with this one; this node's in a batch script."""
+    """Return the names of the nodes of this `srun` step; this node's name in a batch script."""
     return _names(os.environ.get("SLURM_STEP_NODELIST") or node_name())
 
 
 def _names(listed: str) -> list[str]:
-    """Return the nodes of a list as SLURM writes it, such as n[1-3]."""
-    found = subprocess.run(
+    """Return the names in a node list as SLURM writes it, such as n[1-3]."""
+    process = subprocess.run(
         ["scontrol", "show", "hostnames", listed], capture_output=True, text=True, timeout=60, check=True
     )
-    return found.stdout.split()
+    return process.stdout.split()

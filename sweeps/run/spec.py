@@ -1,8 +1,8 @@
 """Specification of a run: its resolved configuration, its identity, and the label of its curve.
 
-A run's identity is a hash of everything in its configuration that science depends on, with the seed; a curve's
-(recipe's) leaves the seed out. The budget and where things are written are in neither: a larger budget
-continues a run, and launching the same sweep twice finds what is there.
+A run's identity is a hash of its seed and of everything in its configuration that affects the science; the identity of
+a curve (recipe) leaves the seed out. The budget and output paths are in neither: a larger budget continues a run, and
+launching the same sweep twice finds the existing runs.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from sweeps.run import fields
 from sweeps.run.files import parse_json, write_atomically
 
 SPEC_FILE = "spec.json"
-# The form of frozen specifications. The first had module paths in its identities, and no number.
+# Format version of frozen specifications. The first one had module paths in its identities, and no number.
 FORM = 2
 _OTHER_FORM = (
     "{}: written by another version, whose runs had other identities; its journals still fit, rank and publish, but to "
     "go on, launch the study into a folder of its own (study=NAME)"
 )
 
-# A specification begins with its form, if it has one.
+# A specification begins with its format version, if it has one.
 _FORM_FIRST = re.compile(rb'\{\s*"form":\s*(\d+),')
 
-# Its budget as it is written there: one space deep, a field of the specification itself. A string has no line break.
+# The budget as written there: indented by one space, so a field of the specification itself. Strings have no line
+# breaks.
 _STEPS = re.compile(r'^ "steps": (\d+),$', re.MULTILINE)
 
 _CURVE = re.compile(r'^ "curve": "([^"\\]*)",$', re.MULTILINE)
 
-# Top-level keys of the configuration that say how, where or how long, not what.
+# Top-level configuration keys that say how, where or how long to run, not what.
 OPERATIONAL_KEYS = frozenset(
     {"budget", "checkpoint", "rollouts", "study", "output_dir", "launch", "mlflow", "label", "hydra", "seed"}
     | {"scaled_for", "race", "strategy"}
@@ -52,16 +53,16 @@ class RunSpec:
     Attributes:
         run, curve: identities of the run and of its curve, 12 hexadecimal digits each.
         recipe: label of the curve, such as `scalerl_core+loss=dapo`.
-        baseline: label of the recipe that it departs from.
-        departures: axes on which it departs, each with its choice in a few words.
-        settings: other values in which it differs from members of the same study.
+        baseline: label of the recipe it is compared with.
+        departures: axes that it changes from the baseline, each with its choice in a few words.
+        settings: other values that differ between members of the study.
         seed: random seed of the run.
         steps: budget in optimizer steps.
         config: resolved configuration.
         reference: configuration of the baseline recipe, with the same seed and settings.
-        folders: the user's own folders, with configuration files and the modules that these name.
-        overrides: command-line overrides that launched it, without addresses; with them the run can be continued.
-        cautions: what its user should know before it is launched, in lines; not written down.
+        folders: the user's own folders with configuration files, and the modules that these name.
+        overrides: command-line overrides that launched it, without addresses; enough to continue the run.
+        cautions: notes for the user before the launch, one per line; not stored.
     """
 
     run: str
@@ -80,16 +81,16 @@ class RunSpec:
 
     @property
     def title(self) -> str:
-        """Label and seed of the run as text for people."""
+        """Label and seed of the run, for display."""
         return f"{self.recipe} seed {self.seed}"
 
     @property
     def layout(self) -> tuple[int, int] | None:
-        """Nodes and ranks on each that the run is to have (group `strategy`); None where it leaves that open."""
+        """Nodes, and ranks per node, that the run requires (group `strategy`); None if it leaves them open."""
         return layout_of(self.config)
 
     def _fields(self) -> dict[str, Any]:
-        """Return the fields that are written down."""
+        """Return the fields that are stored."""
         return {key: value for key, value in self.__dict__.items() if key != "cautions"}
 
     def header(self) -> dict[str, Any]:
@@ -105,24 +106,25 @@ class RunSpec:
         }
 
     def checksum(self) -> str:
-        """Return 16 hexadecimal digits over all but the budget, which may grow, overrides, and operational keys.
+        """Return 16 hexadecimal digits over everything but the budget (which may grow), overrides, and operational
+        keys.
 
-        A specification as composed and the same as read back have equal checksums.
+        A composed specification and the same one read back have equal checksums.
         """
         frozen = {key: value for key, value in self._fields().items() if key not in ("steps", "overrides")}
         frozen |= {"config": science(self.config), "reference": science(self.reference)}
-        # Keys are not sorted: their order counts, for the first held-out set is the default.
+        # Keys are not sorted because their order matters: the first held-out set is the default.
         return hashlib.sha256(json.dumps(frozen, separators=(",", ":")).encode()).hexdigest()[:16]
 
     def check_checksum(self, run_dir: Path, expected: str | None) -> None:
-        """Refuse a specification that was changed since it was frozen.
+        """Refuse a specification that was changed after it was frozen.
 
         Args:
-            run_dir: folder that it was read from, for the message.
-            expected: its checksum when it was frozen; None for a study of an earlier version, which kept none.
+            run_dir: folder it was read from, for the message.
+            expected: its checksum when it was frozen; None for a study of an earlier version, which stored none.
 
         Raises:
-            UserError: it is another one.
+            UserError: the checksum differs.
         """
         if expected is not None and self.checksum() != expected:
             raise UserError(
@@ -131,24 +133,25 @@ class RunSpec:
             )
 
     def write(self, run_dir: Path, texts: Texts | None = None) -> bytes | None:
-        """Freeze the spec in the run's directory, atomically; in order, for the first held-out set is the default.
+        """Freeze the spec in the run's directory, atomically; keys keep their order: the first held-out set is the
+        default.
 
         Args:
             run_dir: the run's folder, created if missing.
-            texts: encoder shared by the specs of a study, so that parts they have in common are encoded once.
+            texts: encoder shared by the specs of a study, so that common parts are encoded once.
 
         Returns:
-            Content of the file that was replaced; None if there was none, or the same.
+            Content of the file that was replaced; None if there was none, or it was equal.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         text = (texts or Texts()).of({"form": FORM, **self._fields()}, ("config", "reference"))
-        there = None
+        previous = None
         with suppress(OSError):
-            there = (run_dir / SPEC_FILE).read_bytes()
-        if there == text.encode():
+            previous = (run_dir / SPEC_FILE).read_bytes()
+        if previous == text.encode():
             return None
         write_atomically(run_dir / SPEC_FILE, text)
-        return there
+        return previous
 
     @classmethod
     def read(cls, run_dir: Path, known: dict[str, Any] | None = None) -> RunSpec:
@@ -156,11 +159,11 @@ class RunSpec:
 
         Args:
             run_dir: the run's folder.
-            known: cache shared by all readings of a study's specs, so that parts they have in common are in memory
-                once: ten thousand specs are gigabytes otherwise.
+            known: cache shared by all specs of a study, so that common parts are in memory once: ten thousand specs
+                would otherwise take gigabytes.
 
         Raises:
-            UserError: there is none, it cannot be read, or it is of another form.
+            UserError: it does not exist, cannot be read, or has another format version.
         """
         try:
             values = parse_json((run_dir / SPEC_FILE).read_text())
@@ -179,10 +182,10 @@ class RunSpec:
 
 
 def _check_kinds(values: Mapping[str, Any]) -> None:
-    """Refuse fields of a specification that are of another kind than they are written in.
+    """Refuse fields of a specification that have the wrong type.
 
     Raises:
-        ValueError: which, and what it is.
+        ValueError: the field and its value.
     """
     fields.run_name(values)
     for name in ("curve", "recipe", "baseline"):
@@ -194,20 +197,20 @@ def _check_kinds(values: Mapping[str, Any]) -> None:
 
 
 class Texts:
-    """JSON encoder of many values with shared parts, each encoded once; output as of `json.dumps(..., indent=1)`."""
+    """JSON encoder for many values with shared parts, each encoded once; same output as `json.dumps(..., indent=1)`."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, str]] = {}  # with the part itself: its number is nobody else's meanwhile
+        self._known: dict[int, tuple[Any, str]] = {}  # keeps the part alive, so that its id is not reused
 
     def of(self, values: Mapping[str, Any], shared: Sequence[str]) -> str:
-        """Encode one object; parts of its fields `shared` are cached for other objects."""
+        """Encode one object; parts of its `shared` fields are cached for other objects."""
         lines = []
         for key, value in values.items():
             if key in shared and value and all(isinstance(name, str) for name in value):
                 inside = ",".join(f"\n  {json.dumps(name)}: {self._text(part, 2)}" for name, part in value.items())
                 text = f"{{{inside}\n }}"
             else:
-                text = json.dumps(value, indent=1).replace("\n", "\n ")  # a line break in a string is written \\n
+                text = json.dumps(value, indent=1).replace("\n", "\n ")  # line breaks in strings are escaped
             lines.append(f"\n {json.dumps(key)}: {text}")
         return f"{{{','.join(lines)}\n}}"
 
@@ -220,15 +223,15 @@ class Texts:
 
 
 def _once(part: Any, known: dict[str, Any]) -> Any:
-    """Return the first part seen that is equal by repr, so that specs share memory."""
+    """Return the first part seen with the same repr, so that specs share memory."""
     return known.setdefault(repr(part), part)
 
 
 def run_folder(name: str) -> Path:
-    """Return the folder of a run, checked to hold a specification of `scalerl train`.
+    """Return the folder of a run, after checking that it contains a specification of `scalerl train`.
 
     Raises:
-        UserError: it holds none.
+        UserError: it contains none.
     """
     run = Path(name)
     if not (run / SPEC_FILE).is_file():
@@ -237,10 +240,10 @@ def run_folder(name: str) -> Path:
 
 
 def check_form(run_dirs: Iterable[Path]) -> None:
-    """Check that no run in these directories was frozen by a version with another form of identities.
+    """Check that no run in these directories was frozen by a version with another identity format.
 
     Raises:
-        UserError: one was; what can be done with it.
+        UserError: one was; the message has the remedy.
     """
     for run_dir in run_dirs:
         try:
@@ -248,62 +251,62 @@ def check_form(run_dirs: Iterable[Path]) -> None:
                 first = _FORM_FIRST.match(handle.read(64))
             form = int(first[1]) if first else parse_json((run_dir / SPEC_FILE).read_text()).get("form", 1)
         except (OSError, ValueError, AttributeError):
-            continue  # nothing frozen, or nothing that can be read: another matter
+            continue  # missing or unreadable: reported elsewhere
         if form != FORM:
             raise UserError(_OTHER_FORM.format(run_dir / SPEC_FILE))
 
 
 def budget_of(run_dir: Path) -> int | None:
-    """Return the budget in optimizer steps of a frozen specification of any form; None if there is none."""
+    """Return the budget in optimizer steps from a frozen specification of any format; None without one."""
     try:
         text = (run_dir / SPEC_FILE).read_text()
-        told = _STEPS.search(text)
-        return int(told[1]) if told else int(parse_json(text)["steps"])
+        match = _STEPS.search(text)
+        return int(match[1]) if match else int(parse_json(text)["steps"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
 def curve_of(run_dir: Path) -> str | None:
-    """Return the curve's identity in a frozen specification of any form; None if there is none."""
+    """Return the curve's identity from a frozen specification of any format; None without one."""
     try:
         text = (run_dir / SPEC_FILE).read_text()
-        told = _CURVE.search(text)
-        return told[1] if told else str(parse_json(text)["curve"])
+        match = _CURVE.search(text)
+        return match[1] if match else str(parse_json(text)["curve"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
 def layout_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return `RunSpec.layout` of a run's configuration."""
+    """Return `RunSpec.layout` for a run's configuration."""
     strategy = config.get("strategy") or {}
     devices = strategy.get("devices")
     return None if devices is None else (strategy.get("nodes") or 1, devices)
 
 
 def science(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a configuration that decides what a run learns, its seed left out."""
+    """Return the part of a configuration that affects what a run learns, without its seed."""
     return {key: value for key, value in config.items() if key not in OPERATIONAL_KEYS}
 
 
 def changed_keys(what: Mapping[str, Any], base: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the top-level keys in which two configurations, or their identities, differ, sorted."""
+    """Return the top-level keys in which two configurations (or their identities) differ, sorted."""
     differing = {key for key in what.keys() & base.keys() if what[key] != base[key]}
     return tuple(sorted(differing | (what.keys() ^ base.keys())))
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a configuration to its values by dotted key; lists are values."""
-    found: dict[str, Any] = {}
+    """Flatten a configuration to a mapping from dotted keys to values; a list is a value."""
+    flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            found |= leaves(value, f"{prefix}{key}.")
+            flat |= leaves(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def digest(value: Any) -> str:
-    """Return 12 hexadecimal digits of the SHA-256 of a value's canonical JSON, in which 5 and 5.0 are equal."""
+    """Return 12 hexadecimal digits of the SHA-256 of a value's canonical JSON, where 5 and 5.0 are equal."""
     text = json.dumps(_canonical(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -320,7 +323,7 @@ def identities(lasting: Mapping[str, Any], seed: int) -> tuple[str, str]:
     """Return the identities of a run and of its curve.
 
     Args:
-        lasting: the values that decide what a run learns, without its seed, in a form that later versions keep.
+        lasting: values that affect what a run learns, without its seed, in a form that later versions keep.
         seed: random seed of the run.
     """
     return digest({"science": lasting, "seed": seed}), digest({"science": lasting})
@@ -340,17 +343,17 @@ def make_spec(
     """Make a run's specification from a resolved configuration, with its identities.
 
     Args:
-        config: resolved configuration of the run, of plain values.
-        reference: configuration of the recipe without the run's departures.
+        config: resolved configuration of the run, as plain values.
+        reference: configuration of the recipe without the run's changes.
         label: label of the run's curve.
         baseline: label of the recipe.
-        identity: the values that decide what the run learns, without its seed, in a form that later versions keep; None
-            for all keys that are not operational, as they stand.
+        identity: values that affect what the run learns, without its seed, in a form that later versions keep; None for
+            all keys that are not operational, unchanged.
         departures, settings, folders: see `RunSpec`; None for none.
-        clean: cache shared by many configurations with common parts, so that each part is searched for secrets once.
+        clean: cache shared by configurations with common parts, so that each part is searched for secrets once.
 
     Raises:
-        UserError: the configuration holds a secret.
+        UserError: the configuration contains a secret.
     """
     what = science(config)
     lasting = what if identity is None else identity
@@ -361,7 +364,7 @@ def make_spec(
             continue
         if secret := _secret({key: part}, {key: redact_config(part, key)}):
             break
-        clean[key, id(part)] = part  # and so kept: its number is nobody else's meanwhile
+        clean[key, id(part)] = part  # also keeps the part alive, so that its id is not reused
     else:
         secret = None
     if secret:
@@ -387,25 +390,25 @@ def make_spec(
 
 
 def _without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Redact the operational keys of a configuration: the address of an MLflow server may carry a login."""
+    """Redact the operational keys of a configuration: the address of an MLflow server may contain a login."""
     return {key: redact_config(value, key) if key in OPERATIONAL_KEYS else value for key, value in config.items()}
 
 
 def _secret(value: Any, masked: Any, path: str = "") -> str | None:
-    """Return the dotted key of the first value that redaction changes; None if there is none."""
+    """Return the dotted key of the first value that redaction changes; None without one."""
     if isinstance(value, Mapping):
-        found = (_secret(item, masked[key], f"{path}.{key}" if path else str(key)) for key, item in value.items())
-        return next(filter(None, found), None)
+        keys = (_secret(item, masked[key], f"{path}.{key}" if path else str(key)) for key, item in value.items())
+        return next(filter(None, keys), None)
     if isinstance(value, list | tuple):
         return next(filter(None, (_secret(v, m, path) for v, m in zip(value, masked, strict=True))), None)
     return None if not isinstance(value, str) or value == masked else path
 
 
 def check_distinct(specs: Sequence[RunSpec]) -> list[RunSpec]:
-    """Return the specs without repetitions, in order.
+    """Return the specs without duplicates, in order.
 
     Raises:
-        UserError: one label stands for two different curves.
+        UserError: two different curves have the same label.
     """
     by_run = {spec.run: spec for spec in specs}
     curves: dict[str, str] = {}

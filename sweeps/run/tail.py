@@ -12,17 +12,17 @@ from pathlib import Path
 from sweeps.run.files import has_wrong_checksum, parse_line
 from sweeps.run.journal import JOURNAL_FILE, JournalError, JournalView, Reading
 
-# How a record begins, as `Journal` writes it.
+# Beginning of a record, as `Journal` writes it.
 _RECORD = re.compile(rb'\{"kind":"(train|eval)","time":[-+.\deE]+,"step":(-?\d+),"metrics":\{')
 _BLOCK_BYTES = 1 << 20
-_MARK_BYTES = 4096  # of what was read last, by which the file is known again
+_MARK_BYTES = 4096  # length of the last bytes read, which identify the file
 
 
 class JournalTail:
     """Incremental version of `read_journal` for one journal.
 
-    A line is read once it is whole. Where the file is another one than before (a mended journal takes the place of
-    the damaged one), or shorter, or no longer holds what was read last, it is read from its beginning.
+    A line is read once it is complete. The file is read again from its beginning if it was replaced (by a mended
+    journal), became shorter, or no longer contains the bytes read last.
 
     Args:
         run_dir: the run's directory.
@@ -36,22 +36,23 @@ class JournalTail:
         self._reading = Reading(self.path)
         self._reading.forget(passed)
         self._file: tuple[int, int] | None = None
-        self._offset = 0  # of the first byte after the last line that was taken
-        self._mark = 0, b""  # length and digest of the bytes before it
+        self._offset = 0  # first byte after the last line taken
+        self._mark = 0, b""  # length and digest of the bytes before the offset
 
     def forget(self, steps: Mapping[str, int]) -> None:
-        """Keep no records up to these steps, by kind, now or later: whoever has used them needs no memory for them.
+        """Keep no records up to these steps, by kind, now or later, to save memory once they have been used.
 
-        Lines that are forgotten before they are read are not parsed: a wrong checksum and damage as writers leave it
-        are noticed there, and nothing else.
+        Lines that are forgotten before they are read are not parsed: only wrong checksums, and the damage that writers
+            leave,
+        are noticed in them.
         """
         self._reading.forget(steps)
 
     def update(self) -> JournalView:
-        """Read what was appended and return the journal as it is now, without forgotten records.
+        """Read the appended lines and return the journal as it is now, without forgotten records.
 
         Raises:
-            JournalError: as `read_journal`.
+            JournalError: as for `read_journal`.
         """
         try:
             with self.path.open("rb", buffering=0) as handle:
@@ -87,7 +88,7 @@ class JournalTail:
                             self._reading.take(None)
                         self._reading.skip(step)
                     elif (entry := parse_line(line)) is None:
-                        damaged = True  # torn, or a line that damage has cut in two, if another follows
+                        damaged = True  # torn if it is the last line, else damaged
                         continue
                     else:
                         self._reading.take(None if damaged else entry)
@@ -99,9 +100,9 @@ class JournalTail:
                 self._mark = len(recent), _digest(recent)
 
     def _forgotten(self, line: bytes) -> int | None:
-        """Return the step of a record that is not to be kept, without parsing the line; None for any other line."""
+        """Return the step of a record that is not kept, without parsing the line; None for any other line."""
         passed = self._reading.passed
-        # What power cuts and torn writes leave is noticed all the same: zeros, and two lines in one.
+        # Damage from power failures and torn writes is still noticed: zeros, and two lines in one.
         if not passed or not line.endswith(b"}") or b"\0" in line or line.count(b'{"kind":') != 1:
             return None
         match = _RECORD.match(line)
@@ -111,10 +112,10 @@ class JournalTail:
 
 
 class Tails:
-    """Incremental `read_journal` over many journals, with one tail for each.
+    """Incremental `read_journal` for many journals, with one tail each.
 
     Args:
-        passed: steps up to which records are not wanted, by kind.
+        passed: by kind, the step up to which records are not wanted.
     """
 
     def __init__(self, passed: Mapping[str, int] | None = None) -> None:
@@ -125,7 +126,7 @@ class Tails:
         """Return the journal in a run's directory as it is now.
 
         Raises:
-            JournalError: as `read_journal`.
+            JournalError: as for `read_journal`.
         """
         if run_dir not in self._tails:
             self._tails[run_dir] = JournalTail(run_dir)

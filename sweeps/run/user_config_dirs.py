@@ -1,4 +1,4 @@
-"""Configuration folders of the user, searched by Hydra besides `conf/`, and a study's file where it has one."""
+"""The user's configuration folders, which Hydra searches besides `conf/`, and a study's own file if it has one."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ def user_folders(hydra: Any) -> list[str]:
     """Return the user's folders given by `--config-dir` or `hydra.searchpath`, from Hydra's own configuration.
 
     Raises:
-        UserError: one is no folder but a Python package: members could not be told where it lies.
+        UserError: one is a Python package, not a folder: its location could not be passed to members.
     """
-    found = []
+    folders = []
     for source in hydra.runtime.config_sources:
-        theirs = source.provider == "command-line" or "searchpath" in source.provider
-        if theirs and source.schema != "file":
+        is_users = source.provider == "command-line" or "searchpath" in source.provider
+        if is_users and source.schema != "file":
             raise UserError(f"hydra.searchpath: {source.schema}://{source.path} is no folder; give file:///path/to/it")
         if source.schema == "file" and source.provider != "main":
-            found.append(str(source.path))
-    return found
+            folders.append(str(source.path))
+    return folders
 
 
-# What a run of ours is composed from.
+# Name of the configuration that our own runs are composed from.
 _OURS = "train"
 
 
 def study_files(hydra: Any) -> list[str]:
-    """Return the path of the file that `--config-name` names, in a list; empty where it is the one of runs of ours."""
+    """Return the path of the file that `--config-name` names, in a list; empty if it is that of our own runs."""
     name = str(hydra.job.config_name).removesuffix(".yaml")
     if name == _OURS:
         return []
     places = [Path(source.path) / f"{name}.yaml" for source in hydra.runtime.config_sources if source.schema == "file"]
-    # As Hydra looks: the program's own folder first.
+    # In Hydra's search order: the program's own folder first.
     return [str(path) for path in places if path.is_file()][:1]

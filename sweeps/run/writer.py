@@ -1,4 +1,4 @@
-"""Exclusive right to write one run: one of several processes has it, and another takes over if it dies."""
+"""Exclusive right to write one run: only one process has it, and another takes over if it dies."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from sweeps.run.progress import is_done
 from sweeps.run.spec import RunSpec
 
 LEASE_WAIT_S = 60.0
-# Hundreds of members beat on one file system: each writes a few hundred bytes four times a minute. Six beats may be
-# lost, or come late through a cache of that file system (NFS shows some things after a minute only), before another
-# takes over.
+# Hundreds of members send heartbeats to one file system: each writes a few hundred bytes four times per minute. Six
+# beats may be lost or delayed by the file system's cache (NFS may show changes a minute late) before a takeover.
 BEAT_S = 15.0
 EXPIRY_S = 90.0
-# A run may write many lines a second, and each asks first whether it may.
+# A run may write many lines per second, and checks its lease before each.
 TRUSTED_S = 1.0
-# Long enough for the silence of a holder on a dead node to be noticed, with room for a slow file server; then the
-# allocation is better given back than held beside a copy that works.
+# Long enough to notice that a holder on a dead node is silent, even with a slow file server. After that it is better to
+# give the allocation back than to hold it while another copy works.
 DUPLICATE_WAIT_S = 600.0
 
 
 class DuplicateRunError(UserError):
-    """Error: another copy of this job is writing the run; the message names it. Nothing is wrong with either."""
+    """Error: another copy of this job is writing the run; the message names it. Neither copy is faulty."""
 
 
 @contextmanager
 def sole_writer(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Lease | None]:
-    """Acquire the run's lease for rank 0 and yield it; the other ranks wait for that and get None.
+    """Acquire the run's lease on rank 0 and yield it; other ranks wait for that and get None.
 
-    A job of a cluster waits for `DUPLICATE_WAIT_S`: the scheduler may have lost sight of a job that is dying, or of
-    one that works on. Elsewhere a writer that was orphaned a moment ago gets the time to notice. While a run is
-    written, a request in its directory to stop is heeded, and it ends itself if it hangs (`launch.hang_factor`).
+    A cluster job waits for `DUPLICATE_WAIT_S`, because the scheduler may have lost track of a job that is dying or
+    still working. Elsewhere the wait is short: it lets a writer that was just orphaned notice that. While the lease is
+    held, a stop request in the run's directory is obeyed, and the process ends itself if it hangs
+    (`launch.hang_factor`).
 
     Args:
         run_dir: the run's folder.
-        spec: the run's specification; once its budget is done the other ranks have nothing to wait for.
+        spec: the run's specification; once its budget is done, other ranks stop waiting.
         rank: rank of this process in its job.
 
     Raises:
-        RunInterruptedError: the run was asked to stop while it waited.
-        DuplicateRunError: in a job of a cluster, another process is writing it still.
-        UserError: the same elsewhere.
+        RunInterruptedError: a stop was requested during the wait.
+        DuplicateRunError: in a cluster job, another process is still writing the run.
+        UserError: the same outside of a cluster.
     """
     who = slurm_job.identity()
     job = who.get("job")
     if rank > 0:
-        # Rank 0 may find the run done, and be gone before anyone sees its lease.
+        # Rank 0 may find the run done and exit before other ranks see its lease.
         while job and not _is(alive(run_dir), who) and not is_done(run_dir, spec.steps, spec.run):
             _stop_if_asked("while rank 0 waited for another process")
-            if asked := stop_asked(run_dir):  # rank 0 has left before it would have taken the lease
+            if asked := stop_asked(run_dir):  # rank 0 exited before taking the lease
                 raise RunInterruptedError(asked)
             time.sleep(0.5)
         yield None
@@ -67,10 +67,10 @@ def sole_writer(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Lease |
         lease.acquire(wait_s, give_up=lambda: interruption.requested)
     except LeaseHeldError as error:
         _stop_if_asked(f"while {lease.holder()} was writing this run")
-        said = f"{run_dir}: another process has been writing this run for {wait_s:.0f} s ({lease.holder()})"
+        message = f"{run_dir}: another process has been writing this run for {wait_s:.0f} s ({lease.holder()})"
         if job:
-            raise DuplicateRunError(f"{said}; this job gives its allocation back") from error
-        raise UserError(said) from error
+            raise DuplicateRunError(f"{message}; this job gives its allocation back") from error
+        raise UserError(message) from error
     with lease, interruption.heeding(run_dir), activity.watched(Patience.of(spec.config), lease.release):
         yield lease
 
