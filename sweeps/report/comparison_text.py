@@ -1,4 +1,4 @@
-"""Pairs, effects and races as text for a terminal: `scalerl compare`, `scalerl effects`, `scalerl race`."""
+"""Pairwise comparisons, effects and races as terminal text: `scalerl compare`, `scalerl effects`, `scalerl race`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHANCES = (
 
 
 def comparisons_text(comparisons: Comparisons, curve: Curve) -> str:
-    """Format differences of pairs of recipes: a table, the units (those of `curve`), a sentence for each pair."""
+    """Format differences of recipe pairs: a table, the units (those of `curve`), and a sentence per pair."""
     pairs = comparisons.rows
     columns = {
         "recipe": [row.recipe for row in pairs],
@@ -71,7 +71,7 @@ def effects_text(effects: Effects) -> str:
 
 
 def race_text(race: Race) -> str:
-    """Format a race: where each recipe stopped with its chances, why, and what the race saved."""
+    """Format a race: where each recipe stopped, with its chances and the reason, and what the race saved."""
     head = ["recipe", "stopped at", "best", "ahead", f"reward at {race.rules.budget:.4g}", "spent"]
     rows = [
         [

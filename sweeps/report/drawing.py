@@ -1,7 +1,7 @@
 """Drawing primitives of the figures: colours, small multiples, log axes, points, SVG and PNG output.
 
-Drawn without pyplot, so no global state and no display. Text stays text in the SVG, and ink and rules carry
-marker colours that `inline_svg` turns into the page's own, so that one drawing serves light and dark.
+Figures are drawn without pyplot, so there is no global state and no display. The SVG keeps text as text. Ink and rules
+have marker colours that `inline_svg` replaces by the page's own, so that one drawing serves light and dark.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from sweeps.decide.rank import Ranking
 from sweeps.errors import UserError
 from sweeps.report.thinning import smaller
 
-# Okabe and Ito's colours: told apart by most colour-blind readers, legible on white and on near-black.
+# Okabe and Ito's colours: most colour-blind readers can distinguish them; legible on white and on near-black.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#C28F00", "#56A0D9")
 REFUSED = "#8a8f98"
 INK, RULE = "#1b1f24", "#d7dadf"
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "scalerl",
-    # It would take dots, lines of no length, for superfluous.
+    # Simplification would remove dots, which are lines of length 0.
     "path.simplify": False,
     "font.family": "sans-serif",
     "font.size": 9.0,
@@ -53,21 +53,21 @@ def colours(ranking: Ranking) -> dict[str, str]:
 
 
 def label(text: str, limit: int = 34) -> str:
-    """Shorten a name to printable text of `limit` characters, cut in the middle: recipes of a study begin alike."""
+    """Shorten a name to printable text of `limit` characters, cut in the middle, because recipes begin alike."""
     line = "".join(ch if ch.isprintable() else "?" for ch in text)
     head = limit // 2
     return line if len(line) <= limit else f"{line[:head]}…{line[head + 1 - limit :]}"
 
 
 def multiples(names: Sequence[str], x: str, y: str) -> tuple[Figure, list[Axes]]:
-    """Make a figure with a titled panel for each name, on shared axes with one label each. Call it within `STYLE`."""
+    """Make a figure with one titled panel per name, on shared axes with one label each. Call it within `STYLE`."""
     columns = 2 if len(names) in (2, 4) else min(3, len(names))
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(3.15 * columns + 0.5, 2.45 * rows + 0.4), layout="constrained")
     panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel())
     for panel in panels[len(names) :]:
         panel.set_visible(False)
-    # Shared axes label the bottom row only; above a gap that row is missing.
+    # Shared axes label only the bottom row, which is missing above a hidden panel.
     for panel in panels[max(len(names) - columns, 0) : len(names)]:
         panel.tick_params(labelbottom=True)
     for name, panel in zip(names, panels, strict=False):
@@ -80,7 +80,7 @@ def multiples(names: Sequence[str], x: str, y: str) -> tuple[Figure, list[Axes]]
 
 
 def limits(curves: Sequence[Curve]) -> tuple[float, float]:
-    """Return the limits of the compute axis, with room left of the first positive point for those at compute 0."""
+    """Return the limits of the compute axis, leaving room on the left for points at compute 0."""
     positive = np.concatenate([curve.compute[curve.compute > 0] for curve in curves])
     if not len(positive):
         return 0.5, 2.0
@@ -88,7 +88,7 @@ def limits(curves: Sequence[Curve]) -> tuple[float, float]:
 
 
 def log_axis(panel: Axes, left: float, right: float) -> None:
-    """Set a log axis of compute; below two decades 2 and 5 are labelled too, as plain numbers instead of powers."""
+    """Set a log axis of compute; below two decades, 2 and 5 are labelled too, as plain numbers."""
     panel.set_xscale("log")
     panel.set_xlim(left, right)
     if right < 100 * left:
@@ -99,10 +99,10 @@ def log_axis(panel: Axes, left: float, right: float) -> None:
 
 def draw_points(panel: Axes, compute: Array, y: Array, seed: NDArray[Any], left: float, colour: str) -> None:
     """Draw points with one marker per seed; those at compute 0 are hollow, at the left edge. Shapes: (n,)."""
-    for index, one in enumerate(np.unique(seed)):
+    for index, label in enumerate(np.unique(seed)):
         marker = "osD^v"[index % 5]
-        later = (seed == one) & (compute > 0)
-        start = y[(seed == one) & (compute == 0)]
+        later = (seed == label) & (compute > 0)
+        start = y[(seed == label) & (compute == 0)]
         panel.plot(compute[later], y[later], marker, color=colour, markersize=2.8, alpha=0.75, markeredgewidth=0)
         panel.plot(
             np.full(len(start), left * 1.15),
@@ -115,7 +115,7 @@ def draw_points(panel: Axes, compute: Array, y: Array, seed: NDArray[Any], left:
 
 
 def svg(figure: Figure) -> str:
-    """Render the figure as a standalone SVG document, byte by byte reproducible."""
+    """Render the figure as a standalone SVG document, reproducible to the byte."""
     buffer = io.StringIO()
     with rc_context(STYLE):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
@@ -131,7 +131,7 @@ def png(figure: Figure) -> bytes:
 
 
 def pdf(figure: Figure) -> bytes:
-    """Render the figure as a PDF on white, with text as text, byte by byte reproducible."""
+    """Render the figure as a PDF on white, with text as text, reproducible to the byte."""
     buffer = io.BytesIO()
     with rc_context({**STYLE, "pdf.fonttype": 42}):
         figure.savefig(buffer, format="pdf", dpi=160, facecolor="white", metadata={"CreationDate": None})
@@ -139,19 +139,19 @@ def pdf(figure: Figure) -> bytes:
 
 
 def inline_svg(document: str, prefix: str, description: str) -> str:
-    """Convert an SVG document to an element of a page, with unique ids, and ink and rules in the page's colours.
+    """Convert an SVG document to a page element, with unique ids, and ink and rules in the page's colours.
 
     Args:
-        document: from `svg`.
-        prefix: unique on the page, for ids.
-        description: what a screen reader says; already escaped.
+        document: SVG from `svg`.
+        prefix: prefix for ids, unique on the page.
+        description: text for screen readers, already escaped.
     """
     body = smaller(document[document.index("<svg") :])
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r'\bid="', f'id="{prefix}-', body)
     body = re.sub(r'href="#', f'href="#{prefix}-', body)
     body = body.replace("url(#", f"url(#{prefix}-")
-    # Inside a page the drawing's own stylesheet would apply to everything.
+    # Within a page the drawing's own stylesheet would apply to everything: remove it.
     body = re.sub(r"<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", body, count=1, flags=re.DOTALL)
     body = body.replace(INK, "currentColor").replace(RULE, "var(--rule)")
     width = re.search(r'width="([\d.]+)pt"', body)
@@ -164,10 +164,10 @@ _FORMATS = ("svg", "png", "pdf")
 
 
 def check_format(path: Path) -> str:
-    """Return the format that a file's ending names.
+    """Return the format of a figure's file, by its ending.
 
     Raises:
-        UserError: another than SVG, PNG and PDF.
+        UserError: the format is not SVG, PNG or PDF.
     """
     ending: str = path.suffix.lower().removeprefix(".")
     if ending not in _FORMATS:
@@ -176,6 +176,6 @@ def check_format(path: Path) -> str:
 
 
 def write_figure(figure: Figure, path: Path) -> None:
-    """Write the figure on white in the format of the file's ending, see `check_format`."""
+    """Write the figure on white, in the format of the file's ending, see `check_format`."""
     with rc_context(STYLE):
         figure.savefig(path, format=check_format(path), dpi=160, facecolor="white")

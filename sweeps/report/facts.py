@@ -1,4 +1,4 @@
-"""Facts at the top of a report: date, model, task, the command that launched the study, cost, and failed runs."""
+"""Facts at the top of a report: date, model, task, launch command, cost, and failed runs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sweeps.run.files import read_json
 from sweeps.run.journal import JournalView
 from sweeps.run.spec import SPEC_FILE
 
-# So many different models or tasks are named.
+# At most this many different models or tasks are listed.
 _NAMED = 3
-# Seconds since 1970 at the beginning of 2000: journals of simulations count from 0, and so does a clock never set.
+# Earlier times (before 2000, in seconds since 1970) are not dates: simulations, or clocks that were never set.
 _CLOCK_SET = 946_684_800.0
 
 
 @dataclass(frozen=True)
 class Crash:
-    """A run that failed, and why."""
+    """A failed run with its reason."""
 
     run: str
     recipe: str
@@ -33,25 +33,25 @@ class Crash:
 
 
 class Facts:
-    """Facts about the runs behind a report; those of tables and foreign logs have none."""
+    """Facts about the runs behind a report; tables and foreign logs have none."""
 
     def __init__(self, runs: Sequence[JournalView]) -> None:
         self._runs = runs
 
     @cached_property
     def configs(self) -> list[Mapping[str, Any]]:
-        """The resolved configuration of each run, empty where it has none that can be read."""
+        """Resolved configuration of each run, empty if it has no readable one."""
         return [_part(read_json(view.path.parent / SPEC_FILE), "config") for view in self._runs]
 
     @cached_property
     def rate(self) -> float | None:
-        """The price of a device hour (`launch.rate`) if the runs name one and the same."""
+        """Price of a device hour (`launch.rate`), if the runs agree on one."""
         rates = {_number(_part(config, "launch").get("rate")) for config in self.configs}
         return rates.pop() if len(rates) == 1 else None
 
     @cached_property
     def lines(self) -> list[tuple[str, str]]:
-        """Pairs of a name and what stands beside it: date, model, task, runs and cost."""
+        """Pairs of a name and a text: date, model, task and cost."""
         if not self._runs:
             return []
         pairs = [
@@ -64,18 +64,20 @@ class Facts:
 
     @cached_property
     def commands(self) -> list[str]:
-        """The command that launched each study, as far as Hydra kept it."""
+        """Launch command of each study, if Hydra stored it."""
         studies = dict.fromkeys(view.path.parent.parent.parent for view in self._runs)
-        found = []
+        commands = []
         for study in studies:
             overrides = _part(_part(_yaml(study / "multirun.yaml"), "hydra"), "overrides").get("task")
             if isinstance(overrides, list):
-                found.append("scalerl train --multirun " + " ".join(shlex.quote(str(one)) for one in overrides))
-        return found
+                commands.append(
+                    "scalerl train --multirun " + " ".join(shlex.quote(str(override)) for override in overrides)
+                )
+        return commands
 
     @cached_property
     def crashes(self) -> list[Crash]:
-        """The runs that failed, each with its reason."""
+        """Failed runs, each with its reason."""
         return [
             Crash(
                 run=view.path.parent.name,
@@ -108,7 +110,7 @@ def _last(view: JournalView, axis: str) -> float:
 
 
 def _yaml(path: Path) -> Mapping[str, Any]:
-    """Read a YAML file's mapping; an empty one where there is none."""
+    """Read a YAML file's mapping; empty if there is none."""
     import yaml
 
     try:
@@ -124,10 +126,10 @@ def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _named(part: Mapping[str, Any]) -> str:
-    """Describe a configured object: its class or function, and the path, data or name that it is given."""
+    """Describe a configured object: its class or function, and its path, data or name."""
     target = str(part.get("_target_", "")).rsplit(".", 1)[-1]
-    given = [str(part[key]) for key in ("path", "name", "train", "dataset") if isinstance(part.get(key), str)]
-    return f"{target} ({', '.join(given)})" if target and given else target
+    details = [str(part[key]) for key in ("path", "name", "train", "dataset") if isinstance(part.get(key), str)]
+    return f"{target} ({', '.join(details)})" if target and details else target
 
 
 def _several(texts: Iterable[str]) -> str:

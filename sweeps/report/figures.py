@@ -1,4 +1,4 @@
-"""The figures of a report: compute curves, asymptotes, residuals, the confidence curve of A, A as compute grew."""
+"""Figures of a report: compute curves, asymptotes, residuals, the confidence curve of A, A as compute grew."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def _short(order: Sequence[str], ranking: Ranking) -> list[str]:
 
 
 def residuals_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
-    """Draw residuals, a panel per recipe: reward less the fitted curve, by seed, with +-2 standard deviations.
+    """Draw residuals, one panel per recipe: reward minus the fitted curve, by seed, with +-2 standard deviations.
 
-    None if no recipe has a curve to depart from. Only what was fitted is drawn.
+    None if no recipe has a fitted curve. Only fitted points are drawn.
     """
     by_recipe = {fit.recipe: fit for fit in fits if fit.draws is not None and fit.A.value is not None}
     order = [entry.recipe for entry in ranking.ranking if entry.recipe in by_recipe]
@@ -44,7 +44,7 @@ def residuals_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
             _draw_residuals(panel=panel, fit=by_recipe[recipe], left=left, right=right, colour=colour[recipe])
             for recipe, panel in zip(order, panels, strict=True)
         )
-        # Room for the note below the points.
+        # Leave room for the note below the points.
         panels[0].set_ylim(-1.35 * reach, 1.1 * reach)
     return figure
 
@@ -68,9 +68,9 @@ def _draw_residuals(panel: Axes, fit: Fit, left: float, right: float, colour: st
 
 
 def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
-    """Draw the confidence curves of A, identifiable recipes left, open ones right; None if there is no such recipe.
+    """Draw the confidence curves of A, identifiable recipes left, open ones right; None without such a recipe.
 
-    The curve cuts 0.05 at the ends of the 95% interval; an end that the data leave open is marked at the bound of A.
+    The curve crosses 0.05 at the ends of the 95% interval; an open end is marked at the bound of A.
     """
     by_recipe = {fit.recipe: fit for fit in fits if fit.A.value is not None and fit.draws is not None}
     ordered = [by_recipe[entry.recipe] for entry in ranking.ranking if entry.recipe in by_recipe]
@@ -90,7 +90,7 @@ def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
         short = shortened([entry.recipe for entry in ranking.ranking])
         for (title, group), panel in zip(groups, panels, strict=True):
             for index, fit in enumerate(group):
-                # Colours repeat after six ranked recipes, and refused ones are all grey: dashes tell them apart.
+                # Colours repeat after six ranked recipes, and refused ones are all grey: distinguish them by dashes.
                 turn = index if not fit.identifiable else index // 6
                 _draw_profile(
                     panel=panel,
@@ -131,7 +131,7 @@ def _draw_profile(panel: Axes, fit: Fit, colour: str, dash: object, name: str) -
 
 
 def _legend(recipe: str) -> str:
-    """Shorten a name for a legend; a zero-width space keeps Matplotlib from leaving out names that begin with `_`."""
+    """Shorten a name for a legend. Matplotlib omits names that begin with `_`; a zero-width space prevents that."""
     text = label(recipe, 40)
     return "\u200b" + text if text.startswith("_") else text
 
@@ -140,10 +140,10 @@ def _legend(recipe: str) -> str:
 
 
 def history_figure(histories: Mapping[str, Sequence[Snapshot]], ranking: Ranking, unit: str) -> Figure | None:
-    """Draw A over compute, a panel per recipe: the A of the fit up to each compute, with its 95% interval.
+    """Draw A over compute, one panel per recipe: A of the fit up to each compute, with its 95% interval.
 
-    Full where A was identifiable then, hollow and grey where not; an open end is dotted to the panel's edge. A
-    recipe that never got beyond the bend is left out; None if that is all of them.
+    Markers are filled where A was identifiable, hollow and grey elsewhere; an open end is dotted to the panel's edge. A
+    recipe that never got beyond the bend is left out; None if no recipe remains.
     """
     shown = {
         recipe: [snapshot for snapshot in snapshots if snapshot.A.value is not None]
@@ -154,14 +154,14 @@ def history_figure(histories: Mapping[str, Sequence[Snapshot]], ranking: Ranking
     if not order:
         return None
     colour = colours(ranking)
-    every = [snapshot for recipe in order for snapshot in shown[recipe]]
-    sure = [snapshot for snapshot in every if snapshot.verdict == "identifiable"] or every
-    heights = [value for s in sure for value in (s.A.value, s.A.low, s.A.high) if value is not None]
+    all_snapshots = [snapshot for recipe in order for snapshot in shown[recipe]]
+    identifiable = [snapshot for snapshot in all_snapshots if snapshot.verdict == "identifiable"] or all_snapshots
+    heights = [value for s in identifiable for value in (s.A.value, s.A.low, s.A.high) if value is not None]
     pad = 0.12 * (max(heights) - min(heights)) + 1e-3
     with rc_context(STYLE):
         figure, panels = multiples(_short(order, ranking), unit, "asymptote A, as fitted up to there")
         panels[0].set_ylim(min(heights) - pad, max(heights) + pad)
-        ends = [snapshot.compute_end for snapshot in every]
+        ends = [snapshot.compute_end for snapshot in all_snapshots]
         for recipe, panel in zip(order, panels, strict=True):
             log_axis(panel, min(ends) / 1.15, max(ends) * 1.15)
             _draw_history(panel, shown[recipe], colour[recipe])
@@ -173,13 +173,13 @@ def _draw_history(panel: Axes, snapshots: Sequence[Snapshot], colour: str) -> No
     for snapshot in snapshots:
         value, x = snapshot.A.value, snapshot.compute_end
         assert value is not None
-        own = colour if snapshot.verdict == "identifiable" else REFUSED
+        shade = colour if snapshot.verdict == "identifiable" else REFUSED
         for bound, edge in ((snapshot.A.low, bottom), (snapshot.A.high, top)):
             style = (0, (1, 2)) if bound is None else "-"
             end = edge if bound is None else bound
-            panel.plot([x, x], [value, end], color=own, linewidth=1.6, linestyle=style, alpha=0.7)
-        face = own if snapshot.verdict == "identifiable" else "none"
-        panel.plot([x], [value], "o", color=own, markerfacecolor=face, markersize=4)
+            panel.plot([x, x], [value, end], color=shade, linewidth=1.6, linestyle=style, alpha=0.7)
+        face = shade if snapshot.verdict == "identifiable" else "none"
+        panel.plot([x], [value], "o", color=shade, markerfacecolor=face, markersize=4)
     if snapshots[-1].verdict == "identifiable":
         panel.axhline(snapshots[-1].A.value or 0.0, color=colour, linewidth=0.7, linestyle=":")
     panel.set_axisbelow(True)
@@ -236,7 +236,7 @@ def _named(fit: Fit) -> float:
 
 
 def asymptotes_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
-    """Draw A of every ranked recipe: a thick 95% interval for these runs, a thin one with the spread between seeds.
+    """Draw A of every ranked recipe: a thick 95% interval for these runs, a thin one including the seed spread.
 
     None if no recipe is ranked. The shaded strip is the margin below the best A.
     """

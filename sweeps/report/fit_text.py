@@ -16,7 +16,7 @@ from sweeps.terminal import counted
 
 def fits_table(fits: Sequence[Fit]) -> str:
     """Format one row per recipe: verdict, parameters with intervals, error and numbers of points and seeds."""
-    # All shape parameters of the family, also those that no fit could identify.
+    # All shape parameters of the family, including those that no fit could identify.
     names = list(FAMILIES[fits[0].family].names)
     head = ["recipe", "verdict", "A", *names, "R0", "rmse", "n", "seeds"]
     rows = [
@@ -36,13 +36,13 @@ def fits_table(fits: Sequence[Fit]) -> str:
 
 
 def units_line(fit: Fit, bounds: str) -> str:
-    """Format the names of compute and reward, and what the bounds are."""
+    """Format the names of compute and reward, and the meaning of the bounds."""
     pooled = [f"walks are pooled over {fit.pooled} recipes"] if fit.pooled > 1 else []
     return "; ".join([*units(fit.curve.unit, fit.curve.metric), bounds, *pooled])
 
 
 def verdict_line(fit: Fit) -> str:
-    """Format the reason of a fit's verdict, and how A and B change with a shifted R0 if A is identifiable."""
+    """Format the reason of a fit's verdict and, if A is identifiable, how A and B change with a shifted R0."""
     line = f"{one_line(fit.recipe)}: {fit.reason}"
     effect = fit.R0_effect
     if effect is None or not fit.identifiable:
@@ -55,7 +55,7 @@ def verdict_line(fit: Fit) -> str:
 
 
 def families_text(comparison: Comparison) -> str:
-    """Format how every family compares on one recipe: a sentence and a table."""
+    """Format the comparison of all families on one recipe: a sentence and a table."""
     head = ["family", "A", "AICc above least", "error on later compute", "R^2"]
     rows = [
         [
@@ -71,7 +71,7 @@ def families_text(comparison: Comparison) -> str:
 
 
 def sensitivity_text(recipe: str, refits: Sequence[SensitivityRow]) -> str:
-    """Format the refits of one recipe with other settings: a sentence and a table."""
+    """Format the refits of one recipe under other settings: a sentence and a table."""
     head = ["setting", "A", "shift", "B", "C_mid", "n", "verdict"]
     return f"{one_line(recipe)}: {summary(refits)}\n{table(head, [_refit_row(row) for row in refits])}"
 
@@ -90,7 +90,7 @@ def _refit_row(row: SensitivityRow) -> list[str]:
 
 
 def snapshot_line(snapshot: Snapshot) -> str:
-    """Format a snapshot of a running study on one line, with the check of the forecast before it."""
+    """Format a snapshot of a running study as one line, with the check of the previous forecast."""
     parts = [counted(snapshot.n, "evaluation"), snapshot.verdict, f"A {shown(snapshot.A, '.3f')}"]
     check = snapshot.check
     if check is not None:

@@ -9,21 +9,21 @@ from sweeps.decide.effects import Effects
 from sweeps.report.drawing import COLOURS, REFUSED, RULE, STYLE, label
 
 
-def forest_figure(found: Effects) -> Figure:
-    """Draw one line per effect, in the order of the axes; those whose interval excludes 0 are coloured."""
+def forest_figure(effects: Effects) -> Figure:
+    """Draw one line per effect, in the order of the axes; coloured if its interval excludes 0."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 0.9 + 0.28 * len(found.effects)), layout="constrained")
+        figure = Figure(figsize=(6.4, 0.9 + 0.28 * len(effects.effects)), layout="constrained")
         panel = figure.add_subplot()
         panel.axvline(0.0, color=RULE, linewidth=1)
-        for place, each in enumerate(found.effects):
-            low, value, high = each.A.low, each.A.value, each.A.high
+        for place, effect in enumerate(effects.effects):
+            low, value, high = effect.A.low, effect.A.value, effect.A.high
             assert low is not None and value is not None and high is not None
             colour = COLOURS[0] if low > 0 or high < 0 else REFUSED
             panel.plot([low, high], [-place, -place], color=colour, linewidth=1.6, solid_capstyle="round")
             panel.plot([value], [-place], "o", color=colour, markersize=4)
-        panel.set_yticks([-place for place in range(len(found.effects))])
-        panel.set_yticklabels([label(f"{each.axis} = {each.level}") for each in found.effects])
+        panel.set_yticks([-place for place in range(len(effects.effects))])
+        panel.set_yticklabels([label(f"{effect.axis} = {effect.level}") for effect in effects.effects])
         panel.tick_params(axis="y", length=0)
-        panel.set_xlabel(f"effect on the asymptote, on average over {found.cells} recipes (95%)")
-        panel.margins(y=0.5 / max(len(found.effects), 1))
+        panel.set_xlabel(f"effect on the asymptote, on average over {effects.cells} recipes (95%)")
+        panel.margins(y=0.5 / max(len(effects.effects), 1))
     return figure

@@ -37,17 +37,17 @@ def write_frontier(path: Path, plan: Plan, fits: Sequence[Fit], column: str) -> 
 
 
 def frontier_figure(joint: AcrossSizes, frontier: Sequence[Frontier], fits: Sequence[Fit]) -> Figure:
-    """Draw the sizes' points and curves with their upper envelope, and beside it the best size for each budget.
+    """Draw the sizes' points and curves with their upper envelope, and next to it the best size for each budget.
 
-    The best size has its 95% band. Beyond the largest compute that was evaluated lines are dashed: extrapolation.
+    The best size has its 95% band. Lines are dashed beyond the largest evaluated compute (extrapolation).
 
     Args:
         joint: the sigmoids of all sizes.
         frontier: the best size over budgets.
-        fits: of the sizes, in their order.
+        fits: fits of the sizes, in the same order.
     """
-    compute = np.array([each.compute for each in frontier])
-    seen = ~np.array([each.extrapolation for each in frontier])
+    compute = np.array([point.compute for point in frontier])
+    evaluated = ~np.array([point.extrapolation for point in frontier])
     left, _ = limits([fit.curve for fit in fits])
     with rc_context(STYLE):
         figure = Figure(figsize=(9.4, 3.6), layout="constrained")
@@ -66,14 +66,14 @@ def frontier_figure(joint: AcrossSizes, frontier: Sequence[Frontier], fits: Sequ
                 colour=colour,
             )
             rewards.plot(compute, np.median(joint.curve(size, compute), 0), color=colour, label=f"{size:.3g}")
-        best = _ends([each.R.value for each in frontier])
-        for part, dash in ((seen, "-"), (~seen, (0, (2, 2)))):
+        best = _ends([point.R.value for point in frontier])
+        for part, dash in ((evaluated, "-"), (~evaluated, (0, (2, 2)))):
             rewards.plot(compute[part], best[part], color=INK, linewidth=2.2, alpha=0.5, linestyle=dash)
         rewards.set_ylabel("reward")
         rewards.legend(title="size", frameon=False, fontsize=8)
-        low, value, high = (_ends([getattr(each.size, end) for each in frontier]) for end in ("low", "value", "high"))
+        low, value, high = (_ends([getattr(point.size, end) for point in frontier]) for end in ("low", "value", "high"))
         sizes.fill_between(compute, low, high, color=COLOURS[0], alpha=0.15, linewidth=0)
-        for part, dash in ((seen, "-"), (~seen, (0, (2, 2)))):
+        for part, dash in ((evaluated, "-"), (~evaluated, (0, (2, 2)))):
             sizes.plot(compute[part], value[part], color=COLOURS[0], linestyle=dash)
         sizes.set_yscale("log")
         sizes.set_ylim(0.8 * joint.sizes[0], 1.25 * joint.sizes[-1])

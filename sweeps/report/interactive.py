@@ -1,7 +1,7 @@
 """Data of the report's interactive figure, and the library that draws it: Vega-Lite, inlined into the page.
 
-`sweeps/report/templates/report.js` makes the figure of `study_data`. Points are those of the curves; what else a
-journal says of an evaluation (its step, other compute axes) is joined to them, so curves from tables have one axis.
+`sweeps/report/templates/report.js` draws the figure from `study_data`. Points are those of the curves; further facts
+from the journals (step, other compute axes) are joined to them, so curves from tables have only one axis.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ _NOTHING = float("nan")
 
 @cache
 def library() -> str | None:
-    """Return Vega, Vega-Lite and Vega-Embed as one script, by gzip and base64; None if vl-convert is not installed.
+    """Return Vega, Vega-Lite and Vega-Embed as one gzipped script in base64; None if vl-convert is not installed.
 
-    A third of the size that it is in full. vl-convert carries the sources and bundles them in some seconds: the
-    bundle is kept in the user's cache.
+    Compressed it has a third of the size. vl-convert needs a few seconds to bundle the sources, so the bundle is cached
+    in the user's cache folder.
     """
     try:
         import vl_convert
     except ImportError:
         return None
-    # The package's own cache, see `lightning_scalerl.cache`.
+    # Our packages' own cache, see `lightning_scalerl.cache`.
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lightning-scalerl"
     kept = Path(os.environ.get("SCALERL_CACHE", default)) / f"vega-{metadata.version('vl-convert-python')}.js.gz"
     try:
         packed = kept.read_bytes()
     except OSError:
-        script = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub knows of no default
+        script = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub lacks the default
         packed = gzip.compress(script.encode(), mtime=0)
         with suppress(OSError):
             kept.parent.mkdir(parents=True, exist_ok=True)
-            beside = kept.with_name(f"{kept.name}.{os.getpid()}")
-            beside.write_bytes(packed)
-            beside.replace(kept)
+            unfinished = kept.with_name(f"{kept.name}.{os.getpid()}")
+            unfinished.write_bytes(packed)
+            unfinished.replace(kept)
     return base64.b64encode(packed).decode()
 
 
@@ -76,13 +76,13 @@ def study_data(
     shown: Sequence[Shown],
     rate: float | None = None,
 ) -> dict[str, Any]:
-    """Return what the interactive figure draws, as plain JSON: recipes with curves and asymptotes, points, runs.
+    """Return the data of the interactive figure as plain JSON: recipes with curves and asymptotes, points, runs.
 
     Args:
         curves, fits, ranking, runs: as for `write_report`.
         short: short labels of the recipes.
-        shown: rollouts that stand on the page.
-        rate: price of a device hour, which adds the axis of cost.
+        shown: rollouts that are on the page.
+        rate: price of a device hour, which adds the cost axis.
     """
     by_recipe = {curve.recipe: curve for curve in curves}
     fit_of = {fit.recipe: fit for fit in fits}
@@ -103,16 +103,16 @@ def study_data(
             | {"curve": _fitted_curve(fit, curve, others)}
         )
         for seed in dict.fromkeys(curve.seed):
-            own = np.flatnonzero(curve.seed == seed)
-            for at in own[evenly(len(own), share)]:
+            rows = np.flatnonzero(curve.seed == seed)
+            for at in rows[evenly(len(rows), share)]:
                 run = joined[at]
                 points.append(
                     {"r": place, "s": str(seed), "y": _short(curve.reward[at], 5), "c": _short(curve.compute[at])}
                     | ({} if curve.sd is None else {"e": _short(curve.sd[at], 3)})
                     | ({} if run is None else {"run": run[0]})
-                    | {axis: _short(of[at], 5) for axis, of in others.items() if np.isfinite(of[at])}
+                    | {axis: _short(values[at], 5) for axis, values in others.items() if np.isfinite(values[at])}
                 )
-    # The figure needs no second copy of the curves' own axis.
+    # The curves' own axis is column "c" already.
     columns = sorted({key for point in points for key in point} - {curves[0].axis})
     return {
         "metric": curves[0].metric,
@@ -122,13 +122,13 @@ def study_data(
         "recipes": recipes,
         "points": {column: [point.get(column) for point in points] for column in columns},
         "runs": [[str(view.path.parent), kept_steps(view.path.parent)] for view in runs],
-        "shown": [[one.run, one.step] for one in shown],
+        "shown": [[rollout.run, rollout.step] for rollout in shown],
         "thinned": [len(points), total] if len(points) < total else None,
     }
 
 
 class _Journals:
-    """Evaluations of all runs, to be found by seed, compute and reward."""
+    """Evaluations of all runs, found by seed, compute and reward."""
 
     def __init__(self, runs: Sequence[JournalView], axis: str, metric: str, rate: float | None) -> None:
         self.rate = rate
@@ -146,9 +146,9 @@ class _Journals:
                 self._any[at] = None if at in self._any else (number, record)
 
     def find(self, recipe: str, seed: str, compute: float, reward: float) -> tuple[int, Record] | None:
-        """Return the number of the run and the record of an evaluation; None if no journal has it, or several have.
+        """Return the run's number and the record of an evaluation; None if no journal or several have it.
 
-        Recipe and seed may bear other names in a curve than in the journals: then compute and reward must do.
+        Recipe and seed may have other names in a curve than in the journals; then compute and reward must suffice.
         """
         return self._exact.get((recipe, seed, compute, reward)) or self._any.get((compute, reward))
 
@@ -158,7 +158,7 @@ def _rows(curve: Curve) -> list[tuple[str, float, float]]:
 
 
 def _on(axis: str, at: tuple[int, Record] | None, journals: _Journals) -> float:
-    """Return where an evaluation stands on another axis; NaN where its journal does not say."""
+    """Return an evaluation's position on another axis; NaN if its journal does not have it."""
     if at is None:
         return _NOTHING
     number, record = at
@@ -172,7 +172,7 @@ def _on(axis: str, at: tuple[int, Record] | None, journals: _Journals) -> float:
 
 
 def _asymptote(fit: Fit, curve: Curve) -> dict[str, Any]:
-    """Return the asymptote with its interval, or where it may not be named the reward of the last tenth of compute."""
+    """Return the asymptote with its interval; if it may not be named, the mean reward near the end of compute."""
     if fit.identifiable and fit.A.value is not None:
         low, high = (bound if bound is not None else end for bound, end in zip(fit.A_total, fit.bounds, strict=True))
         return {"named": True, "a": _short(fit.A.value), "low": _short(low), "high": _short(high)}
@@ -181,7 +181,7 @@ def _asymptote(fit: Fit, curve: Curve) -> dict[str, Any]:
 
 
 def _fitted_curve(fit: Fit, curve: Curve, others: Mapping[str, Array]) -> dict[str, list[float | None]] | None:
-    """Return the fitted curve with its 95% band within the window, on every axis; None if it has none."""
+    """Return the fitted curve with its 95% band within the window, on every axis; None without one."""
     if not readable(fit) or fit.window is None or not fit.window[0] < fit.window[1]:
         return None
     positive = curve.compute[curve.compute > 0]
@@ -192,7 +192,7 @@ def _fitted_curve(fit: Fit, curve: Curve, others: Mapping[str, Array]) -> dict[s
         known = np.isfinite(at)
         if known.sum() < 2:
             continue
-        # Seeds average: the curve is one function of compute, drawn where its runs stood on the other axis.
+        # Average over seeds: the curve is a function of compute, so map compute to the other axis by the runs' mean.
         compute, index = np.unique(curve.compute[known], return_inverse=True)
         mean = np.bincount(index, weights=at[known]) / np.bincount(index)
         columns[axis] = np.interp(x, compute, np.maximum.accumulate(mean))
@@ -200,5 +200,5 @@ def _fitted_curve(fit: Fit, curve: Curve, others: Mapping[str, Array]) -> dict[s
 
 
 def _short(value: float, digits: int = 4) -> float | None:
-    """Return a number of few digits, or None for one that is not finite."""
+    """Round a number to a few digits; None if it is not finite."""
     return float(f"{value:.{digits}g}") if np.isfinite(value) else None

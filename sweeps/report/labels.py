@@ -1,4 +1,4 @@
-"""Short labels of recipes: what all recipes of a study share is left out."""
+"""Short labels of recipes: parts that all recipes of a study share are left out."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Sequence
 
 
 def shortened(labels: Sequence[str]) -> dict[str, str]:
-    """Return a short label for each: without the parts, set apart by `+`, that all others share.
+    """Return a short label for each recipe, without the `+`-separated parts that all others share.
 
-    `scalerl+loss=dapo` beside `scalerl` is `loss=dapo`. A label that has nothing but what all share keeps its first
-    part. Labels that share no first part stay as they are, as does a label that is alone.
+    Next to `scalerl`, `scalerl+loss=dapo` becomes `loss=dapo`. A label that has only shared parts keeps its first part.
+    Labels with different first parts are unchanged, as is a single label.
     """
     parts = {label: label.split("+") for label in labels}
-    if len(parts) < 2 or len({own[0] for own in parts.values()}) > 1:
+    if len(parts) < 2 or len({split[0] for split in parts.values()}) > 1:
         return {label: label for label in labels}
-    # The baseline has no departures: it does not keep the others from sharing some.
-    departing = [set(own[1:]) for own in parts.values() if len(own) > 1]
+    # Ignore the baseline, which has no changes: otherwise the other recipes would have no common part.
+    departing = [set(split[1:]) for split in parts.values() if len(split) > 1]
     common = set.intersection(*departing) if len(departing) == len(parts) else set()
-    short = {label: "+".join(part for part in own[1:] if part not in common) or own[0] for label, own in parts.items()}
+    short = {
+        label: "+".join(part for part in split[1:] if part not in common) or split[0] for label, split in parts.items()
+    }
     return short if len(set(short.values())) == len(parts) else {label: label for label in labels}

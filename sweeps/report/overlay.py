@@ -1,4 +1,4 @@
-"""Figure of the whole study: all recipes' curves on one pair of axes, and the ranking beside them."""
+"""Figure of the whole study: all recipes' curves on one pair of axes, and the ranking next to them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sweeps.fit.predict import predict, readable
 from sweeps.report.drawing import COLOURS, INK, REFUSED, RULE, STYLE, label, limits
 from sweeps.report.labels import shortened
 
-# Beyond so many recipes colours repeat, and lines tell them apart.
+# Line styles for recipes beyond the number of colours.
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
 
 
 def overlay_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking) -> Figure:
-    """Draw evaluations and fitted curves left, and right each recipe's asymptote with its 95% interval, best on top.
+    """Draw evaluations and fitted curves left; right, each recipe's asymptote with its 95% interval, best on top.
 
-    An asymptote that may not be named is drawn as the reward of the last tenth of the window, hollow.
+    For an asymptote that may not be named, the mean reward of the last tenth of compute is drawn, hollow.
     """
     by_recipe = {fit.recipe: fit for fit in fits}
     points = {curve.recipe: curve for curve in curves}
@@ -37,7 +37,7 @@ def overlay_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Rankin
 
 
 def style(index: int) -> tuple[str, int]:
-    """Return the colour of the recipe at a place of the ranking, and the number of its dash: colours repeat."""
+    """Return the colour of the recipe at a place in the ranking, and the number of its dash (colours repeat)."""
     return COLOURS[index % len(COLOURS)], (index // len(COLOURS)) % len(_DASHES)
 
 

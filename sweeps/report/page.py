@@ -1,6 +1,6 @@
-"""Rendering of the HTML report: the data for the templates in `sweeps/report/templates`, and their helpers.
+"""Rendering of the HTML report: data and helpers for the templates in `sweeps/report/templates`.
 
-Text and markup are in the templates, which escape whatever they are given; here is what needs more than a template.
+Text and markup are in the templates, which escape all values; this module does what needs more than a template.
 """
 
 from __future__ import annotations
@@ -30,20 +30,25 @@ from sweeps.run.journal import JournalView
 from sweeps.run.rollouts import Shown
 from sweeps.search.race_log import RaceRecord
 
-# Verdicts with a curve beyond its bend: those whose A is worth shaking at.
+# Verdicts with a curve beyond its bend, for which the sensitivity of A is worth computing.
 NAMED = ("identifiable", "open")
-# A table of more rows scrolls within the page.
+# A table with more rows scrolls within the page.
 _TALL = 14
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Further content of a report, beyond the fits and their ranking.
+    """Further content of a report besides the fits and their ranking. Each part may be empty.
 
-    sensitivity: rows a recipe. settlements: what to run next, one a group of comparable recipes. comparisons: of
-    families. histories: snapshots a recipe. mapping: a line a source, on how it was read. commands: by step, what to
-    paste, where the study was launched by this package. rollouts: what models wrote. races: of the studies that were
-    run as races or searches. Each may be empty.
+    Attributes:
+        sensitivity: rows by recipe.
+        settlements: what to run next, one per group of comparable recipes.
+        comparisons: comparisons of families.
+        histories: snapshots by recipe.
+        mapping: one line per source on how it was read.
+        commands: command to paste, by step, if this package launched the study.
+        rollouts: sample completions.
+        races: records of studies that were run as races or searches.
     """
 
     sensitivity: Mapping[str, Sequence[Row]] = field(default_factory=dict)
@@ -58,7 +63,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Beside:
-    """Another study that stands beside the report's own, with the fits and the ranking of its curves."""
+    """Another study shown next to the report's own, with the fits and the ranking of its curves."""
 
     title: str
     curves: Sequence[Curve]
@@ -68,7 +73,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Headers:
-    """The header fields of all runs as text by name: those that every run shares, and a text a run for the others."""
+    """Header fields of all runs as text, by name: those common to all runs, and one text per run for the others."""
 
     common: Mapping[str, str]
     varying: Mapping[str, Sequence[str]]
@@ -86,9 +91,9 @@ def render(
     dots: Mapping[str, int] | None = None,
     beside: Beside | None = None,
 ) -> str:
-    """Render the whole page; documents are the figures as SVG. The rest is as for `report.write_report`.
+    """Render the whole page. Other arguments are as for `report.write_report`.
 
-    dots: by figure, how many of its points became dots of a path.
+    documents: figures as SVG. dots: by figure, how many of its points became dots of a path.
     """
     found = findings or Findings()
     facts = Facts(runs)
@@ -127,7 +132,7 @@ def render(
 
 
 def _inert_json(content: Any) -> str:
-    """Write JSON that may stand in a script element: without `<`, so no text in it ends the element."""
+    """Encode JSON for a script element: without `<`, so that no text in it ends the element."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -156,7 +161,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def compact(value: float | None) -> str:
-    """Format compute or an exponent with three significant digits, whole numbers from 100 to 1e6 in full."""
+    """Format compute or an exponent with three significant digits; integers from 100 to 1e6 in full."""
     if value is None:
         return "–"
     return f"{value:.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
@@ -168,7 +173,7 @@ def columns(groups: Iterable[Iterable[Any]], attribute: str) -> list[Any]:
 
 
 def identifiable_from(snapshots: Sequence[Snapshot]) -> float | None:
-    """Return the compute from which on every fit was identifiable; None if the last one was not."""
+    """Return the compute from which every fit was identifiable; None if the last one was not."""
     since = None
     for snapshot in reversed(snapshots):
         if snapshot.verdict != "identifiable":
@@ -180,8 +185,8 @@ def identifiable_from(snapshots: Sequence[Snapshot]) -> float | None:
 def _headers(runs: Sequence[JournalView]) -> Headers:
     names = sorted({name for view in runs for name in view.header} - {"kind", "time"})
     texts = {name: [_plain(view.header.get(name)) for view in runs] for name in names}
-    common = {name: all_of[0] for name, all_of in texts.items() if len(runs) > 1 and len(set(all_of)) == 1}
-    return Headers(common, {name: all_of for name, all_of in texts.items() if name not in common})
+    common = {name: values[0] for name, values in texts.items() if len(runs) > 1 and len(set(values)) == 1}
+    return Headers(common, {name: values for name, values in texts.items() if name not in common})
 
 
 def _plain(value: Any) -> str:

@@ -11,15 +11,15 @@ from sweeps.fit.fit import shown
 from sweeps.report.plain import one_line, table
 from sweeps.terminal import counted
 
-# A heading, the head of a table and its rows; a table without rows is a line of text.
+# A heading, the table's head and its rows; without rows, only the heading is printed.
 Section = tuple[str, list[str], list[list[str]]]
 
 
 def plan_text(plan: Plan, commands: Sequence[str | None]) -> str:
-    """Format a plan, and below it the commands that run its next steps, each on a line to paste."""
+    """Format a plan, followed by the commands that run its next steps, one per line, to paste."""
     blocks = [one_line(heading) + ("\n" + table(head, rows) if rows else "") for heading, head, rows in sections(plan)]
     if any(commands):
-        # Not in a table: a line to paste must stay whole.
+        # Not in a table: a command to paste must stay on one line.
         blocks.append("\n".join(["to paste:", *(f"  {one_line(line)}" for line in commands if line)]))
     return "\n\n".join(blocks)
 
@@ -49,7 +49,7 @@ def sections(plan: Plan) -> Iterator[Section]:
 
 
 def gain(expected: float | None) -> str:
-    """Format a step's expected gain in reward: `not known` for None, `< 0.001` below that."""
+    """Format a step's expected gain in reward: `not known` for None, `< 0.001` for smaller values."""
     return "not known" if expected is None else "< 0.001" if expected < 0.001 else f"{expected:.3f}"
 
 
@@ -58,8 +58,8 @@ def _target_section(plan: Plan) -> Section:
     rows = []
     for row in plan.rows:
         assert row.reach is not None
-        compute, fresh = shown(row.compute, ".4g"), shown(row.reach.new_run, ".4g")
-        rows.append([row.recipe, compute, fresh, row.asymptote.verdict, row.reason])
+        compute, new_run = shown(row.compute, ".4g"), shown(row.reach.new_run, ".4g")
+        rows.append([row.recipe, compute, new_run, row.asymptote.verdict, row.reason])
     unit = "" if plan.unit == "compute" else f", in {plan.unit}"
     return f"compute to reach {plan.target:g}{unit}, 95% intervals:", head, rows
 

@@ -1,4 +1,4 @@
-"""Publishing to MLflow: ship the members' metrics, log fits and bands, print the link to the chart."""
+"""Publishing to MLflow: ship the members' metrics, log fits and bands, print the chart's link."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ARTIFACTS = (
 def publish(
     sources: Sequence[str], uri: str, ranked: Callable[[Sequence[Fit], Ranking], None] = lambda fits, ranking: None
 ) -> None:
-    """Publish one sweep to MLflow and print the command that opens its interface, and the links of both views.
+    """Publish one sweep to MLflow, and print the command that opens its interface and the links of both views.
 
     Args:
         sources: exactly one run or sweep directory.
@@ -49,7 +49,7 @@ def publish(
         ranked: called with fits and ranking, before the links are printed.
 
     Raises:
-        UserError: no such directory, nothing to fit, or MLflow cannot be reached.
+        UserError: the directory does not exist, there is nothing to fit, or MLflow cannot be reached.
     """
     if len(sources) != 1:
         raise UserError(f"publish: {len(sources)} sources given; one sweep at a time")
@@ -82,7 +82,7 @@ def publish(
 def publish_into(
     tracker: Tracker, sweep: TrackedSweep, loaded: LoadedStudy, fits: Sequence[Fit], ranking: Ranking
 ) -> str:
-    """Publish fits of a sweep that is tracked already; return the command and links that open chart and run list."""
+    """Publish fits of a sweep that is already tracked; return the command and links that open chart and run list."""
     entries = {entry.recipe: entry for entry in ranking.ranking}
     labels = shortened([fit.recipe for fit in fits])
     summaries = [summary(fit, entries.get(fit.recipe), labels[fit.recipe]) for fit in fits]
@@ -99,7 +99,7 @@ def publish_into(
 def member_of(run_dir: Path) -> Member:
     """Make the member of a run directory from its journal's header."""
     header = read_journal(run_dir).header
-    # Runs of scripts have no identity of their own.
+    # Runs of scripts may share an identity: add the folder's name.
     run = header["run"] if (run_dir / SPEC_FILE).is_file() else f"{header['run']}-{run_dir.name}"
     return Member(
         run=run,
@@ -111,7 +111,7 @@ def member_of(run_dir: Path) -> Member:
 
 
 def summary(fit: Fit, entry: Ranked | None, label: str) -> FitSummary:
-    """Make the summary of a fit for MLflow; it has parameters, curve and band only if A is identifiable."""
+    """Make the summary of a fit for MLflow; parameters, curve and band only if A is identifiable."""
     common: dict[str, Any] = {
         "recipe": fit.recipe,
         "verdict": fit.verdict,
@@ -145,7 +145,7 @@ def summary(fit: Fit, entry: Ranked | None, label: str) -> FitSummary:
 
 
 def _efficiency(entry: Ranked | None) -> dict[str, float | None]:
-    """Return the compute to 90% of the way to a shared A, and that over the first recipe's; nothing if not tied."""
+    """Return the compute to 90% of the way to a shared A, and its ratio to the first recipe's; empty if not tied."""
     if entry is None or entry.efficiency is None:
         return {}
     ratio = 1.0 if entry.p_neither is None else None if entry.ratio is None else entry.ratio.value

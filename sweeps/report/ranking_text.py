@@ -10,7 +10,7 @@ from sweeps.report.plain import one_line, table
 
 
 def ranking_text(ranking: Ranking) -> str:
-    """Format the ranking's outcome, and the tables by reward and by asymptote."""
+    """Format the ranking's outcome and its tables, by reward and by asymptote."""
     lines = [one_line(line) for line in ranking.outcome]
     if ranking.rewards is not None and len(ranking.rewards.rows) > 1:
         lines += [one_line(ranking.rewards.sentence), "", table(*reward_rows(ranking.rewards)), "", "by asymptote:"]
@@ -20,7 +20,7 @@ def ranking_text(ranking: Ranking) -> str:
 
 
 def rank_text(ranking: Ranking, by_axis: ByAxis | None = None) -> str:
-    """Format all that `scalerl rank` prints: the ranking, the ranks on other axes, the variants by the baseline."""
+    """Format the output of `scalerl rank`: the ranking, ranks on other axes, and variants against the baseline."""
     blocks = [ranking_text(ranking)]
     if by_axis is not None:
         blocks += [one_line(by_axis.sentence), table(*axis_rows(by_axis))]
@@ -31,7 +31,7 @@ def rank_text(ranking: Ranking, by_axis: ByAxis | None = None) -> str:
 
 
 def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the ranking's table."""
+    """Return head and rows of the ranking's table."""
     tie = ["compute to 90%", "to 50%"] if ranking.shared_a is not None else []
     ahead = [] if ranking.horizon is None else [f"at {ranking.horizon.windows:.3g} windows"]
     head = ["rank", "recipe", "P(best)", *ahead, "A", *tie, "B at shared A", "why"]
@@ -52,7 +52,7 @@ def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
 
 
 def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table of rewards at common compute and budget."""
+    """Return head and rows of the table of rewards at common compute and budget."""
     head = ["recipe", f"R at {rewards.compute:.4g}", "P(highest)"]
     if rewards.reward is not None:
         head += [f"compute to {rewards.reward:.3f}", "times the least"]
@@ -62,7 +62,7 @@ def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
     for entry in rewards.rows:
         row = [entry.recipe, shown(entry.R, ".3f"), f"{entry.p_best:.2f}"]
         if rewards.reward is not None:
-            # Compute as a multiple of the fastest one's, which is 1 for itself.
+            # Compute as a multiple of the fastest recipe's, which is 1 for itself.
             row += [shown(entry.C, ".4g"), "1" if entry.recipe == rewards.fastest else shown(entry.ratio, ".2f")]
         if rewards.budget is not None:
             p = "-" if entry.p_best_at_budget is None else f"{entry.p_best_at_budget:.2f}"
@@ -72,7 +72,7 @@ def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
 
 
 def axis_rows(by_axis: ByAxis) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a ranking on several axes: each recipe's place, reward and chance of the highest."""
+    """Return head and rows of a ranking on several axes: each recipe's place, reward and chance of the highest."""
     head = ["recipe", *(f"at {column.compute:.4g} {column.name}" for column in by_axis.columns)]
     rows = []
     for recipe in by_axis.recipes:
@@ -84,7 +84,7 @@ def axis_rows(by_axis: ByAxis) -> tuple[list[str], list[list[str]]]:
 
 
 def leave_one_out_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table of variants against the baseline."""
+    """Return head and rows of the table of variants against the baseline."""
     head = ["variant", "delta A", "times the compute to 90%", "delta B at shared A", "note"]
     rows = [
         [

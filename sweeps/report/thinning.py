@@ -1,4 +1,4 @@
-"""Measures that keep a large study's page small: points as dots of one path, shorter SVG, fewer points to hover."""
+"""Ways to keep a large study's page small: points as dots of one path, shorter SVG, fewer points to hover over."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-# A figure of more points is drawn with dots: as a marker of its own each is 150 bytes of the page, as a dot 16.
+# Above this number of points, a figure uses dots: a marker takes 150 bytes of the page, a dot 16.
 MANY_POINTS = 1500
-# So many points are in the interactive figure, about 60 bytes each.
+# Largest number of points in the interactive figure, about 60 bytes each.
 MOST_HOVERED = 3000
-# Lines of fewer points keep their markers: those at compute 0 are told by theirs.
+# Lines with fewer points keep their markers, which identify the points at compute 0.
 _FEW = 8
-# Attributes of an SVG that hold coordinates; texts, which hold numbers too, stay as they are.
+# SVG attributes with coordinates. Texts, which may contain numbers too, are not changed.
 _COORDINATES = re.compile(r'\s(?:d|x|y|width|height|points|transform)="[^"]*"')
 _DIGITS = re.compile(r"(\.\d\d)\d+")
-# Spaces beside a command of a path set nothing apart; others may be line breaks.
+# Spaces next to a path command are redundant; other spaces may be line breaks.
 _SPACES = re.compile(r"(?<!^)\s*([MLCQzh]|\s(?=[-.\d]))\s*")
 _DOT = re.compile(r"M([-\d.]+ [-\d.]+)L\1(?=[M\s\"])")
 
 
 def points_as_dots(figure: Figure) -> int:
-    """Have the points of a crowded figure drawn as round dots below its curves, a path a seed.
+    """Replace the points of a crowded figure by round dots below its curves, one path per seed.
 
     Returns:
-        How many points became dots; 0 where all keep their markers.
+        Number of points that became dots; 0 if all keep their markers.
     """
     markers = [
         line
@@ -38,7 +38,7 @@ def points_as_dots(figure: Figure) -> int:
     if count <= MANY_POINTS:
         return 0
     for line in markers:
-        # A line of no length with round ends is a dot; a gap before the next.
+        # A line of length 0 with round ends is a dot; NaN makes a gap before the next.
         x, y = (
             np.column_stack([values, values, np.full(len(values), np.nan)]).ravel()
             for values in (np.asarray(line.get_xdata(), dtype=float), np.asarray(line.get_ydata(), dtype=float))
@@ -49,17 +49,17 @@ def points_as_dots(figure: Figure) -> int:
 
 
 def smaller(document: str) -> str:
-    """Shorten an SVG that goes into a page: coordinates to a hundredth of a point, no unused names, no own fonts."""
-    body = _COORDINATES.sub(lambda found: _SPACES.sub(r"\1", _DIGITS.sub(r"\1", found.group())), document)
+    """Shorten an SVG for the page: coordinates to a hundredth of a point, no unused ids, no fonts."""
+    body = _COORDINATES.sub(lambda match: _SPACES.sub(r"\1", _DIGITS.sub(r"\1", match.group())), document)
     body = _DOT.sub(r"M\1h0", body)
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', body))
-    body = re.sub(r'\sid="([^"]*)"', lambda found: found.group() if found.group(1) in used else "", body)
-    # The page's own font applies; a list of fonts at each number is most of an axis.
+    body = re.sub(r'\sid="([^"]*)"', lambda match: match.group() if match.group(1) in used else "", body)
+    # The page's font applies; a font list at each number would be most of an axis.
     body = re.sub(r"font-family: [^;\"]*;\s*", "", body)
     return re.sub(r">\s*\n\s*<", "><", body)
 
 
 def evenly(count: int, share: float) -> NDArray[np.intp]:
-    """Return the indices of about this share of `count` points: evenly spread, the first and the last among them."""
+    """Return indices of about this share of `count` points: evenly spread, including the first and the last."""
     kept = max(2, round(count * share))
     return np.arange(count) if kept >= count else np.unique(np.linspace(0, count - 1, kept).round().astype(np.intp))

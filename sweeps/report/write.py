@@ -1,4 +1,4 @@
-"""The report's files: one self-contained page, its figures beside it, and the ranking as CSV."""
+"""The report's files: one self-contained page, its figures, and the ranking as CSV."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from sweeps.search.race_log import RaceRecord
 if TYPE_CHECKING:
     from sweeps.report.page import Beside
 
-# Fits a recipe in `histories`, about: they are most of a report's time.
+# Approximate number of fits per recipe in `histories`, which take most of a report's time.
 _PREFIXES = 12
 
-# With one of these a spreadsheet begins a formula.
+# Characters with which spreadsheets begin a formula.
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
@@ -49,26 +49,27 @@ def write_report(
     workers: int = 1,
     beside: Beside | None = None,
 ) -> list[Path]:
-    """Write the page, and beside it each figure as `<stem>_<figure>.svg`, `.png` and `.pdf`.
+    """Write the page, and next to it each figure as `<stem>_<figure>.svg`, `.png` and `.pdf`.
 
-    The sensitivity of every recipe whose A is identifiable or open, and what to run next, are computed here: about
-    half a second a recipe.
+    This also computes what to run next, and the sensitivity of every recipe whose A is identifiable or open: about half
+        a
+    second per recipe.
 
     Args:
-        path: of the HTML file; its directory is created.
-        curves, fits: one a recipe, of the same recipes.
-        ranking: of those fits.
-        runs: the journals behind them, for mechanism counters and provenance; none for tables.
-        title: the study's name; the file's if not given.
-        warnings: on the sources as a whole.
-        comparisons: of the families, a recipe each; those of the ranking if none are given.
-        mapping: how each source was read, a line each.
-        histories: snapshots by recipe, from `histories`; none are shown if not given.
+        path: path of the HTML file; its directory is created.
+        curves, fits: one per recipe, of the same recipes.
+        ranking: ranking of these fits.
+        runs: journals behind the curves, for mechanism counters and provenance; none for tables.
+        title: name of the study; the file's name by default.
+        warnings: warnings about the sources as a whole.
+        comparisons: comparisons of the families, one per recipe; by default those of the ranking.
+        mapping: one line per source on how it was read.
+        histories: snapshots by recipe, from `histories`; none by default.
         workers: number of processes that share the refits, see `sweeps.parallel`.
-        beside: another study that stands beside this one.
+        beside: another study to show next to this one.
 
     Returns:
-        What was written, the page first.
+        Paths of the written files, the page first.
 
     Raises:
         UserError: a file cannot be written.
@@ -114,10 +115,10 @@ def write_report(
     documents, dots = {}, {}
     for name, figure in drawn.items():
         files[page.with_name(f"{page.stem}_{name}.pdf")] = pdf(figure)
-        # Laid out by now: the layout is most of the time of a drawing, and would be found again at each.
+        # The layout is computed by now; it takes most of the drawing time, so do not compute it again for each format.
         figure.set_layout_engine("none")
         files[page.with_name(f"{page.stem}_{name}.png")] = png(figure)
-        # The SVG comes last, for dots take the place of markers.
+        # The SVG comes last, because dots replace the markers.
         dots[name] = points_as_dots(figure)
         documents[name] = svg(figure)
         files[page.with_name(f"{page.stem}_{name}.svg")] = documents[name].encode("utf-8", errors="replace")
@@ -144,21 +145,21 @@ def _compared(fit: Fit) -> Comparison:
 
 
 def _choice(group: Sequence[Fit], fits: Sequence[Fit], ranking: Ranking) -> Choice:
-    """Return the choice between a group of recipes: the ranking's own where that is of the same fits."""
+    """Return the choice between a group of recipes; the ranking's own if it is about the same fits."""
     if ranking.standing is not None and list(group) == list(fits):
         return Choice(group, ranking.standing)
     return choice_of(group, ranking.margin)
 
 
 def _races(runs: Sequence[JournalView]) -> list[RaceRecord]:
-    """Read the race records of the runs' studies; studies without looks and pruned trials are left out."""
+    """Read the race records of the runs' studies; studies without looks or pruned trials are left out."""
     studies = dict.fromkeys(view.path.parent.parent.parent for view in runs)
-    found = [RaceRecord.read(study) for study in studies]
-    return [record for record in found if record.looks or record.pruned]
+    records = [RaceRecord.read(study) for study in studies]
+    return [record for record in records if record.looks or record.pruned]
 
 
 def all_comparisons(fits: Sequence[Fit], ranking: Ranking, workers: int = 1) -> list[Comparison]:
-    """Compare the families on every recipe whose A has a value; those that the ranking holds are not made again."""
+    """Compare the families on every recipe whose A has a value; comparisons in the ranking are reused."""
     known = {comparison.recipe: comparison for comparison in ranking.comparisons}
     valued = [fit for fit in fits if fit.A.value is not None]
     others = [fit for fit in valued if fit.recipe not in known]
@@ -168,20 +169,20 @@ def all_comparisons(fits: Sequence[Fit], ranking: Ranking, workers: int = 1) -> 
 
 def histories(fits: Sequence[Fit]) -> dict[str, list[Snapshot]]:
     """Fit every recipe at growing compute, about a dozen times, for `write_report`; about a second per recipe."""
-    found = {}
+    result = {}
     for fit in fits:
         computes = np.unique(fit.curve.compute[fit.curve.compute > 0])
         every = GROWTH
         if len(computes) > MIN_COMPUTES:
             every = max(every, float(computes[-1] / computes[MIN_COMPUTES - 1]) ** (1 / (_PREFIXES - 1)))
-        found[fit.recipe] = history(fit.curve, fit.options, every)
-    return found
+        result[fit.recipe] = history(fit.curve, fit.options, every)
+    return result
 
 
 def write_ranking_csv(path: str | Path, fits: Sequence[Fit], ranking: Ranking) -> Path:
-    """Write a CSV row per recipe, in the ranking's order; open bounds and values not identifiable are empty cells.
+    """Write a CSV row per recipe, in the ranking's order; open bounds and unidentifiable values are empty cells.
 
-    A text that a spreadsheet would take for a formula has an apostrophe before it.
+    A text that a spreadsheet would read as a formula is prefixed by an apostrophe.
 
     Raises:
         UserError: the file cannot be written.

@@ -1,7 +1,7 @@
-"""Tracking in MLflow: `store` makes runs, `ship` and `shipper` feed them, `fits` and `views` make charts.
+"""Tracking in MLflow: `store` makes runs, `ship` and `shipper` fill them, `fits` and `views` make charts.
 
-MLflow is a mirror. The journals are the source of truth, and nothing here may stall or fail a training run.
-Importing this package does not import mlflow (seconds); the first `Tracker.client` does.
+MLflow is a mirror of the journals, which remain the source of truth, and must never stall or fail a training run.
+Importing this package does not import mlflow (which takes seconds); the first `Tracker.client` does.
 """
 
 from sweeps.tracking.fits import FitSummary, Published, publish

@@ -1,4 +1,4 @@
-"""Helpers shared by tracking: the store's address, the clock, MLflow's environment, error texts."""
+"""Helpers shared by tracking: the store's address, the time, MLflow's environment, error messages."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from urllib.parse import urlsplit, urlunsplit
 
 from sweeps.errors import UserError
 
-# Metrics that repeat others for MLflow's charts: the axis with its unit, the pass rate from the start on.
+# Metrics that repeat others for MLflow's charts: the axis with its unit, and the pass rate including compute 0.
 _CHART_KEY = re.compile(r"Pass rate/.+|eval/.+/(log10 )?compute in .+")
 _REMEDY = "use sqlite:////absolute/path/mlflow.db, or the address of a server (http://host:port)"
 
 
 def resolve_uri(uri: str) -> str:
-    """Return the tracking URI as MLflow takes it, with a relative SQLite path made absolute.
+    """Return the tracking URI for MLflow, with a relative SQLite path made absolute.
 
     Raises:
-        UserError: the file store, which MLflow 3 refuses, or no URI at all.
+        UserError: a file store, which MLflow 3 refuses, or not a URI.
     """
     scheme, separator, rest = uri.partition(":")
     if not separator or scheme == "file" or len(scheme) == 1:
@@ -50,9 +50,9 @@ def now_ms() -> int:
 
 
 def quiet_environment() -> None:
-    """Override MLflow's defaults that do not suit a mirror, unless the user has set them.
+    """Override MLflow's defaults that do not suit a mirror, unless the user set them.
 
-    These are minutes of retries against a dead server, usage reports over the network, migration logs on stderr.
+    They are minutes of retries against a dead server, usage reports over the network, and migration logs on stderr.
     """
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
@@ -70,22 +70,22 @@ def one_line(error: BaseException) -> str:
 
 
 def entity_key(name: str) -> str:
-    """Sanitize a metric or parameter name for MLflow: other characters become underscores, 250 at most."""
+    """Sanitize a metric or parameter name for MLflow: invalid characters become underscores; at most 250 characters."""
     return re.sub(r"[^/\w.\- :]", "_", name).strip("/")[:250]
 
 
 def is_chart_key(name: str) -> bool:
-    """Return whether a metric of ours repeats another one for the sake of a chart."""
+    """Return whether one of our metrics only repeats another one for a chart."""
     return _CHART_KEY.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
 class ChartKeys:
-    """Metrics that the charts of one evaluation set draw; `unit` is that of compute.
+    """Metrics that the charts of one evaluation set use; `unit` is that of compute.
 
-    MLflow writes an axis's key below it, so the axes that are drawn (`log10`, `compute`) name their unit in theirs.
-    `rate` and `x` have the evaluations at compute above 0, `start` the one at 0, `whole` all of them: its section comes
-    first on a run's page, where sections are sorted and capitals come before small letters.
+    MLflow labels an axis with its key, so the axes shown (`log10`, `compute`) contain their unit. `rate` and `x` cover
+    the evaluations at compute above 0, `start` the one at 0, and `whole` all of them. The section of `whole` comes
+    first on a run's page, where sections are sorted and capitals precede small letters.
     """
 
     eval_set: str
@@ -98,7 +98,7 @@ class ChartKeys:
 
     @property
     def x(self) -> str:
-        """Decimal logarithm of compute, by a name that does not depend on its unit."""
+        """Decimal logarithm of compute; its name does not depend on the unit."""
         return entity_key(f"eval/{self.eval_set}/log10_compute")
 
     @property
@@ -108,15 +108,15 @@ class ChartKeys:
 
     @property
     def whole(self) -> str:
-        """Pass rate of every evaluation, the one before training included."""
+        """Pass rate of every evaluation, including the one before training."""
         return entity_key(f"Pass rate/{self.eval_set}")
 
     @property
     def log10(self) -> str:
-        """Decimal logarithm of the compute of those that `rate` has."""
+        """Decimal logarithm of compute for the evaluations of `rate`."""
         return entity_key(f"eval/{self.eval_set}/log10 compute in {self.unit}")
 
     @property
     def compute(self) -> str:
-        """Compute of the evaluations that `whole` has."""
+        """Compute of the evaluations of `whole`."""
         return entity_key(f"eval/{self.eval_set}/compute in {self.unit}")

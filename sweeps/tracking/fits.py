@@ -27,17 +27,17 @@ Array = npt.NDArray[np.float64]
 
 RANKING_FILE = "ranking.json"
 RATIO_KEY = "rank/times_compute"
-MAX_LINES = 200  # closed in the chart's list; 4,000 characters of a view at most
+MAX_LINES = 200  # shown collapsed in the chart's list; limits a view to 4,000 characters
 _NOTE_START = "[Scaling curves]("
 
 
 @dataclass(frozen=True)
 class FitSummary:
-    """Summary of one recipe's fit for MLflow. Open ends are None; without a curve, none is drawn.
+    """Summary of one recipe's fit for MLflow. Open bounds are None; without `curve_x` no curve is drawn.
 
-    `curve_x` holds compute (not its logarithm), log-spaced; `band_low` and `band_high` are pass rates there. `label`
-    is what the chart calls the recipe, if not by its whole name. `efficiency` is the compute to 90% of the way to the
-    asymptote that tied recipes share, `ratio` that over the first one's (1 for itself).
+    `curve_x` is compute (not its logarithm), log-spaced; `band_low` and `band_high` are pass rates at these points.
+    `label` is the recipe's short name in the chart. `efficiency` is the compute to 90% of the way to the asymptote that
+    tied recipes share, and `ratio` is that over the first recipe's (1 for the first).
     """
 
     recipe: str
@@ -81,7 +81,7 @@ class FitSummary:
         return {key: float(v) for key, v in values.items() if v is not None and math.isfinite(v)}
 
     def tags(self) -> dict[str, str]:
-        """Return tags of the verdict, window and axis, and the interval of A, "open" for an open end."""
+        """Return tags of the verdict, window and axis, and A's bounds ("open" for an open bound)."""
         out = {"fit.verdict": self.verdict, "fit.axis": self.axis, "fit.reason": self.reason or "none"}
         out["fit.window"] = "none" if self.window is None else f"{self.window[0]:.6g} to {self.window[1]:.6g}"
         metrics = self.metrics()
@@ -90,7 +90,7 @@ class FitSummary:
         return out
 
     def curve(self) -> dict[str, Array] | None:
-        """Return columns x (log10), fit and, with a band, low and high, at finite points; None if there are none."""
+        """Return columns x (log10), fit and, with a band, low and high, at finite points; None without any point."""
         if self.curve_x is None or self.curve_y is None:
             return None
         columns = {"x": np.asarray(self.curve_x, float), "fit": np.asarray(self.curve_y, float)}
@@ -104,7 +104,7 @@ class FitSummary:
 
 @dataclass(frozen=True)
 class Published:
-    """Links to the finished charts, as URL fragments behind the interface's address, and the ids of the fit runs."""
+    """Links to the finished charts (fragments to append to the interface's address), and the ids of the fit runs."""
 
     link: str
     ranking_link: str
@@ -122,12 +122,12 @@ def publish(
 ) -> Published:
     """Publish fits, bands, ranking and saved views of one sweep to MLflow, replacing earlier ones.
 
-    New runs are complete before the earlier ones of this sweep are deleted, so a failure midway leaves the
-    old chart. The parent run gets `artifacts` (curves.png, report.html) and `ranking` as a table; the members
-    get their recipe's `fit/*` metrics (step: how many times published) and tags, for sorting.
+    New runs are complete before the earlier ones of this sweep are deleted, so a failure midway keeps the old chart.
+    The parent run gets `artifacts` (curves.png, report.html) and `ranking` as a table. The members get their recipe's
+    `fit/*` metrics (step: number of publications so far) and tags, for sorting.
 
     Raises:
-        UserError: a file that is not there, or the store does not answer.
+        UserError: a file does not exist, or the store does not answer.
     """
     files = [Path(file) for file in artifacts]
     missing = [str(file) for file in files if not file.is_file()]
@@ -166,25 +166,25 @@ def publish(
 
 @dataclass(frozen=True)
 class _Lines:
-    """What the chart calls the lines of a sweep, and the colours of its recipes."""
+    """Labels of a sweep's lines in the chart, and the colours of its recipes."""
 
     labels: Mapping[str, str]
     colours: Mapping[str, str]
 
     def value(self, recipe: str, what: str) -> str:
-        """Return the value of the tag `line` for a seed, or the fit, of a recipe."""
+        """Return the value of the tag `line` for a recipe's seed or fit."""
         return line_value(f"{self.labels.get(recipe, recipe)} {what}", self.colours[recipe])
 
     def tags(self, member: Run) -> dict[str, str]:
-        """Return the tags `line` and, if it has none, the colour of a member."""
-        own = member.data.tags
-        what = own.get("series", "").removeprefix(f"{own['recipe']} ") or member.info.run_id
-        tags = {LINE_TAG: self.value(own["recipe"], what)}
-        return tags if RUN_COLOUR_TAG in own else tags | {RUN_COLOUR_TAG: self.colours[own["recipe"]]}
+        """Return a member's tag `line` and, if it has none, its colour."""
+        own_tags = member.data.tags
+        what = own_tags.get("series", "").removeprefix(f"{own_tags['recipe']} ") or member.info.run_id
+        tags = {LINE_TAG: self.value(own_tags["recipe"], what)}
+        return tags if RUN_COLOUR_TAG in own_tags else tags | {RUN_COLOUR_TAG: self.colours[own_tags["recipe"]]}
 
 
 def _lines(fits: Sequence[FitSummary], members: Sequence[Run]) -> _Lines:
-    """Return the lines of all recipes, in the colours that their members have already."""
+    """Return the lines of all recipes, in the colours that their members already have."""
     recipes = [run.data.tags["recipe"] for run in reversed(members)] + [fit.recipe for fit in fits]
     labels = {fit.recipe: fit.label or fit.recipe for fit in fits}
     return _Lines(labels, recipe_colours(dict.fromkeys(recipes), run_colours(members)))
@@ -238,14 +238,14 @@ def _fit_runs(
 
 
 def _log(tracker: Tracker, run_id: str, metrics: Sequence[Metric]) -> None:
-    """Send metrics in requests of a size that MLflow takes."""
+    """Send metrics in requests of the size that MLflow accepts."""
     for start in range(0, len(metrics), 1000):
         tracker.client.log_batch(run_id, metrics=metrics[start : start + 1000])
 
 
 @dataclass(frozen=True)
 class _Points:
-    """Evaluations of a member as MLflow has them; `log10` is of those at compute above 0, `compute` of all."""
+    """Evaluations of a member in MLflow; `log10` and `rate` at compute above 0, `compute` and `whole` for all."""
 
     log10: list[float]
     rate: list[float]
@@ -254,9 +254,10 @@ class _Points:
 
 
 def _complete(member: Run, tracker: Tracker, keys: ChartKeys) -> _Points:
-    """Return the evaluations of a member, and log under the charts' keys those that it has not there yet.
+    """Return the evaluations of a member, and log those that are missing under the charts' keys.
 
-    The axes are logged nowhere else: exactly at the steps of what is drawn over them. What an earlier version has
+    The axes are logged only here, at exactly the steps of the metrics drawn over them. Runs shipped by an earlier
+    version get their whole curve here too. Stored values are not changed.
     shipped gets its whole curve here too; nothing that is stored is changed.
     """
     from mlflow.entities import Metric
@@ -265,11 +266,11 @@ def _complete(member: Run, tracker: Tracker, keys: ChartKeys) -> _Points:
         return tracker.client.get_metric_history(member.info.run_id, key) if key in member.data.metrics else []
 
     rates = {point.step: point for point in history(keys.rate)}
-    after = [(rates[x.step], x.value) for x in history(keys.x) if x.step in rates]
-    every = [(point, 0.0) for point in history(keys.start)] + [(point, 10**x) for point, x in after]
-    wanted = [(keys.log10, point, x) for point, x in after]
-    wanted += [(keys.compute, point, compute) for point, compute in every]
-    wanted += [(keys.whole, point, point.value) for point, _ in every]
+    positive = [(rates[x.step], x.value) for x in history(keys.x) if x.step in rates]
+    all_points = [(point, 0.0) for point in history(keys.start)] + [(point, 10**x) for point, x in positive]
+    wanted = [(keys.log10, point, x) for point, x in positive]
+    wanted += [(keys.compute, point, compute) for point, compute in all_points]
+    wanted += [(keys.whole, point, point.value) for point, _ in all_points]
     stored = {(key, point.step) for key in (keys.log10, keys.compute, keys.whole) for point in history(key)}
     missing = [
         Metric(key, value, point.timestamp, point.step)
@@ -278,18 +279,18 @@ def _complete(member: Run, tracker: Tracker, keys: ChartKeys) -> _Points:
     ]
     _log(tracker, member.info.run_id, missing)
     return _Points(
-        log10=[x for _, x in after],
-        rate=[point.value for point, _ in after],
-        compute=[compute for _, compute in every],
-        whole=[point.value for point, _ in every],
+        log10=[x for _, x in positive],
+        rate=[point.value for point, _ in positive],
+        compute=[compute for _, compute in all_points],
+        whole=[point.value for point, _ in all_points],
     )
 
 
 def _copy_to_member(fit: FitSummary, tracker: Tracker, member: Run, count: int, more_tags: Mapping[str, str]) -> None:
-    """Copy `fit/*` and `rank/*` to a member run, only what changed.
+    """Copy `fit/*` and `rank/*` to a member run, only where they changed.
 
-    A metric that this fit no longer has becomes NaN, for a table would show, and sort by, the earlier value; a tag
-    names it.
+    A metric that this fit no longer has becomes NaN, because a table would otherwise show, and sort by, the earlier
+    value; a tag lists such metrics.
     """
     from mlflow.entities import Metric
 
@@ -304,7 +305,7 @@ def _copy_to_member(fit: FitSummary, tracker: Tracker, member: Run, count: int, 
 
 
 def _ranking_table(ranking: Sequence[Mapping[str, Any]], tracker: Tracker, sweep: TrackedSweep) -> None:
-    """Write the ranking as `log_table` would, but replacing the earlier table, to which `log_table` appends."""
+    """Write the ranking in the format of `log_table`, replacing the earlier table; `log_table` would append to it."""
     columns = list(dict.fromkeys(key for row in ranking for key in row))
     rows = [[_cell(row.get(column)) for column in columns] for row in ranking]
     tracker.client.log_dict(sweep.parent_id, {"columns": columns, "data": rows}, RANKING_FILE)
@@ -323,12 +324,14 @@ def _cell(value: Any) -> Any:
 def _ranges(fits: Sequence[FitSummary], points: Sequence[_Points]) -> tuple[ChartRange, ChartRange]:
     """Return the ranges, over log10 of compute and over compute, that cover points, curves and bands."""
     curves = [curve for fit in fits if (curve := fit.curve())]
-    log10 = [x for own in points for x in own.log10] + [x for curve in curves for x in curve["x"].tolist()]
-    compute = [x for own in points for x in own.compute] + [10**x for curve in curves for x in curve["x"].tolist()]
+    log10 = [x for member in points for x in member.log10] + [x for curve in curves for x in curve["x"].tolist()]
+    compute = [x for member in points for x in member.compute] + [
+        10**x for curve in curves for x in curve["x"].tolist()
+    ]
     drawn = [y for curve in curves for name, column in curve.items() if name != "x" for y in column.tolist()]
     return (
-        ChartRange.around(log10, [*(y for own in points for y in own.rate), *drawn]),
-        ChartRange.around(compute, [*(y for own in points for y in own.whole), *drawn]),
+        ChartRange.around(log10, [*(y for member in points for y in member.rate), *drawn]),
+        ChartRange.around(compute, [*(y for member in points for y in member.whole), *drawn]),
     )
 
 
@@ -342,15 +345,15 @@ def _views(
     keys: ChartKeys,
     lines: _Lines,
 ) -> Published:
-    """Save both views as experiment tags and put their links into line 1 of the experiment's note."""
+    """Save both views as experiment tags, and put their links into the first line of the experiment's note."""
     client, experiment_id = tracker.client, sweep.experiment_id
     fitted = [set(fit.metrics()) for fit in fits if "fit/A" in fit.metrics()] or [set()]
     order = ("fit/log10_C_mid", "fit/B", "rank/p_best", "fit/A_low", "fit/A_high", "fit/A")
-    charted = [key for key in order if key in set.intersection(*fitted)]  # an open end must not hide a recipe
+    charted = [key for key in order if key in set.intersection(*fitted)]  # an open bound must not hide a recipe
     named = (RANK_KEY, "rank/p_best", "fit/A", "fit/A_low", "fit/A_high", keys.whole, RATIO_KEY)
     columns = [_column(key) for key in named]
     columns.insert(2, "tags.`fit.verdict`")
-    shown = []  # the best first: of a large study MLflow shows, and the tag of a view holds, only so many
+    shown = []  # best first: MLflow shows, and a view's tag holds, a limited number
     for fit in sorted(fits, key=lambda fit: fit.rank or math.inf):
         shown.append(lines.value(fit.recipe, "fit"))
         shown += [lines.tags(run)[LINE_TAG] for run in members if run.data.tags["recipe"] == fit.recipe]
@@ -376,5 +379,5 @@ def _views(
 
 
 def _column(metric: str) -> str:
-    """Return what MLflow's table of runs calls the column of a metric."""
+    """Return the name of a metric's column in MLflow's table of runs."""
     return f"metrics.`{metric}`"

@@ -1,9 +1,9 @@
 """Shipping of a journal to its MLflow run: only durable records, each exactly once, across crashes.
 
-MLflow cannot take a point back and stores a second value at a step beside the first. So a record is sent only
-once a checkpoint covers it, and only if nothing was sent for its kind and step before. What was sent is
-remembered in `<run_dir>/mlflow_shipped.json`; if that file is missing, or a send was cut short, MLflow itself
-is asked which points it has.
+MLflow cannot delete a point, and stores a second value at the same step in addition to the first. So a record is sent
+only once a checkpoint covers it, and only if nothing was sent before for its kind and step. `mlflow_shipped.json` in
+the run's folder records the steps sent so far. If that file is missing, or a send was interrupted, MLflow is queried
+for the points it has.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric
 
 CURSOR_FILE = "mlflow_shipped.json"
-MAX_METRICS = 1000  # a request; 1000 keys of at most 250 characters stay below the 1 MB limit too
+MAX_METRICS = 1000  # per request; 1000 keys of up to 250 characters also stay below the 1 MB limit
 MAX_PARAMS = 100
 MAX_PARAM_CHARS = 6000
 MAX_REQUEST_BYTES = 900_000
@@ -46,18 +46,18 @@ _PASS_RATE = re.compile(r"^eval/(.+)/pass_rate$")
 def points(record: Record, axis: str) -> dict[str, float]:
     """Return the metrics of one journal record under their MLflow keys.
 
-    Train records keep everything outside `eval/`, eval records only `eval/`, so no key comes from both. A
-    pass rate at compute C > 0 brings `eval/<set>/log10_compute` with it; one at C = 0 becomes
-    `eval/<set>/initial_pass_rate`, for the chart pairs x and y by their index and has no place for C = 0. Each also
-    comes as `Pass rate/<set>`, the whole curve, which a run's page shows first.
+    Train records keep everything outside `eval/`, eval records only `eval/`, so no key comes from both. A pass rate at
+    compute C > 0 is accompanied by `eval/<set>/log10_compute`; one at C = 0 becomes `eval/<set>/initial_pass_rate`,
+    because the chart pairs x and y by index and a logarithmic axis has no place for C = 0. Every pass rate is also sent
+    as `Pass rate/<set>`, the whole curve, which a run's page shows first.
 
     Raises:
-        UserError: an evaluation without the compute axis.
+        UserError: an evaluation lacks the compute axis.
     """
     finite = {key: float(value) for key, value in record.metrics.items() if math.isfinite(value)}
     if record.kind != "eval":
         return {entity_key(k): v for k, v in finite.items() if not k.startswith("eval/")}
-    # A run's page lists metrics as they came: the pass rate before its parts and before training's own.
+    # A run's page lists metrics in the order received: send the pass rate first.
     out = {ChartKeys(m[1], unit="").whole: value for key, value in finite.items() if (m := _PASS_RATE.match(key))}
     for key, value in finite.items():
         match = _PASS_RATE.match(key)
@@ -81,7 +81,7 @@ def points(record: Record, axis: str) -> dict[str, float]:
 
 
 def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield a resolved configuration as (dotted key, value) pairs; lists as JSON."""
+    """Yield a resolved configuration as (dotted key, value) pairs; lists are encoded as JSON."""
     if isinstance(config, Mapping) and (config or not prefix):
         for key, value in config.items():
             yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
@@ -99,15 +99,14 @@ def ship(
 ) -> int:
     """Send the durable records of one run's journal that MLflow lacks; return the number of metric values.
 
-    Points carry the journal's time (ms) and optimizer step. The cursor is written after each request that
-    succeeded. `config.yaml` becomes parameters, and with `semantics.json` an artifact. A parameter that
-    changed since (the budget of a continued run) cannot be overwritten: its new value becomes the tag
-    `config.<key>`.
+    Points have the journal's time (ms) and optimizer step. The cursor file is written after each successful request.
+    `config.yaml` is sent as parameters and, like `semantics.json`, as an artifact. A parameter that changed since (the
+    budget of a continued run) cannot be overwritten: its new value becomes the tag `config.<key>`.
 
     Raises:
-        JournalError: no journal yet, or a broken one.
-        UserError: an evaluation without the axis, or a run shipped along another axis before.
-        Exception: whatever the client raises when the store does not answer; call again later.
+        JournalError: the journal does not exist yet, or is broken.
+        UserError: an evaluation lacks the axis, or the run was shipped along another axis before.
+        Exception: any error of the client if the store does not answer; call again later.
     """
     run_dir = Path(run_dir)
     view = read_journal(run_dir) if view is None else view
@@ -145,13 +144,13 @@ def ship(
 
 
 def shipped(run_dir: Path, mlflow_run_id: str) -> dict[str, int]:
-    """Return the steps up to which records were sent to an MLflow run, by kind."""
-    found = read_json(run_dir / CURSOR_FILE).get(mlflow_run_id, {}).get("steps", {})
-    return {str(kind): int(step) for kind, step in found.items()}
+    """Return, by kind, the steps up to which records were sent to an MLflow run."""
+    steps = read_json(run_dir / CURSOR_FILE).get(mlflow_run_id, {}).get("steps", {})
+    return {str(kind): int(step) for kind, step in steps.items()}
 
 
 def _stored(client: MlflowClient, mlflow_run_id: str, keys: set[str]) -> set[tuple[str, int]]:
-    """Return the (key, step) pairs that the MLflow run has already."""
+    """Return the (key, step) pairs that the MLflow run already has."""
     present = keys & set(client.get_run(mlflow_run_id).data.metrics)
     return {
         (key, int(point.step)) for key in sorted(present) for point in client.get_metric_history(mlflow_run_id, key)
@@ -168,14 +167,14 @@ def _batches(
     upto: dict[str, int] = {}
     for record, values in todo:
         at = int(record.time * 1000)
-        fresh = [Metric(k, v, at, record.step) for k, v in values.items() if (k, record.step) not in stored]
-        if batch and len(batch) + len(fresh) > MAX_METRICS:
+        new = [Metric(k, v, at, record.step) for k, v in values.items() if (k, record.step) not in stored]
+        if batch and len(batch) + len(new) > MAX_METRICS:
             yield batch, upto
             batch, upto = [], {}
-        while len(fresh) > MAX_METRICS:  # one record beyond the limit: only its last part completes the step
-            yield fresh[:MAX_METRICS], {}
-            fresh = fresh[MAX_METRICS:]
-        batch.extend(fresh)
+        while len(new) > MAX_METRICS:  # a record beyond the limit: only its last part completes the step
+            yield new[:MAX_METRICS], {}
+            new = new[MAX_METRICS:]
+        batch.extend(new)
         upto[record.kind] = record.step
     if upto:
         yield batch, upto
@@ -196,7 +195,7 @@ def _ship_files(run_dir: Path, client: MlflowClient, mlflow_run_id: str, shipped
             try:
                 config = yaml.safe_load(content)
             except (yaml.YAMLError, UnicodeDecodeError):
-                continue  # half written: the next pass has it
+                continue  # half written: the next pass sends it
             _ship_params(client, mlflow_run_id, dict(flatten(config or {})))
         client.log_artifact(mlflow_run_id, str(run_dir / name))
         shipped[name] = digest

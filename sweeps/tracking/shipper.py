@@ -1,4 +1,4 @@
-"""Background thread of the controller that ships journals to MLflow and tolerates outages of the store."""
+"""Background thread of the controller that ships journals to MLflow and survives outages of the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sweeps.tracking.common import now_ms, one_line, without_credentials
 from sweeps.tracking.ship import ship, shipped
 from sweeps.tracking.store import STATUSES, TrackedMember, TrackedSweep, Tracker
 
-# What MLflow answers when this run, not the store, is the trouble: trying again changes nothing.
+# MLflow's error codes that concern one run and not the store: retrying does not help.
 _ABOUT_THE_RUN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "BAD_REQUEST")
 
 _log = logging.getLogger(__name__)
@@ -26,15 +26,15 @@ _log = logging.getLogger(__name__)
 class Shipper:
     """Thread that ships the journals of a sweep's members to their MLflow runs.
 
-    A store that does not answer is logged once and tried again with growing pauses; nothing is raised into
-    the controller, nothing is lost, and the backlog is sent when it answers again. Trouble with one run (it
-    was deleted in MLflow, its journal is broken) is logged once and leaves the others alone.
+    If the store does not answer, this is logged once, and the thread retries with growing pauses. Nothing is raised
+    into the controller, nothing is lost, and the backlog is sent when the store answers again. A problem with one run
+    (deleted in MLflow, broken journal) is logged once and does not affect the others.
 
     Args:
-        tracker: where to.
-        sweep: what; members added to it later are picked up.
+        tracker: client of the store.
+        sweep: sweep to ship; members added later are included.
         interval_s: pause between passes.
-        max_pause_s: longest pause while the store is away.
+        max_pause_s: longest pause during an outage.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Shipper:
             self._thread.start()
 
     def stop(self, final: bool = True, timeout_s: float = 120.0) -> bool:
-        """Stop the thread; with `final`, send what is durable now. Return whether MLflow has everything.
+        """Stop the thread; with `final`, first send all durable records. Return whether MLflow has everything.
 
-        A store that is away is tried three times, within `timeout_s`; what is missing then stays in the
-        journals, and the next start, or `scalerl publish`, sends it.
+        An unavailable store is tried three times, within `timeout_s`. The remaining records stay in the journals; the
+        next start, or `scalerl publish`, sends it.
         """
         deadline = time.monotonic() + timeout_s
         self._stopping = True
@@ -80,7 +80,7 @@ class Shipper:
                 return False
             self._thread = None
         complete = False
-        self._seen.clear()  # after trouble with a run, look once more
+        self._seen.clear()  # try runs with problems once more
         for attempt in range(3 if final else 0):
             complete = self.run_once()
             if self.outage is None or time.monotonic() + 2**attempt > deadline:
@@ -92,12 +92,12 @@ class Shipper:
         return complete
 
     def set_status(self, run: str, status: str, tags: Mapping[str, str | None] | None = None) -> None:
-        """Queue a status and tags of a member (by identity hash) or of the sweep (by its key) for the next pass.
+        """Queue a status and tags for the next pass; `run` is a member's identity hash, or the sweep's key.
 
-        A tag that is None is removed.
+        A tag with the value None is removed.
 
         Raises:
-            UserError: no such status or run: a mistake of the caller, found at once.
+            UserError: the status or run does not exist: a mistake of the caller, raised immediately.
         """
         if status not in STATUSES:
             raise UserError(f"run status {status!r} is not one of {', '.join(STATUSES)}")
@@ -108,12 +108,12 @@ class Shipper:
         self._wake.set()
 
     def run_once(self) -> bool:
-        """Run one pass over all members; return whether all that is durable has been sent. Never raises."""
+        """Run one pass over all members; return whether all durable records have been sent. Never raises."""
         with self._pass:
             try:
                 complete = all([self._feed(run) for run in list(self.sweep.members)])
                 complete = all([self._apply_status(run) for run in list(self._statuses)]) and complete
-            except Exception as error:  # the store, or something unforeseen: either way not the controller's
+            except Exception as error:  # an outage or an unforeseen error must not reach the controller
                 if self.outage is None:
                     store = without_credentials(self.tracker.uri)
                     _log.warning("MLflow at %s does not answer (%s); trying on", store, one_line(error))
@@ -129,7 +129,7 @@ class Shipper:
         while not self._stopping:
             self.run_once()
             pause = self.interval_s if self.outage is None else min(2 * pause, self.max_pause_s)
-            # A status asked for during an outage must not cut the pause short again and again.
+            # During an outage a new status must not cut the pause short repeatedly.
             if self.outage is None:
                 self._wake.wait(pause)
                 self._wake.clear()
@@ -139,7 +139,7 @@ class Shipper:
                     time.sleep(min(0.2, pause))
 
     def _feed(self, run: str) -> bool:
-        """Ship one member; return False if it has an error of its own. Raise when the store does not answer."""
+        """Ship one member; return False if this run has a problem. Raises if the store does not answer."""
         tracked = self.sweep.members[run]
         run_dir = tracked.member.run_dir
         stamp = tuple(
@@ -179,14 +179,15 @@ class Shipper:
         view = tail.update()
         ship(run_dir, self.tracker.client, run_id, self._axis(tracked, view.header), view)
         if view.status == "finished":
-            del self._tails[run_id]  # a study of thousands has few that run
+            del self._tails[run_id]  # saves memory: of thousands of members few are running
         else:
             tail.forget(shipped(run_dir, run_id))
 
     def _axis(self, tracked: TrackedMember, header: Mapping[str, Any]) -> str:
-        """Return the compute axis of a run, by the device that it really trains on, which only the run itself knows.
+        """Return the compute axis of a run, by the device that it really trains on, which its journal's header records.
 
-        Its controller guessed (a login node has no GPU, and a job that got one may not use it); the tags are set right.
+        The controller could only guess (a login node has no GPU, and a job may not use the one it has); wrong tags are
+        corrected.
         """
         known = self._axes.get(tracked.mlflow_run_id)
         if known is not None:

@@ -1,7 +1,7 @@
-"""Tracking store: one experiment per study, a parent run per sweep, a child run per member.
+"""Tracking store: one experiment per study, one parent run per sweep, one child run per member.
 
-Everything is created by the controller, before any job starts: cold SQLite schemas and get-or-create race,
-and a run that a job creates itself is created again at every requeue.
+The controller creates everything before any job starts. Otherwise jobs would race to create SQLite's schema and the
+experiment, and a run created by its own job would be created again at every requeue.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ STATUSES = ("SCHEDULED", "RUNNING", "FINISHED", "FAILED", "KILLED")
 
 @dataclass(frozen=True)
 class Member:
-    """One run of a sweep, as the controller knows it.
+    """One run of a sweep, as known to the controller.
 
-    `run` is the identity hash, `recipe` the curve's label; `run_dir` holds the journal; `baseline` is the recipe that
-    it departs from, if that is known.
+    `run` is the identity hash, `recipe` the curve's label, `run_dir` the folder with the journal, and `baseline` the
+    recipe that it is compared with, if known.
     """
 
     run: str
@@ -58,7 +58,7 @@ class TrackedMember:
 
 @dataclass
 class TrackedSweep:
-    """A sweep with its MLflow ids; `key` is the tag `scalerl.sweep` that all its runs carry."""
+    """A sweep with its MLflow ids; `key` is the value of the tag `scalerl.sweep` of all its runs."""
 
     directory: Path
     key: str
@@ -69,15 +69,15 @@ class TrackedSweep:
 
 
 class Tracker:
-    """Client of one experiment in one MLflow store. The constructor makes no connection; `prepare` does.
+    """Client of one experiment in one MLflow store. `prepare`, not the constructor, connects.
 
     Args:
-        uri: `sqlite:///path` (artifacts go beside the file, into `mlartifacts`), a server, another database.
-        experiment: the study's name.
-        axis: the journal's compute axis that `eval/<set>/log10_compute` is taken from.
+        uri: `sqlite:///path` (artifacts go next to the file, into `mlartifacts`), a server, or another database.
+        experiment: name of the study.
+        axis: compute axis of the journal for `eval/<set>/log10_compute`.
 
     Raises:
-        UserError: a URI that MLflow does not open; from the methods: a store that cannot be reached.
+        UserError: MLflow cannot open the URI; from the methods: the store cannot be reached.
     """
 
     def __init__(self, uri: str, experiment: str, axis: str = DEFAULT_AXIS) -> None:
@@ -91,11 +91,11 @@ class Tracker:
 
     @property
     def client(self) -> MlflowClient:
-        """MLflow's client, made at first use: this imports mlflow, and creates a database's schema."""
+        """MLflow's client, made at first use: this imports mlflow and creates a database's schema."""
         if self._client is None:
             quiet_environment()
             if self.uri != without_credentials(self.uri):
-                # MLflow prints the address of every run that ends, its login and all.
+                # MLflow prints the address of every run that ends, including a login in it.
                 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
             from mlflow import MlflowClient
 
@@ -107,25 +107,25 @@ class Tracker:
 
     @property
     def database_file(self) -> Path | None:
-        """Path of the SQLite file that the URI names; None for other stores."""
+        """Path of the SQLite file named by the URI; None for other stores."""
         scheme, _, rest = self.uri.partition(":///")
         return Path(rest) if scheme.split("+")[0] == "sqlite" else None
 
     @contextmanager
     def reaching(self, doing: str) -> Iterator[None]:
-        """Context manager: turn whatever the client raises into a UserError with the store and the remedy."""
+        """Context manager: convert any error of the client to a UserError with the store and the remedy."""
         try:
             yield
         except UserError:
             raise
-        except Exception as error:  # the client lets SQL, HTTP and OS errors through besides its own
+        except Exception as error:  # the client passes SQL, HTTP and OS errors through
             raise UserError(
                 f"MLflow at {without_credentials(self.uri)}: {doing} failed ({one_line(error)}); "
                 "check that the store is there, or train without tracking and publish later"
             ) from error
 
     def prepare(self) -> str:
-        """Create schema and experiment if missing and return the experiment's id; safe in several processes."""
+        """Create schema and experiment if missing, and return the experiment's id; safe in concurrent processes."""
         with self.reaching("opening the store"):
             client = self.client
             with self._schema_lock:
@@ -138,20 +138,20 @@ class Tracker:
         if self.database_file is not None:
             folder = re.sub(r"[^\w.-]+", "_", self.experiment)[:80]
             location = (self.database_file.parent / "mlartifacts" / folder).as_uri()
-        found = client.get_experiment_by_name(self.experiment)
-        if found is None:
+        experiment = client.get_experiment_by_name(self.experiment)
+        if experiment is None:
             try:
                 return str(client.create_experiment(self.experiment, artifact_location=location))
             except MlflowException as error:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
-                found = client.get_experiment_by_name(self.experiment)  # another controller won the race
-        if found is None or found.lifecycle_stage == "deleted":
+                experiment = client.get_experiment_by_name(self.experiment)  # another controller won the race
+        if experiment is None or experiment.lifecycle_stage == "deleted":
             raise UserError(
                 f"experiment {self.experiment!r} was deleted in MLflow; bring it back with "
                 f"`mlflow experiments restore`, or give the study another name"
             )
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def open_sweep(
         self,
@@ -160,12 +160,11 @@ class Tracker:
         name: str | None = None,
         reopen: bool = True,
     ) -> TrackedSweep:
-        """Create the sweep's parent run and a child run per member, or find them again.
+        """Create the sweep's parent run and one child run per member, or find the existing ones.
 
-        Ids live in `<sweep_dir>/mlflow.json`; runs are also found by their tags, so a controller killed while
-        it created them makes no second set. The parent of a found sweep is set RUNNING again (not with
-        `reopen=False`: to publish what is over); members keep their status until `set_status`. New members
-        are SCHEDULED.
+        Ids are stored in `<sweep_dir>/mlflow.json`. Runs are also found by their tags, so a controller killed while
+        creating them makes no second set. The parent of an existing sweep is set RUNNING again, unless `reopen` is
+        False (to publish a finished one). Members keep their status until `set_status`; new members are SCHEDULED.
 
         Raises:
             UserError: the store cannot be reached.
@@ -176,7 +175,7 @@ class Tracker:
         store = f"{without_credentials(self.uri)}#{self.experiment}"
         known = read_json(directory / IDS_FILE)
         entry = known.setdefault("stores", {}).setdefault(store, {})
-        if "sweep" not in entry:  # kept before anything is created under it
+        if "sweep" not in entry:  # stored before any run is created with it
             entry["sweep"] = uuid.uuid4().hex[:12]
             write_json(directory / IDS_FILE, known)
         sweep = TrackedSweep(directory, entry["sweep"], name or directory.name, experiment_id, "")
@@ -195,7 +194,7 @@ class Tracker:
         return sweep
 
     def add_members(self, sweep: TrackedSweep, members: Iterable[Member]) -> None:
-        """Create runs for members that joined later (a search proposes them one by one)."""
+        """Create runs for members added later (a search proposes them one by one)."""
         with self.reaching("creating member runs"):
             self._add(sweep, members, self.sweep_runs(sweep))
 
@@ -208,7 +207,7 @@ class Tracker:
             run_id = ids.get(member.run)
             if run_id is None:
                 label = f"{member.recipe} seed {member.seed}"
-                if label in series:  # the chart pairs wrongly when two runs share a series
+                if label in series:  # the chart would mix up two runs with the same series
                     label += f" ({member.run[:8]})"
                 series.add(label)
                 tags = {
@@ -236,7 +235,7 @@ class Tracker:
 
     def sweep_runs(self, sweep: TrackedSweep) -> list[Run]:
         """Return all runs of a sweep that are not deleted, newest first."""
-        found: list[Run] = []
+        runs: list[Run] = []
         token = None
         while True:
             page = self.client.search_runs(
@@ -246,16 +245,16 @@ class Tracker:
                 order_by=["attributes.start_time DESC"],
                 page_token=token,
             )
-            found.extend(page)
+            runs.extend(page)
             token = page.token
             if not token:
-                return found
+                return runs
 
     def set_status(self, mlflow_run_id: str, status: str, at_ms: int | None = None) -> None:
-        """Set a run's status: RUNNING reopens it, FINISHED, FAILED and KILLED end it (at `at_ms`, or now).
+        """Set a run's status: RUNNING reopens it; FINISHED, FAILED and KILLED end it (at `at_ms`, or now).
 
         Raises:
-            UserError: no such status, or the store cannot be reached.
+            UserError: the status does not exist, or the store cannot be reached.
         """
         if status not in STATUSES:
             raise UserError(f"run status {status!r} is not one of {', '.join(STATUSES)}")
@@ -266,7 +265,7 @@ class Tracker:
                 self.client.set_terminated(mlflow_run_id, status=status, end_time=at_ms or now_ms())
 
     def set_tags(self, mlflow_run_id: str, tags: Mapping[str, str]) -> None:
-        """Set tags in one request, values cut at MLflow's limit."""
+        """Set tags in requests of up to 100, with values cut at MLflow's limit."""
         from mlflow.entities import RunTag
 
         items = [RunTag(key, str(value)[:8000]) for key, value in tags.items()]
@@ -274,17 +273,17 @@ class Tracker:
             self.client.log_batch(mlflow_run_id, tags=items[start : start + 100])
 
     def remove_tag(self, mlflow_run_id: str, name: str) -> None:
-        """Remove a tag of a run, if it has it."""
+        """Remove a tag from a run, if present."""
         if name in self.client.get_run(mlflow_run_id).data.tags:
             self.client.delete_tag(mlflow_run_id, name)
 
 
 def run_colours(runs: Sequence[Run]) -> dict[str, str]:
-    """Return each recipe's colour, that of its oldest member; `runs` are the newest first."""
+    """Return each recipe's colour, that of its oldest member; `runs` are sorted newest first."""
     tags = [run.data.tags for run in runs if run.data.tags.get("kind") == "member"]
-    return {own["recipe"]: own[RUN_COLOUR_TAG] for own in tags if {"recipe", RUN_COLOUR_TAG} <= own.keys()}
+    return {entry["recipe"]: entry[RUN_COLOUR_TAG] for entry in tags if {"recipe", RUN_COLOUR_TAG} <= entry.keys()}
 
 
-# Tag with the reason for which the study has stopped a member.
+# Tag with the reason why the study stopped a member.
 STOPPED_TAG = "stopped.reason"
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "stopped": "KILLED"}

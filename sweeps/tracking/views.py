@@ -1,8 +1,7 @@
-"""Saved views of MLflow's interface: a finished chart behind one link, without clicks.
+"""Saved views of MLflow's interface: a finished chart behind one link.
 
-A view is an experiment tag `mlflow.sharedViewState.<id>` holding the state of MLflow's run page. That state
-is internal to MLflow's interface, not an API; tests/sweeps/tracking/test_browser.py tries it with the pinned
-version.
+A view is an experiment tag `mlflow.sharedViewState.<id>` with the state of MLflow's run page. The state is internal to
+MLflow's interface and not an API; tests/sweeps/tracking/test_browser.py checks it with the pinned version.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _DEFLATE = "deflate;"
 
 @dataclass(frozen=True)
 class ChartRange:
-    """Axis limits of a chart: compute or its logarithm in x, pass rate in y."""
+    """Axis limits of a chart: x is compute or its logarithm, y the pass rate."""
 
     x_min: float
     x_max: float
@@ -90,7 +89,7 @@ def _section(uuid: str, name: str) -> dict[str, Any]:
 
 
 def _chart(uuid: str, **more: Any) -> dict[str, Any]:
-    """Return a chart of the section with the same uuid."""
+    """Return a chart for the section with the same uuid."""
     common = {"uuid": f"chart-{uuid}", "metricSectionId": uuid, "deleted": False, "isGenerated": False}
     return common | {"runsCountToCompare": 100} | more
 
@@ -98,7 +97,8 @@ def _chart(uuid: str, **more: Any) -> dict[str, Any]:
 def _line_chart(uuid: str, y_key: str, x_key: str, shown: ChartRange) -> dict[str, Any]:
     """Return a chart of one metric over another one.
 
-    `curve/fit` is drawn too (dashed): in a band that is not symmetric the group's line is the mean of three.
+    `curve/fit` is drawn too (dashed), because the group's line is the mean of fit, low and high, which differs from the
+    fit if the band is asymmetric.
     """
     return _chart(
         uuid,
@@ -122,20 +122,20 @@ def _line_chart(uuid: str, y_key: str, x_key: str, shown: ChartRange) -> dict[st
 def scaling_state(
     sweep_key: str, keys: ChartKeys, logarithmic: ChartRange, linear: ChartRange, lines: Sequence[str]
 ) -> dict[str, Any]:
-    """Make the view state with points, curve and band of one sweep, grouped by `line`: first over log10, then linear.
+    """Make the view state with points, curve and band of one sweep, grouped by `line`: over log10, then linear.
 
-    `lines` are the values of that tag: their groups are closed, so that the list beside has one row a line and no
-    run of a band. Sorted by rank, the first hundred runs, which are all that MLflow draws, are whole recipes.
+    `lines` are the values of that tag. Their groups are collapsed, so that the list next to the chart has one row per
+    line and no band runs. MLflow draws only the first hundred runs; sorted by rank, these are complete recipes.
     """
     return _state(
-        # Runs without the metric (the parent, a recipe whose fit was refused) would only crowd the legend.
+        # Runs without the metric (the parent, recipes with a refused fit) would only crowd the legend.
         searchFilter=f"tags.`{SWEEP_TAG}` = '{sweep_key}' AND metrics.`{keys.rate}` >= 0",
         orderByKey=f"metrics.`{RANK_KEY}`",
         orderByAsc=True,
         groupBy={"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": LINE_TAG}]},
         groupsExpanded={group_id(value): False for value in lines},
         compareRunSections=[
-            # A title is cut at some 35 characters; the axes below the charts name their unit.
+            # Titles are cut at about 35 characters; the charts' axes show their unit.
             _section("log", "Pass rate over log10 of compute"),
             _section("linear", "Pass rate over compute, from 0 on"),
         ],
@@ -147,10 +147,10 @@ def scaling_state(
 
 
 def ranking_state(sweep_key: str, charted: Sequence[str], columns: Sequence[str]) -> dict[str, Any]:
-    """Make the view state of a sweep's members by their recipes' rank: a table of `columns`, then parallel coordinates.
+    """Make the view state of a sweep's members by their recipes' rank: a table, then parallel coordinates.
 
-    `columns` are metrics and tags as MLflow's table names them; their widths fit a page of 1400 pixels. A run that
-    lacks one of the metrics `charted` is not drawn; the last one gives the colour.
+    `columns` are metrics and tags as MLflow's table names them; their widths fit a page of 1400 pixels. A run without
+    one of the metrics `charted` is not drawn; the last metric determines the colour.
     """
     widths = {"attributes.`Run Name`": 240, "runDateAndNestInfo": 140}
     order = [*widths, *columns]
@@ -169,13 +169,13 @@ def ranking_state(sweep_key: str, charted: Sequence[str], columns: Sequence[str]
 
 
 def encode_view(name: str, state: dict[str, Any], created_ms: int) -> str:
-    """Encode a view as the value of its tag, compressed (a tag may hold 20,000 characters, older servers 5,000)."""
+    """Encode a view as the value of its tag, compressed (tags have up to 20,000 characters; on older servers 5,000)."""
     packed = base64.b64encode(zlib.compress(json.dumps(state, allow_nan=False).encode())).decode()
     return json.dumps({"name": name, "createdAt": created_ms, "state": _DEFLATE + packed})
 
 
 def decode_view(value: str) -> dict[str, Any]:
-    """Decode the state inside a view's tag, compressed or plain.
+    """Decode the state in a view's tag, compressed or plain.
 
     Raises:
         ValueError: not a view.
@@ -190,7 +190,7 @@ def decode_view(value: str) -> dict[str, Any]:
 
 
 def link(experiment_id: str, view_id: str, mode: str = "CHART") -> str:
-    """Return the URL fragment after the host that opens a view as charts, or as a list of runs (mode TABLE)."""
+    """Return the URL fragment that opens a view as charts, or as a list of runs (mode TABLE)."""
     return (
         f"#/experiments/{experiment_id}/runs?viewStateShareKey={view_id}"
         f"&compareRunsMode={mode}&workflowType=machine_learning"
@@ -199,7 +199,7 @@ def link(experiment_id: str, view_id: str, mode: str = "CHART") -> str:
 
 @dataclass(frozen=True)
 class UiCommand:
-    """Shell command that opens a store's interface (None where a server already runs), and the full address."""
+    """Shell command that opens a store's interface (None if a server already runs), and the full address."""
 
     command: str | None
     url: str
@@ -209,10 +209,10 @@ class UiCommand:
 
 
 def ui_command(uri: str, link: str, port: int = 5000) -> UiCommand:
-    """Return the command that opens MLflow's interface on this store, on loopback only, and the link's full address.
+    """Return the command that opens MLflow's interface on this store, only on loopback, and the link's full address.
 
     Raises:
-        UserError: a URI that MLflow does not open.
+        UserError: MLflow cannot open the URI.
     """
     uri = resolve_uri(uri)
     if uri.startswith(("http://", "https://")):
