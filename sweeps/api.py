@@ -1,9 +1,9 @@
-"""Python of the commands, for notebooks: `from sweeps.api import load, fit, rank, plan, compare, effects`.
+"""Python functions of the commands, for notebooks: `from sweeps.api import load, fit, rank, plan, compare, effects`.
 
-Each function takes sources as the commands do, or pandas DataFrames, or what `load` and `fit` returned; its options are
-the command's, by the same names (`max_compute=8000` for `--max-compute 8000`), with the same defaults. A result is
-the record behind `--json`: `to_json()`, `to_frame()` (pandas), `plot(ax=None)` (matplotlib), and a short table in a
-notebook. Nothing is computed here.
+Each function takes the same sources as its command, or pandas DataFrames, or results of `load` and `fit`. Its options
+are the command's, with the same names (`max_compute=8000` for `--max-compute 8000`) and defaults. A result is the
+record behind `--json`: it has `to_json()`, `to_frame()` (pandas), `plot(ax=None)` (matplotlib), and is shown as a short
+table in a notebook. Nothing is computed here.
 """
 
 from __future__ import annotations
@@ -31,68 +31,68 @@ if TYPE_CHECKING:
 
     from sweeps.fit.fit import Fit
 
-# Options of how sources are read and fitted, which are settled once there is a `Study` or there are `Fits`.
+# Options for reading and fitting; they are fixed once there is a `Study` or there are `Fits`.
 READING = ("metric", "x", "y", "by", "seed_from", "size", "group", "bounds", "lower_is_better")
 FITTING = ("r0", "robust", "min_compute", "max_compute", "family", "method")
-# Rows that a notebook shows of a table.
+# Number of table rows that a notebook shows.
 _SHOWN = 12
 _PLAIN = (str, int, float)
 
 
 class Result:
-    """Base of all results: a table of plain rows, with remarks."""
+    """Base class of results: a table of plain rows, with remarks."""
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of the table, as they are in `to_json`."""
+        """Return the rows of the table, as in `to_json`."""
         raise NotImplementedError
 
     def to_json(self) -> Any:
-        """Return what the command prints with `--json`."""
+        """Return the JSON that the command prints with `--json`."""
         raise NotImplementedError
 
     def remarks(self) -> Sequence[str]:
-        """Return what the command says beside its table: the outcome, and warnings."""
+        """Return the texts that the command prints besides its table: the outcome, and warnings."""
         return ()
 
     def to_frame(self) -> pd.DataFrame:
-        """Return the rows as a table: an interval becomes three columns, such as `A`, `A_low` and `A_high`."""
+        """Return the rows as a table; an interval becomes three columns, such as `A`, `A_low` and `A_high`."""
         return pd.DataFrame([flat(row) for row in self.rows()])
 
     def _repr_html_(self) -> str:
         rows = [flat(row) for row in self.rows()[:_SHOWN]]
         plain = [name for name in (rows[0] if rows else {}) if any(isinstance(row.get(name), _PLAIN) for row in rows)]
         table = pd.DataFrame([{name: row.get(name) for name in plain} for row in rows])
-        lines = "".join(f"<p>{html.escape(str(each))}</p>" for each in self.remarks())
+        lines = "".join(f"<p>{html.escape(str(remark))}</p>" for remark in self.remarks())
         return table.to_html(index=False, float_format="{:.4g}".format, border=0, na_rep="") + lines
 
 
 def flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of `--json` with its intervals as columns: {"A": {"value", "low", "high"}} as A, A_low, A_high."""
-    found: dict[str, Any] = {}
+    """Flatten a row of `--json`: {"A": {"value", "low", "high"}} becomes A, A_low, A_high."""
+    result: dict[str, Any] = {}
     for name, value in row.items():
         if not isinstance(value, Mapping):
-            found[name] = value
+            result[name] = value
             continue
-        for key, each in value.items():
-            found[name if key == "value" else f"{name}_{key}"] = each
-    return found
+        for key, item in value.items():
+            result[name if key == "value" else f"{name}_{key}"] = item
+    return result
 
 
 @dataclass
 class Study(Result):
-    """Curves that were read from sources, one a recipe; `mapping` says what was read as what."""
+    """Curves read from sources, one per recipe; `mapping` describes how columns were read."""
 
     study: LoadedStudy
     options: argparse.Namespace
-    kept: Any = field(default=None, repr=False)  # the folder of tables that were given as they are
+    kept: Any = field(default=None, repr=False)  # temporary folder of DataFrames given as sources
 
     @property
     def mapping(self) -> Sequence[str]:
-        """Lines that say which column became what."""
+        """Lines that describe how each column was used."""
         return self.study.mapping
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row a point: recipe, seed, compute, reward, its standard error where known, and the factors."""
+        """Return one row per point: recipe, seed, compute, reward, its standard error if known, and the factors."""
         return [
             {
                 "recipe": curve.recipe,
@@ -107,7 +107,7 @@ class Study(Result):
         ]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the points, the same as `rows`."""
+        """Return the points, like `rows`."""
         return self.rows()
 
     def remarks(self) -> Sequence[str]:
@@ -121,7 +121,7 @@ class Study(Result):
 
 @dataclass
 class Fits(Result):
-    """A fit a recipe, with its verdict; `study` is what was fitted."""
+    """Fits, one per recipe, with their verdicts; `study` has the curves."""
 
     fits: Sequence[Fit]
     study: Study
@@ -133,13 +133,13 @@ class Fits(Result):
         return len(self.fits)
 
     def __getitem__(self, recipe: str) -> Fit:
-        found = {fit.recipe: fit for fit in self.fits}
-        if recipe not in found:
-            raise KeyError(f"{recipe}: no such recipe; there are {', '.join(found)}")
-        return found[recipe]
+        by_recipe = {fit.recipe: fit for fit in self.fits}
+        if recipe not in by_recipe:
+            raise KeyError(f"{recipe}: no such recipe; there are {', '.join(by_recipe)}")
+        return by_recipe[recipe]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row a recipe."""
+        """Return one row per recipe."""
         return self.to_json()
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -157,10 +157,10 @@ class Fits(Result):
 
 @dataclass
 class Decision(Result):
-    """Answer of rank, plan, compare or effects: the record that the command prints, and the fits that it is of.
+    """Result of rank, plan, compare or effects: the record that the command prints, and the underlying fits.
 
     Attributes:
-        record: as `sweeps.decide` has computed it, with all its attributes.
+        record: the record computed by `sweeps.decide`, with all its attributes.
         table: key of its rows in `to_json`.
     """
 
@@ -176,7 +176,7 @@ class Decision(Result):
         return rows
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the command prints with `--json`."""
+        """Return the JSON that the command prints with `--json`."""
         return dict(self.json)
 
     def remarks(self) -> Sequence[str]:
@@ -184,7 +184,7 @@ class Decision(Result):
         return [*self.said, *self.fits.study.remarks()]
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the first interval of each row, or the fitted curves where the rows have none; return the axes."""
+        """Draw the first interval of each row, or the fitted curves if the rows have none; return the axes."""
         rows = [flat(row) for row in self.rows()]
         known = [name for name in (rows[0] if rows else {}) if any(row.get(f"{name}_low") is not None for row in rows)]
         if not known:
@@ -203,35 +203,35 @@ class Decision(Result):
 
 
 def load(*sources: Any, **options: Any) -> Study:
-    """Read sources into one curve a recipe.
+    """Read sources into one curve per recipe.
 
     Args:
         sources: paths, `mlflow:URI#experiment`, or DataFrames with the columns of a table.
-        options: of the command's: metric, x, y, by, seed_from, size, group, bounds, lower_is_better.
+            options: the command's options metric, x, y, by, seed_from, size, group, bounds, lower_is_better.
 
-    Raises:
-        UserError: what the command would say.
-        TypeError: an option that there is not.
+        Raises:
+            UserError: any error that the command would print.
+            TypeError: an unknown option.
     """
     return _study(sources, _options("fit", options, READING))
 
 
 def fit(*sources: Any, **options: Any) -> Fits:
-    """Fit a curve a recipe, as `scalerl fit` does.
+    """Fit one curve per recipe, like `scalerl fit`.
 
     Args:
-        sources: as of `load`, or one `Study`.
-        options: of the command's: r0, robust, min_compute, max_compute, family, method, and those of `load`.
+        sources: as for `load`, or one `Study`.
+        options: the command's options r0, robust, min_compute, max_compute, family, method, and any option of `load`.
     """
     return _fits(sources, _options("fit", options, (*READING, *FITTING)), options)
 
 
 def rank(*sources: Any, **options: Any) -> Decision:
-    """Rank recipes, as `scalerl rank` does.
+    """Rank recipes, like `scalerl rank`.
 
     Args:
-        sources: as of `load`, or one `Study` or `Fits`.
-        options: of the command's: budget, baseline, margin, and those of `fit`.
+        sources: as for `load`, or one `Study` or `Fits`.
+        options: the command's options budget, baseline, margin, and any option of `fit`.
     """
     own = ("budget", "baseline", "margin")
     asked = _options("rank", options, (*READING, *FITTING, *own))
@@ -242,44 +242,44 @@ def rank(*sources: Any, **options: Any) -> Decision:
 
 
 def plan(*sources: Any, **options: Any) -> Decision:
-    """Say what a target or a budget takes and what to run next, as `scalerl plan` does.
+    """Plan for a target or a budget, and what to run next, like `scalerl plan`.
 
     Args:
-        sources: as of `load`, or one `Study` or `Fits`.
-        options: of the command's: target or budget, margin, sizes, rollouts, difficulty, and those of `fit`.
+        sources: as for `load`, or one `Study` or `Fits`.
+        options: the command's options target or budget, margin, sizes, rollouts, difficulty, and any option of `fit`.
     """
     own = ("target", "budget", "margin", "sizes", "rollouts", "difficulty")
     asked = _options("plan", options, (*READING, *FITTING, *own))
     asked.group = [name for name in (asked.rollouts, asked.difficulty, *asked.group) if name is not None]
     fits = _fits(sources, asked, options, own)
     record, commands = deciding.planned(asked, fits.study.study, fits.fits)
-    said = [each.sentence for each in record.settlements]
-    return Decision(record, fits, "recipes", deciding.plan_json(record, commands), said)
+    sentences = [settlement.sentence for settlement in record.settlements]
+    return Decision(record, fits, "recipes", deciding.plan_json(record, commands), sentences)
 
 
 def compare(*sources: Any, recipes: Sequence[str] = (), **options: Any) -> Decision:
-    """Hold two recipes against each other, or all against one, as `scalerl compare` does.
+    """Compare two recipes, or all recipes with one, like `scalerl compare`.
 
     Args:
-        sources: as of `load`, or one `Study` or `Fits`.
-        recipes: two to compare, or one that all others are compared with; none for the baseline.
-        options: of the command's: budget, margin, and those of `fit`.
+        sources: as for `load`, or one `Study` or `Fits`.
+        recipes: two to compare, or one that all others are compared with; by default the baseline.
+        options: the command's options budget, margin, and any option of `fit`.
     """
     own = ("budget", "margin")
     asked = _options("compare", options, (*READING, *FITTING, *own))
     fits = _fits(sources, asked, options, own)
     record = deciding.compared(asked, fits.study.study, fits.fits, recipes)
-    said = [row.sentence for row in record.rows]
-    return Decision(record, fits, "comparisons", record.to_json(), [*said, *record.notes])
+    sentences = [row.sentence for row in record.rows]
+    return Decision(record, fits, "comparisons", record.to_json(), [*sentences, *record.notes])
 
 
 def effects(*sources: Any, interactions: Sequence[tuple[str, str]] = (), **options: Any) -> Decision:
-    """Say what each axis of a grid does, as `scalerl effects` does.
+    """Estimate the effect of each axis of a grid, like `scalerl effects`.
 
     Args:
-        sources: as of `load`, or one `Study` or `Fits`.
-        interactions: pairs of axes whose interaction is wanted too.
-        options: those of `fit`.
+        sources: as for `load`, or one `Study` or `Fits`.
+        interactions: pairs of axes whose interaction to estimate as well.
+        options: the options of `fit`.
     """
     from sweeps.decide.effects import effects as computed
 
@@ -290,10 +290,10 @@ def effects(*sources: Any, interactions: Sequence[tuple[str, str]] = (), **optio
 
 
 def _options(command: str, given: Mapping[str, Any], known: Sequence[str]) -> argparse.Namespace:
-    """Return the command's options: its defaults, and what is given.
+    """Return the command's options: its defaults, updated by the given ones.
 
     Raises:
-        TypeError: an option that there is not.
+        TypeError: an unknown option.
     """
     for name in given:
         if name not in known:
@@ -306,7 +306,7 @@ def _options(command: str, given: Mapping[str, Any], known: Sequence[str]) -> ar
 
 
 def _study(sources: Sequence[Any], options: argparse.Namespace) -> Study:
-    """Read the sources; tables that are given as they are go through the same reader as those in files."""
+    """Read the sources; DataFrames are written to files and read like other tables."""
     if not sources:
         raise UserError("give a source: a path, mlflow:URI#experiment, or a DataFrame")
     kept = None
@@ -324,7 +324,7 @@ def _study(sources: Sequence[Any], options: argparse.Namespace) -> Study:
 def _fits(
     sources: Sequence[Any], options: argparse.Namespace, given: Mapping[str, Any], own: Sequence[str] = ()
 ) -> Fits:
-    """Return the fits that are given, or fit what is given."""
+    """Return the fits if given, else fit the given study or sources."""
     done = sources[0] if len(sources) == 1 and isinstance(sources[0], Study | Fits) else None
     settled = () if done is None else READING if isinstance(done, Study) else (*READING, *FITTING)
     late = [name for name in given if name in settled and name not in own]
@@ -339,7 +339,7 @@ def _fits(
 
 
 def _workers() -> int:
-    """Return the processes to fit with: one in a script, which each of several would run again from its beginning."""
+    """Return the number of processes to fit with: one in a script, which each process would run from its start."""
     return 1 if hasattr(sys.modules["__main__"], "__file__") else cores()
 
 
@@ -359,7 +359,7 @@ def _drawn(ax: Axes | None, study: LoadedStudy, fits: Sequence[Fit]) -> Axes:
 
     ax = _axes(ax)
     left, right = limits(study.curves)
-    fitted = {each.recipe: each for each in fits}
+    fitted = {fit.recipe: fit for fit in fits}
     for number, curve in enumerate(study.curves):
         colour = COLOURS[number % len(COLOURS)]
         ax.plot(np.maximum(curve.compute, left), curve.reward, ".", color=colour, alpha=0.6, label=curve.recipe)

@@ -1,4 +1,4 @@
-"""Records as the JSON that the commands print: a dataclass by its fields, renamed or left out where a table says so."""
+"""Conversion of records to the JSON that commands print: fields of a dataclass, some renamed or left out."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, ClassVar
 
 
 class AsJson:
-    """A dataclass that is printed field by field, in the order of its fields.
+    """Base class of dataclasses that are printed field by field, in order.
 
-    JSON: the name of a field where it is another than the field's own; None leaves the field out.
+    JSON: by field, the name to print if it differs; None leaves the field out.
     """
 
     JSON: ClassVar[Mapping[str, str | None]] = {}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as a JSON object: numbers are finite, unknown values and open interval ends are None.
+        """Return the fields as a JSON object: numbers are finite; unknown values and open bounds are None.
 
         Raises:
             ValueError: a number is not finite.
         """
-        named = {field.name: self.JSON.get(field.name, field.name) for field in fields(self)}  # type: ignore[arg-type]  # it is a dataclass
+        named = {field.name: self.JSON.get(field.name, field.name) for field in fields(self)}  # type: ignore[arg-type]  # subclasses are dataclasses
         return {name: as_json(getattr(self, field), name) for field, name in named.items() if name is not None}
 
 
@@ -30,11 +30,11 @@ def as_json(value: Any, name: str = "value") -> Any:
     """Convert a field's value to JSON types, recursing into records, mappings, lists and tuples.
 
     Args:
-        value: of the field.
-        name: of the field, for the error.
+        value: value of the field.
+        name: name of the field, for the error.
 
     Raises:
-        ValueError: a number is not finite, which no JSON may hold.
+        ValueError: a number is not finite, which JSON does not allow.
     """
     if isinstance(value, AsJson):
         return value.to_json()

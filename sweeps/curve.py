@@ -1,7 +1,7 @@
-"""Compute curves: the plain arrays that a fit gets as its input.
+"""Compute curves: the plain arrays that are the input of a fit.
 
-A curve is one recipe's evaluations: reward against cumulative compute, for every seed. A run's first
-evaluation is at compute 0 and observes the reward before training, R0.
+A curve is one recipe's evaluations: reward against cumulative compute, for every seed. A run's first evaluation is at
+compute 0 and observes the reward before training, R0.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from sweeps.errors import UserError
 
 Array = NDArray[np.float64]
 
-# Beyond this, squares and ratios leave what a float can hold.
+# Beyond this, squares and ratios overflow.
 _LARGEST = 1e100
-# Rewards from 0 up to less than this are no percentages.
+# If the largest reward is below this, rewards are not interpreted as percentages.
 _LEAST_PERCENT = 3.0
 
 DEVICE_HOURS, VIRTUAL_HOURS, FLOPS = "compute/device_hours", "compute/virtual_device_hours", "compute/flops"
@@ -30,7 +30,7 @@ def default_axis(on_gpu: bool) -> str:
     return DEVICE_HOURS if on_gpu else VIRTUAL_HOURS
 
 
-# Of other trainers' runs: what they count.
+# Axes of other trainers' runs.
 TOKENS, STEPS = "compute/tokens", "compute/steps"
 UNITS = {
     DEVICE_HOURS: "device hours",
@@ -43,18 +43,25 @@ UNITS = {
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """One recipe's points, by seed and compute.
+    """One recipe's points, ordered by seed and compute.
 
-    Shapes: compute, reward, seed (labels) and sd are (n,). sd is the standard error of each reward, None if
-    unknown. axis and metric name the columns; compute is in the unit of the axis. factors: what else groups the
-    points, as text by name (`size`, say), where the source was asked to group by it. baseline: the recipe that this one
-    departs from, or is; None where the source does not say. at_peak: what compute amounts to at the peak of the
-    learning rate (`sweeps.fit.schedule`), None where the rate does not decay or is not known. ended: whether a run of
-    it is finished before its budget and cannot be continued, such as one whose pool of prompts is exhausted.
-    limits: lowest and highest possible reward where the user or the source gives them; None where they are inferred.
-    seen: lowest and highest reward of the whole study (`with_shared_scale`); None if this curve is all there is.
-    lower_is_better: whether the source's metric is a loss. Each reward is then minus the metric, and `metric` is
-    `-loss`.
+    Attributes:
+        recipe: label of the recipe.
+        compute: compute in the unit of the axis, (n,).
+        reward: rewards, (n,).
+        seed: labels of the seeds, (n,).
+        sd: standard error of each reward, (n,); None if unknown.
+        axis, metric: names of the columns of compute and reward.
+        warnings: warnings for the user about the points.
+        factors: what else groups the points, as text by name (such as `size`), on the user's request.
+        baseline: the recipe that this one is compared with, or its own label; None if the source does not say.
+        at_peak: equivalent of compute at the peak learning rate (`sweeps.fit.schedule`); None if the rate does not
+            decay or is unknown.
+        ended: whether one of its runs finished before its budget and cannot be continued (its prompts are exhausted).
+        limits: lowest and highest possible reward as given by the user or the source; None if to be inferred.
+        seen: lowest and highest reward of the whole study (`with_shared_scale`); None if there is only this curve.
+        lower_is_better: whether the source's metric is a loss. Rewards are then minus the metric, and `metric` is
+            `-loss`.
     """
 
     recipe: str
@@ -75,10 +82,10 @@ class Curve:
 
     @cached_property
     def range(self) -> tuple[float, float] | None:
-        """The ends of the reward's scale: `limits`, else 0 and 1, -1 and 1, or 0 and 100 (percent); None if unknown.
+        """Ends of the reward's scale: `limits`, else 0 and 1, -1 and 1, or 0 and 100 (percent); None if unknown.
 
-        Without `limits` it is inferred from the study's rewards. A maximum below `_LEAST_PERCENT` is not taken for
-        percent. Nothing is inferred of a loss: whether it is an error rate cannot be seen from its values.
+        Without `limits` it is inferred from the study's rewards. A maximum below `_LEAST_PERCENT` is not interpreted as
+        percent. Nothing is inferred for a loss: its values do not show whether it is an error rate.
         """
         if self.limits is not None or self.lower_is_better:
             return self.limits
@@ -100,7 +107,7 @@ class Curve:
 
     @property
     def values(self) -> Array:
-        """The metric as it is in the source, (n,): the rewards, or minus the rewards of a loss."""
+        """The metric as in the source, (n,): the rewards, or minus the rewards if the metric is a loss."""
         return -self.reward if self.lower_is_better else self.reward
 
     @property
@@ -110,17 +117,17 @@ class Curve:
 
     @property
     def scale(self) -> float:
-        """The width of the reward's scale; constants known for pass rates are multiplied by it.
+        """Width of the reward's scale, by which constants for pass rates are multiplied.
 
-        1 for rewards in [0, 1], 2 in [-1, 1], 100 in [0, 100] (percent), that of given limits, else the range of the
-        rewards seen.
+        1 for rewards in [0, 1], 2 in [-1, 1], 100 in [0, 100] (percent), or the width of given limits; otherwise the
+        range of the observed rewards.
         """
         low, high = self.range or (float(self.reward.min()), float(self.reward.max()))
         return high - low
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Limits on R0 and A in a fit: the ends of the reward's scale, else two ranges beyond the rewards seen."""
+        """Limits of R0 and A in a fit: the ends of the reward's scale, else two ranges beyond the observed rewards."""
         low, high = float(self.reward.min()), float(self.reward.max())
         return self.range or (low - 2 * (high - low), high + 2 * (high - low))
 
@@ -130,7 +137,7 @@ class Curve:
         return UNITS.get(self.axis, self.axis)
 
     def take(self, keep: NDArray[np.bool_]) -> Curve:
-        """Return the curve with only the points that the mask keep, (n,), selects."""
+        """Return the curve restricted to the points selected by a mask (n,)."""
         sd = None if self.sd is None else self.sd[keep]
         at_peak = None if self.at_peak is None else self.at_peak[keep]
         return replace(
@@ -153,17 +160,17 @@ def make_curve(
     bounds: tuple[float, float] | None = None,
     lower_is_better: bool = False,
 ) -> Curve:
-    """Make a curve from arrays: validated, sorted by seed and compute, repeated rows dropped with a warning.
+    """Make a curve from arrays: validated and sorted by seed and compute; repeated rows are dropped with a warning.
 
-    Two different rewards of one seed at one compute are both kept and warned of.
+    Different rewards of one seed at the same compute are both kept, with a warning.
 
     Args:
-        bounds: lowest and highest possible value of `reward` as it is given; None to infer them.
-        lower_is_better: whether `reward` is a loss or an error rate: the curve's rewards are then minus its values.
+        bounds: lowest and highest possible value of `reward` as passed; None to infer them.
+        lower_is_better: whether `reward` is a loss or an error rate; the curve's rewards are then minus its values.
 
     Raises:
-        UserError: no points, unequal lengths, a compute, reward or error that is negative, not finite or too large, or
-            a reward outside the bounds.
+        UserError: there are no points, lengths differ, a compute, reward or error is negative, not finite or too large,
+            or a reward is outside the bounds.
     """
     c, y = np.asarray(compute, dtype=float), np.asarray(reward, dtype=float)
     s = np.full(len(c), "0") if seed is None else np.asarray(seed, dtype=str)
@@ -231,7 +238,7 @@ def _negated(ends: tuple[float, float] | None) -> tuple[float, float] | None:
 
 
 def _check_bounds(recipe: str, metric: str, compute: Array, reward: Array, bounds: tuple[float, float]) -> None:
-    """Refuse rewards outside the bounds."""
+    """Refuse rewards outside of the bounds."""
     outside = np.flatnonzero((reward < bounds[0]) | (reward > bounds[1]))
     if len(outside):
         first = outside[0]
@@ -241,12 +248,12 @@ def _check_bounds(recipe: str, metric: str, compute: Array, reward: Array, bound
         )
 
 
-# At most this many conflicting seeds are named in a warning.
+# At most this many seeds with conflicts are listed in a warning.
 _SAID_OF = 3
 
 
 def _conflicts(compute: Array, reward: Array, seed: NDArray[np.str_]) -> list[str]:
-    """Return warnings for seeds with different rewards at one compute; rows are sorted and free of repeats."""
+    """Return warnings for seeds with different rewards at the same compute; rows are sorted and unique."""
     again = np.zeros(len(compute), dtype=bool)
     again[1:] = (compute[1:] == compute[:-1]) & (seed[1:] == seed[:-1])
     starts = np.flatnonzero(~again)
@@ -255,8 +262,8 @@ def _conflicts(compute: Array, reward: Array, seed: NDArray[np.str_]) -> list[st
     notes = []
     seeds = list(dict.fromkeys(seed[starts].tolist()))
     for label in seeds[:_SAID_OF]:
-        own = seed[starts] == label
-        first, most, values = starts[own][0], sizes[own].max(), int(own.sum())
+        mask = seed[starts] == label
+        first, most, values = starts[mask][0], sizes[mask].max(), int(mask.sum())
         notes.append(
             f"{label if label.startswith(UNNAMED) else f'seed {label}'}: "
             f"{values} compute {'value has' if values == 1 else 'values have'} "
@@ -269,5 +276,5 @@ def _conflicts(compute: Array, reward: Array, seed: NDArray[np.str_]) -> list[st
     return notes
 
 
-# Begins the label of a run whose seed is not known.
+# Prefix of the label of a run whose seed is unknown.
 UNNAMED = "run "

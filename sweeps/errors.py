@@ -1,4 +1,4 @@
-"""The one exception type a command turns into a single line and exit code 1."""
+"""UserError, the exception that commands print as a single line with exit code 1, and helpers that raise it."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from importlib.util import find_spec
 class UserError(Exception):
     """An error in the user's input: a value, a file or a setting that cannot be used.
 
-    The message is one line that names the field, the value and the remedy; commands print it without a
-    traceback and exit with 1.
+    The message is one line that names the field, the value and the remedy. Commands print it without a traceback and
+    exit with 1.
     """
 
 
 def require(module: str, what: str, install: str | None = None) -> None:
-    """Check that an optional package is installed, with a one-line error that names it if it is not.
+    """Check that an optional package is installed; if not, raise a one-line error that names it.
 
     Args:
-        module: as it is imported.
-        what: the user wanted, to begin the sentence with.
-        install: what to give pip; the module's name if not given.
+        module: name of the module, as imported.
+        what: the user's request, with which the message begins.
+        install: argument for pip; the module's name by default.
 
     Raises:
         UserError: the module is not installed.
     """
-    found = sys.modules[module] is not None if module in sys.modules else find_spec(module) is not None
-    if not found:
+    installed = sys.modules[module] is not None if module in sys.modules else find_spec(module) is not None
+    if not installed:
         raise UserError(f"{what}: needs the package {module}, which is not installed; pip install {install or module}")
 
 
 def require_training(what: str) -> None:
-    """Check that what trains is installed: lightning-scalerl, not its study tool `sweeps` alone.
+    """Check that lightning-scalerl is installed, and not only its study tool `sweeps`.
 
     Args:
-        what: the user wanted, to begin the sentence with.
+        what: the user's request, with which the message begins.
 
     Raises:
-        UserError: it, or what it trains with, is not installed.
+        UserError: lightning-scalerl, or a package it trains with, is not installed.
     """
     for package in ("lightning_scalerl", "hydra", "torch", "lightning", "transformers"):
         require(package, what, "lightning-scalerl (in a checkout: pip install -e .)")
@@ -49,17 +49,17 @@ def require_training(what: str) -> None:
 
 @contextmanager
 def naming(field: str) -> Iterator[None]:
-    """Context manager: turn an OSError raised inside into a UserError that names this field.
+    """Context manager: convert an OSError raised inside to a UserError that names this field.
 
     Raises:
-        UserError: an OSError was raised that has an errno; others pass unchanged.
+        UserError: an OSError with an errno was raised; others pass unchanged.
     """
     try:
         yield
     except OSError as error:
-        if (told := of_the_system(error)) is None:
+        if (description := of_the_system(error)) is None:
             raise
-        raise UserError(f"{field}: {told}") from error
+        raise UserError(f"{field}: {description}") from error
 
 
 _ELSEWHERE = "give a place that is yours to write (output_dir=, study=, -o), or change its rights"
@@ -82,16 +82,17 @@ _REMEDIES = {
 
 
 def of_the_system(error: OSError, missing: bool = True) -> str | None:
-    """Describe an OSError in one line: path, reason and remedy. Return None for an error of the program's own.
+    """Describe an OSError in one line: path, reason and remedy. Return None for errors that the user cannot fix.
 
     Args:
-        error: as it was raised; those that libraries derive from OSError and fill with words have no number.
-        missing: whether a file that is not there is the user's matter; of a user's own program it is the program's.
+        error: the error. Subclasses that libraries raise with a text only have no errno, and give None.
+        missing: whether a missing file is the user's problem; False where the user's own program runs, whose errors are
+            the program's.
     """
     if error.errno is None or (error.errno == errno.ENOENT and not missing):
         return None
     names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
     where = " -> ".join(name if len(name) <= 200 else f"{name[:100]}...{name[-60:]}" for name in names)
-    said = f"{where}: " if where else ""
+    prefix = f"{where}: " if where else ""
     remedy = _REMEDIES.get(error.errno)
-    return f"{said}{os.strerror(error.errno)}{f'; {remedy}' if remedy else ''}"
+    return f"{prefix}{os.strerror(error.errno)}{f'; {remedy}' if remedy else ''}"

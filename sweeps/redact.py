@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Any
 
 MASK = "***"
-# What a secret's name ends in, whoever wrote it: HF_TOKEN, db.password, PGPASSWORD, accountKey, MYSQL_PWD.
+# Endings of names of secrets, in various styles: HF_TOKEN, db.password, PGPASSWORD, accountKey, MYSQL_PWD.
 _SECRET_NAME = re.compile(
     r"(?i)((^|[_.-])(token|secret|credential|passphrase|jwt|authorization|connection_?string"
     r"|(api|access|secret|private|account|auth|encryption|signing|shared|master|ssh)_?key)"
     r"|password|passwd|sshpass)s?$"
     r"|(^|[_.-])pass$|[a-z0-9][_.-]pwd$"
 )
-# "key" alone is a column, an order, a place in a table; a secret where a vendor's name stands before it.
+# "key" alone may be a column or a position in a table; after a vendor's name it is a secret.
 _VENDORS_KEY = re.compile(
     r"(?i)(^|[_.-])(openai|anthropic|wandb|hf|hugging_?face|azure|google|gemini|groq|mistral|cohere|together|fireworks"
     r"|replicate|deepseek|openrouter|github|gitlab|gh|comet|neptune|mlflow|aws|gcp|serpapi|tavily|ngc)_(key|pat)$"
 )
-# In the environment, where columns have no place, every other name's key is one too.
+# Environment variables do not name columns, so there every *_KEY is a secret.
 _VARIABLES_KEY = re.compile(r"(^|\.)[A-Z0-9][A-Z0-9_]*_(KEY|PAT)$")
-# A tokenizer's, a model's, and numbers of tokens (a grid writes several as one text); keys that open nothing; passes
-# over data: no secrets.
+# Harmless names: tokens of a tokenizer or model, numbers of tokens (a grid writes several as one text), keys that open
+# nothing, passes over data.
 _HARMLESS_NAME = re.compile(
     r"(?i)(^|[_.-])((eos|bos|pad|stop|unk|sep|cls|mask|end|begin|start|think\w*|special)_tokens?"
     r"|(max|min|num)_(\w+_)?tokens"
@@ -43,7 +43,7 @@ _TOKEN = re.compile(
     r"|eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*)(?![A-Za-z0-9])"
 )
 _WEBHOOK = re.compile(r"(?P<before>hooks\.slack\.com/services/)[\w/-]+")
-# Whole, or as far as it goes: of a text that was cut off.
+# Also matches a key whose end was cut off.
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN (?P<kind>[A-Z ]*PRIVATE KEY)( BLOCK)?-----"
     r"(?:(?s:.)*?-----END (?P=kind)( BLOCK)?-----|(?:[A-Za-z0-9+/=\s]|\\[nr])*)"
@@ -53,28 +53,28 @@ _HEADER = re.compile(
     r"|bearer\s+(?=[\w.~+/-]*\d)"
     r"|(?:x-[\w-]*(?:token|key)|private-token)\s*:\s*))(?P<value>[\w.~+/=-]{8,})"
 )
-# A shell's word, some of it quoted. What a list or a bracket has behind it goes with it: a password may hold a comma.
+# A shell word, partly quoted. Lists and brackets after it belong to it: a password may contain a comma.
 _WORD = r"(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s'\"&;|])+"
-# Names behind which a value stands: of a variable or an override, of an option, of a field of a dictionary.
+# Patterns of names before a value: a variable or override, an option, a field of a dictionary.
 _ASSIGNED = re.compile(r"(?<![\w.$/-])(?P<name>[A-Za-z_][\w.-]*)=")
 _OPTION = re.compile(r"(?<![\w-])--(?P<name>[a-zA-Z][\w-]*)(=|\s+(?!-))")
 _FIELD = re.compile(r"(?P<quote>['\"])(?P<name>[\w.-]+)(?P=quote)\s*:\s*(?=['\"])")
 _VALUE = re.compile(_WORD)
 _TEXT = re.compile(r"(?P<edge>['\"])(?:(?!(?P=edge)).)+(?P=edge)")
 _SSHPASS = re.compile(rf"(?P<before>\bsshpass\s+-p\s*)(?P<value>{_WORD})")
-# Shorter values of a secret's variable are words that occur everywhere.
+# Shorter values of a secret variable are common words that occur everywhere.
 _MIN_LENGTH = 6
-# Placeholders that are no secret: a variable reference, `<...>`, none/true/false, an empty value.
+# Placeholders that are not secrets: a variable reference, `<...>`, none/true/false, an empty value.
 _NO_VALUE = re.compile(r"(?is)\"?\$.*|[\"']?(<[^>]*>|none|null|true|false|[^a-z0-9]*)[\"')\]},.]*")
 _NUMBER = re.compile(r"[\"']?-?[\d.,]+[\"')\]},.]*")
-# In lower case it may be code, or a list of what somebody chose, unless it says whose or what for.
+# A bare `token` in lower case may be code or a list; it is a secret only if a prefix says whose token it is.
 _ANY_TOKEN = re.compile(r"(^|[_.-])tokens?$")
 _WHOSE_TOKEN = re.compile(r"(^|[_.-])(access|auth|api|bearer|refresh|session|hf|wandb|github|gitlab|gh|slack)_?token$")
 
 
 @lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
-    """Return whether a variable, a key or an option of this name holds a secret, such as `HF_TOKEN`."""
+    """Return whether a variable, key or option of this name holds a secret, such as `HF_TOKEN`."""
     spelt = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     if _HARMLESS_NAME.search(spelt):
         return False
@@ -82,16 +82,16 @@ def is_secret_name(name: str) -> bool:
 
 
 def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Mask secrets in a text: logins in URLs, well-known token formats, values assigned to a secret's name, and the
-    values of secret environment variables.
+    """Mask secrets in a text: logins in URLs, well-known token formats, values assigned to secret names, and values of
+    secret environment variables.
 
     Args:
-        text: to be written down.
-        environment: variables whose names say that they are secret are looked for by value; os.environ if None.
+        text: text to be stored.
+        environment: variables; the values of those with secret names are searched for. os.environ if None.
     """
     variables = os.environ if environment is None else environment
     secrets = {value for name, value in variables.items() if len(value) >= _MIN_LENGTH and _is_secret(name, value)}
-    for value in sorted(secrets, key=len, reverse=True):  # one may be the beginning of another
+    for value in sorted(secrets, key=len, reverse=True):  # longest first: one may begin with another
         text = text.replace(value, MASK)
     text = _PRIVATE_KEY.sub(MASK, text)
     text = _URL_LOGIN.sub(rf"\g<scheme>{MASK}@", text)
@@ -105,13 +105,13 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def redact_override(word: str) -> str:
-    """Redact one override, such as `hydra.launcher.setup=[...]`: the whole value is masked if its key is a secret's."""
+    """Redact one override, such as `hydra.launcher.setup=[...]`; if its key is a secret name, mask the whole value."""
     key, given, value = word.partition("=")
     return f"{key}={MASK}" if given and value and is_secret_name(key.lstrip("+-~")) else redact(word)
 
 
 def redact_config(value: Any, key: str = "") -> Any:
-    """Return a configuration with every text redacted, and texts under a secret's name masked whole."""
+    """Return a configuration with every text redacted, and texts under secret names masked entirely."""
     if isinstance(value, Mapping):
         return {name: redact_config(item, str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -122,7 +122,7 @@ def redact_config(value: Any, key: str = "") -> Any:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Return whether to search texts for a variable's value; existing paths and, for `*_KEY`, plain words are not."""
+    """Return whether to search texts for a variable's value; not for existing paths and, for `*_KEY`, plain words."""
     if not is_secret_name(name):
         return False
     if value.startswith(("/", "~")) and _is_there(value):
@@ -131,7 +131,7 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def _is_there(path: str) -> bool:
-    """Return whether the path exists; False if it cannot be checked, for a secret may only look like a path."""
+    """Return whether the path exists; False if that cannot be checked, since a secret may look like a path."""
     try:
         return Path(path).expanduser().exists()
     except (OSError, RuntimeError, ValueError):
@@ -139,19 +139,19 @@ def _is_there(path: str) -> bool:
 
 
 def _without_given(text: str, names: re.Pattern[str], values: re.Pattern[str]) -> str:
-    """Mask the values that follow a secret's name; `names` finds the name, `values` the value right after it."""
-    said: list[str] = []
+    """Mask the values that follow a secret name; `names` finds the name, `values` the value right after it."""
+    parts: list[str] = []
     at = 0
-    for found in names.finditer(text):
-        name = found["name"]
-        if found.start() < at or not is_secret_name(name):
-            continue  # part of a value that is masked, or of no interest
+    for match in names.finditer(text):
+        name = match["name"]
+        if match.start() < at or not is_secret_name(name):
+            continue  # inside a masked value, or not a secret
         if names is _ASSIGNED and _ANY_TOKEN.search(name) and not _WHOSE_TOKEN.search(name):
             continue
-        value = values.match(text, found.end())
+        value = values.match(text, match.end())
         if value is None or _NO_VALUE.fullmatch(value[0]) or ("token" in name.lower() and _NUMBER.fullmatch(value[0])):
             continue
         edge = value[0][0] if names is _FIELD else ""
-        said += [text[at : value.start()], edge, MASK, edge]
+        parts += [text[at : value.start()], edge, MASK, edge]
         at = value.end()
-    return "".join([*said, text[at:]])
+    return "".join([*parts, text[at:]])
