@@ -57,7 +57,8 @@ _LOOKS = 241
 class Effect(AsJson):
     """Effect of a level relative to its axis's first level, averaged over the cells.
 
-    An interaction's effect is what remains after the main effects.
+    An interaction's effect is the part that the main effects do not explain.
+
     Attributes:
         axis, level: names; for an interaction both axes, and both levels, joined by `:`.
         against: reference level.

@@ -1,14 +1,14 @@
-"""Launch of a study: members are planned, submitted, followed, retried and recorded, until each has ended.
+"""Launch of a study: members are planned, submitted, monitored, retried and recorded, until each has ended.
 
-In come specifications and launch settings, or a study's folder; out go the ledger, and members' processes or jobs.
+Input: specifications and launch settings, or a study's folder. Output: the ledger, and members' processes or jobs.
 
-    cli.launchers -> settings.prepare_study -> Study.prepare     takes the lease and checks; nothing is written yet
-                  -> Controller.commit                           runs until all have ended; what is refused is undone
+    cli.launchers -> settings.prepare_study -> Study.prepare     takes the lease and checks; writes nothing yet
+                  -> Controller.commit                           runs until all have ended; a refused launch is undone
                        read     executor.poll, journals, node_blacklist, decider
                        decide   decisions                        pure functions
-                       record   ledger, specifications           before anything is done or told
+                       record   ledger, specifications           before any action or notification
                        act      executor.submit, executor.stop
-                       tell     observer: progress, MLflow
+                       notify   observer: progress, MLflow
 
-One controller at a time holds the lease. Members on a cluster outlive it; the next one finds them by the ledger.
+One controller at a time holds the lease. Members on a cluster outlive it; the next controller finds them by the ledger.
 """

@@ -1,4 +1,4 @@
-"""Adopted members: by which values they are told apart, and for which members of a launch they stand."""
+"""Adopted members: the values that identify their recipe, and the members of a launch that they replace."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from sweeps.run.lease import Lease, LeaseHeldError
 from sweeps.run.progress import why_final
 from sweeps.run.spec import RunSpec, leaves, science
 
-# Keys of a command's configuration that are no values of the user's.
+# Keys of a command's configuration that are not the user's values.
 _OF_COMMANDS = ("command", "cluster", "member")
-# Share of a launch's steps to which a run must have come to stand for its member: a last evaluation may lie before.
+# Share of a launch's steps that a run must have reached to replace its member; its last evaluation may be earlier.
 _WHOLE = 0.9
 
 
 def same(one: str, other: str) -> bool:
-    """Return whether two values are the same: numbers as numbers (1e-5 and 0.00001), truth in any case."""
+    """Return whether two values are equal: as numbers (1e-5 and 0.00001), or as texts ignoring case."""
     if one.strip().casefold() == other.strip().casefold():
         return True
     try:
@@ -35,37 +35,40 @@ def same(one: str, other: str) -> bool:
 
 
 def agree(known: Mapping[str, str], cell: Mapping[str, str]) -> bool:
-    """Return whether a cell has all the values that are known of a run."""
+    """Return whether a cell has all the known values of a run."""
     return bool(known) and all(name in cell and same(value, cell[name]) for name, value in known.items())
 
 
 def values_of(spec: RunSpec) -> Mapping[str, str]:
-    """Return the values by which a member is told apart, its seed left out; empty where there are none to match by.
+    """Return the values that identify a member apart from its seed; empty if there are none to match by.
 
-    Of another trainer's command they are the user's own keys, as its words have them, and the recipe's label.
+    For another trainer's command they are the user's own keys, as in its overrides, and the recipe's label.
     """
     if "adopted" in spec.config:
         return dict(spec.config["values"])
     if "command" not in spec.config:
         return {}
-    own = leaves({key: value for key, value in science(spec.config).items() if key not in _OF_COMMANDS})
-    return {"recipe": spec.recipe, **{key: v if isinstance(v, str) else json.dumps(v) for key, v in own.items()}}
+    config_values = leaves({key: value for key, value in science(spec.config).items() if key not in _OF_COMMANDS})
+    return {
+        "recipe": spec.recipe,
+        **{key: v if isinstance(v, str) else json.dumps(v) for key, v in config_values.items()},
+    }
 
 
 def fields_of(spec: RunSpec) -> dict[str, Any]:
-    """Return the header's fields of an adopted run; what is not known of it is left out."""
+    """Return the header fields of an adopted run, without unknown ones."""
     return {key: value for key, value in spec.header().items() if value or key not in ("baseline", "departures")}
 
 
 def named(spec: RunSpec) -> dict[str, Any]:
-    """Return the fields of the ledger's entry that name a member."""
+    """Return the fields that identify a member in a ledger entry."""
     names = {"run": spec.run, "recipe": spec.recipe, "seed": spec.seed, "curve": spec.curve}
     return {**names, "checksum": spec.checksum()}
 
 
 @contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Context manager: hold the study's lease, so that nobody launches or collects it meanwhile."""
+    """Context manager: hold the study's lease, so that no process launches or collects it meanwhile."""
     lease = Lease(directory, LEASE_NAME)
     try:
         with naming("STUDY"):
@@ -84,47 +87,49 @@ def held(directory: Path) -> Iterator[None]:
 def count_adopted(
     directory: Path, specs: Sequence[RunSpec], measured: Callable[[RunSpec], tuple[str, str, str]]
 ) -> tuple[list[RunSpec], list[str]]:
-    """Let adopted runs stand for the members of a launch that have their values; return who is to take part.
+    """Let adopted runs replace the members of a launch with the same values; return the members to run.
 
-    An adopted run takes the label and the curve of the recipe whose values it has, so that they are one curve. It
-    stands for the member of its seed if it has finished and come as far, or cannot be continued; one that is at work
-    elsewhere is not started a second time.
+    An adopted run takes the label and the curve of the recipe with its values, so that they form one curve. It replaces
+    the member with its seed if it has finished as many steps, or cannot be continued. A member whose adopted run is
+    still running elsewhere is not started.
 
     Args:
         directory: the study's folder.
         specs: members of the launch.
-        measured: of a member, the axis of its compute, how that is measured, and the reward that it is compared by.
+        measured: returns, for a member, its compute axis, how compute is measured, and the reward to compare by.
 
     Returns:
+        The members that take part, with adopted ones in place of those they replace, and lines about them.
         The members that take part, adopted ones in the place of those for which they stand, and lines on them.
 
     Raises:
-        UserError: adopted runs count another unit of compute or have another reward, or the study is being run.
+        UserError: adopted runs have another unit of compute or another reward, or the study is running.
     """
     cells = [spec for spec in specs if "command" in spec.config]
     if not cells or not any(state.adopted for state in Ledger(directory).fold().values()):
         return list(specs), []
     with held(directory):
         taken, notes = stand_ins(directory, cells, measured)
-    stand = sum(spec is not None for spec in taken.values())
-    if stand:
-        notes.insert(0, f"{stand} of {len(specs)} members ran elsewhere and were adopted; they are not started")
-    found = [taken.get(spec.run, spec) for spec in specs]
-    return [spec for spec in found if spec is not None], notes
+    count = sum(spec is not None for spec in taken.values())
+    if count:
+        notes.insert(0, f"{count} of {len(specs)} members ran elsewhere and were adopted; they are not started")
+    members = [taken.get(spec.run, spec) for spec in specs]
+    return [spec for spec in members if spec is not None], notes
 
 
 def stand_ins(
     directory: Path, cells: Sequence[RunSpec], measured: Callable[[RunSpec], tuple[str, str, str]]
 ) -> tuple[dict[str, RunSpec | None], list[str]]:
-    """Return the adopted run that stands for each of these members, None for one at work elsewhere, and lines on them.
+    """Return, for each member that is not started, the adopted run that replaces it (None if it runs elsewhere), and
+    notes.
 
-    Adopted runs are relabelled; see `count_adopted`. The study's lease is held by whoever calls this.
+    Adopted runs are relabelled, see `count_adopted`. The caller holds the study's lease.
 
     Raises:
-        UserError: adopted runs count another unit of compute, or have another reward.
+        UserError: adopted runs have another unit of compute, or another reward.
     """
     axis, text, metric = measured(cells[0])
-    taken: dict[str, RunSpec | None] = {}  # by the member that is not started
+    taken: dict[str, RunSpec | None] = {}  # by member
     notes: list[str] = []
     states = Ledger(directory).fold()
     for run in [run for run, state in states.items() if state.adopted]:
@@ -147,7 +152,7 @@ def stand_ins(
             notes.append(f"{spec.title} may be {names}: it stands for none; adopt by all values that these differ in")
             alike = []
         spec = _relabelled(directory, spec, alike[0] if alike else spec, view, text)
-        cell = next((each for each in alike if each.seed == spec.seed), None)
+        cell = next((candidate for candidate in alike if candidate.seed == spec.seed), None)
         if cell is None or cell.run in taken or state.state == "failed":
             continue
         if state.state != "finished":
@@ -161,19 +166,19 @@ def stand_ins(
 
 
 def stood_for(directory: Path, specs: Sequence[RunSpec]) -> set[str]:
-    """Return the members of a launch that adopted runs will stand for, or that run elsewhere; nothing is written."""
+    """Return the members that adopted runs will replace, or that run elsewhere. Writes nothing."""
     cells = [spec for spec in specs if "command" in spec.config]
-    found = set()
+    replaced = set()
     for run, state in Ledger(directory).fold().items() if cells else ():
         if not state.adopted or state.state == "failed":
             continue
         spec = RunSpec.read(directory / RUNS_DIR / run)
         alike = _alike(spec, cells)
-        cell = next((each for each in alike if each.seed == spec.seed), None)
-        if cell is not None and len({each.curve for each in alike}) == 1:
+        cell = next((candidate for candidate in alike if candidate.seed == spec.seed), None)
+        if cell is not None and len({candidate.curve for candidate in alike}) == 1:
             whole = _whole(spec, cell) or why_final(directory / RUNS_DIR / run)
-            found |= {cell.run} if state.state != "finished" or whole else set()
-    return found
+            replaced |= {cell.run} if state.state != "finished" or whole else set()
+    return replaced
 
 
 def _alike(spec: RunSpec, cells: Sequence[RunSpec]) -> list[RunSpec]:
@@ -185,7 +190,7 @@ def _whole(spec: RunSpec, cell: RunSpec) -> bool:
 
 
 def _relabelled(directory: Path, spec: RunSpec, like: RunSpec, view: JournalView, text: str) -> RunSpec:
-    """Give an adopted member the label and curve of a recipe, and the launch's words on how compute is measured."""
+    """Give an adopted member a recipe's label and curve, and the launch's description of how compute is measured."""
     new = replace(
         spec,
         recipe=like.recipe,
@@ -193,7 +198,7 @@ def _relabelled(directory: Path, spec: RunSpec, like: RunSpec, view: JournalView
         baseline=like.baseline,
         departures=dict(like.departures),
         settings=dict(like.settings),
-        # By which further runs of the recipe are planned.
+        # Further runs of the recipe are planned from these.
         folders=like.folders,
         overrides=like.overrides,
     )

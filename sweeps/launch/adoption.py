@@ -1,9 +1,9 @@
-"""Adoption: runs that others have made become members of a study, with journals of ours.
+"""Adoption: runs of other trainers become members of a study, with journals in our format.
 
-A member that was adopted has a folder as any other has: the journal holds the points that were read, its header says
-from where (`adopted`: source, run, columns, digest), the specification the values by which the run is told apart. It is
-never started. The ledger's event `adopted` comes last, so that after a kill the same command goes on with what is
-there. Nothing that a journal holds is taken back: a run that has grown is appended to.
+An adopted member has a folder like any other. Its journal has the points that were read, the journal's header their
+origin (`adopted`: source, run, columns, digest), and the specification the values that identify the recipe. It is never
+started. The ledger's event `adopted` is written last, so that after a kill the same command continues from the existing
+files. Recorded points are never removed: when a run has grown, its new points are appended.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from sweeps.source.places import Kind, Place
 from sweeps.source.run_names import hidden_seed
 from sweeps.source.text import short
 
-# Reward of a study that has no evaluation yet.
+# Default reward of a study that has no evaluation yet.
 METRIC = "eval/heldout/pass_rate"
-# Points, and different rewards among them, that two runs must share to be known for one by what they hold.
+# Number of common points, and of different rewards among them, by which two runs are recognised as the same.
 _ALIKE, _REWARDS = 5, 3
-# Trackers that give each run a name of its own.
+# Trackers whose runs have unique names.
 _TRACKERS = ("wandb:", "mlflow:", "trackio:")
 
 
@@ -46,12 +46,12 @@ class Taken(AsJson):
     """Result of an adoption for one run of the sources.
 
     Attributes:
-        run: identity of the member; "" where there is none.
-        recipe, seed: label and seed of the member; "" and None where there is none.
+        run: identity of the member; "" without one.
+        recipe, seed: label and seed of the member; "" and None without one.
         what: `adopted`, `grown`, `unchanged` or `skipped`.
-        points: number of evaluations that the member has now.
+        points: present number of the member's evaluations.
         source, name: where the run was read, and its name there.
-        reason: why it was skipped, or what else is to be known of it; None for nothing.
+        reason: why it was skipped, or another remark; None for none.
     """
 
     run: str
@@ -66,7 +66,7 @@ class Taken(AsJson):
 
 @dataclass
 class Adoption(AsJson):
-    """Results of an adoption, run by run, with lines on how the sources were read."""
+    """Results of an adoption, run by run, and notes on how the sources were read."""
 
     study: str
     axis: str
@@ -87,19 +87,19 @@ def adopt(
     running: bool = False,
     evaluation_set: str | None = None,
 ) -> Adoption:
-    """Take the runs of sources into a study as members; what is there already is found again.
+    """Adopt the runs of sources into a study as members; runs that were adopted before are found again.
 
     Args:
         directory: folder of the study, new or existing.
-        sources: what `scalerl fit` reads; a folder of logs too.
-        by: names that tell the recipes and seeds apart, see `columns_of`.
+        sources: sources as for `scalerl fit`, or folders of logs.
+        by: names of the columns that identify recipes and seeds, see `columns_of`.
         metric, x, y, seed_from: see `sweeps.source.load`.
-        unit: what the column of compute counts (`UNITS`); None where its name says it.
-        running: whether runs that are still at work are taken, as far as they have come.
-        evaluation_set: name of the evaluation set whose reward it is; None for the study's, `heldout` in a new one.
+        unit: unit of the compute column (`UNITS`); None if its name tells.
+        running: whether to adopt runs that are still running, with their points so far.
+        evaluation_set: name of the evaluation set of the reward; None for the study's, `heldout` in a new one.
 
     Raises:
-        UserError: a source cannot be read, the folder is no study or is being run, or compute is in another unit.
+        UserError: a source cannot be read, the folder is not a study or is running, or compute is in another unit.
     """
     columns = columns_of(by)
     runs, notes = read_runs(sources, columns, metric, x, y, seed_from)
@@ -122,19 +122,19 @@ def adopt(
 
 
 def label_of(values: Mapping[str, str]) -> str:
-    """Make a recipe's label from its values: `loss=grpo+lr=1e-05`; of a recipe's own name that name."""
+    """Make a recipe's label from its values: `loss=grpo+lr=1e-05`; for a named recipe, its name."""
     return "+".join(value if name == "recipe" else f"{name}={value}" for name, value in values.items())
 
 
 def _check_place(directory: Path, sources: Sequence[str]) -> None:
-    """Check that a folder is a study, or new, and that no source lies in it.
+    """Check that a folder is a study or new, and that it contains no source.
 
     Raises:
-        UserError: it is something else, or one does.
+        UserError: it is something else, or contains a source.
     """
     with naming("STUDY"):
-        # A lease's files lie in a new one that somebody holds, or was killed in before its first run was taken. Listed
-        # before it is asked whether it is a study, which it may become at this moment.
+        # A new folder may contain a lease's files, if a process holds it or was killed before adopting its first run.
+        # List the folder before checking for a ledger, because it may become a study at this moment.
         names = [path.name for path in directory.iterdir()] if directory.exists() else []
         used = any(not name.startswith(f".{LEASE_NAME}.") for name in names)
         if used and not ((directory / LEDGER_FILE).is_file() or (directory / RUNS_DIR).is_dir()):
@@ -152,10 +152,10 @@ def _skipped(run: ForeignRun, reason: str) -> Taken:
 
 
 def _take(folder: _Folder, run: ForeignRun, by: Mapping[str, str], running: bool) -> Taken:
-    """Take one run into the study, or find it again there.
+    """Adopt one run into the study, or find it again there.
 
     Raises:
-        UserError: it cannot be a member.
+        UserError: it cannot become a member.
     """
     if run.state == RUNNING and not running:
         return _skipped(run, "still running, or ended without a word; --running takes it as far as it has come")
@@ -197,10 +197,10 @@ def _resolved(where: str) -> str:
 
 
 def _values(run: ForeignRun, by: Mapping[str, str]) -> tuple[dict[str, str], int | None]:
-    """Return the values by which a run is told apart, and its seed; None where nothing names it.
+    """Return the values that identify a run's recipe, and its seed; None if no seed is named.
 
     Raises:
-        UserError: the seed is no whole number.
+        UserError: the seed is not an integer.
     """
     columns = [name for name in by if name != SEED]
     first = by[columns[0]] if columns else None
@@ -208,7 +208,7 @@ def _values(run: ForeignRun, by: Mapping[str, str]) -> tuple[dict[str, str], int
     text = run.labels.get(by.get(SEED, SEED))
     recipe = run.labels["recipe"]
     if text is None and (hidden := hidden_seed(run.name if values else recipe)) is not None:
-        # A letter may as well be a stage's: the word has to be there.
+        # A single letter may also mean a stage: require the word `seed`.
         text, recipe = (hidden[1], hidden[0] or recipe) if hidden[2] else (None, recipe)
     if text is not None and not re.fullmatch(r"-?\d+(\.0)?", text.strip()):
         raise UserError(f"seed {short(text, 40)!r} is no whole number; name another column with --by seed=COLUMN")
@@ -216,7 +216,7 @@ def _values(run: ForeignRun, by: Mapping[str, str]) -> tuple[dict[str, str], int
 
 
 def _as(folder: _Folder, twin: str, values: Mapping[str, str], seed: int | None, run: ForeignRun) -> Taken | None:
-    """Return what is to be said of a run whose points a member holds; None if it is that member, adopted as now."""
+    """Return the result for a run whose points a member already has; None if the run was adopted as that member."""
     member = folder.members[twin]
     spec = member.spec
     header = member.view.header
@@ -228,7 +228,7 @@ def _as(folder: _Folder, twin: str, values: Mapping[str, str], seed: int | None,
             f"has the points of {label} seed {number} ({twin}): a run counts once; --by as then finds it again"
         )
     if "adopted" in header:
-        return None  # by a process that was killed before it could say so
+        return None  # adopted by a process that was killed before it wrote the ledger
     return Taken(
         run=twin,
         recipe=label,
@@ -242,10 +242,10 @@ def _as(folder: _Folder, twin: str, values: Mapping[str, str], seed: int | None,
 
 
 def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, told: str | None) -> Taken:
-    """Write journal, specification and ledger of a member, in this order, as far as they are not there yet.
+    """Write journal, specification and ledger entry of a member, in this order, if they are missing or outdated.
 
     Raises:
-        UserError: the folder holds another run's journal, or the run was read by other columns before.
+        UserError: the folder has another run's journal, or the run was read from other columns before.
     """
     run_dir = folder.directory / RUNS_DIR / spec.run
     check_own(run_dir, spec.run)
@@ -256,9 +256,9 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, told
     alike = next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     status = {FAILED: "failed", RUNNING: "running"}.get(run.state, "finished")
     recorded = spec.run in folder.states
-    if alike == len(new) < len(old):  # an earlier checkpoint, say: what is known stays
+    if alike == len(new) < len(old):  # shorter than before, such as an earlier checkpoint: keep the known points
         what, count, told = "unchanged", len(old), "has come less far than it was adopted with"
-    # The specification is written after the journal: one that is behind tells of a process that was killed.
+    # The specification is written after the journal: an outdated one means that a process was killed in between.
     elif alike == len(new) and view is not None and view.status == status and spec.steps == points.steps[-1]:
         what, count = "unchanged" if recorded else "adopted", len(new)
         if not recorded:
@@ -299,10 +299,10 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, told
 
 
 def _check_columns(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Check that a run is read by the columns by which it was adopted.
+    """Check that a run is read from the same columns as when it was adopted.
 
     Raises:
-        UserError: it is read by another.
+        UserError: it is read from another column.
     """
     for name, option in (("axis", "--x"), ("metric", "--metric or --y")):
         if before and before.get(name) != now[name]:
@@ -316,10 +316,10 @@ def _header(spec: RunSpec, folder: _Folder, about: Mapping[str, Any]) -> dict[st
 
 
 def _record(folder: _Folder, spec: RunSpec, status: str, about: Mapping[str, Any], points: int) -> None:
-    """Freeze a member's specification, and put it into the ledger."""
+    """Freeze a member's specification, and append it to the ledger."""
     run_dir = folder.directory / RUNS_DIR / spec.run
     spec.write(run_dir)
-    # So that values can be grouped by, as of any run; JSON is YAML.
+    # Written so that its values can be used for grouping, as for any run. JSON is valid YAML.
     write_atomically(run_dir / CONFIG_FILE, json.dumps({**spec.config["values"], **spec.config}, indent=1))
     reason = {"failed": "failed where it ran", "running": "still running where it was adopted from"}.get(status)
     entry = {
@@ -334,7 +334,7 @@ def _record(folder: _Folder, spec: RunSpec, status: str, about: Mapping[str, Any
 
 @dataclass
 class _Member:
-    """A member that a run may be found again as, with the points of its journal."""
+    """A member with the points of its journal, as which a run may be found again."""
 
     spec: RunSpec | None
     view: JournalView
@@ -342,12 +342,12 @@ class _Member:
 
 
 class _Folder:
-    """A study's folder while runs are adopted into it; its lease is held.
+    """A study's folder while runs are adopted into it, with its lease held.
 
     Attributes:
-        axis, metric: compute and reward of its journals; measured: how that compute is measured, in words.
-        states, specs, values: of the members in its ledger, by identity.
-        members: those with a journal, by identity.
+        axis, metric, measured: compute axis and reward of its journals, and how compute is measured, in words.
+        states, specs, values: state, specification and identifying values of each member in the ledger, by identity.
+        members: members with a journal, by identity.
     """
 
     def __init__(self, directory: Path, axis: str, metric: str | None, where: str) -> None:
@@ -355,7 +355,9 @@ class _Folder:
         self.states = self.ledger.fold()
         self.specs: dict[str, RunSpec] = {}
         self.values: dict[str, Mapping[str, str]] = {}
-        views = {each.name: view for each in find_runs(directory) if (view := journal_or_none(each)) is not None}
+        views = {
+            run_dir.name: view for run_dir in find_runs(directory) if (view := journal_or_none(run_dir)) is not None
+        }
         evaluated = [view for view in views.values() if view.of_kind("eval")]
         self.metric, self.axis, self.measured = metric or METRIC, axis, axis
         if evaluated:
@@ -366,27 +368,27 @@ class _Folder:
                     f"{directory}: its runs are compared by {theirs}, and {where} counts {axis}; choose a column of "
                     "that unit with --x, say with --unit what the column counts, or adopt into a study of its own"
                 )
-            # Of one unit: runs that say different things of it are not compared.
-            said = [view.header for view in evaluated if view.header.get("axis") == axis]
-            self.measured = next((str(each["compute_is"]) for each in said if "compute_is" in each), axis)
+            # Same axis: if runs describe differently how it is measured, `compared_by` has refused them.
+            headers = [view.header for view in evaluated if view.header.get("axis") == axis]
+            self.measured = next((str(header["compute_is"]) for header in headers if "compute_is" in header), axis)
         for run in self.states:
             try:
                 self._know(RunSpec.read(directory / RUNS_DIR / run))
             except UserError:
-                continue  # frozen by another version: it is none to be matched
+                continue  # frozen by another version: cannot be matched
         self.members = {run: _Member(self.specs.get(run), view, self.points(view)) for run, view in views.items()}
 
     def _know(self, spec: RunSpec) -> None:
         self.specs[spec.run], self.values[spec.run] = spec, dict(values_of(spec))
 
     def note(self, spec: RunSpec) -> None:
-        """Take note of a member that was adopted just now."""
+        """Add a member that was just adopted."""
         self._know(spec)
         if (view := journal_or_none(self.directory / RUNS_DIR / spec.run)) is not None:
             self.members[spec.run] = _Member(spec, view, self.points(view))
 
     def points(self, view: JournalView) -> Points:
-        """Return the points in a journal, along the study's axis and reward."""
+        """Return the points of a journal, along the study's axis and reward."""
         known = [
             (record.step, record.metrics[self.axis], record.metrics[self.metric])
             for record in view.of_kind("eval")
@@ -396,7 +398,7 @@ class _Folder:
         return Points(steps, compute, reward)
 
     def alike(self, points: Points, key: str) -> str | None:
-        """Return the member that holds the same points, as far as the shorter of both goes; None if none does."""
+        """Return the member with the same points, up to the shorter length; None without one."""
         for run, member in self.members.items():
             theirs, common = member.points, min(len(points.steps), len(member.points.steps))
             if (
@@ -407,26 +409,26 @@ class _Folder:
             ):
                 continue
             known = "" if member.spec is None else member.spec.config.get("adopted", {}).get("key", "")
-            if key == known or not any(key.startswith(each) and known.startswith(each) for each in _TRACKERS):
+            if key == known or not any(key.startswith(prefix) and known.startswith(prefix) for prefix in _TRACKERS):
                 return run
         return None
 
     def kin(self, values: Mapping[str, str]) -> RunSpec | None:
-        """Return a member of the same values, whatever its seed: whose label and curve a new one takes."""
-        found = [(self.specs[run], theirs) for run, theirs in self.values.items() if agree(values, theirs)]
-        exact = [spec for spec, theirs in found if len(theirs) == len(values)] or [spec for spec, _ in found]
+        """Return a member with the same values and any seed, whose label and curve a new one takes; None without it."""
+        matches = [(self.specs[run], theirs) for run, theirs in self.values.items() if agree(values, theirs)]
+        exact = [spec for spec, theirs in matches if len(theirs) == len(values)] or [spec for spec, _ in matches]
         return exact[0] if len({spec.curve for spec in exact}) == 1 else None
 
     def known(self, key: str, values: Mapping[str, str], seed: int | None, twin: str | None) -> RunSpec | None:
-        """Return the member that a run was adopted as: by its points, or by its key, under the same values."""
+        """Return the member that a run was adopted as: with its points, or its key, and the same values."""
         for run, spec in self.specs.items():
             source = spec.config.get("adopted")
-            found = source is not None and (run == twin if twin is not None else source["key"] == key)
-            if found and self.values[run] == values and seed in (None, spec.seed):
+            is_same = source is not None and (run == twin if twin is not None else source["key"] == key)
+            if is_same and self.values[run] == values and seed in (None, spec.seed):
                 return spec
         return None
 
     def free_seed(self, curve: str) -> int:
-        """Return the first seed that no member of a curve has."""
+        """Return the smallest seed that no member of a curve has."""
         taken = {spec.seed for spec in self.specs.values() if spec.curve == curve}
         return next(seed for seed in range(len(taken) + 1) if seed not in taken)

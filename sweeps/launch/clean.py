@@ -1,7 +1,7 @@
-"""Clean-up of a study: list the files that are no longer needed with their sizes, then remove them.
+"""Clean-up of a study: list files that are no longer needed, with their sizes, then remove them.
 
-Journals, specifications, semantics, configurations, the ledger and launch.json always stay. Members that are not done
-keep all that they need to resume. Symbolic links are never followed, nor removed.
+Journals, specifications, semantics, configurations, the ledger and launch.json are never removed. Unfinished members
+keep everything they need to resume. Symbolic links are neither followed nor removed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sweeps.run.rollouts import ROLLOUTS_FILE
 from sweeps.run.spec import budget_of
 from sweeps.run.writer import BEAT_S
 
-# In words, by kind.
+# Description of each kind of file.
 KINDS: Mapping[str, str] = {
     "checkpoints": "checkpoints of finished members",
     "leftovers": "what killed processes left of files that they were writing, and checkpoints set aside",
@@ -41,20 +41,20 @@ _CHECKPOINTS_DIR = "checkpoints"
 _CHECKPOINT = re.compile(r"step-\d+\.ckpt")
 _IN_PARTS = re.compile(r"step-\d+\.")
 _SET_ASIDE = re.compile(r"step-\d+(\.[0-9a-f]+)?\.(part|void|unrecorded)")
-# As `run.files` and `run.lease` name what is not in its place yet.
+# Names of temporary files of `run.files` and `run.lease`.
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{12}|\.\w+\.json\.[0-9a-f]{8}")
 _LOG = re.compile(rf"{re.escape(LOG_FILE)}|log\.rank\d+\.txt")
-# Long enough for two heartbeats of a holder, wherever it is.
+# Long enough for two heartbeats of any lease holder.
 _LOOK_S = 2 * BEAT_S + 1
 
 
 @dataclass(frozen=True)
 class Member:
-    """A run's folder with what decides which of its files can be removed.
+    """A run's folder with the facts that decide which of its files can be removed.
 
     Attributes:
-        done: whether its journal says that it has reached its budget.
-        submitted: whether its ledger knows of a job, or process, that has not ended.
+        done: whether its journal shows that its budget is reached.
+        submitted: whether the ledger has a job or process of it that has not ended.
     """
 
     run_dir: Path
@@ -64,13 +64,13 @@ class Member:
 
 @dataclass
 class Inventory:
-    """Files that would be removed, and counts of members.
+    """Removable files, and numbers of members.
 
     Attributes:
         found: removable files by kind, with their sizes in bytes.
-        finished, others: number of members that have, and have not, reached their budgets.
-        at_work: number of members that a process is writing at this moment; all of their files stay.
-        linked: symbolic links in the place of the study's own folders; they and what they lead to stay.
+        finished, others: numbers of members that have, and have not, reached their budgets.
+        at_work: number of members that a process is writing now; all their files are kept.
+        linked: symbolic links in place of the study's folders; they and their targets are kept.
     """
 
     found: dict[str, dict[Path, int]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
@@ -80,7 +80,7 @@ class Inventory:
     linked: list[Path] = field(default_factory=list)
 
     def size(self, kind: str) -> int:
-        """Return the total size in bytes of the files of a kind."""
+        """Return the total size in bytes of the files of one kind."""
         return sum(self.found[kind].values())
 
 
@@ -89,41 +89,41 @@ def inventory(study: Path, keep: int = 0, sleep: Callable[[float], None] = time.
 
     Args:
         study: the study's folder.
-        keep: number of the newest checkpoints that stay, of each finished member.
-        sleep: waits so many seconds, to see whether holders of whom this machine cannot tell still beat.
+        keep: number of newest checkpoints to keep for each finished member.
+        sleep: waits a number of seconds, to watch for heartbeats of holders on other machines.
 
     Raises:
-        UserError: no study there.
+        UserError: there is no study.
     """
     states = Ledger(study).fold()
     members = _members(study, states)
-    told = Inventory()
+    result = Inventory()
     if (study / RUNS_DIR).is_symlink():
-        told.linked.append(study / RUNS_DIR)
-        return told
-    own = [member.run_dir for member in members if not member.run_dir.is_symlink()]
-    busy = beating(own, "writer", _LOOK_S, sleep)
+        result.linked.append(study / RUNS_DIR)
+        return result
+    run_dirs = [member.run_dir for member in members if not member.run_dir.is_symlink()]
+    busy = beating(run_dirs, "writer", _LOOK_S, sleep)
     for member in members:
-        told.finished += member.done
-        told.others += not member.done
+        result.finished += member.done
+        result.others += not member.done
         if member.run_dir.is_symlink():
-            told.linked.append(member.run_dir)
+            result.linked.append(member.run_dir)
         elif member.run_dir in busy:
-            told.at_work += 1
+            result.at_work += 1
         elif member.done or not member.submitted:
-            _of_member(member, keep, told)
-    _submissions(study, states.values(), {member.run_dir.name for member in members if not member.done}, told)
-    return told
+            _of_member(member, keep, result)
+    _submissions(study, states.values(), {member.run_dir.name for member in members if not member.done}, result)
+    return result
 
 
 def clean(study: Path, kinds: Sequence[str], keep: int = 0, sleep: Callable[[float], None] = time.sleep) -> Inventory:
-    """Remove the removable files of these kinds, holding the study's lease so that nobody launches or collects it.
+    """Remove the removable files of these kinds, holding the study's lease so that no process launches or collects it.
 
     Returns:
-        The removed files, of these kinds.
+        The removed files.
 
     Raises:
-        UserError: no study there, a controller is at work on it, or the system refused something.
+        UserError: there is no study, a controller is running it, or the system refused something.
     """
     _members(study, Ledger(study).fold())  # before anything is written
     lease = Lease(study, LEASE_NAME)
@@ -135,12 +135,12 @@ def clean(study: Path, kinds: Sequence[str], keep: int = 0, sleep: Callable[[flo
                 f"clean: {study} is being run by another process ({lease.holder()}); wait for it, or end it first"
             ) from error
         try:
-            told = inventory(study, keep, sleep)  # anew: what was shown may have changed
+            result = inventory(study, keep, sleep)  # list again: files may have changed since they were shown
             for kind in KINDS:
                 if kind not in kinds:
-                    told.found[kind] = {}
-                for path in told.found[kind]:
-                    # Before each file: while this process stood still a controller may have taken the study over.
+                    result.found[kind] = {}
+                for path in result.found[kind]:
+                    # Check before each file: if this process was suspended, a controller may have taken the study over.
                     lease.check()
                     if path.is_dir() and not path.is_symlink():
                         shutil.rmtree(path)
@@ -150,22 +150,22 @@ def clean(study: Path, kinds: Sequence[str], keep: int = 0, sleep: Callable[[flo
                 _remove_empty(study)
         finally:
             lease.release()
-    return told
+    return result
 
 
 def _members(study: Path, states: Mapping[str, MemberState]) -> list[Member]:
-    """Return the members in the ledger, and runs in the folder that were trained one by one.
+    """Return the members in the ledger, and runs in the folder that were trained separately.
 
     Raises:
-        UserError: neither is there.
+        UserError: there are neither.
     """
     runs = study / RUNS_DIR
     with naming("clean"):
-        there = sorted(path.name for path in runs.iterdir()) if runs.is_dir() else []
-    if not states and not there:
+        folders = sorted(path.name for path in runs.iterdir()) if runs.is_dir() else []
+    if not states and not folders:
         raise UserError(f"{study}: no study here; give the folder that a --multirun wrote to (outputs/<study>)")
     members = []
-    for run in dict.fromkeys([*states, *there]):
+    for run in dict.fromkeys([*states, *folders]):
         run_dir, state = runs / run, states.get(run)
         steps = budget_of(run_dir)
         done = steps is not None and is_done(run_dir, steps, run)
@@ -174,13 +174,13 @@ def _members(study: Path, states: Mapping[str, MemberState]) -> list[Member]:
 
 
 def _of_member(member: Member, keep: int, told: Inventory) -> None:
-    """Add a member's removable files to the inventory: leftovers of any, all kinds of a finished one."""
+    """Add a member's removable files to the inventory: leftovers of any member, all kinds for a finished one."""
     checkpoints, logs = _files(member.run_dir / _CHECKPOINTS_DIR, told), _files(member.run_dir, told)
     _take(told, "leftovers", checkpoints, _SET_ASIDE)
     _take(told, "leftovers", logs, _UNFINISHED)
     if not member.done:
         return
-    # Steps are zero-padded in names (`step-00000120.ckpt`), so names sort as steps do.
+    # Steps are zero-padded in names (`step-00000120.ckpt`), so names sort like steps.
     newest = sorted((path for path in checkpoints if _CHECKPOINT.fullmatch(path.name)), reverse=True)
     _take(told, "checkpoints", {path: checkpoints[path] for path in newest[keep:]}, _CHECKPOINT)
     _take(told, "logs", logs, _LOG)
@@ -193,7 +193,7 @@ def _take(told: Inventory, kind: str, files: Mapping[Path, int], names: re.Patte
 
 
 def _submissions(study: Path, states: Iterable[MemberState], undone: set[str], told: Inventory) -> None:
-    """Add files of submissions that no member waits for; the last one of an unfinished member stays for its log."""
+    """Add files of submissions that no member needs; an unfinished member keeps its last one for the log."""
     needed = {state.submission for state in states if state.run in undone or state.state in ("submitting", "started")}
     needed |= {name for state in states for name in state.unanswered}
     jobs = study / JOBS_DIR
@@ -210,7 +210,7 @@ def _submissions(study: Path, states: Iterable[MemberState], undone: set[str], t
 def _files(folder: Path, told: Inventory) -> dict[Path, int]:
     """Return the regular files in a folder with their sizes; symbolic links are left out and never followed.
 
-    A checkpoint of a sharded run is a folder of files, and goes as one.
+    A sharded checkpoint is a folder of files, and counts as one file.
     """
     if folder.is_symlink():
         told.linked.append(folder)
@@ -219,14 +219,16 @@ def _files(folder: Path, told: Inventory) -> dict[Path, int]:
         entries = list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    sizes = ((Path(each.path), each.stat(follow_symlinks=False)) for each in entries)
-    found = {path: about.st_size for path, about in sizes if stat.S_ISREG(about.st_mode)}
-    parted = [Path(each.path) for each in entries if each.is_dir(follow_symlinks=False) and _IN_PARTS.match(each.name)]
-    return found | {path: sum(_files(path, told).values()) for path in parted}
+    sizes = ((Path(entry.path), entry.stat(follow_symlinks=False)) for entry in entries)
+    files = {path: about.st_size for path, about in sizes if stat.S_ISREG(about.st_mode)}
+    parted = [
+        Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False) and _IN_PARTS.match(entry.name)
+    ]
+    return files | {path: sum(_files(path, told).values()) for path in parted}
 
 
 def _remove_empty(study: Path) -> None:
-    """Remove folders of attempts and submissions that are empty."""
+    """Remove empty folders of attempts and submissions."""
     for folder in [*study.glob(f"{RUNS_DIR}/*/{ATTEMPTS_DIR}"), *study.glob(f"{JOBS_DIR}/*")]:
         if not folder.is_symlink() and folder.is_dir() and not any(folder.iterdir()):
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Controller of a launch: reads how members are, has decided what to do, and records, does and tells it, in this order.
+"""Controller of a launch: read the members' state, decide, then record, act and notify, in this order.
 
     commit -> first_actions -> [submit -> poll -> next_actions -> wished_actions -> look] until every member has ended
 
-What to do is decided in `launch.decisions`; `Records` is what is written, `Audience` who is told.
+Decisions are made in `launch.decisions`; `Records` writes, and `Audience` notifies the observers.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from sweeps.run.lease import LeaseLostError
 from sweeps.run.progress import check_own, is_done, why_failed, why_final, written
 from sweeps.run.spec import SPEC_FILE, RunSpec, Texts, check_distinct
 
-WRITERS = 8  # of specifications, at a time
+WRITERS = 8  # threads that write specifications
 
 
 class Controller:
-    """Control loop of one process over a study whose lease it holds; made by `Study.prepare`.
+    """Control loop over a study whose lease this process holds; made by `Study.prepare`.
 
     Args:
-        records: what is known of the members, and where it is written.
-        executor: starts members and says how they ended.
+        records: state of the members, and where it is written.
+        executor: starts members and reports how they ended.
         audience: the observers.
-        policy: rules on who is run again.
-        decider: decides which members are at work; None if all are that are not done.
+        policy: rules for running members again.
+        decider: decides which members run; None if all unfinished members do.
     """
 
     def __init__(
@@ -58,23 +58,23 @@ class Controller:
         self._blacklist = NodeBlacklist(self._nodes_at_work)
         for entry in records.study.ledger.entries():
             self._blacklist.note(entry)
-        self._waiting: list[str] = []  # to be submitted, in this order
-        self._held: list[str] = []  # that the decider does not want at work now
-        self._asked: dict[str, str] = {}  # to stop, and for which reason
-        self._before: dict[str, tuple[int, int]] = {}  # sizes of journal and log when a member was submitted
+        self._waiting: list[str] = []  # members to submit, in this order
+        self._held: list[str] = []  # members that the decider does not want to run now
+        self._asked: dict[str, str] = {}  # members asked to stop, with the reason
+        self._before: dict[str, tuple[int, int]] = {}  # sizes of journal and log when it was submitted
 
     def commit(self, files: Mapping[Path, str] | None = None, detach: bool = False) -> dict[str, MemberState]:
-        """Run every member that is not done; a member that fails touches no other.
+        """Run every member that is not done; a failing member does not affect others.
 
         Args:
-            files: texts of files that are kept with an accepted launch, mode 0600.
-            detach: leave once everything that can be is submitted, and what ended meanwhile is dealt with.
+            files: texts of files to write once the launch is accepted, with mode 0600.
+            detach: return once everything possible is submitted, and members that ended meanwhile are handled.
 
         Returns:
             The state of each member, by identity.
 
         Raises:
-            UserError: the executor refuses the first members; what was there before is put back.
+            UserError: the executor refuses the first members; the folder is restored as it was.
         """
         self._files = files or {}
         try:
@@ -83,7 +83,7 @@ class Controller:
             if not self._waiting:
                 self._accept()
             while self._waiting or self._executor.running():
-                self.records.check_lease()  # before a folder is made where the study no longer is
+                self.records.check_lease()  # before making folders: the study may have been moved
                 self._submit()
                 ended = [self._read(outcome) for outcome in self._executor.poll(timeout_s=1.0)]
                 self._carry_out(decisions.next_actions(self.records.states, ended, self._policy))
@@ -97,12 +97,12 @@ class Controller:
         except (UserError, OSError):
             raise  # a refusal, if nothing was accepted: `Study.prepare` rolls back
         except BaseException:
-            self.records.rollback.forget()  # interrupted: the same command goes on with it
+            self.records.rollback.forget()  # interrupted: the same command continues it
             raise
         return {run: self.records.states[run] for run in self.records.specs}
 
     def _begin(self) -> None:
-        """Plan new members, find those under way again, and let those wait that are to be submitted."""
+        """Plan new members, find running ones again, and queue the others for submission."""
         for name in self._decider.files if self._decider is not None else []:
             path = self.records.study.directory / name
             self.records.rollback.put_back(path, path.read_bytes() if path.exists() else None)
@@ -114,30 +114,30 @@ class Controller:
         self._adopt([action.run for action in wanted if isinstance(action, Adopt)])
 
     def _adopt(self, runs: Sequence[str]) -> None:
-        """Have the executor follow what an earlier process submitted; what it does not find waits with the others."""
+        """Let the executor follow what an earlier process submitted; members it does not find are queued again."""
         states = [self.records.states[run] for run in runs]
-        launches = [replace(self._launch(each.run), submission=each.submission, job=each.job) for each in states]
-        found = self._executor.adopt(launches) if launches else {}
+        launches = [replace(self._launch(state.run), submission=state.submission, job=state.job) for state in states]
+        jobs = self._executor.adopt(launches) if launches else {}
         for launch in launches:
-            if launch.run in found and launch.job is None:
-                # The process that submitted it was gone before it could write down the job.
-                job = {"submission": launch.submission, "job": found[launch.run]}
+            if launch.run in jobs and launch.job is None:
+                # The process that submitted it died before it recorded the job.
+                job = {"submission": launch.submission, "job": jobs[launch.run]}
                 self.records.note("started", [{"run": launch.run, **job}])
-        for run in found:
+        for run in jobs:
             self._before[run] = (0, 0)
-            # An earlier process's decider has asked it to stop: ending for that is no failure.
+            # An earlier process's decider asked it to stop: ending for that reason is not a failure.
             if (why := stop_asked(self.records.run_dir(run))) is not None:
                 self._asked[run] = why
-        waiting = {*self._waiting, *runs} - found.keys()
+        waiting = {*self._waiting, *runs} - jobs.keys()
         self._waiting = [run for run in self.records.specs if run in waiting]
 
     # --- submit ----------------------------------------------------------------------------------------------------
 
     def _submit(self) -> None:
-        """Submit as many of the waiting members as the executor takes."""
+        """Submit as many queued members as the executor accepts."""
         if not self._waiting:
             return
-        # By now; when the member failed it may have been one node less.
+        # Excluded nodes as of now; there may be more than when the member failed.
         out = self._blacklist.out(self.records.study.ledger.now())
         waiting = [self._launch(run, out) for run in self._waiting]
         self._waiting = []
@@ -145,13 +145,14 @@ class Controller:
             batch, waiting = self._unchanged(waiting[:size]), waiting[size:]
             if batch:
                 taken = self._start(batch)
-                # What was not taken comes back in smaller arrays, or after a pause: `next_batch` knows.
+                # Members that were not accepted come back, in smaller batches or after a pause, as `next_batch`
+                # decides.
                 waiting = [launch for launch in batch if launch.run not in taken] + waiting
                 self._audience.look(self._executor)
         self._waiting = [launch.run for launch in waiting]
 
     def _launch(self, run: str, out: Sequence[str] = ()) -> Launch:
-        """Make a member's launch for the executor, kept off the nodes that are out as well."""
+        """Make a member's launch for the executor; it must avoid its excluded nodes and `out`."""
         state = self.records.states[run]
         excluded = tuple(dict.fromkeys([*state.excluded, *out]))
         return Launch(
@@ -165,30 +166,30 @@ class Controller:
 
     def _unchanged(self, batch: Sequence[Launch]) -> list[Launch]:
         """Return the members whose specification matches the ledger's checksum; give up the others."""
-        sound = []
+        valid = []
         for launch in batch:
             try:
                 read_frozen(launch.run_dir, self.records.states[launch.run])
-                sound.append(launch)
+                valid.append(launch)
             except UserError as error:
                 failure = {"kind": "error", "reason": str(error)}
                 self._carry_out([GiveUp(launch.run, "failed", failure, "failed", str(error))])
-        return sound
+        return valid
 
     def _start(self, batch: Sequence[Launch]) -> Mapping[str, str | None]:
-        """Submit a batch under a new name; return the jobs of the members that were taken."""
+        """Submit a batch under a new name; return the accepted members' jobs."""
         submission = uuid.uuid4().hex[:12]
         if self._executor.outlives:
-            # Written before the scheduler is asked: after a crash the next process looks for the jobs by this name.
+            # Recorded before the scheduler is called: after a crash the next process looks for the jobs by this name.
             self.records.note("submitting", [{"run": launch.run, "submission": submission} for launch in batch])
         for launch in batch:
             self._before[launch.run] = written(launch.run_dir)
             self.records.let_go_on(launch.run_dir)
         jobs = self._executor.submit(submission, batch)
-        if jobs or self.records.new:  # one that is put off has nothing to spoil where nothing was
+        if jobs or self.records.new:  # a new study has nothing to lose if the submission is postponed
             self._accept()
         else:
-            self.records.rollback.forget()  # some job may have come of it
+            self.records.rollback.forget()  # the scheduler may have created jobs
         named = {"submission": submission} if self._executor.outlives else {}
         taken = [launch.run for launch in batch if launch.run in jobs]
         started = [{"run": run, **named, **({"job": jobs[run]} if jobs[run] else {})} for run in taken]
@@ -196,7 +197,7 @@ class Controller:
         return jobs
 
     def _accept(self) -> None:
-        """Mark the launch as accepted, once: what is kept with it is on disk before anything else can be lost."""
+        """Mark the launch as accepted, once; its files are written before anything else can be lost."""
         if not self.records.accepted:
             self.records.accept(self._files)
             for observer in self._audience.observers:
@@ -205,7 +206,7 @@ class Controller:
     # --- read ------------------------------------------------------------------------------------------------------
 
     def _read(self, outcome: Outcome) -> Ended:
-        """Put together how an attempt ended, from its executor, its journal and log, and what its node has done."""
+        """Determine how an attempt ended, from the executor, its journal and log, and the history of its node."""
         run, run_dir, now = outcome.run, self.records.run_dir(outcome.run), self.records.study.ledger.now()
         asked = self._asked.pop(run, None) is not None or outcome.earlier
         if self.records.is_done(run) and (outcome.exit_code == 0 or self._executor.outlives):
@@ -220,21 +221,21 @@ class Controller:
         return Ended(run, False, kind, reason, node, asked, outcome.earlier, excused)
 
     def _nodes_at_work(self) -> set[str]:
-        """Nodes on which members are at work, by the attempt records of their jobs."""
-        found = set()
+        """Return the nodes on which members run, by the attempt records of their jobs."""
+        nodes = set()
         for run in set(self._executor.running()) - self._executor.queued():
             submission = self.records.states[run].submission
             last = attempts(self.records.run_dir(run))[-1:]
-            found |= {each.node for each in last if each.outcome is None and each.submission == submission}
-        return found
+            nodes |= {attempt.node for attempt in last if attempt.outcome is None and attempt.submission == submission}
+        return nodes
 
     def _ask_decider(self) -> None:
-        """Ask the decider, if there is one, for members to add and for its wish, and carry that out."""
+        """Ask the decider, if there is one, for members to add and for its wish, and carry both out."""
         if self._decider is None:
             return
         self.records.check_lease()
         at_work = self._executor.running()
-        self._wish(self._decider)  # it looks first, and then says who is to come
+        self._wish(self._decider)  # a decider looks at the members first, and then adds some
         self._add(self._decider.members(self.records.states))
         wish = self._wish(self._decider)
         actions = decisions.wished_actions(self.records.states, wish, at_work, self._asked, self._waiting, self._held)
@@ -250,7 +251,7 @@ class Controller:
         return wish
 
     def _add(self, specs: Sequence[RunSpec]) -> None:
-        """Add members that the decider wants, and let those wait that are not done."""
+        """Add members that the decider wants, and queue those that are not done."""
         if not specs:
             return
         self.records.check_lease()
@@ -261,7 +262,7 @@ class Controller:
         for run in (spec.run for spec in specs):
             if not self.records.is_done(run):
                 self._audience.done.discard(run)
-                if run not in running:  # else at work since an earlier controller, who had added it
+                if run not in running:  # else an earlier controller added it, and it is running
                     self._waiting.append(run)
             elif run not in self._audience.done:
                 done = {run: self.records.why_final(run)}
@@ -270,10 +271,10 @@ class Controller:
     # --- record, act, tell -----------------------------------------------------------------------------------------
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
-        """Record, act and tell: whenever this process dies, the ledger knows of all that was done or said."""
+        """Record, act and notify. If this process dies at any point, the ledger has all that was done or reported."""
         self.records.record(actions)
         for action in actions:
-            if action.event not in (None, "retried"):  # its earlier failures no longer count
+            if action.event not in (None, "retried"):  # ended: its earlier failures no longer count
                 self._blacklist.over(action.run)
             match action:
                 case Submit(run):
@@ -287,34 +288,38 @@ class Controller:
         self._audience.tell(actions)
 
     def unfinished(self, error: BaseException | None = None) -> tuple[int, int]:
-        """Count the members that are not done and on which nobody works, and those that go on without this process.
+        """Count the members that are not done and not running, and those that continue without this process.
 
         Args:
-            error: exception that ended this process's work on the study; None if it came to its end.
+            error: exception that ended this process's work on the study; None if it completed.
         """
         number = len(self.records.specs)
-        if isinstance(error, LeaseLostError):  # somebody else runs the study now: nothing is ours to say
+        if isinstance(error, LeaseLostError):  # another process runs the study now and reports for it
             return 0, number
-        if error is not None and self.records.rollback.pending:  # all is as it was, also without what a decider added
+        if (
+            error is not None and self.records.rollback.pending
+        ):  # all is rolled back, including members that a decider added
             return (self._number, 0) if self.records.new else (0, number)
         states = self.records.states if error is None else self.records.study.ledger.fold()
-        own = [states[run].state for run in self.records.specs if run in states]
+        member_states = [states[run].state for run in self.records.specs if run in states]
         if error is None:
-            return own.count("failed"), sum(state not in ("finished", "failed", "stopped") for state in own)
-        # Interrupted, what is not done counts as failed; not what is being submitted, or to be found again.
-        left = sum(state in ("submitting", "started") for state in own) if self._executor.outlives else 0
+            return member_states.count("failed"), sum(
+                state not in ("finished", "failed", "stopped") for state in member_states
+            )
+        # If interrupted, unfinished members count as failed, except those being submitted or to be found again.
+        left = sum(state in ("submitting", "started") for state in member_states) if self._executor.outlives else 0
         return number - left - len(self._audience.done) - len(self._audience.stopped), left
 
 
 class Audience:
-    """Observers of a launch, with what they have been told.
+    """Observers of a launch, and the ends of members reported to them.
 
     Args:
         observers: notified as members start and end.
         records: members of the launch.
 
     Attributes:
-        done, failed, stopped: members that were told to have ended so.
+        done, failed, stopped: members reported to have ended so.
     """
 
     def __init__(self, observers: Sequence[Observer], records: Records) -> None:
@@ -322,10 +327,10 @@ class Audience:
         self.done: set[str] = set()
         self.failed: set[str] = set()
         self.stopped: set[str] = set()
-        self._queued: dict[str, bool] = {}  # of those at work, as observers know them
+        self._queued: dict[str, bool] = {}  # by running or queued member, the last report
 
     def tell(self, actions: Sequence[Action]) -> None:
-        """Tell of actions that were carried out, in their order."""
+        """Notify the observers of actions that were carried out, in order."""
         for action in actions:
             self._count(action)
             spec, run_dir = self._records.specs[action.run], self._records.run_dir(action.run)
@@ -341,7 +346,7 @@ class Audience:
                         observer.ended(spec, run_dir, action.state, action.reason)
 
     def _count(self, action: Action) -> None:
-        if not isinstance(action, Stop):  # it is not at work any more
+        if not isinstance(action, Stop):  # it no longer runs
             self._queued.pop(action.run, None)
         match action:
             case Submit(run):
@@ -352,33 +357,33 @@ class Audience:
                 (self.stopped if action.state == "stopped" else self.failed).add(run)
 
     def look(self, executor: Executor) -> None:
-        """Tell of members that are queued or have begun to run, and how many have ended."""
+        """Notify the observers of members that are queued or have started, and of the counts."""
         queued, running = executor.queued(), executor.running()
         for run in running:
-            now = run in queued
-            if self._queued.get(run) != now:
-                self._queued[run] = now
+            is_queued = run in queued
+            if self._queued.get(run) != is_queued:
+                self._queued[run] = is_queued
                 spec, run_dir = self._records.specs[run], self._records.run_dir(run)
                 for observer in self.observers:
-                    (observer.queued if now else observer.started)(spec, run_dir)
+                    (observer.queued if is_queued else observer.started)(spec, run_dir)
         active = [self._records.specs[run] for run in running if run not in queued]
         for observer in self.observers:
             observer.tick(active, len(queued), len(self.done), len(self.failed))
 
 
 class Records:
-    """Specifications, ledger and kept files of a launch, with the states that the ledger folds to.
+    """Specifications, ledger and files of a launch, with the states folded from the ledger.
 
     Args:
         study: study to run; members that its decider adds become part of it.
         states: state of each run in the ledger, by identity; kept up to date.
         check_lease: raises if another process has taken over the study; nothing is written then.
-        rollback: undoes what a refused launch has written.
+        rollback: undoes the writes of a refused launch.
 
     Attributes:
         specs: specification of each member, by identity.
-        new: whether there was no member before this launch.
-        accepted: whether the executor has taken members, or there was none to be taken: the launch is not undone.
+        new: whether the study had no member before this launch.
+        accepted: whether the executor accepted members, or none had to be submitted; the launch is then not undone.
     """
 
     def __init__(
@@ -396,22 +401,22 @@ class Records:
         return self.study.run_dir(self.specs[run])
 
     def is_done(self, run: str) -> bool:
-        """Return whether a member's journal shows its whole budget, or an end before it that is final."""
+        """Return whether a member's journal shows its whole budget, or a final end before it."""
         return is_done(self.run_dir(run), self.specs[run].steps, run)
 
     def why_final(self, run: str) -> str | None:
-        """Return why a member that is done cannot be continued; None if its budget is spent."""
+        """Return why a finished member cannot be continued; None if its budget is spent."""
         return why_final(self.run_dir(run))
 
     def members(self) -> list[MemberState]:
-        """Return the members' states in the study's order; of one that is new, as it will be once it is planned."""
+        """Return the members' states in the study's order; for a new member, the state it will have once planned."""
         return [self.states.get(run) or _planned(spec) for run, spec in self.specs.items()]
 
     def add(self, specs: Sequence[RunSpec]) -> list[RunSpec]:
-        """Add members that are new, or have a larger budget; return those that were no part of the study.
+        """Add members that are new, or have a larger budget; return those that were not part of the study.
 
         Raises:
-            UserError: a label stands for something else, or a member's folder holds another run's journal.
+            UserError: a label belongs to another curve, or a member's folder has another run's journal.
         """
         new = [spec for spec in check_distinct(specs) if spec.run not in self.states]
         check_labels(self.study.directory / RUNS_DIR, new, self.states)
@@ -425,12 +430,12 @@ class Records:
         return added
 
     def plan(self, frozen: Sequence[RunSpec]) -> None:
-        """Freeze specifications, then record new members, and those whose specification has another checksum.
+        """Freeze specifications, then record new members, and those whose checksum changed.
 
-        Frozen before the ledger knows of it: a later process finds whatever was planned.
+        They are frozen before the ledger names them, so that a later process finds every planned specification.
         """
         self._freeze(frozen)
-        # Once more: the ledger is cut before the specifications that it names are taken away.
+        # Registered again, last, so that a rollback cuts the ledger before it removes specifications named in it.
         self.rollback.call(self.study.ledger.cut, self._size)
         new = [spec for spec in self.specs.values() if spec.run not in self.states]
         checksums = {spec.run: spec.checksum() for spec in (*new, *frozen)}
@@ -439,7 +444,7 @@ class Records:
         self.note("planned", [_entry(spec, checksums[spec.run]) for spec in (*new, *changed)])
 
     def _freeze(self, specs: Sequence[RunSpec]) -> None:
-        """Write specifications in parallel threads, for each waits for an fsync on a remote file system."""
+        """Write specifications in parallel threads, because each waits for an fsync on a remote file system."""
         texts = Texts()
 
         def freeze(spec: RunSpec) -> None:
@@ -457,18 +462,20 @@ class Records:
             pool.shutdown(cancel_futures=True)
 
     def record(self, actions: Sequence[Action]) -> None:
-        """Append the entries of actions to the ledger, those of finished members last and in one write.
+        """Append the entries of actions to the ledger; those of finished members last, in one write.
 
-        Thousands may end together, and each write waits for an fsync. If a crash loses the entries, the journals still
-        show that the members are done.
+        Thousands may finish at the same time, and each write waits for an fsync. If a crash loses these entries, the
+        journals still show that the members are done.
         """
         for action in actions:
             if action.event is not None and not isinstance(action, Finish):
                 self.note(action.event, [action.entry])
-        self.note("finished", [each.entry for each in actions if isinstance(each, Finish) and each.event is not None])
+        self.note(
+            "finished", [action.entry for action in actions if isinstance(action, Finish) and action.event is not None]
+        )
 
     def note(self, event: str, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Append entries to the ledger, after a check of the lease, then update the states in memory."""
+        """Append entries to the ledger after checking the lease, then update the states in memory."""
         if entries:
             self.check_lease()
         self.study.ledger.append_all(event, entries)
@@ -477,14 +484,14 @@ class Records:
             self.states[run] = after(self.states.get(run) or _planned(self.specs[run]), event, entry)
 
     def let_go_on(self, run_dir: Path) -> None:
-        """Remove an earlier stop request from a member that is about to be submitted."""
+        """Remove an earlier stop request of a member that is about to be submitted."""
         path = run_dir / STOP_FILE
         if path.exists():
             self.rollback.put_back(path, path.read_bytes())
             let_go_on(run_dir)
 
     def accept(self, files: Mapping[Path, str]) -> None:
-        """Keep what the launch has written from now on, and write the files that are kept with it, mode 0600."""
+        """End the possibility of a rollback, and write the launch's files with mode 0600."""
         self.accepted = True
         self.rollback.forget()
         for path, text in files.items():

@@ -1,4 +1,4 @@
-"""Protocol of deciders, which decide while a study runs which members are at work: a race, a search."""
+"""Protocol of deciders, which decide during a study which members run: a race, a search."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sweeps.run.spec import RunSpec
 
 @dataclass(frozen=True)
 class Wish:
-    """A decider's decision on the members that have neither finished nor failed.
+    """A decider's decision about the members that have neither finished nor failed.
 
     Attributes:
-        go_on: identities of members that are to run, the most urgent first.
-        later: members that are to save, stop and wait until a later decision, each with the reason.
-        over: members that are not to be resumed, each with the reason.
+        go_on: identities of members that should run, the most urgent first.
+        later: members that should save, stop and wait for a later decision, each with the reason.
+        over: members that should not be resumed, each with the reason.
         said: new lines to print since the last call.
     """
 
@@ -28,24 +28,24 @@ class Wish:
 
 
 class Decider(Protocol):
-    """Protocol of a decider, called before anything is submitted, and then about once a second.
+    """Protocol of a decider, called before anything is submitted, and then about once per second.
 
-    Another process that resumes the study must get the same decisions: they follow from the journals alone, or from
-    what the decider has written down itself.
+    Another process that resumes the study must get the same decisions, so they must follow from the journals, or from
+    what the decider has stored itself.
 
     Attributes:
-        files: names of what it writes in the study's folder; a launch that is refused leaves them as they were.
+        files: names of the files that it writes in the study's folder; a refused launch restores them.
     """
 
     files: tuple[str, ...]
 
     def wish(self, states: Mapping[str, MemberState], at_work: Collection[str], queued: Collection[str]) -> Wish:
-        """Decide which members are to run, wait or stop.
+        """Decide which members should run, wait or stop.
 
         Args:
-            states: state of every member, by identity; `started` also where an earlier process began it and is gone.
-            at_work: identities of the members that run now.
-            queued: identities of the members whose jobs wait in a cluster's queue.
+            states: state of every member, by identity; `started` also if the process that started it is gone.
+            at_work: identities of running members.
+            queued: identities of members whose jobs wait in a cluster's queue.
         """
 
     def members(self, states: Mapping[str, MemberState]) -> Sequence[RunSpec]:

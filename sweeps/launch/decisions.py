@@ -1,11 +1,11 @@
-"""Decisions on a study's members, as pure functions: they touch no file, no clock, no executor and no observer.
+"""Decisions about a study's members, as pure functions without files, clock, executor or observers.
 
-    first_actions    when a launch begins: who is done, given up, to be found again, or to be submitted
-    next_actions     when attempts have ended: who is done, tried again, or given up
-    wished_actions   when a decider has said who is to be at work: who stops, is given up, waits, or is submitted
+    first_actions    when a launch begins: which members are done, given up, to be found again, or to be submitted
+    next_actions     when attempts have ended: which members are done, retried, or given up
+    wished_actions   after a decider's wish: which members stop, are given up, wait, or are submitted
 
-The controller (`launch.controller`) reads what these need to know, and carries out what they return: it writes each
-action's ledger entry first, acts then, and tells the observers last.
+The controller (`launch.controller`) gathers their inputs and carries out the actions that they return: it first writes
+an action's ledger entry, then acts, and notifies the observers last.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from sweeps.redact import redact
 
 @dataclass(frozen=True)
 class Policy:
-    """Rules of a launch on who is run again.
+    """Rules of a launch for running members again.
 
     Attributes:
-        retries: attempts after the first, by kind of failure; None is no limit.
-        again: whether members that were given up get another chance; so does one whose job was over before this
-            process looked, whatever the retries say.
-        decided: whether a decider says who is at work.
+        retries: attempts after the first, by kind of failure; None for no limit.
+        again: whether members that were given up get another chance. If so, members whose job had ended before this
+            process looked are also run again, regardless of `retries`.
+        decided: whether a decider decides which members run.
     """
 
     retries: Mapping[str, int | None]
@@ -38,17 +38,17 @@ class Policy:
 
 @dataclass(frozen=True)
 class Ended:
-    """End of a member's attempt, by its executor, its journal, and what is known of the nodes.
+    """End of a member's attempt, according to its executor, its journal, and the history of the nodes.
 
     Attributes:
         run: identity of the member.
-        done: whether its journal shows its whole budget, or an end that is final.
+        done: whether its journal shows its whole budget, or a final end.
         kind: kind of the failure; "" if it is done.
         reason: the failure in words, or why it is done before its budget; "" if its budget is spent.
-        node: node that may be to blame, or on which it was done; None if that says nothing.
+        node: node that may be at fault, or on which it was done; None if unknown or irrelevant.
         asked: whether it was asked to stop, or had ended before this process looked.
         earlier: whether it had ended before this process looked.
-        excused: number of its attempts that failed in this way through the fault of a node, this one included.
+        excused: number of its failures of this kind that are blamed on nodes, including this one.
     """
 
     run: str
@@ -63,12 +63,12 @@ class Ended:
 
 @dataclass(frozen=True)
 class Action:
-    """Action on one member, with the ledger entry that is written before anything is done or told.
+    """Action on one member, with the ledger entry that is written before anything else happens.
 
     Attributes:
         run: identity of the member.
         event: event of the entry; None if there is nothing to write.
-        fields: fields of the entry apart from the run.
+        fields: fields of the entry besides the run.
     """
 
     run: str
@@ -77,18 +77,18 @@ class Action:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """The entry's fields, the run among them."""
+        """The entry's fields, including the run."""
         return {"run": self.run, **self.fields}
 
 
 @dataclass(frozen=True)
 class Submit(Action):
-    """Let the member wait to be submitted, in the order of the actions; a decider has the last word on it."""
+    """Queue the member for submission, in the order of the actions; a decider may override this."""
 
 
 @dataclass(frozen=True)
 class Retry(Submit):
-    """Submit the member again after a failed attempt, and say why that one failed."""
+    """Submit the member again after a failed attempt, and report why that failed."""
 
     reason: str = ""
 
@@ -100,7 +100,7 @@ class Adopt(Action):
 
 @dataclass(frozen=True)
 class Finish(Action):
-    """Count the member as done: its journal shows its whole budget, or for a reason an end before it that is final."""
+    """Count the member as done: its journal shows its whole budget or, with a reason, a final end before it."""
 
     reason: str | None = None
 
@@ -115,24 +115,24 @@ class GiveUp(Action):
 
 @dataclass(frozen=True)
 class Stop(Action):
-    """Ask a member at work to save and end."""
+    """Ask a running member to save and end."""
 
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class Hold(Action):
-    """Keep a member that is not at work until the decider wants it; a reason is told."""
+    """Hold back a member that is not running until the decider wants it; a reason is reported."""
 
     reason: str | None = None
 
 
 def first_actions(members: Sequence[MemberState], done: Mapping[str, str | None], policy: Policy) -> list[Action]:
-    """Decide on every member when a launch begins, in the study's order.
+    """Decide about every member when a launch begins, in the study's order.
 
     Args:
-        members: states by the ledger; of one that is new, as it will be once it is planned.
-        done: those whose journals show that they are done, whatever the ledger says, each with the reason if it is
+        members: states by the ledger; for a new member, the state it will have once planned.
+        done: members whose journals show that they are done, regardless of the ledger, each with the reason if it is
             done before its budget.
         policy: rules of the launch.
     """
@@ -144,7 +144,7 @@ def _first(member: MemberState, done: Mapping[str, str | None], policy: Policy) 
         return Finish(member.run)
     if member.run in done:
         return _finish(member.run, {}, done[member.run], known=member.state == "finished")
-    # One that a decider has stopped may be wanted again by it.
+    # A decider may want a member again that it stopped.
     over = member.state == "failed" or (member.state == "stopped" and not policy.decided)
     if over and not policy.again:
         return _given_up_before(member)
@@ -154,11 +154,11 @@ def _first(member: MemberState, done: Mapping[str, str | None], policy: Policy) 
 
 
 def next_actions(states: Mapping[str, MemberState], outcomes: Sequence[Ended], policy: Policy) -> list[Action]:
-    """Decide on members whose attempts have ended, in the order in which they ended.
+    """Decide about members whose attempts have ended, in the order in which they ended.
 
     Args:
-        states: states by the ledger, which does not know of these ends yet.
-        outcomes: ends of attempts, one of a member.
+        states: states by the ledger, before these ends are recorded.
+        outcomes: ends of attempts, one per member.
         policy: rules of the launch.
     """
     return [_next(states[outcome.run], outcome, policy) for outcome in outcomes]
@@ -172,24 +172,24 @@ def _next(state: MemberState, ended: Ended, policy: Policy) -> Action:
     if may_retry(policy.retries, ended.kind, state.spent, ended.excused):
         return Retry(run, "retried", failure, ended.reason)
     stopped = ended.kind == "stopped" and ended.asked
-    # Under a decider who did not ask for it a member that stops is one that will not come.
+    # With a decider, a member that stops without its request failed to continue.
     event = "stopped" if stopped or (ended.kind == "stopped" and not policy.decided) else "failed"
     if stopped and policy.decided:
-        return Submit(run, event, failure)  # saved; the decider says whether it goes on one day
-    # It was over, or asked to be, when this command was given, and the command wants it.
+        return Submit(run, event, failure)  # saved; the decider may resume it later
+    # It had ended, or was asked to stop, before this command, and the command wants it to run.
     if policy.again and (ended.earlier or stopped):
         return Retry(run, event, failure, ended.reason)
     return GiveUp(run, event, failure, _told(event, ended.kind), ended.reason)
 
 
 def _finish(run: str, fields: Mapping[str, Any], reason: str | None, known: bool = False) -> Finish:
-    """Return the end of a member that is done; `known` to the ledger already, it is told and not written again."""
+    """Return the end of a finished member. If the ledger knows it already, it is reported but not written again."""
     fields = {**fields, **({"reason": reason} if reason else {})}
     return Finish(run, None if known else "finished", fields, reason)
 
 
 def _told(state: str, kind: str | None) -> str:
-    """Return the end of a member that was given up, as observers are told it."""
+    """Return the end of a member that was given up, as reported to observers."""
     return "cancelled" if state == "failed" and kind in ("cancelled", "stopped") else state
 
 
@@ -201,18 +201,18 @@ def wished_actions(
     waiting: Sequence[str],
     held: Sequence[str],
 ) -> list[Action]:
-    """Decide on the members that a decider wants at work, waiting or stopped.
+    """Decide about the members that a decider wants to run, wait or stop.
 
     Args:
-        states: states by the ledger.
-        wish: the decider's decision.
-        at_work: members whose processes or jobs have not ended.
-        asked: reasons for which members at work were asked to stop already.
-        waiting, held: members that are not at work: those that were to be submitted, and those kept by an earlier wish.
+            states: states by the ledger.
+            wish: the decider's decision.
+            at_work: members whose processes or jobs have not ended.
+            asked: by running member, the reason for which it was already asked to stop.
+            waiting, held: members that do not run: those queued for submission, and those held back by an earlier wish.
 
-    Returns:
-        The members to stop, those given up, those to submit in the decider's order, and those to hold; each member that
-        waits or is held is in one of the last three.
+        Returns:
+            Actions to stop members, to give members up, to submit members in the decider's order, and to hold members
+            back. Each member in `waiting` or `held` gets one of the last three.
     """
     unwanted = {**wish.later, **wish.over}
     stop = [Stop(run, reason=unwanted[run]) for run in at_work if run in unwanted and asked.get(run) != unwanted[run]]
@@ -226,7 +226,7 @@ def wished_actions(
             over.append(_over(state, wish.over[run]))
         elif run in wanted:
             continue
-        elif state.state == "failed" and run not in wish.later:  # nobody wants it again
+        elif state.state == "failed" and run not in wish.later:  # the decider does not want it again
             dropped.append(_given_up_before(state))
         else:
             new = run not in kept and state.state == "stopped"
@@ -235,7 +235,7 @@ def wished_actions(
 
 
 def _over(member: MemberState, reason: str) -> GiveUp:
-    # In the ledger reasons are without secrets.
+    # Reasons in the ledger are redacted, so redact before comparing.
     if member.state == "stopped" and member.reason == redact(reason):
         return _given_up_before(member)
     return GiveUp(member.run, "stopped", {"kind": "stopped", "reason": reason}, "stopped", reason)

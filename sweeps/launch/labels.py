@@ -1,4 +1,4 @@
-"""Check that a recipe's label stands for one curve only, when a launch adds members to a study."""
+"""Check, when a launch adds members to a study, that a recipe's label belongs to one curve only."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from sweeps.errors import UserError
 from sweeps.launch.ledger import MemberState
 from sweeps.run.spec import RunSpec, curve_of, leaves, science
 
-_SHOWN = 4  # keys that differ
+_SHOWN = 4  # number of differing keys to list
 _NO_KEY = object()
 
 
 def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, MemberState]) -> None:
-    """Check that no new member has the label of another curve's members, for fits group runs by label.
+    """Check that no new member has the label of another curve's members, because fits group runs by label.
 
     Args:
         runs_dir: the study's `runs` folder.
-        specs: members to be launched; those that the study knows already may go on whatever their labels are.
-        states: states of the members that the study has, by identity.
+        specs: members to launch; those already in the study may continue under any label.
+        states: states of the study's members, by identity.
 
     Raises:
-        UserError: one has; what differs.
+        UserError: a member does; the message says what differs.
     """
     new = [spec for spec in specs if spec.run not in states]
     labels = {spec.recipe for spec in new}
-    standing: dict[str, dict[str, str]] = {}
+    curves_of: dict[str, dict[str, str]] = {}
     for state in states.values():
         if state.recipe in labels and (curve := state.curve or curve_of(runs_dir / state.run)):
-            standing.setdefault(state.recipe, {}).setdefault(curve, state.run)
+            curves_of.setdefault(state.recipe, {}).setdefault(curve, state.run)
     for spec in new:
-        there = standing.get(spec.recipe, {})
-        # A study of an earlier version may have several; those may go on.
-        if there and spec.curve not in there:
+        known = curves_of.get(spec.recipe, {})
+        # A study of an earlier version may have several curves under one label; those may continue.
+        if known and spec.curve not in known:
             raise UserError(
                 f"recipe: {spec.recipe!r} already stands for other runs in {runs_dir.parent}: "
-                f"{_differing(spec, runs_dir / next(iter(there.values())))}; give these a folder of their own "
+                f"{_differing(spec, runs_dir / next(iter(known.values())))}; give these a folder of their own "
                 "(study=NAME), or sweep both values in one launch into a new folder, which labels them apart"
             )
 
@@ -49,11 +49,11 @@ def _differing(spec: RunSpec, other: Path) -> str:
         return f"their configuration is another ({other})"
     ours = leaves(science(spec.config))
     keys = [key for key in [*ours, *(key for key in theirs if key not in ours)] if _differ(ours, theirs, key)]
-    keys.sort(key=lambda key: key not in ours or key not in theirs)  # a value says more than a key that is new
+    keys.sort(key=lambda key: key not in ours or key not in theirs)  # first the keys that both have
     if not keys:
         return f"the values are the same, but a file that they name (a model, data, code) is not ({other})"
-    said = [f"{key} is {_shown(ours, key)}, there {_shown(theirs, key)}" for key in keys[:_SHOWN]]
-    return "; ".join(said) + (f"; and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else "")
+    differences = [f"{key} is {_shown(ours, key)}, there {_shown(theirs, key)}" for key in keys[:_SHOWN]]
+    return "; ".join(differences) + (f"; and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else "")
 
 
 def _differ(ours: Mapping[str, object], theirs: Mapping[str, object], key: str) -> bool:

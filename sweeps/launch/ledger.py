@@ -1,18 +1,19 @@
 """The ledger of a study: an append-only file of what was launched and how it ended.
 
-One JSON object a line: `{"time": ..., "run": ..., "event": ..., ..., "crc": ...}`. The last is its checksum, which
-lines of earlier versions lack (`sweeps.run.files`). The state of a study is this file folded, not the memory of the
-process that launched it. Events of a run, in order:
+One JSON object per line: `{"time": ..., "run": ..., "event": ..., ..., "crc": ...}`. The last field is a checksum,
+which lines of earlier versions lack (`sweeps.run.files`). The state of a study is folded from this file; the memory of
+the process that launched it does not count. Events of a run, in order:
 
-    planned                     it belongs to the study; `curve` is the identity that its `recipe`, a label, stands for,
-                                `checksum` that of its frozen specification; again if that was frozen anew, and differs
-    submitting                  a job for it is about to be submitted under this `submission`: looked for after a crash
+    planned                     it belongs to the study; `curve` is the identity behind the label `recipe`, `checksum`
+                                that of its frozen specification; written again if that was frozen anew and differs
+    submitting                  a job for it is about to be submitted as `submission`, which is looked for after a crash
     started                     it was submitted; `job` is the scheduler's id
-    retried                     its job ended before it was done, for a reason (`kind`, `reason`) that allows another
+    retried                     its job ended before it was done, for a reason (`kind`, `reason`) that allows a retry
     finished | failed           it is done, or was given up (`kind`, `reason`)
-    adopted                     alone, or again: others have run it (`launch.adoption`); `state` is how it ended there
+    stopped                     it was stopped on request (`kind`, `reason`); it may be started again
+    adopted                     it ran elsewhere (`launch.adoption`); `state` is how it ended there; may be repeated
 
-`retried` and `failed` name the `node` if it may be to blame, `finished` the one on which the run was done.
+`retried` and `failed` name the `node` that may be at fault, `finished` the node on which the run was done.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from sweeps.run.files import append_lines, parse_line
 from sweeps.run.spec import SPEC_FILE, RunSpec
 
 LEDGER_FILE = "ledger.jsonl"
-RUNS_DIR = "runs"  # beside it: a folder a member, named by its identity
+RUNS_DIR = "runs"  # next to it: one folder per member, named by its identity
 FULL_DISK_PAUSE_S = 5.0
 _TEXTS = {"event", "recipe", "curve", "checksum", "submission", "job", "kind", "reason", "node", "state"}
 EVENTS = ("planned", "submitting", "started", "retried", "finished", "failed", "stopped", "adopted")
@@ -53,11 +54,11 @@ class MemberState:
         submission, job: name of the submission and scheduler's id of the newest attempt; None on this machine.
         kind, reason: why it failed, was stopped, or was retried; None otherwise.
         spent: number of retries by kind of failure, since it was last given up.
-        excluded: nodes that its next attempt must not run on.
+        excluded: nodes that its next attempt must avoid.
         unanswered: submissions that were begun, never confirmed, and followed by another.
         curve: identity of the curve behind the label `recipe`; None in ledgers of earlier versions.
         checksum: `RunSpec.checksum` of the frozen specification; None in ledgers of earlier versions.
-        adopted: whether others have run it, so that it is never started.
+        adopted: whether it ran elsewhere, so that it is never started here.
     """
 
     run: str
@@ -78,27 +79,27 @@ class MemberState:
 
     @property
     def title(self) -> str:
-        """Label and seed of the run as text for people."""
+        """Label and seed of the run, for display."""
         return f"{self.recipe} seed {self.seed}"
 
 
 class Ledger:
-    """Append-only log of a study's members; entries are on disk when the call returns, and fold to states."""
+    """Append-only log of a study's members; entries are on disk when a call returns, and are folded to states."""
 
     def __init__(self, study_dir: Path, clock: Callable[[], float] = time.time) -> None:
         self.path = study_dir / LEDGER_FILE
         self._clock = clock
 
     def now(self) -> float:
-        """Return the time in seconds by the clock that stamps the entries."""
+        """Return the time in seconds, by the clock that stamps the entries."""
         return self._clock()
 
     def append(self, event: str, run: str, **fields: Any) -> None:
-        """Append one entry on a run, see `append_all`."""
+        """Append one entry about a run, see `append_all`."""
         self.append_all(event, [{"run": run, **fields}])
 
     def append_all(self, event: str, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Append entries of one event, each with its `run`, in one durable write; on a full disk wait for room."""
+        """Append entries of one event, each with its `run`, in one durable write; wait for space on a full disk."""
         if not entries:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,15 +131,15 @@ class Ledger:
         elif (self.size() or 0) > size:
             with self.path.open("r+b") as handle:
                 handle.truncate(size)
-                # On disk before the specifications of these members are removed (`launch.rollback`).
+                # Sync before the specifications of these members are removed (`launch.rollback`).
                 os.fsync(handle.fileno())
 
     def entries(self) -> list[dict[str, Any]]:
-        """Read all entries, in order; torn lines and lines that are no entry are skipped."""
+        """Read all entries, in order; torn or invalid lines are skipped."""
         return self._read()[0]
 
     def damaged(self) -> list[int]:
-        """Return the numbers, from 1, of the lines that are torn or damaged."""
+        """Return the numbers, from 1, of torn or damaged lines."""
         return self._read()[1]
 
     def _read(self) -> tuple[list[dict[str, Any]], list[int]]:
@@ -157,12 +158,12 @@ class Ledger:
     def fold(self) -> dict[str, MemberState]:
         """Fold the entries to the state of every run in the ledger, in order of planning.
 
-        A run whose `planned` line is lost is known by its frozen specification: from its first other entry on, or last
-        of all where it has none and lines are damaged.
+        A run whose `planned` line is lost is restored from its frozen specification: at its first other entry, or at
+        the end if it has none and lines are damaged.
         """
         entries, damaged = self._read()
         states: dict[str, MemberState] = {}
-        strangers: set[str] = set()
+        unknown: set[str] = set()
         for entry in entries:
             run, event = entry["run"], entry["event"]
             if event == "adopted":
@@ -170,22 +171,22 @@ class Ledger:
                 continue
             if event == "planned" and run not in states:
                 states[run] = MemberState(run, entry.get("recipe", ""), entry.get("seed", 0), curve=entry.get("curve"))
-            elif run not in states and run not in strangers:
-                if (found := self._frozen(run)) is None:
-                    strangers.add(run)
+            elif run not in states and run not in unknown:
+                if (restored := self._frozen(run)) is None:
+                    unknown.add(run)
                 else:
-                    states[run] = found
+                    states[run] = restored
             if run in states:
                 states[run] = after(states[run], event, entry)
         if damaged:
             for folder in sorted((self.path.parent / RUNS_DIR).glob(f"*/{SPEC_FILE}")):
                 run = folder.parent.name
-                if run not in states and (found := self._frozen(run)) is not None:
-                    states[run] = found
+                if run not in states and (restored := self._frozen(run)) is not None:
+                    states[run] = restored
         return states
 
     def _frozen(self, run: str) -> MemberState | None:
-        """Return a planned member by its frozen specification, for a lost ledger line; None if it has none."""
+        """Return a planned member from its frozen specification, if its ledger line is lost; None without one."""
         run_dir = self.path.parent / RUNS_DIR / run
         if run_dir.name != run or not (run_dir / SPEC_FILE).is_file():
             return None
@@ -209,7 +210,7 @@ def read_frozen(run_dir: Path, state: MemberState, known: dict[str, Any] | None 
 
 
 def adopted(entry: Mapping[str, Any]) -> MemberState:
-    """Return the state of a run that others have made, from its entry `adopted`."""
+    """Return the state of a run that ran elsewhere, from its entry `adopted`."""
     return MemberState(
         run=entry["run"],
         recipe=entry.get("recipe", ""),
@@ -223,7 +224,7 @@ def adopted(entry: Mapping[str, Any]) -> MemberState:
 
 
 def _is_sound(entry: Mapping[str, Any]) -> bool:
-    """Return whether the fields that are read are of their kinds; what an entry does not say is left open."""
+    """Return whether the fields of an entry have the right types; missing fields are accepted."""
     try:
         fields.run_name(entry)
         for name in _TEXTS & {name for name, value in entry.items() if value is not None}:
@@ -241,8 +242,8 @@ def after(state: MemberState, event: str, entry: Mapping[str, Any]) -> MemberSta
     if event == "planned":
         return replace(state, checksum=entry.get("checksum", state.checksum))
     kind, reason = entry.get("kind"), entry.get("reason")
-    # Begun twice without a "started": the scheduler may have taken the earlier one, whose jobs are to be cancelled
-    # if they turn up.
+    # Submitted again without a "started" in between: the scheduler may have accepted the earlier submission, whose jobs
+    # must be cancelled if they appear.
     if (
         event == "submitting"
         and state.state == "submitting"
@@ -259,7 +260,7 @@ def after(state: MemberState, event: str, entry: Mapping[str, Any]) -> MemberSta
         node = entry.get("node")
         excluded = state.excluded + ((node,) if node and node not in state.excluded else ())
         return replace(state, spent=spent, excluded=excluded)
-    # Given up, stopped or done: whoever launches it again gives it all its attempts anew.
+    # Given up, stopped or done: a later launch starts with all attempts again.
     return replace(state, spent={}, excluded=())
 
 

@@ -1,4 +1,4 @@
-"""Members of a study: their specifications, and the ledger of what happened to them."""
+"""Members of a study: their specifications and their ledger."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _log = logging.getLogger(__name__)
 
 
 class Members:
-    """Members under `directory/runs/<identity>`, and a ledger of what happened to them.
+    """Members under `directory/runs/<identity>`, and their ledger.
 
     Args:
-        directory: the study's folder, created when it is run.
-        specs: specifications of the members; repetitions count once.
+        directory: the study's folder, created when the study runs.
+        specs: specifications of the members; duplicates count once.
     """
 
     def __init__(self, directory: Path, specs: Sequence[RunSpec]) -> None:
         self.directory = directory
         self.specs = check_distinct(specs)
         self.ledger = Ledger(directory)
-        # Read from the folder, which several launches may have shared.
+        # Whether the members were read from the folder, which several launches may have shared.
         self.gathered = False
 
     @classmethod
@@ -34,7 +34,7 @@ class Members:
         """Read the study in a directory from its ledger and its frozen specifications.
 
         Raises:
-            UserError: there is none, or a specification was changed since it was frozen.
+            UserError: there is none, or a specification was changed after it was frozen.
         """
         study = cls(directory, [])
         study.gathered = True
@@ -42,11 +42,12 @@ class Members:
         if not states:
             raise UserError(f"{directory}: no ledger of a study here; give the folder that a --multirun wrote to")
         study.warn_of_damage()
-        # Several sweeps may have shared the folder, under labels that only together are ambiguous.
+        # `check_distinct` is skipped: several sweeps may share the folder, with labels that are ambiguous only
+        # together.
         known: dict[str, Any] = {}
-        # Of what others run only what is over takes part; nothing of it is ever started here.
-        mine = {run: state for run, state in states.items() if not state.adopted or state.state == "finished"}
-        study.specs = [read_frozen(directory / RUNS_DIR / run, state, known) for run, state in mine.items()]
+        # Adopted runs take part only once they have finished; they are never started here.
+        members = {run: state for run, state in states.items() if not state.adopted or state.state == "finished"}
+        study.specs = [read_frozen(directory / RUNS_DIR / run, state, known) for run, state in members.items()]
         return study
 
     def run_dir(self, spec: RunSpec) -> Path:

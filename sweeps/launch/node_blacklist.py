@@ -1,9 +1,9 @@
 """Exclusion of bad nodes from a study, by the failures of its members' attempts in the ledger.
 
-A single failure may be the member's own. A node on which two members have failed within an hour is excluded for the
-whole study, for an hour after the last of them; then it is tried again. Attempts that failed there do not count against
-the members. But if every node that the study has used in the last hour fails in the same way, the nodes are not to
-blame: none is excluded for it, and the attempts count.
+A single failure may be the member's own fault. A node on which two members failed within an hour is excluded for the
+whole study, until one hour after the last failure; then it is tried again. Attempts that failed there do not count
+against the members. But if every node that the study used in the last hour failed in the same way, the nodes are not at
+fault: none is excluded for it, and the attempts count.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Long enough for two members to meet on a node, short enough that a node which was mended is missed for a while only.
+# Long enough for two members to run on a node, short enough that a repaired node is soon used again.
 TOGETHER_S = 3600.0
 OUT_S = 3600.0
-# Fewer nodes than this may all be bad in the same way by chance: two of a rack, one that a prolog has left behind.
+# Fewer nodes than this may all be bad in the same way by chance, for example two nodes of a rack.
 ALIKE = 4
-# Attempts that a member may lose on bad nodes before they count after all.
+# Largest number of attempts that a member may lose on bad nodes without counting them.
 MOST_FREE = 8
-# Newest failures kept of each node: thousands of members may fail there within one look.
+# Number of newest failures kept per node: thousands of members may fail on a node within one poll.
 REMEMBERED = 100
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Blame:
-    """A member's attempt that failed on a node, for a reason that may be the node's."""
+    """A member's failed attempt on a node, for a reason that may be the node's fault."""
 
     time: float
     run: str
@@ -41,7 +41,7 @@ class Blame:
 
 
 class NodeBlacklist:
-    """Failure history of a study's nodes, and the nodes to exclude for it.
+    """Failure history of a study's nodes, and the nodes to exclude because of it.
 
     Args:
         at_work: returns the names of the nodes on which members run now.
@@ -56,7 +56,7 @@ class NodeBlacklist:
         self._said: set[str] = set()
 
     def note(self, entry: Mapping[str, Any]) -> None:
-        """Take account of one ledger entry."""
+        """Update the history by one ledger entry."""
         self._serial += 1
         node, event, time = entry.get("node"), entry.get("event"), float(entry.get("time") or 0.0)
         if isinstance(node, str) and event == "finished":
@@ -69,48 +69,48 @@ class NodeBlacklist:
             self.over(entry["run"])
 
     def over(self, run: str) -> None:
-        """Record that a member is done or given up: its earlier failures no longer count if it is launched again."""
+        """Record that a member is done or given up: its earlier failures do not count if it is launched again."""
         self._ended[run] = self._serial
 
     def out(self, now: float) -> tuple[str, ...]:
         """Return the nodes that are excluded at this time, and log newly excluded ones."""
-        elsewhere = self._of_no_node(now)
-        found = []
+        universal = self._of_no_node(now)
+        excluded = []
         for node, blames in sorted(self._blames.items()):
-            since = [each.time for each in blames if self._is_bad(each, elsewhere)]
+            since = [blame.time for blame in blames if self._is_bad(blame, universal)]
             if since and now < max(since) + OUT_S:
-                found.append(node)
-        for node in set(found) - self._said:
+                excluded.append(node)
+        for node in set(excluded) - self._said:
             last = self._blames[node][-1]
             _log.warning("%s is kept off for an hour: it has failed several members (%s)", node, last.cause)
-        self._said = set(found)
-        return tuple(found)
+        self._said = set(excluded)
+        return tuple(excluded)
 
     def excused(self, run: str, now: float) -> dict[str, int]:
-        """Count a member's failed attempts that are blamed on nodes, by kind: one per node, `MOST_FREE` at most."""
-        elsewhere, since = self._of_no_node(now), self._ended.get(run, 0)
-        found: dict[str, int] = {}
+        """Count a member's failed attempts that are blamed on nodes, by kind: one per node, at most `MOST_FREE`."""
+        universal, since = self._of_no_node(now), self._ended.get(run, 0)
+        counts: dict[str, int] = {}
         for blames in self._blames.values():
-            own = [each for each in blames if each.run == run and each.serial > since]
-            own = [each for each in own if self._is_bad(each, elsewhere)]
-            if own and sum(found.values()) < MOST_FREE:
-                found[own[0].kind] = found.get(own[0].kind, 0) + 1
-        return found
+            failures = [blame for blame in blames if blame.run == run and blame.serial > since]
+            failures = [blame for blame in failures if self._is_bad(blame, universal)]
+            if failures and sum(counts.values()) < MOST_FREE:
+                counts[failures[0].kind] = counts.get(failures[0].kind, 0) + 1
+        return counts
 
-    def _is_bad(self, blame: Blame, elsewhere: Collection[str]) -> bool:
+    def _is_bad(self, blame: Blame, universal: Collection[str]) -> bool:
         """Return whether another member failed on the node within `TOGETHER_S`, for causes that are not universal."""
-        return blame.cause not in elsewhere and any(
-            other.run != blame.run and abs(other.time - blame.time) <= TOGETHER_S and other.cause not in elsewhere
+        return blame.cause not in universal and any(
+            other.run != blame.run and abs(other.time - blame.time) <= TOGETHER_S and other.cause not in universal
             for other in self._blames[blame.node]
         )
 
     def _of_no_node(self, now: float) -> set[str]:
-        """Return the causes of failure that every node known from the last hour has shown, `ALIKE` nodes at least."""
+        """Return the causes of failure that occurred on every node used in the last hour, `ALIKE` nodes or more."""
         nodes_of: dict[str, set[str]] = defaultdict(set)
         for node, blames in self._blames.items():
-            for each in blames:
-                if now - each.time <= TOGETHER_S:
-                    nodes_of[each.cause].add(node)
+            for blame in blames:
+                if now - blame.time <= TOGETHER_S:
+                    nodes_of[blame.cause].add(node)
         widespread = {cause: nodes for cause, nodes in nodes_of.items() if len(nodes) >= ALIKE}
         if not widespread:
             return set()

@@ -1,4 +1,4 @@
-"""Observers of a study's members as they start and end, and the progress display."""
+"""Observers of a study's members, notified as they start and end, and the progress display."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sweeps.terminal import Cell, Column, NeverBlocking, duration, fitted, on_sc
 if TYPE_CHECKING:
     from rich.live import Live
 
-SHOWN = 6  # members a line of progress
-_BAR = 16  # characters of a member's bar
-# Colours of what becomes of members, wherever they are shown.
+SHOWN = 6  # members per progress line
+_BAR = 16  # width of a member's bar
+# Colours of members' states in all displays.
 STYLES = {
     "finished": "green", "running": "cyan", "queued": "blue", "waiting": "bright_black", "paused": "bright_black",
     "again": "yellow", "stopped": "yellow", "ended": "yellow", "cancelled": "red", "failed": "bold red",
@@ -27,23 +27,23 @@ _COLUMNS = (
     Column("recipe", soft=True), Column("seed", 50, right=True), Column("", 60), Column("step", right=True),
     Column("pass rate", 50, right=True),
 )  # fmt: skip
-LOOKS = 32  # journals opened at a time: a cluster may run a thousand members, on files that are far away
+LOOKS = 32  # journals read per update: a cluster may run a thousand members, on a slow file system
 
 
 class Observer:
-    """Base of observers, notified as members start and end (MLflow, the progress display); each method does nothing."""
+    """Base class of observers, notified as members start and end (MLflow, the progress display); methods do nothing."""
 
     def open(self) -> None:
-        """Prepare, now that this process holds the study's lease; nothing before this may leave a trace."""
+        """Prepare, now that this process holds the study's lease; nothing may be written before this."""
 
     def accepted(self) -> None:
-        """Handle that the launch was accepted: its members are taken, and it can no longer be refused."""
+        """Handle the acceptance of the launch: members were accepted, and it can no longer be refused."""
 
     def added(self, specs: Sequence[RunSpec]) -> None:
         """Handle members that were added to the study."""
 
     def queued(self, spec: RunSpec, run_dir: Path) -> None:
-        """Handle a member that is queued on the cluster, at first or again."""
+        """Handle a member that is queued on the cluster, for the first time or again."""
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
         """Handle a member that has begun to run."""
@@ -52,41 +52,41 @@ class Observer:
         """Handle a failed attempt that is followed by a retry."""
 
     def paused(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
-        """Handle a member that is saved and paused until the decider wants it at work."""
+        """Handle a member that was saved and paused until the decider wants it to run."""
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
         """Handle a member's end: `finished` (also if done before), `failed`, `cancelled`, or `stopped` for good.
 
-        A reason of one that is `finished` says why it is before its budget, and is not continued.
+        For a `finished` member, a reason says why it ended before its budget and is not continued.
         """
 
     def say(self, line: str) -> None:
-        """Show a line for people from the study's decider."""
+        """Show a line from the study's decider."""
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
-        """Handle the periodic update, about once a second, with the running members and counts of the others."""
+        """Handle the periodic update, about once per second, with the running members and counts of the others."""
 
     def close(self, failed: int, left: int) -> None:
         """Close, now that this process's work on the study is over.
 
         Args:
-            failed: number of members that are not done and that no process works on.
-            left: number of members that go on without this process.
+            failed: number of members that are not done and not running.
+            left: number of members that continue without this process.
         """
 
 
 class Progress(Observer):
-    """Progress display of a study: a live table of members on a terminal, a line every few seconds elsewhere.
+    """Progress display of a study: a live table of members on a terminal, else a line every few seconds.
 
     Args:
         total: number of members.
-        steps: mean budget of a member in optimizer steps, for the time that members take of which no more is known.
-        every_s: seconds between lines, or between updates of a table; None for 10, and 2 on a terminal.
-        metric: metric of the newest evaluation that is shown for each running member.
-        preface: lines to print, without a time, when the launch is accepted: a refusal is one line.
-        write: called with each line. None for stderr, so that stdout stays free for data, or for a live table where
-            stderr is a terminal; a pipe that nobody reads blocks nobody.
-        specs: members of the study, as far as they are known.
+        steps: mean budget of a member in optimizer steps, to estimate the time of members about which nothing is known.
+        every_s: seconds between lines or updates; None for 10, and 2 on a terminal.
+        metric: metric of the newest evaluation to show for each running member.
+        preface: lines to print, without a time, when the launch is accepted; a refused launch prints only its error.
+        write: called with each line. None for stderr (stdout stays free for data; a pipe without a reader does not
+            block), or for a live table if stderr is a terminal.
+        specs: members of the study that are known.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Progress(Observer):
         self._total = total
         self._steps = steps
         self._specs = {spec.run: spec for spec in specs}
-        self._over: set[str] = set()  # members that have ended, in whatever way
+        self._over: set[str] = set()  # members that have ended in any way
         self._left = TimeLeft()
         self._live = _live_display() if write is None and on_screen(sys.stderr) else None
         self._write = write or NeverBlocking(sys.stderr).write
@@ -111,10 +111,10 @@ class Progress(Observer):
         self._preface = preface
         self._begin = self._last = time.monotonic()
         self._directories: dict[str, Path] = {}
-        self._latest: dict[str, dict[str, float]] = {}  # of members that this process has seen run
+        self._latest: dict[str, dict[str, float]] = {}  # metrics of members that this process has seen running
         self._turn = 0
         self._stopped: set[str] = set()
-        self._told = False  # whether there was anything
+        self._told = False  # whether anything was reported
 
     def accepted(self) -> None:
         """Print the preface, line by line."""
@@ -122,13 +122,13 @@ class Progress(Observer):
             self._write(f"{line}\n")
 
     def added(self, specs: Sequence[RunSpec]) -> None:
-        """Add the members to the total that the display counts."""
+        """Add the members to the total."""
         self._steps = self._steps or sum(spec.steps for spec in specs) / len(specs)
         self._total += len(specs)
         self._specs |= {spec.run: spec for spec in specs}
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
-        """Remember the member's folder and its steps so far, from which its pace is measured."""
+        """Remember the member's folder and its steps so far, to measure its pace."""
         self._stopped.discard(spec.run)
         self._directories[spec.run] = run_dir
         self._over.discard(spec.run)
@@ -144,7 +144,7 @@ class Progress(Observer):
         self._event("paused", spec, reason.removeprefix("paused: "))
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
-        """Print a line on the member's end, with the reason or its last metrics."""
+        """Print a line about the member's end, with the reason or its last metrics."""
         self._told = True
         if state == "stopped":
             self._stopped.add(spec.run)
@@ -157,11 +157,11 @@ class Progress(Observer):
         self._event(state, spec, f"{described}; {reason}" if reason and state == "finished" else reason or described)
 
     def say(self, line: str) -> None:
-        """Print the line, stamped with the time since the begin."""
+        """Print the line, with the time since the start."""
         self._line(line)
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
-        """Read the journals and print or draw the progress, every `every_s` seconds at most."""
+        """Read the journals and show the progress, at most every `every_s` seconds."""
         self._told = True
         if time.monotonic() - self._last < self._every_s:
             return
@@ -181,7 +181,7 @@ class Progress(Observer):
 
     def close(self, failed: int, left: int) -> None:
         """Print the final counts and remove the live table from the terminal."""
-        if self._told:  # a launch that was refused has not ended, for it never began
+        if self._told:  # nothing to report for a refused launch
             stopped = len(self._stopped)
             counts = ((left, "under way"), (stopped, "stopped"), (failed, "not done"))
             others = [f", {count} {what}" for count, what in counts if count]
@@ -190,20 +190,20 @@ class Progress(Observer):
             self._live.stop()
 
     def _look(self, running: Sequence[RunSpec]) -> None:
-        """Read the metrics of the members that are shown, and of the others in turn, `LOOKS` journals at a time."""
+        """Read the metrics of the members that are shown, and of the others in turn: `LOOKS` journals per update."""
         others = running[SHOWN:]
         start = self._turn % max(1, len(others))
         turned = [*others[start:], *others[:start]][: LOOKS - SHOWN]
         self._turn = start + len(turned)
         for spec in [*running[:SHOWN], *turned]:
-            # The newest evaluation of a long run may lie further back than is looked.
+            # The newest evaluation of a long run may be earlier than the part that is read: keep older metrics.
             self._latest[spec.run] = {**self._latest[spec.run], **last_metrics(self._directories[spec.run])}
 
     def _step(self, run: str) -> int:
         return int(self._latest[run].get("step", 0))
 
     def _left_s(self, open_members: int, running: Sequence[RunSpec]) -> float | None:
-        """Estimate the seconds left at the pace seen by this process; None before any member has made a step."""
+        """Estimate the seconds left at the pace observed by this process; None before any member's first step."""
         now = time.monotonic()
         for spec in running:
             self._left.saw(spec.run, self._step(spec.run), now)
@@ -213,7 +213,7 @@ class Progress(Observer):
             for run, spec in self._specs.items()
             if run not in at_work and run not in self._over
         ]
-        if len(waiting) != open_members - len(running):  # not all of them are known by name
+        if len(waiting) != open_members - len(running):  # not all waiting members are known by name
             waiting = [("", self._steps)] * (open_members - len(running))
         return self._left.left_s(at_work, waiting, now)
 
@@ -235,7 +235,7 @@ class Progress(Observer):
         ]
 
     def _event(self, state: str, spec: RunSpec, text: str) -> None:
-        """Print a line on what has become of a member."""
+        """Print a line about a change of a member's state."""
         self._line(f"{spec.title}: {text}", state)
 
     def _line(self, text: str, state: str = "") -> None:
@@ -268,12 +268,12 @@ def _live_display() -> Live:
 
 
 def _described(spec: RunSpec, metrics: Mapping[str, float], shown: str) -> str:
-    """Describe a member's progress: its step of its own budget, and the pass rate if it was evaluated."""
+    """Describe a member's progress: its step out of its budget, and the pass rate if it was evaluated."""
     text = f"step {int(metrics['step'])}/{spec.steps}" if "step" in metrics else "starting"
     rate = _rate(metrics, shown)
     return text + ("" if rate is None else f", pass rate {rate:.3f}")
 
 
 def _rate(metrics: Mapping[str, float], shown: str) -> float | None:
-    """Return the shown metric of the newest evaluation; None before the first."""
+    """Return the metric `shown` from the newest evaluation; None before the first."""
     return next((value for key, value in metrics.items() if key.endswith(f"/{shown}")), None)

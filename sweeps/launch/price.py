@@ -1,4 +1,4 @@
-"""Cost estimate of a launch: steps, and device hours by what a step took in earlier runs."""
+"""Cost estimate of a launch: steps, and device hours from the cost per step of earlier runs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from sweeps.run.progress import journal_or_none, why_final
 from sweeps.run.spec import RunSpec
 from sweeps.terminal import counted
 
-# Groups of the configuration that decide what a step takes, recipe apart.
+# Groups of the configuration, besides the recipe, that determine the cost of a step.
 SCALE = ("model", "task", "batch", "context")
 
 
 @dataclass(frozen=True)
 class Price(AsJson):
-    """Device hours that a launch will take, estimated from earlier runs.
+    """Estimate of a launch's device hours from earlier runs.
 
     Attributes:
-        hours: device hours of all steps that are left.
-        by: study or run that the rates were read from. runs: number of runs with a rate there.
-        other_scale: groups of the configuration in which some members differ from every run there, so that their rate
-            is that of a run of another scale.
+        hours: device hours of all remaining steps.
+        by, runs: study or run that the rates were read from, and number of its runs with a rate.
+        other_scale: groups of the configuration in which some members differ from every run there; their rate is then
+            that of a run of another scale.
     """
 
     hours: float
@@ -44,12 +44,12 @@ class Price(AsJson):
 
 @dataclass(frozen=True)
 class Launch(AsJson):
-    """Size and cost of a launch: members, steps, and device hours where they can be estimated.
+    """Size and cost of a launch: members, steps, and device hours if they can be estimated.
 
     Attributes:
         members, recipes, seeds: number of each.
-        steps: optimizer steps of all members together. left: those not taken yet.
-        price: estimated device hours; None where no earlier run has a rate.
+        steps, left: optimizer steps of all members together, and the remaining ones.
+        price: estimated device hours; None if no earlier run has a rate.
         money: price of the device hours; None without a rate, or without device hours.
     """
 
@@ -62,11 +62,11 @@ class Launch(AsJson):
     money: float | None
 
     def sentences(self, asked: bool = True) -> list[str]:
-        """Describe the launch and its device hours in lines for people.
+        """Describe the launch and its device hours in lines for display.
 
         Args:
-            asked: whether to say that the device hours are not known where they are not; a launch that is merely
-                accepted does not, for a first study is told nothing by it.
+            asked: whether to mention unknown device hours. A launch that is merely accepted does not, because that
+                would be useless for a first study.
         """
         arms = f"{counted(self.recipes, 'recipe')}, {counted(self.seeds, 'seed')}"
         lines = [f"{counted(self.members, 'member')} ({arms}), {self.steps} steps"]
@@ -94,19 +94,19 @@ def launch_of(
     """Return the size and estimated cost of a launch of these members.
 
     Args:
-        specs: members to be launched.
-        directory: their study's folder; the device hours of a step are read from its runs unless `like` is given.
-        like: folder of an earlier study or run to read them from; None for `directory`.
+        specs: members to launch.
+        directory: their study's folder; the cost of a step is read from its runs unless `like` is given.
+        like: folder of an earlier study or run to read it from; None for `directory`.
         rate: price of a device hour; None to leave money out.
-        elsewhere: members that have run or are running without us, and take nothing here.
+        elsewhere: members that ran or are running elsewhere, and cost nothing here.
 
     Raises:
-        UserError: `like` holds no run with device hours, or the rate cannot be.
+        UserError: `like` has no run with device hours, or the rate is invalid.
     """
     if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1e12):
         raise UserError(f"launch.rate: {rate!r} must be the money that a device hour costs, 0 or more")
-    progress = cache(_progress)  # the study's own runs are asked for what is left and for what a step takes
-    # 0 for a run that was taken further already than this budget.
+    progress = cache(_progress)  # cached: used for the remaining steps and for the cost per step
+    # 0 for a run that is already beyond this budget.
     left = {spec.run: max(spec.steps - progress(directory / RUNS_DIR / spec.run)[1], 0) for spec in specs}
     left |= {spec.run: 0 for spec in specs if left[spec.run] and why_final(directory / RUNS_DIR / spec.run)}
     left |= dict.fromkeys(elsewhere, 0)
@@ -132,7 +132,7 @@ def check_hours(launch: Launch, most: object) -> None:
     """Refuse a launch that takes more device hours than allowed.
 
     Raises:
-        UserError: it takes more, nobody knows what it takes, or the limit is no number of hours.
+        UserError: it takes more, its cost is unknown, or the limit is not a number of hours.
     """
     if most is None:
         return
@@ -156,8 +156,8 @@ class _Rates:
 
     Attributes:
         by: the folder, as text.
-        found: rates of single runs in device hours per step, by scale (as JSON) and recipe.
-        scales: the scales that occur, see `_scale`.
+        found: rates of single runs, in device hours per step, by scale (as JSON) and recipe.
+        scales: all scales that occur, see `_scale`.
     """
 
     by: str
@@ -166,7 +166,7 @@ class _Rates:
 
     @classmethod
     def read(cls, place: Path, progress: Callable[[Path], tuple[str, int, float | None]]) -> _Rates | None:
-        """Read the rates of the runs in a folder by `progress`, see `_progress`; None if no run has taken a step."""
+        """Read the rates of the runs in a folder with `progress`, see `_progress`; None if no run has taken a step."""
         found: dict[tuple[str, str], list[float]] = defaultdict(list)
         scales: dict[str, Mapping[str, str]] = {}
         for run_dir in find_runs(place):
@@ -180,28 +180,28 @@ class _Rates:
         return cls(str(place), found, list(scales.values())) if found else None
 
     def price(self, specs: Sequence[RunSpec], left: Mapping[str, int]) -> Price:
-        """Price the steps left by the median rate of the same recipe and scale, else of the scale, else of all runs."""
+        """Price the remaining steps by the median rate of the same recipe and scale, else of the scale, else of all."""
         hours, differs = 0.0, set()
         for spec in specs:
             scale = _scale(spec.config)
             key = json.dumps(scale)
-            here = [rates for (where, _), rates in self.found.items() if where == key]
-            if not here:
-                nearest: list[str] = min((_departures(scale, each) for each in self.scales), key=len)
+            same_scale = [rates for (where, _), rates in self.found.items() if where == key]
+            if not same_scale:
+                nearest: list[str] = min((_departures(scale, other) for other in self.scales), key=len)
                 differs |= set(nearest)
-            own = self.found.get((key, spec.recipe)) or chain.from_iterable(here or self.found.values())
-            hours += left[spec.run] * median(own)
+            rates = self.found.get((key, spec.recipe)) or chain.from_iterable(same_scale or self.found.values())
+            hours += left[spec.run] * median(rates)
         runs = sum(map(len, self.found.values()))
         return Price(hours, self.by, runs, tuple(name for name in SCALE if name in differs))
 
 
 def _scale(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the parts of a configuration that decide the cost of a step, as JSON texts."""
+    """Return the parts of a configuration that determine the cost of a step, as JSON texts."""
     return {name: json.dumps(config[name], sort_keys=True, default=str) for name in SCALE if name in config}
 
 
-def _departures(one: Mapping[str, str], two: Mapping[str, str]) -> list[str]:
-    return [name for name in SCALE if one.get(name) != two.get(name)]
+def _departures(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
+    return [name for name in SCALE if first.get(name) != second.get(name)]
 
 
 def _configuration(run_dir: Path) -> Mapping[str, Any]:
@@ -218,6 +218,6 @@ def _progress(run_dir: Path) -> tuple[str, int, float | None]:
         return "", 0, None
     last = max(view.records, key=lambda record: record.step, default=None)
     step = 0 if last is None else last.step
-    # Cumulative, and in the train and the eval record of a step: the larger is the newer.
+    # Hours are cumulative and recorded with both train and eval of a step: the larger value is newer.
     hours = [finite(record.metrics.get(DEVICE_HOURS)) for record in view.records if record.step == step]
-    return str(view.header.get("recipe", "")), step, max((each for each in hours if each is not None), default=None)
+    return str(view.header.get("recipe", "")), step, max((value for value in hours if value is not None), default=None)

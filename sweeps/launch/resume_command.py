@@ -1,4 +1,4 @@
-"""Command line that carries out a planned next run, for studies launched by this package."""
+"""Command line that carries out a proposed next run, for studies launched by this package."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sweeps.errors import UserError
 from sweeps.run.journal import JournalView
 from sweeps.run.spec import RunSpec
 
-# What the advice itself decides, and keys of earlier versions that are no longer accepted.
+# Overrides that the advice itself sets, and keys of earlier versions that are no longer accepted.
 _LEFT_OUT = ("seed", "budget.steps", "race.freed")
 
 
 class Advice(Protocol):
-    """Protocol of a proposed next run, as `sweeps.decide.next_run.Step` is one."""
+    """Protocol of a proposed next run, such as `sweeps.decide.next_run.Step`."""
 
     @property
     def recipe(self) -> str: ...  # noqa: D102
@@ -30,23 +30,23 @@ class Advice(Protocol):
 
 
 def command(advice: Advice, runs: Sequence[JournalView], axis: str) -> str | None:
-    """Return the `scalerl train ...` command that does what is advised; None if this package did not launch the runs.
+    """Return the `scalerl train ...` command for a proposed run; None if this package did not launch the runs.
 
-    A run goes on where it is: the same identity with a larger budget. Steps are taken to cost what they have so far.
+    An extended run continues in place: same identity, larger budget. Steps are assumed to cost the same as so far.
 
     Args:
-        advice: the proposed step: extend each run of a recipe to a compute, or add a seed of that compute.
+        advice: the proposal: extend each run of a recipe to a compute, or add a seed with that compute.
         runs: journals of all runs of the study.
         axis: name of the compute axis in the journals, such as `compute/device_hours`.
     """
-    mine = [run for run in runs if run.header.get("recipe") == advice.recipe]
+    recipe_runs = [run for run in runs if run.header.get("recipe") == advice.recipe]
     try:
-        specs = [RunSpec.read(run.path.parent) for run in mine]
+        specs = [RunSpec.read(run.path.parent) for run in recipe_runs]
     except UserError:
         return None
     if not specs or not specs[0].overrides:
         return None
-    spent = [(record.step, record.metrics.get(axis, 0.0)) for run in mine for record in run.of_kind("eval")]
+    spent = [(record.step, record.metrics.get(axis, 0.0)) for run in recipe_runs for record in run.of_kind("eval")]
     steps, compute = max(spent, key=lambda pair: pair[1], default=(0, 0.0))
     if not compute:
         return None
@@ -56,7 +56,7 @@ def command(advice: Advice, runs: Sequence[JournalView], axis: str) -> str | Non
         seeds, budget = [seeds[-1] + 1], max(spec.steps for spec in specs)
     kept = [entry for entry in specs[0].overrides if entry.lstrip("+~").split("=")[0] not in _LEFT_OUT]
     words = [*kept, f"seed={','.join(map(str, seeds))}", f"budget.steps={budget}"]
-    # A study of another trainer's commands has a file of its own.
+    # A study of another trainer's commands has its own configuration file.
     files = [Path(folder) for folder in specs[0].folders if folder.endswith(".yaml")]
     named = [word for file in files for word in ("--config-dir", str(file.parent), "--config-name", file.stem)]
     return "scalerl train " + " ".join(map(shlex.quote, [*named, "--multirun", *words]))

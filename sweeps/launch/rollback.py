@@ -1,7 +1,7 @@
-"""Rollback of a refused launch: whatever it has changed in the study's folder is put back as it was.
+"""Rollback of a refused launch: all its changes in the study's folder are undone.
 
-It is needed because executors refuse only when members are submitted (sbatch: an unknown partition), and by then the
-specifications and the ledger must be on disk: a job may begin at once, and a crash must not hide it.
+It is needed because executors refuse only when members are submitted (sbatch: an unknown partition). By then the
+specifications and the ledger must be on disk: a job may start immediately, and must be found after a crash.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from sweeps.run.spec import SPEC_FILE
 
 
 class Rollback:
-    """Context manager that at its end undoes what it was told of, the last first, unless the launch was accepted.
+    """Context manager that at its end undoes the registered changes, the last first, unless the launch was accepted.
 
-    Its owner holds the study's lease, so that nobody else writes there meanwhile.
+    Its owner holds the study's lease, so no other process writes there meanwhile.
 
     Attributes:
         pending: whether the launch may still be refused.
@@ -35,27 +35,27 @@ class Rollback:
         self._undo.close()
 
     def forget(self) -> None:
-        """Undo nothing, from now on: the launch was accepted, or something may have come of it."""
+        """Undo nothing from now on: the launch was accepted, or jobs may exist."""
         self.pending = False
         self._undo.pop_all()
 
     def call(self, undo: Callable[..., object], *arguments: object) -> None:
-        """Call a function at a rollback."""
+        """Register a function to call on rollback."""
         if self.pending:
             self._undo.callback(undo, *arguments)
 
     def put_back(self, path: Path, content: bytes | None) -> None:
-        """Give a file this content at a rollback; None removes it, for it was not there."""
+        """On rollback, restore this content of a file; None removes the file, which did not exist."""
         self.call(_put_back, path, content)
 
     def remove(self, run_dir: Path) -> None:
-        """Remove a folder at a rollback, if it does not exist yet: a member's, with its specification, or `runs`."""
+        """On rollback, remove a folder that does not exist yet: a member's, with its specification, or `runs`."""
         if self.pending and not run_dir.exists():
             self.call(_remove, run_dir)
 
 
 def _put_back(path: Path, content: bytes | None) -> None:
-    with suppress(OSError):  # why it was refused is to be told, whatever becomes of this
+    with suppress(OSError):  # the refusal must be reported even if this fails
         if content is None:
             path.unlink(missing_ok=True)
         else:
@@ -65,13 +65,13 @@ def _put_back(path: Path, content: bytes | None) -> None:
 def _remove(run_dir: Path) -> None:
     with suppress(OSError):
         (run_dir / SPEC_FILE).unlink(missing_ok=True)
-    with suppress(OSError):  # somebody trains a run of it by itself, and has put something there
+    with suppress(OSError):  # not empty: the run is also trained separately
         run_dir.rmdir()
 
 
 def missing_folders(directory: Path) -> list[Path]:
     """Return those of a directory and its parents that do not exist yet, the innermost first."""
-    return [each for each in (directory, *directory.parents) if not each.exists()]
+    return [folder for folder in (directory, *directory.parents) if not folder.exists()]
 
 
 def remove_folders(made: Sequence[Path]) -> None:
@@ -82,4 +82,4 @@ def remove_folders(made: Sequence[Path]) -> None:
         try:
             above.rmdir()
         except OSError:
-            return  # somebody has put something there
+            return  # not empty

@@ -28,11 +28,11 @@ from sweeps.redact import MASK, redact
 from sweeps.run.files import parse_json, read_json
 
 LAUNCH_FILE = "launch.json"
-# The kind of launcher, as studies hold it, whose members are a cluster's jobs.
+# Kind of launcher, as stored with studies, that runs members as cluster jobs.
 CLUSTER = "slurm"
 
 
-# Fields of the settings that the file has under another name.
+# Fields of the settings that have another name in the file.
 _IN_FILE = {"slurm": "settings"}
 
 
@@ -42,20 +42,20 @@ class MemberFailedError(UserError):
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """Launch settings of a study: all that a later process needs to continue it.
+    """Launch settings of a study: everything that a later process needs to continue it.
 
     Attributes:
         kind: where members run: `local` (child processes), `debug` (in this process) or `slurm`.
         entry: `module:function` that runs one member, given its directory.
-        preload: modules that the server imports from which local members are forked.
-        max_parallel: number of local members that run at a time.
+        preload: modules imported by the server from which local members are forked.
+        max_parallel: number of local members that run at the same time.
         threads: CPU threads of each member.
         tracking: MLflow's tracking URI; None for a study that is not tracked.
         axis: compute axis of MLflow's charts.
-        slurm: resources and limits of a cluster's jobs; unused by the other kinds.
+        slurm: resources and limits of cluster jobs; unused by the other kinds.
         retries: number of attempts after the first, by kind of failure; None for no limit.
-        race: settings under `race`, see `sweeps.search.settings`; empty where there is no race.
-        margin: recipes whose rewards lie within this are tied, wherever the study is ranked; None for the default.
+        race: settings under `race`, see `sweeps.search.settings`; empty without a race.
+        margin: recipes whose rewards are within this are tied in every ranking of the study; None for the default.
     """
 
     kind: str
@@ -72,7 +72,7 @@ class LaunchSettings:
 
     def text(self) -> str:
         """Return the content of `launch.json`, without the password in MLflow's address."""
-        # The file calls a cluster's settings `settings`, and has the fields in their order.
+        # Keeps the names and the order of fields that the file has always had.
         values = {_IN_FILE.get(name, name): value for name, value in self.__dict__.items()}
         values |= {"settings": self.slurm.given(), "tracking": self.tracking and redact(self.tracking)}
         return json.dumps(values, indent=1)
@@ -82,16 +82,16 @@ class LaunchSettings:
         """Read the settings with which the study in a directory was launched.
 
         Raises:
-            UserError: nothing there, not readable, or MLflow's address is to be given again.
+            UserError: the file is missing or unreadable, or MLflow's address must be given again.
         """
         try:
             read = parse_json((study / LAUNCH_FILE).read_text())
-            names = {each.name: _IN_FILE.get(each.name, each.name) for each in fields(cls)}
+            names = {item.name: _IN_FILE.get(item.name, item.name) for item in fields(cls)}
             values = {name: read[key] for name, key in names.items() if key in read}
             values["slurm"] = JobSettings.of(values["slurm"])
             values["preload"] = tuple(values["preload"])
             if values["kind"] == CLUSTER:
-                # Adds kinds of failure that an earlier version, which launched the study, did not distinguish.
+                # Add kinds of failure that an earlier version, which launched the study, did not distinguish.
                 values["retries"] = {**retry_policy(), **values["retries"]}
             plan = cls(**values)
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -111,15 +111,15 @@ class LaunchSettings:
 
     @property
     def outlives(self) -> bool:
-        """Return whether members are jobs of a cluster, which go on when this process ends."""
+        """Return whether members are cluster jobs, which continue when this process ends."""
         return self.kind == CLUSTER
 
     @staticmethod
     def scheduler_of(study: Path) -> Scheduler | None:
-        """Return the scheduler of the cluster on which a study was launched; None if it was launched on none.
+        """Return the scheduler of the cluster on which a study was launched; None without a cluster.
 
         Raises:
-            UserError: it cannot be asked from here.
+            UserError: the scheduler cannot be reached from here.
         """
         launched = read_json(study / LAUNCH_FILE)
         if launched.get("kind") != CLUSTER:
@@ -129,7 +129,7 @@ class LaunchSettings:
 
     @staticmethod
     def margin_of(study: Path) -> float | None:
-        """Return the margin of a tie that a study was launched with; None if there is none, or no study."""
+        """Return the margin of a tie that a study was launched with; None without one, or without a study."""
         margin = read_json(study / LAUNCH_FILE).get("margin")
         return float(margin) if isinstance(margin, int | float) and margin > 0 else None
 
@@ -158,7 +158,7 @@ def prepare_study(
     decider: Decider | None = None,
     preface: Sequence[str] = (),
 ) -> AbstractContextManager[Controller]:
-    """Prepare a launch of a study by its settings, with progress on stderr and MLflow if it is tracked.
+    """Prepare a launch of a study with its settings, with progress on stderr, and MLflow if it is tracked.
 
     Args:
         study: study to run.
@@ -168,10 +168,10 @@ def prepare_study(
         preface: lines to print when the launch is accepted.
     """
     executor = plan.executor(study.directory, scheduler)
-    steps = mean([spec.steps for spec in study.specs] or [0])  # a search has no members before it begins
+    steps = mean([spec.steps for spec in study.specs] or [0])  # a search begins without members
     observers: list[Observer] = [Progress(len(study.specs), steps, preface=preface, specs=study.specs)]
     if plan.tracking:
-        # MLflow is slow to import and optional.
+        # MLflow is optional and slow to import.
         from sweeps.launch.tracked import TrackingObserver
 
         observers.append(TrackingObserver(study, plan.tracking, axis=plan.axis))
@@ -181,10 +181,10 @@ def prepare_study(
 def report_failures(
     study: Study, states: Mapping[str, MemberState], remedy: str = "the same command continues what is not done"
 ) -> None:
-    """Raise an error that names the failed members; do nothing if none failed.
+    """Raise an error that names the failed members, if there are any.
 
     Raises:
-        MemberFailedError: which, and why.
+        MemberFailedError: some members failed; the message has their reasons.
     """
     failed = [state for state in states.values() if state.state == "failed"]
     if not failed:

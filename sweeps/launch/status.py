@@ -27,7 +27,7 @@ from sweeps.run.progress import is_done, journal_or_none, last_metrics, looks_wh
 from sweeps.run.provenance import said
 from sweeps.run.spec import budget_of
 
-# In the order in which people look for them.
+# In the order of importance to readers.
 STATES = ("failed", "cancelled", "stopped", "ended", "running", "queued", "waiting", "finished")
 # Long enough for two heartbeats of a controller.
 _LOOK_S = 2 * BEAT_S + 1
@@ -40,11 +40,12 @@ class SideView(AsJson):
 
     Attributes:
         side: `trainer`, or `engine 0` and so on.
-        where: node of the trainer, address of an engine; None where the run has not said it.
-        state: of an engine by the run's last heartbeat, `up`, `starting`, `connecting` or `left out`; of all sides the
-            member's where it does not run.
+        where: node of the trainer, or address of an engine; None if the run has not reported it.
+        state: for an engine, from the run's last heartbeat: `up`, `starting`, `connecting` or `left out`. If the member
+            does not run, the member's state.
         idle: share of real time without work in [0, 1], up to the newest step; None before the first.
-        tokens_s: tokens that the trainer has trained, or the engine has sampled, a second; None before the first.
+        tokens_s: tokens per second that the trainer has trained on, or the engine has sampled; None before the first
+            step.
     """
 
     side: str
@@ -59,16 +60,16 @@ class MemberView(AsJson):
     """Status of one member, as `scalerl status` shows it.
 
     Attributes:
-        state: `finished`; `running`; `queued` (a job waits, at first or again); `waiting` (not submitted); `ended`
-            (its job is over, and nobody has looked at why); `stopped` (its controller is gone, or its study wants it no
-            longer); `failed`, `cancelled`.
-        step, steps: newest optimizer step, and the budget; None where not known.
+        state: `finished`; `running`; `queued` (a job waits, for the first time or again); `waiting` (not submitted);
+            `ended` (its job has ended, and no controller has handled that yet); `stopped` (its controller is gone, or
+            its study no longer wants it); `failed`; `cancelled`.
+        step, steps: newest optimizer step, and the budget; None if unknown.
         pass_rate: pass rate of the newest evaluation in [0, 1]; None before the first.
-        attempts: number of jobs started for it, restarts included.
-        job, node: scheduler's id and node of the newest attempt; None where there is none.
+        attempts: number of jobs started for it, including restarts.
+        job, node: scheduler's id and node of the newest attempt; None without one.
         kind, reason: why it failed, waits or was retried; None otherwise.
         doing, idle_s: last recorded activity of a running member, and seconds since then; None for others.
-        code: steps from which the run was resumed with other code, and what changed; None if it never was.
+        code: steps from which the run resumed with different code, and the changes; None if it never did.
         sides: trainer and engines of a live run (`driver=live`); empty for others.
     """
 
@@ -95,10 +96,10 @@ def overview(study: Path, scheduler: Scheduler | None = None) -> list[MemberView
 
     Args:
         study: folder of the study, or any folder with runs.
-        scheduler: scheduler of the cluster that runs the study; None if none does, or it is not to be asked.
+        scheduler: scheduler of the cluster that runs the study; None without one, or if it should not be queried.
 
     Raises:
-        UserError: neither a ledger nor a run there.
+        UserError: there is neither a ledger nor a run.
     """
     if not (study / LEDGER_FILE).is_file():
         views = [_of_journal(run_dir) for run_dir in find_runs(study)]
@@ -107,20 +108,22 @@ def overview(study: Path, scheduler: Scheduler | None = None) -> list[MemberView
         return views
     queue = scheduler.queue() if scheduler is not None else None
     states = Ledger(study).fold().values()
-    # Asked only where a member's state depends on it: a controller on another machine has to be watched for a beat.
-    asked = any(state.job is None and state.state in ("submitting", "started") for state in states)
-    controlled = asked and bool(beating([study], LEASE_NAME, _LOOK_S))
+    # Watch for a controller's heartbeat only if some member's state depends on it: on another machine this takes time.
+    uncertain = any(state.job is None and state.state in ("submitting", "started") for state in states)
+    controlled = uncertain and bool(beating([study], LEASE_NAME, _LOOK_S))
     views = [_view(study, state, queue, controlled) for state in states]
     # Runs that report themselves (`sweeps.stopping`) may share the folder.
     launched = {state.run for state in states}
-    loose = [each for each in find_runs(study / RUNS_DIR) if each.name not in launched and _reports_itself(each)]
+    loose = [
+        run_dir for run_dir in find_runs(study / RUNS_DIR) if run_dir.name not in launched and _reports_itself(run_dir)
+    ]
     return [*views, *map(_of_journal, loose)]
 
 
 def counts(views: Sequence[MemberView]) -> str:
-    """Format the number of members in each state, in one line."""
-    found = Counter(view.state for view in views)
-    return ", ".join(f"{found[state]} {state}" for state in reversed(STATES) if found[state])
+    """Format the number of members in each state, as one line."""
+    numbers = Counter(view.state for view in views)
+    return ", ".join(f"{numbers[state]} {state}" for state in reversed(STATES) if numbers[state])
 
 
 def log_tail(study: Path, view: MemberView, lines: int = 8) -> list[str]:
@@ -132,17 +135,17 @@ def log_tail(study: Path, view: MemberView, lines: int = 8) -> list[str]:
             text = handle.read().decode(errors="replace")
     except OSError:
         return []
-    # Redacted as a whole: a private key has several lines.
+    # Redact the whole text, because a private key has several lines.
     return [line.rstrip() for line in redact(text).splitlines() if line.strip()][-lines:]
 
 
 def _view(study: Path, state: MemberState, queue: Mapping[str, JobInfo] | None, controlled: bool) -> MemberView:
-    """Return a member's status; queue is None where no scheduler answers, controlled whether a controller is alive."""
+    """Return a member's status. queue: None if no scheduler answers; controlled: whether a controller is alive."""
     run_dir = study / RUNS_DIR / state.run
     steps = budget_of(run_dir)
-    own = attempts(run_dir)
+    past_attempts = attempts(run_dir)
     metrics = last_metrics(run_dir)
-    name, reason = _state(state, run_dir, steps, own, queue, controlled)
+    name, reason = _state(state, run_dir, steps, past_attempts, queue, controlled)
     facts = (alive(run_dir) or {}) if name == "running" else {}
     doing, idle_s = _last_sign(run_dir, facts)
     code, missing = _since_resumed(run_dir)
@@ -154,9 +157,9 @@ def _view(study: Path, state: MemberState, queue: Mapping[str, JobInfo] | None, 
         step=int(metrics["step"]) if "step" in metrics else None,
         steps=steps,
         pass_rate=_pass_rate(metrics),
-        attempts=max(state.attempts, len(own)),
+        attempts=max(state.attempts, len(past_attempts)),
         job=state.job,
-        node=own[-1].node if own else None,
+        node=past_attempts[-1].node if past_attempts else None,
         kind=state.kind if name != "finished" else None,
         reason=reason or _wrong(run_dir, state.run, name) or missing,
         doing=doing,
@@ -167,7 +170,7 @@ def _view(study: Path, state: MemberState, queue: Mapping[str, JobInfo] | None, 
 
 
 def _wrong(run_dir: Path, run: str, state: str) -> str | None:
-    """Describe damage in the journal of a member that is not running; None if it is sound."""
+    """Describe damage in the journal of a member that is not running; None if it is intact."""
     if state in ("running", "queued") or (state == "finished" and looks_whole(run_dir)):
         return None
     return trouble(run_dir, run)
@@ -177,11 +180,11 @@ def _state(
     state: MemberState,
     run_dir: Path,
     steps: int | None,
-    own: Sequence[Attempt],
+    past_attempts: Sequence[Attempt],
     queue: Mapping[str, JobInfo] | None,
     controlled: bool,
 ) -> tuple[str, str | None]:
-    """Return a member's state, see `MemberView`, with its reason; queue is None where no scheduler answers."""
+    """Return a member's state, see `MemberView`, with its reason; queue is None if no scheduler answers."""
     if steps is not None and is_done(run_dir, steps, state.run):
         return "finished", why_final(run_dir)
     if state.state == "failed":
@@ -191,12 +194,12 @@ def _state(
     if state.state in ("planned", "retried", "finished"):
         return "waiting", state.reason
     if state.job is None:
-        # A member of this machine lives as long as the process that started it.
+        # A member on this machine lives only as long as the process that started it.
         if state.submission is None:
             return ("running" if controlled else "stopped"), state.reason
         return ("waiting" if controlled else "stopped"), "was being submitted"
     info = (queue or {}).get(state.job)
-    # SLURM gives ids out again: the submission's name in the job's tells whether it is this one.
+    # SLURM reuses ids: the submission's name within the job's name shows whether it is this job.
     if info is not None and state.submission and info.name.endswith(state.submission):
         if info.state in QUEUED:
             return "queued", None if info.reason in ("", "None", "Priority", "Resources") else info.reason
@@ -204,24 +207,24 @@ def _state(
             return "running", None
         return "ended", info.state
     if queue is None:
-        # No scheduler to ask: what the job said last.
-        running = bool(own) and own[-1].outcome is None and own[-1].job == state.job
+        # No scheduler answers: use the job's last record.
+        running = bool(past_attempts) and past_attempts[-1].outcome is None and past_attempts[-1].job == state.job
         return ("running" if running else "queued"), "as it was; the scheduler does not answer"
     return "ended", "the queue no longer holds the job"
 
 
 def _sides(state: str, facts: Mapping[str, Any], metrics: Mapping[str, float]) -> tuple[SideView, ...]:
-    """Return trainer and engines of a live run, by its last heartbeat and its newest step; empty for other runs."""
-    told = facts.get("engines", ())
+    """Return trainer and engines of a live run, from its last heartbeat and newest step; empty for other runs."""
+    reported = facts.get("engines", ())
     measured = {int(match[1]) for key in metrics if (match := _ENGINE_IDLE.fullmatch(key))}
-    if not told and not measured:
+    if not reported and not measured:
         return ()
-    found = [_side("trainer", facts.get("host"), state, "live/trainer", metrics)]
-    for number in range(max(len(told), max(measured, default=-1) + 1)):
-        own = told[number] if number < len(told) else {}
-        where, now = own.get("where"), str(own.get("state", state))
-        found.append(_side(f"engine {number}", where, now, f"live/engine{number}", metrics))
-    return tuple(found)
+    sides = [_side("trainer", facts.get("host"), state, "live/trainer", metrics)]
+    for number in range(max(len(reported), max(measured, default=-1) + 1)):
+        engine = reported[number] if number < len(reported) else {}
+        where, engine_state = engine.get("where"), str(engine.get("state", state))
+        sides.append(_side(f"engine {number}", where, engine_state, f"live/engine{number}", metrics))
+    return tuple(sides)
 
 
 def _side(side: str, where: str | None, state: str, prefix: str, metrics: Mapping[str, float]) -> SideView:
@@ -229,51 +232,51 @@ def _side(side: str, where: str | None, state: str, prefix: str, metrics: Mappin
 
 
 def _last_sign(run_dir: Path, facts: Mapping[str, Any]) -> tuple[str | None, float | None]:
-    """Return a member's last activity and seconds since then, from its last heartbeat and that one's age."""
+    """Return a member's last activity and the seconds since then, from its last heartbeat and the heartbeat's age."""
     if "idle_s" not in facts:
         return None, None
-    # By two clocks, the file server's and ours: for people, nothing is decided by it.
+    # Compares two clocks, the file server's and this machine's; only for display.
     age_s = max(0.0, time.time() - beaten_at(run_dir))
     return str(facts.get("doing")), float(facts["idle_s"]) + age_s
 
 
 def _since_resumed(run_dir: Path) -> tuple[str | None, str | None]:
-    """Summarize what resumes from checkpoints have left in a journal, each in one line.
+    """Summarize the traces of resumes in a journal, each as one line.
 
     Returns:
-        every code change between the run's records, and the steps of which records are missing.
+        The code changes between the run's records, and the steps without records.
     """
     try:
         raw = (run_dir / JOURNAL_FILE).read_bytes()
     except OSError:
         return None, None
-    # Most runs never go on from anything, and reading a journal takes a while where there are thousands.
+    # Most runs never resume, and parsing thousands of journals takes a while.
     view = journal_or_none(run_dir) if b'"kind":"resume"' in raw else None
     if view is None:
         return None, None
-    changes = [f"from step {max(0, each.step)}: {said(each.what)}" for each in view.code_changes]
+    changes = [f"from step {max(0, change.step)}: {said(change.what)}" for change in view.code_changes]
     return "; ".join(changes) or None, view.missing
 
 
 def _reports_itself(run_dir: Path) -> bool:
-    """Return whether a run is one of somebody's own loop, which no ledger knows."""
+    """Return whether a run comes from a user's own loop, which no ledger knows."""
     view = journal_or_none(run_dir)
     return view is not None and bool(view.header.get("loop"))
 
 
 def _pass_rate(metrics: Mapping[str, float]) -> float | None:
-    """Return the pass rate of the first evaluation set, None if there is none."""
+    """Return the pass rate of the first evaluation set; None without one."""
     return next((value for key, value in metrics.items() if key.endswith("/pass_rate")), None)
 
 
 def _of_journal(run_dir: Path) -> MemberView:
-    """Return the status of a run without a ledger, by its journal alone."""
+    """Return the status of a run without a ledger, from its journal only."""
     view = journal_or_none(run_dir)
     metrics = last_metrics(run_dir)
     header = view.header if view is not None else {}
     code, missing = _since_resumed(run_dir)
     states = {"finished": "finished", "failed": "failed", "stopped": "stopped"}
-    # Its race has ended a loop that reports itself.
+    # A finished loop that reports itself, with a reason, was stopped by its race.
     stopped = view is not None and view.status == "finished" and view.reason is not None and header.get("loop")
     state = states.get("stopped" if stopped else view.status, "running") if view is not None else "waiting"
     return MemberView(
@@ -293,11 +296,11 @@ def _of_journal(run_dir: Path) -> MemberView:
 
 def to_json(study: Path, views: Sequence[MemberView]) -> str:
     """Return the JSON of `scalerl status --json`: an object with counts and members."""
-    found = Counter(view.state for view in views)
+    numbers = Counter(view.state for view in views)
     return json.dumps(
         {
             "study": str(study),
-            "counts": {state: found[state] for state in STATES if found[state]},
+            "counts": {state: numbers[state] for state in STATES if numbers[state]},
             "members": as_json(views),
         },
         indent=2,

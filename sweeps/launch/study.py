@@ -1,4 +1,4 @@
-"""A study: its members, its ledger, and what is checked before a launch of it runs what is not done yet."""
+"""A study: its members, its ledger, and the checks before a launch runs unfinished members."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Study(Members):
     """Members under `directory/runs/<identity>` that can be launched.
 
     Args:
-        directory: the study's folder, created when it is run.
-        specs: specifications of the members; repetitions count once.
+        directory: the study's folder, created when the study runs.
+        specs: specifications of the members; duplicates count once.
     """
 
     def run(
@@ -45,7 +45,7 @@ class Study(Members):
         again: bool = True,
         decider: Decider | None = None,
     ) -> dict[str, MemberState]:
-        """Prepare a launch and commit it, with no files to keep; see `prepare` and `Controller.commit`."""
+        """Prepare a launch and commit it without further files; see `prepare` and `Controller.commit`."""
         with self.prepare(executor, observers, retries, again, decider) as prepared:
             return prepared.commit(detach=detach)
 
@@ -61,30 +61,29 @@ class Study(Members):
         """Context manager: hold the study's lease and check a launch; nothing is written before its `commit`.
 
         Args:
-            executor: starts members; if they outlive their controller (a cluster's), running ones are adopted.
+            executor: starts members; if they outlive their controller (on a cluster), running ones are found again.
             observers: notified as members start and end.
-            retries: attempts after the first, by kind of failure (`sweeps.executor.failure`); None is no limit.
+            retries: attempts after the first, by kind of failure (`sweeps.executor.failure`); None for no limit.
             again: whether members that were given up get another chance, see `sweeps.launch.decisions.Policy`.
-            decider: decides which members are at work; without one all are that are not done.
+            decider: decides which members run; without one, all unfinished members run.
 
         Raises:
-            UserError: another process is running this study, another version has begun it, a member's folder holds
-                another run's journal, members are at work elsewhere, a label stands for something else, or an observer
-                cannot be opened. After this, and after a `commit` that the executor refuses, what was there before is
-                as it was, and what was not is not there.
+            UserError: another process is running this study, another version has begun it, a member's folder has
+                another run's journal, members run elsewhere, a label belongs to another curve, or an observer cannot be
+                opened. After this, and after a `commit` that the executor refuses, the folder is as it was before.
         """
         lease = Lease(self.directory, LEASE_NAME)
         new = self._take(lease)
-        # Interrupted, what is not done counts as failed; every part is released, whatever becomes of the others.
+        # If interrupted, unfinished members count as failed. Each part is released even if another one fails.
         failed, left = len(self.specs), 0
         with ExitStack() as stack:
             stack.callback(lease.release)
-            # Rolled back while the lease is held: whoever waits for it must not find a study that vanishes under him.
+            # Roll back while holding the lease: a process waiting for it must not find a study that then disappears.
             rollback = stack.enter_context(Rollback())
             if self.ledger.size() is None and not (self.directory / RUNS_DIR).exists():
-                rollback.call(remove_folders, new)  # else somebody has made it a study meanwhile
+                rollback.call(remove_folders, new)  # else another process made it a study meanwhile
             known = self.ledger.fold()
-            if not self.gathered:  # else it was said when it was read
+            if not self.gathered:  # else warned when it was read
                 self.warn_of_damage()
             check_form(self.directory / RUNS_DIR / run for run in known)
             check_labels(self.directory / RUNS_DIR, self.specs, known)
@@ -93,7 +92,7 @@ class Study(Members):
                 check_own(self.run_dir(spec), spec.run)
             for observer in observers:
                 observer.open()
-                stack.callback(lambda each: each.close(failed, left), observer)
+                stack.callback(lambda item: item.close(failed, left), observer)
             stack.callback(executor.close)
             policy = Policy(retries, again, decided=decider is not None)
             records = Records(self, known, lease.check, rollback)
@@ -106,12 +105,12 @@ class Study(Members):
             failed, left = controller.unfinished()
 
     def _take(self, lease: Lease) -> list[Path]:
-        """Take the study's lease, and return the folders that were made for it, the innermost first."""
+        """Acquire the study's lease, and return the folders that were made for it, the innermost first."""
         try:
             with naming("output_dir"):
                 new = missing_folders(self.directory)
                 make_private(self.directory)
-                lease.acquire(2.0)  # whoever only looks holds it for a moment
+                lease.acquire(2.0)  # short waits occur: some processes hold it only for a moment
         except LeaseHeldError as error:
             raise UserError(
                 f"study: {self.directory} is being run by another process ({lease.holder()}); wait for it, or end it "
@@ -120,7 +119,7 @@ class Study(Members):
         return new
 
     def _check_reach(self, executor: Executor, known: Mapping[str, MemberState]) -> None:
-        """Check that no member that is to be run has a cluster job, which this executor cannot follow."""
+        """Check that no member to run has a cluster job, which this executor cannot follow."""
         if executor.outlives:
             return
         elsewhere = [

@@ -1,4 +1,4 @@
-"""Time left of a study: each member at its own pace, those that wait at the pace of their like, over the free slots."""
+"""Time left of a study: running members at their own pace, waiting ones at that of similar members, by free slots."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-# Before a member has been seen at work for so long, or has advanced so often, its pace is not known: the first steps
-# also load and compile.
+# A member's pace is unknown until it has been observed for this long, or has advanced this many times, because the
+# first steps also load and compile.
 SEEN_S = 30.0
 ADVANCES = 3
-# The time told changes by this share of itself every `SETTLES_S` seconds at most, beside what the clock takes off it.
+# Apart from the passing of time, the displayed value changes by at most this share of itself per `SETTLES_S` seconds.
 STEADY = 0.2
 SETTLES_S = 10.0
-SAME_WORK = 0.01  # a change of the work by less than this share is one of what was seen of it
-_LATEST = 32  # members by whose ends the seconds beyond their steps are judged
+SAME_WORK = 0.01  # a smaller relative change of the work is due to observation
+_LATEST = 32  # number of latest ends used to estimate time beyond steps
 
 
 @dataclass
 class _Member:
-    """One member as it was seen: where it began, where its pace is measured from, and its latest advance."""
+    """One member as observed: its start, the point from which its pace is measured, and its latest advance."""
 
     recipe: str
     steps: int
@@ -33,7 +33,7 @@ class _Member:
 
     @property
     def pace(self) -> float | None:
-        """Seconds a step since the first advance, or since the begin where there are few; None while not known."""
+        """Seconds per step since the first advance, or since the start with few advances; None while unknown."""
         if self.last is None or self.first is None:
             return None
         if self.advances < ADVANCES:
@@ -45,26 +45,27 @@ class _Member:
 class TimeLeft:
     """Estimate of the seconds until all members of a study have ended.
 
-    A running member goes on at its own pace. One that waits takes as long as others of its recipe would with its
-    budget, or as long as members take on average where none of its recipe has been seen: budgets are often matched, in
-    steps or in compute. It begins when a slot is free. What is told is held steady: it moves towards the estimate by
-    `STEADY` at most, so that one slow step does not turn hours into days, and at once where the work itself has
-    changed: members were added, or will not be run to their budgets.
+    A running member continues at its own pace. A waiting one takes as long as others of its recipe would with its
+    budget, or, if none of its recipe was observed, as long as members take on average: budgets are often matched, in
+        steps or in
+    compute. It starts when a slot is free. The displayed value is kept steady: it moves towards the estimate by at most
+    `STEADY`, so that one slow step does not turn hours into days. It jumps only if the work itself has changed: members
+    were added, or will not run to their budgets.
     """
 
     def __init__(self) -> None:
         self._members: dict[str, _Member] = {}
-        self._beyond: list[float] = []  # seconds that members took beside their steps: start, last evaluation
+        self._beyond: list[float] = []  # seconds that members took besides their steps: start, last evaluation
         self._slots: list[int] = []
-        self._told: tuple[float, float] | None = None  # when, and what
-        self._work = 0.0  # steps of all members, made and to be made
+        self._told: tuple[float, float] | None = None  # (time, value) of the last estimate
+        self._work = 0.0  # steps of all members, done and remaining
 
     def started(self, run: str, recipe: str, step: int, steps: int, now: float) -> None:
-        """Note that a member has begun to run, `step` of its budget of `steps` behind it."""
+        """Note that a member has started, with `step` of its `steps` done."""
         self._members[run] = _Member(recipe, steps, (now, step))
 
     def saw(self, run: str, step: int, now: float) -> None:
-        """Note the step that a running member has come to."""
+        """Note the step that a running member has reached."""
         member = self._members.get(run)
         if member is not None and step > (member.last or member.begin)[1]:
             member.last = now, step
@@ -86,9 +87,9 @@ class TimeLeft:
         """Return the seconds left; None while no pace is known.
 
         Args:
-            running: steps that each running member has to its budget.
-            waiting: recipe ("" where not known) and steps of each member that is still to be run.
-            now: seconds, by the clock of the other methods.
+            running: remaining steps of each running member.
+            waiting: recipe ("" if unknown) and steps of each member still to run.
+            now: seconds, by the same clock as in the other methods.
         """
         estimate = self._estimate(running, waiting)
         if estimate is None:
@@ -97,14 +98,14 @@ class TimeLeft:
         work = made + sum(running.values()) + sum(steps for _, steps in waiting)
         if self._told is not None and abs(work - self._work) <= SAME_WORK * self._work:
             elapsed = now - self._told[0]
-            told = max(0.0, self._told[1] - elapsed)
-            reach = max(told, SETTLES_S) * STEADY * elapsed / SETTLES_S
-            estimate = min(max(estimate, told - reach), told + reach)
+            expected = max(0.0, self._told[1] - elapsed)
+            reach = max(expected, SETTLES_S) * STEADY * elapsed / SETTLES_S
+            estimate = min(max(estimate, expected - reach), expected + reach)
         self._told, self._work = (now, estimate), work
         return estimate
 
     def _estimate(self, running: Mapping[str, int], waiting: Sequence[tuple[str, float]]) -> float | None:
-        """Return the time at which the last member ends if all go on as they do, by filling the slots in order."""
+        """Return the seconds until the last member ends if all continue as now, filling the slots in order."""
         paces: dict[str, list[float]] = defaultdict(list)
         lengths: dict[str, list[float]] = defaultdict(list)
         for member in self._members.values():
@@ -123,7 +124,7 @@ class TimeLeft:
             if pace is None:
                 pace = usual / max(1, steps if known is None else known.steps)
             ends.append(pace * steps)
-        # A slot between two members is no slot less.
+        # A slot that is briefly empty between two members still counts: use the largest recent number.
         self._slots = [*self._slots, len(running)][-5:]
         ends += [0.0] * (max(1, *self._slots) - len(ends))
         heapq.heapify(ends)

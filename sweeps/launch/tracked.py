@@ -23,7 +23,7 @@ RETRY_S = 60.0
 class TrackingObserver(Observer):
     """Observer that logs a study to MLflow: members are created before they start, and updated as they run.
 
-    A tracking server that is slow or away delays what is seen there, never the study.
+    A slow or unavailable tracking server delays what MLflow shows, but never the study.
 
     Args:
         study: study whose members are tracked.
@@ -36,17 +36,17 @@ class TrackingObserver(Observer):
         self._tracker = Tracker(uri, experiment=study.directory.resolve().name, axis=axis)
         self._shipper: Shipper | None = None
         self._statuses: dict[str, str] = {}
-        self._were_stopped: set[str] = set()  # and may have gone on since
+        self._were_stopped: set[str] = set()  # and may have resumed since
         self._next_try = 0.0
-        self._unmade: list[RunSpec] = []  # members that are not in the store yet
+        self._unmade: list[RunSpec] = []  # members not yet created in the store
 
     def open(self) -> None:
         """Create schema, experiment, parent and members before any member starts, then start shipping metrics.
 
-        A study that is tracked already goes on although the store is away, and is tracked again once it answers.
+        A study that was tracked before continues even if the store is unavailable; tracking resumes when it answers.
 
         Raises:
-            UserError: the store cannot be reached, and the study has never been in it.
+            UserError: the store cannot be reached, and the study was never tracked in it.
         """
         try:
             self._open()
@@ -62,7 +62,7 @@ class TrackingObserver(Observer):
         name = study.directory.resolve().name
         sweep = self._tracker.open_sweep(study.directory, self._members(study.specs), name=name)
         self._shipper = Shipper(self._tracker, sweep)
-        # What was set while the store was away.
+        # Statuses set while the store was unavailable.
         for run, status in self._statuses.items():
             self._shipper.set_status(run or sweep.key, status)
         self._shipper.start()
@@ -71,19 +71,19 @@ class TrackingObserver(Observer):
         return [Member(spec.run, spec.recipe, spec.seed, self._study.run_dir(spec), spec.baseline) for spec in specs]
 
     def _set(self, run: str, status: str, tags: Mapping[str, str | None] | None = None) -> None:
-        """Set the status of a member, or of the sweep for ""; it is kept while the store is away."""
+        """Set the status of a member, or of the sweep for ""; it is kept while the store is unavailable."""
         self._statuses[run] = status
         if self._shipper is not None and (not run or run in self._shipper.sweep.members):
             self._shipper.set_status(run or self._shipper.sweep.key, status, tags)
 
     def added(self, specs: Sequence[RunSpec]) -> None:
         """Create the added members in MLflow before they start, like the first ones."""
-        if self._shipper is not None:  # else made with all others, once the store answers
+        if self._shipper is not None:  # else created with all others, once the store answers
             self._unmade += specs
             self._make(self._shipper)
 
     def _make(self, shipper: Shipper) -> None:
-        """Create the members that are not in the store yet; try again after `RETRY_S` if it is away."""
+        """Create the members that are not in the store yet; if it is unavailable, retry after `RETRY_S`."""
         try:
             self._tracker.add_members(shipper.sweep, self._members(self._unmade))
         except UserError as error:
@@ -119,7 +119,7 @@ class TrackingObserver(Observer):
         self._set(spec.run, STATUS[state], tags if spec.run in self._were_stopped else None)
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
-        """Retry a store that was away, every `RETRY_S` seconds; the shipper sends metrics independently of this."""
+        """Retry an unavailable store every `RETRY_S` seconds; the shipper sends metrics independently of this."""
         if self._shipper is None and time.monotonic() >= self._next_try:
             self._next_try = time.monotonic() + RETRY_S
             with suppress(UserError):

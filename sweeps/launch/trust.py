@@ -1,6 +1,6 @@
-"""Trust check before a study is continued: the code and commands that it would run.
+"""Trust check, before a study is continued, of the code and commands that it would run.
 
-`launch.json` is checked here, members by a process that may import training.
+`launch.json` is checked here; members are checked in a separate process, because that may import training code.
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 from sweeps.launch.study import Study
 from sweeps.run.trust import belongs_to_user, refusal
 
-# What `conf/hydra/launcher` says; by the module's name, earlier versions.
+# Entries that `conf/hydra/launcher` names; in earlier versions by module name.
 _ENTRIES = (
     *("lightning_scalerl:run_member", "lightning_scalerl.member.run:run_member"),
-    # Of members that are commands: what it starts is checked member by member, as are the choices of our own.
+    # Members that are commands: what they start is checked member by member, as for our own runs.
     "sweeps.command.runner:run_member",
 )
 _PRELOADED = ("lightning_scalerl.", "sweeps.command.", "transformers.models.")
-# Fields of `launch.json` that are commands of a job, or options that can be one.
+# Fields of `launch.json` that are commands of a job, or options that can contain one.
 _COMMANDS = ("setup", "teardown", "python", "srun_args", "additional_parameters")
 _CHECKS_RUNS = "lightning_scalerl.member.trust:check_runs"
 
 
 def check_study(study: Study, plan: LaunchSettings) -> None:
-    """Check that a study names only code of ours and of the user's; nothing of it is imported by this process.
+    """Check that a study names only our own code and the user's; this process imports none of it.
 
     Raises:
-        UserError: it names something else; one line with the file, the field, its value and the remedy.
+        UserError: it names something else; the message is one line with the file, the field, its value and the remedy.
     """
     check_launch(study, plan)
-    # A process that ends: checking a member imports torch, and perhaps code of the user's.
+    # In a separate process: checking a member imports torch, and perhaps the user's code.
     plan_apart(_CHECKS_RUNS, [[str(study.run_dir(spec)), spec.run] for spec in study.specs], [])
 
 
 def check_launch(study: Study, plan: LaunchSettings) -> None:
-    """Check the code and commands that `launch.json` names: entry, preloaded modules, commands of jobs.
+    """Check the code and commands named in `launch.json`: entry, preloaded modules, commands of jobs.
 
     Raises:
-        UserError: as `check_study`.
+        UserError: as for `check_study`.
     """
     file = study.directory / LAUNCH_FILE
     if plan.entry not in _ENTRIES:
