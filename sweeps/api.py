@@ -207,11 +207,11 @@ def load(*sources: Any, **options: Any) -> Study:
 
     Args:
         sources: paths, `mlflow:URI#experiment`, or DataFrames with the columns of a table.
-            options: the command's options metric, x, y, by, seed_from, size, group, bounds, lower_is_better.
+        options: the command's options metric, x, y, by, seed_from, size, group, bounds, lower_is_better.
 
-        Raises:
-            UserError: any error that the command would print.
-            TypeError: an unknown option.
+    Raises:
+        UserError: any error that the command would print.
+        TypeError: an unknown option.
     """
     return _study(sources, _options("fit", options, READING))
 

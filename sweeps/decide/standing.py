@@ -185,9 +185,8 @@ def joint(fits: Sequence[Fit]) -> list[Drawn]:
     In each draw all recipes follow the same law, chosen by how well the laws predict the study's curves: if one law
     puts every ceiling higher than another law, that is not a difference between recipes. Identifiable recipes are
     shrunk towards each other, because the highest of many estimates is partly high by luck: their prior is a Student t
-        about the mean of
-    the others, as wide as the estimates scatter beyond their errors. Other recipes keep the full width of their
-    posterior.
+    about the mean of the others, as wide as the estimates scatter beyond their errors. Other recipes keep the full
+    width of their posterior.
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them.

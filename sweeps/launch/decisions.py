@@ -176,7 +176,7 @@ def _next(state: MemberState, ended: Ended, policy: Policy) -> Action:
     event = "stopped" if stopped or (ended.kind == "stopped" and not policy.decided) else "failed"
     if stopped and policy.decided:
         return Submit(run, event, failure)  # saved; the decider may resume it later
-    # It had ended, or was asked to stop, before this command, and the command wants it to run.
+    # The member ended, or was asked to stop, before this command began: the command runs it again.
     if policy.again and (ended.earlier or stopped):
         return Retry(run, event, failure, ended.reason)
     return GiveUp(run, event, failure, _told(event, ended.kind), ended.reason)
@@ -204,15 +204,15 @@ def wished_actions(
     """Decide about the members that a decider wants to run, wait or stop.
 
     Args:
-            states: states by the ledger.
-            wish: the decider's decision.
-            at_work: members whose processes or jobs have not ended.
-            asked: by running member, the reason for which it was already asked to stop.
-            waiting, held: members that do not run: those queued for submission, and those held back by an earlier wish.
+        states: states by the ledger.
+        wish: the decider's decision.
+        at_work: members whose processes or jobs have not ended.
+        asked: by running member, the reason for which it was already asked to stop.
+        waiting, held: members that do not run: those queued for submission, and those held back by an earlier wish.
 
-        Returns:
-            Actions to stop members, to give members up, to submit members in the decider's order, and to hold members
-            back. Each member in `waiting` or `held` gets one of the last three.
+    Returns:
+        Actions to stop members, to give members up, to submit members in the decider's order, and to hold members
+        back. Each member in `waiting` or `held` gets one of the last three.
     """
     unwanted = {**wish.later, **wish.over}
     stop = [Stop(run, reason=unwanted[run]) for run in at_work if run in unwanted and asked.get(run) != unwanted[run]]

@@ -47,10 +47,9 @@ class TimeLeft:
 
     A running member continues at its own pace. A waiting one takes as long as others of its recipe would with its
     budget, or, if none of its recipe was observed, as long as members take on average: budgets are often matched, in
-        steps or in
-    compute. It starts when a slot is free. The displayed value is kept steady: it moves towards the estimate by at most
-    `STEADY`, so that one slow step does not turn hours into days. It jumps only if the work itself has changed: members
-    were added, or will not run to their budgets.
+    steps or in compute. It starts when a slot is free. The displayed value is kept steady: it moves towards the
+    estimate by at most `STEADY`, so that one slow step does not turn hours into days. It jumps only if the work itself
+    has changed: members were added, or will not run to their budgets.
     """
 
     def __init__(self) -> None:

@@ -43,8 +43,7 @@ class JournalTail:
         """Keep no records up to these steps, by kind, now or later, to save memory once they have been used.
 
         Lines that are forgotten before they are read are not parsed: only wrong checksums, and the damage that writers
-            leave,
-        are noticed in them.
+        leave, are noticed in them.
         """
         self._reading.forget(steps)
 

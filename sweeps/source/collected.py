@@ -118,8 +118,7 @@ class CurvePoints:
     """Points of one curve while its sources are read, one list per column.
 
     recipe: the curve's label. name: the part of it that comes from the source. own_seeds: whether the source names some
-        of
-    its seeds. bounds: lowest and highest possible value of the metric, where the source knows them.
+    of its seeds. bounds: lowest and highest possible value of the metric, where the source knows them.
     """
 
     recipe: str

@@ -93,7 +93,7 @@ def _load(path: Path, scalars: dict[str, list[tuple[float, float, float]]]) -> s
                 number = _scalar(value, tensor_util.make_ndarray)
                 if number is not None:
                     scalars.setdefault(value.tag, []).append((event.step, event.wall_time, number))
-    except Exception as error:  # protobuf's, struct's and tensorboard's own on damaged files
+    except Exception as error:  # protobuf, struct and tensorboard raise various errors for damaged files
         raise UserError(f"{path}: not a readable event file ({short(str(error))}); give another file") from error
     if not loaded:
         raise UserError(f"{path}: not an event file; give the file that TensorBoard's writer made")

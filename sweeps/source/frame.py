@@ -219,8 +219,7 @@ def _delimiter(lines: Sequence[str]) -> str:
     """Return the delimiter that splits the header into most names: comma, semicolon or tab, else a bar, else blanks.
 
     Names that contain a quote do not count: a wrong delimiter splits quoted names. Blanks count only if they split the
-        line
-    below into as many cells, because names may contain blanks.
+    line below into as many cells, because names may contain blanks.
     """
 
     def names(delimiter: str) -> int:

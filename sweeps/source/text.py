@@ -70,7 +70,7 @@ class File:
         self.kept: dict[str, Any] = {}  # what readers parsed in `matches`, for `read`
         self.nuls = 0  # NUL bytes that were dropped from the text
         self.holed: frozenset[int] = frozenset()  # lines that held them, counted from 1
-        self.cut: set[int] = set()  # those of them that lost text
+        self.cut: set[int] = set()  # lines of these from which text was lost
 
     @property
     def suffix(self) -> str:
