@@ -233,11 +233,11 @@ def rank(*sources: Any, **options: Any) -> Decision:
         sources: as for `load`, or one `Study` or `Fits`.
         options: the command's options budget, baseline, margin, and any option of `fit`.
     """
-    own = ("budget", "baseline", "margin")
-    asked = _options("rank", options, (*READING, *FITTING, *own))
-    asked.json = True
-    fits = _fits(sources, asked, options, own)
-    ranking = deciding.ranked(asked, fits.fits, _workers())
+    own_options = ("budget", "baseline", "margin")
+    arguments = _options("rank", options, (*READING, *FITTING, *own_options))
+    arguments.json = True
+    fits = _fits(sources, arguments, options, own_options)
+    ranking = deciding.ranked(arguments, fits.fits, _workers())
     return Decision(ranking, fits, "ranking", {**ranking.to_json(), "by_axis": None}, [ranking.sentence])
 
 
@@ -248,11 +248,13 @@ def plan(*sources: Any, **options: Any) -> Decision:
         sources: as for `load`, or one `Study` or `Fits`.
         options: the command's options target or budget, margin, sizes, rollouts, difficulty, and any option of `fit`.
     """
-    own = ("target", "budget", "margin", "sizes", "rollouts", "difficulty")
-    asked = _options("plan", options, (*READING, *FITTING, *own))
-    asked.group = [name for name in (asked.rollouts, asked.difficulty, *asked.group) if name is not None]
-    fits = _fits(sources, asked, options, own)
-    record, commands = deciding.planned(asked, fits.study.study, fits.fits)
+    own_options = ("target", "budget", "margin", "sizes", "rollouts", "difficulty")
+    arguments = _options("plan", options, (*READING, *FITTING, *own_options))
+    arguments.group = [
+        name for name in (arguments.rollouts, arguments.difficulty, *arguments.group) if name is not None
+    ]
+    fits = _fits(sources, arguments, options, own_options)
+    record, commands = deciding.planned(arguments, fits.study.study, fits.fits)
     sentences = [settlement.sentence for settlement in record.settlements]
     return Decision(record, fits, "recipes", deciding.plan_json(record, commands), sentences)
 
@@ -265,10 +267,10 @@ def compare(*sources: Any, recipes: Sequence[str] = (), **options: Any) -> Decis
         recipes: two to compare, or one that all others are compared with; by default the baseline.
         options: the command's options budget, margin, and any option of `fit`.
     """
-    own = ("budget", "margin")
-    asked = _options("compare", options, (*READING, *FITTING, *own))
-    fits = _fits(sources, asked, options, own)
-    record = deciding.compared(asked, fits.study.study, fits.fits, recipes)
+    own_options = ("budget", "margin")
+    arguments = _options("compare", options, (*READING, *FITTING, *own_options))
+    fits = _fits(sources, arguments, options, own_options)
+    record = deciding.compared(arguments, fits.study.study, fits.fits, recipes)
     sentences = [row.sentence for row in record.rows]
     return Decision(record, fits, "comparisons", record.to_json(), [*sentences, *record.notes])
 
@@ -283,8 +285,8 @@ def effects(*sources: Any, interactions: Sequence[tuple[str, str]] = (), **optio
     """
     from sweeps.decide.effects import effects as computed
 
-    asked = _options("effects", options, (*READING, *FITTING))
-    fits = _fits(sources, asked, options)
+    arguments = _options("effects", options, (*READING, *FITTING))
+    fits = _fits(sources, arguments, options)
     record = computed(fits.fits, interactions)
     return Decision(record, fits, "effects", record.to_json(), record.notes)
 
@@ -346,8 +348,8 @@ def _workers() -> int:
 def _axes(ax: Axes | None) -> Axes:
     from matplotlib import pyplot
 
-    made: Axes = pyplot.subplots(layout="constrained")[1] if ax is None else ax
-    return made
+    axes: Axes = pyplot.subplots(layout="constrained")[1] if ax is None else ax
+    return axes
 
 
 def _drawn(ax: Axes | None, study: LoadedStudy, fits: Sequence[Fit]) -> Axes:

@@ -106,8 +106,8 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 def redact_override(word: str) -> str:
     """Redact one override, such as `hydra.launcher.setup=[...]`; if its key is a secret name, mask the whole value."""
-    key, given, value = word.partition("=")
-    return f"{key}={MASK}" if given and value and is_secret_name(key.lstrip("+-~")) else redact(word)
+    key, separator, value = word.partition("=")
+    return f"{key}={MASK}" if separator and value and is_secret_name(key.lstrip("+-~")) else redact(word)
 
 
 def redact_config(value: Any, key: str = "") -> Any:

@@ -149,7 +149,7 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
         UserError: fewer than three cells can be read, no axis varies, or an interaction names an axis that does not.
     """
     known = [fit for fit in fits if readable(fit) and fit.window is not None]
-    left = tuple(fit.recipe for fit in fits if fit not in known)
+    left_out = tuple(fit.recipe for fit in fits if fit not in known)
     if len(known) < 3:
         raise UserError(f"effects: {len(known)} recipes can be read; a grid takes three or more")
     cells = table_of([fit.recipe for fit in known], [fit.curve.factors for fit in known])
@@ -173,12 +173,12 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
             f"one change at a time: each recipe differs from {known[centre].recipe} in one axis, so no effect can be "
             "averaged over the others: use scalerl compare"
         )
-        return Effects(effects=(), next=further, own=on_a.own, cells=len(known), left=left, notes=(note,))
+        return Effects(effects=(), next=further, own=on_a.own, cells=len(known), left=left_out, notes=(note,))
     spent = [_half_way(fit) for fit in known]
-    timed = [n for n, each in enumerate(spent) if each is not None]
+    timed = [n for n, draws in enumerate(spent) if draws is not None]
     on_compute = None
     if len(timed) >= 3:
-        logs = np.stack([np.log(each) for each in spent if each is not None])
+        logs = np.stack([np.log(draws) for draws in spent if draws is not None])
         on_compute = _solve(design.of_cells(timed), logs.mean(1), np.diag(logs.var(1)), _LOG)
     rows = [
         Effect(
@@ -199,7 +199,7 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
         next=further,
         own=on_a.own,
         cells=len(known),
-        left=left,
+        left=left_out,
         notes=tuple(_notes(design, axes)),
     )
 

@@ -161,7 +161,7 @@ def compare(
     for n, ((one, two), draws) in enumerate(zip(pairs, drawn, strict=True)):
         seeds = min(by_name[one].informing, by_name[two].informing)
         needed = seeds_needed(draws.reward, seeds, margin)
-        told = _told(rewards[n], margin)
+        verdict = _told(rewards[n], margin)
         sentence = _sentence(
             one=one,
             two=two,
@@ -169,7 +169,7 @@ def compare(
             reward=rewards[n],
             ratio=ratio[n],
             p_neither=0.0 if draws.ratio is None else draws.ratio.p_neither,
-            told=told,
+            told=verdict,
             needed=needed,
             seeds=seeds,
             margin=margin,
@@ -188,7 +188,7 @@ def compare(
                 seeds=seeds,
                 paired=draws.paired,
                 seeds_needed=needed,
-                told=told,
+                told=verdict,
                 sentence=sentence,
                 p_neither=None if draws.ratio is None else draws.ratio.p_neither,
             )

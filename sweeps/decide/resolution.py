@@ -115,10 +115,10 @@ def _sentence(
     source: str,
     noise: float | None,
 ) -> str:
-    now = f"{counted(ran, 'seed')} a recipe"
+    seeds_now = f"{counted(ran, 'seed')} a recipe"
     if ran > seeds:
-        now += f", of which in one recipe {seeds} went far enough to tell of the asymptote,"
-    text = f"with {now} this study tells differences of {smallest:.3f} in reward at compute {compute:.4g}"
+        seeds_now += f", of which in one recipe {seeds} went far enough to tell of the asymptote,"
+    text = f"with {seeds_now} this study tells differences of {smallest:.3f} in reward at compute {compute:.4g}"
     more = "more seeds than anybody runs" if needed is None else f"{needed} seeds a recipe"
     text += f" (at 5%, with 80% power; spread between seeds {source})"
     if needed is None or needed > seeds:

@@ -344,9 +344,9 @@ def best_size(
     return tuple(choices)
 
 
-def _p_best(own: Array, seen: Sequence[Array]) -> float:
+def _p_best(values: Array, seen: Sequence[Array]) -> float:
     """Return the share of draws in which a size is at least as good as the best of the sizes that were run."""
-    return float((own >= np.max(seen, axis=0)).mean())
+    return float((values >= np.max(seen, axis=0)).mean())
 
 
 def _reach(

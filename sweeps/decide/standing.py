@@ -330,8 +330,12 @@ def stand(fits: Sequence[Fit], margin: float | None = None, budget: float | None
     efficient = {} if shared_a is None else efficiencies(tied, shared_a, spreads_of(tied, pairing))
 
     def order(fit: Fit) -> tuple[bool, float, str]:
-        own = efficient.get(fit.recipe)
-        return fit not in tied, -names[fit.recipe] if own is None else float(np.median(own.to_most)), fit.recipe
+        efficiency = efficient.get(fit.recipe)
+        return (
+            fit not in tied,
+            -names[fit.recipe] if efficiency is None else float(np.median(efficiency.to_most)),
+            fit.recipe,
+        )
 
     ordered = sorted(ranked, key=order)
     rivals = tuple(fit.recipe for fit in fits if not fit.identifiable and p_best[fit.recipe] > COULD_WIN)

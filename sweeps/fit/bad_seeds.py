@@ -72,10 +72,10 @@ def _worst(curve: Curve) -> BadSeed | None:
 
 def _off(curve: Curve, label: str) -> tuple[BadSeed, float] | None:
     """Return a seed's gap to the median of the others and its limit; None with fewer than 3 comparable evaluations."""
-    own = curve.seed == label
+    of_seed = curve.seed == label
     others = [str(other) for other in np.unique(curve.seed) if other != label]
-    end = min(float(curve.compute[own].max()), max(float(curve.compute[curve.seed == s].max()) for s in others))
-    later = own & (curve.compute >= 0.5 * end) & (curve.compute <= end)
+    end = min(float(curve.compute[of_seed].max()), max(float(curve.compute[curve.seed == s].max()) for s in others))
+    later = of_seed & (curve.compute >= 0.5 * end) & (curve.compute <= end)
     if int(later.sum()) < 3:
         return None
     at, reward = curve.compute[later], curve.reward[later]

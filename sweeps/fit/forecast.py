@@ -245,5 +245,5 @@ def lookout(
     # Rounded, so that changing the unit of compute or reward does not change a bit of the result.
     x, z = np.round(fewer.compute[order] / end, 12), np.round((fewer.reward[order] - bottom) / width, 12)
     seen = Seen(x, z, fewer.seed[order], variance, scale is not None)
-    each = len(points.reward) / len(fewer.reward)
-    return Lookout(recipe, seen, end, bottom, width, options or FitOptions(), each, schedule)
+    per_point = len(points.reward) / len(fewer.reward)
+    return Lookout(recipe, seen, end, bottom, width, options or FitOptions(), per_point, schedule)

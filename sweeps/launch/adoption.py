@@ -112,13 +112,13 @@ def adopt(
     with held(directory):
         metric = None if evaluation_set is None else f"eval/{evaluation_set}/pass_rate"
         folder = _Folder(directory, axis, metric, short(where))
-        done = Adoption(str(directory), folder.axis, folder.metric, notes=notes)
+        result = Adoption(str(directory), folder.axis, folder.metric, notes=notes)
         for run in runs:
             try:
-                done.runs.append(_take(folder, run, columns, running))
+                result.runs.append(_take(folder, run, columns, running))
             except UserError as error:
-                done.runs.append(_skipped(run, str(error)))
-    return done
+                result.runs.append(_skipped(run, str(error)))
+    return result
 
 
 def label_of(values: Mapping[str, str]) -> str:
@@ -163,14 +163,16 @@ def _take(folder: _Folder, run: ForeignRun, by: Mapping[str, str], running: bool
     if not points.steps:
         return _skipped(run, "no point")
     key = run.key or f"{_resolved(run.where)}#{run.name}"
-    values, given = _values(run, by)
-    if (twin := folder.alike(points, key)) is not None and (found := _as(folder, twin, values, given, run)) is not None:
-        return found
+    values, seed_named = _values(run, by)
+    if (twin := folder.alike(points, key)) is not None and (
+        taken := _as(folder, twin, values, seed_named, run)
+    ) is not None:
+        return taken
     kin = folder.kin(values)
     curve = kin.curve if kin is not None else digest({"adopted": values})
     source = {"source": redact(run.where), "run": run.name, "key": key, "by_step": points.by_step}
-    earlier = folder.known(key, values, given, twin)
-    seed = earlier.seed if earlier is not None else given if given is not None else folder.free_seed(curve)
+    earlier = folder.known(key, values, seed_named, twin)
+    seed = earlier.seed if earlier is not None else seed_named if seed_named is not None else folder.free_seed(curve)
     identity = {"adopted": {"key": key, "values": values}, "seed": seed}
     spec = earlier or RunSpec(
         run=digest(identity),
@@ -187,7 +189,7 @@ def _take(folder: _Folder, run: ForeignRun, by: Mapping[str, str], running: bool
     if earlier is None:
         check_labels(folder.directory / RUNS_DIR, [spec], folder.states)
     return _write(
-        folder, spec, run, points, told=None if given is not None else f"no seed was named: it counts as {seed}"
+        folder, spec, run, points, remark=None if seed_named is not None else f"no seed was named: it counts as {seed}"
     )
 
 
@@ -241,7 +243,7 @@ def _as(folder: _Folder, twin: str, values: Mapping[str, str], seed: int | None,
     )
 
 
-def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, told: str | None) -> Taken:
+def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, remark: str | None) -> Taken:
     """Write journal, specification and ledger entry of a member, in this order, if they are missing or outdated.
 
     Raises:
@@ -257,7 +259,7 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, told
     status = {FAILED: "failed", RUNNING: "running"}.get(run.state, "finished")
     recorded = spec.run in folder.states
     if alike == len(new) < len(old):  # shorter than before, such as an earlier checkpoint: keep the known points
-        what, count, told = "unchanged", len(old), "has come less far than it was adopted with"
+        what, count, remark = "unchanged", len(old), "has come less far than it was adopted with"
     # The specification is written after the journal: an outdated one means that a process was killed in between.
     elif alike == len(new) and view is not None and view.status == status and spec.steps == points.steps[-1]:
         what, count = "unchanged" if recorded else "adopted", len(new)
@@ -282,9 +284,9 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, told
             journal.close()
         _record(folder, spec, status, about, count)
         if alike < len(old):
-            told = f"{len(old) - alike} points were logged anew; those are used"
+            remark = f"{len(old) - alike} points were logged anew; those are used"
     if status != "finished":
-        told = "failed where it ran" if status == "failed" else "still running: adopt it again to take the rest"
+        remark = "failed where it ran" if status == "failed" else "still running: adopt it again to take the rest"
     folder.note(spec)
     return Taken(
         run=spec.run,
@@ -294,20 +296,20 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, told
         points=count,
         source=run.where,
         name=run.name,
-        reason=told,
+        reason=remark,
     )
 
 
-def _check_columns(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _check_columns(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Check that a run is read from the same columns as when it was adopted.
 
     Raises:
         UserError: it is read from another column.
     """
     for name, option in (("axis", "--x"), ("metric", "--metric or --y")):
-        if before and before.get(name) != now[name]:
+        if earlier and earlier.get(name) != now[name]:
             raise UserError(
-                f"was adopted by {before.get(name)!r}, and is now read by {now[name]!r}: keep to it with {option}"
+                f"was adopted by {earlier.get(name)!r}, and is now read by {now[name]!r}: keep to it with {option}"
             )
 
 
@@ -400,11 +402,11 @@ class _Folder:
     def alike(self, points: Points, key: str) -> str | None:
         """Return the member with the same points, up to the shorter length; None without one."""
         for run, member in self.members.items():
-            theirs, common = member.points, min(len(points.steps), len(member.points.steps))
+            member_points, common = member.points, min(len(points.steps), len(member.points.steps))
             if (
                 common < _ALIKE
-                or points.reward[:common] != theirs.reward[:common]
-                or points.compute[:common] != theirs.compute[:common]
+                or points.reward[:common] != member_points.reward[:common]
+                or points.compute[:common] != member_points.compute[:common]
                 or len(set(points.reward[:common])) < _REWARDS
             ):
                 continue
@@ -415,8 +417,8 @@ class _Folder:
 
     def kin(self, values: Mapping[str, str]) -> RunSpec | None:
         """Return a member with the same values and any seed, whose label and curve a new one takes; None without it."""
-        matches = [(self.specs[run], theirs) for run, theirs in self.values.items() if agree(values, theirs)]
-        exact = [spec for spec, theirs in matches if len(theirs) == len(values)] or [spec for spec, _ in matches]
+        matches = [(self.specs[run], known) for run, known in self.values.items() if agree(values, known)]
+        exact = [spec for spec, known in matches if len(known) == len(values)] or [spec for spec, _ in matches]
         return exact[0] if len({spec.curve for spec in exact}) == 1 else None
 
     def known(self, key: str, values: Mapping[str, str], seed: int | None, twin: str | None) -> RunSpec | None:

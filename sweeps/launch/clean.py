@@ -173,47 +173,47 @@ def _members(study: Path, states: Mapping[str, MemberState]) -> list[Member]:
     return members
 
 
-def _of_member(member: Member, keep: int, told: Inventory) -> None:
+def _of_member(member: Member, keep: int, result: Inventory) -> None:
     """Add a member's removable files to the inventory: leftovers of any member, all kinds for a finished one."""
-    checkpoints, logs = _files(member.run_dir / _CHECKPOINTS_DIR, told), _files(member.run_dir, told)
-    _take(told, "leftovers", checkpoints, _SET_ASIDE)
-    _take(told, "leftovers", logs, _UNFINISHED)
+    checkpoints, logs = _files(member.run_dir / _CHECKPOINTS_DIR, result), _files(member.run_dir, result)
+    _take(result, "leftovers", checkpoints, _SET_ASIDE)
+    _take(result, "leftovers", logs, _UNFINISHED)
     if not member.done:
         return
     # Steps are zero-padded in names (`step-00000120.ckpt`), so names sort like steps.
     newest = sorted((path for path in checkpoints if _CHECKPOINT.fullmatch(path.name)), reverse=True)
-    _take(told, "checkpoints", {path: checkpoints[path] for path in newest[keep:]}, _CHECKPOINT)
-    _take(told, "logs", logs, _LOG)
-    _take(told, "rollouts", logs, re.compile(re.escape(ROLLOUTS_FILE)))
-    _take(told, "attempts", _files(member.run_dir / ATTEMPTS_DIR, told), re.compile(".*"))
+    _take(result, "checkpoints", {path: checkpoints[path] for path in newest[keep:]}, _CHECKPOINT)
+    _take(result, "logs", logs, _LOG)
+    _take(result, "rollouts", logs, re.compile(re.escape(ROLLOUTS_FILE)))
+    _take(result, "attempts", _files(member.run_dir / ATTEMPTS_DIR, result), re.compile(".*"))
 
 
-def _take(told: Inventory, kind: str, files: Mapping[Path, int], names: re.Pattern[str]) -> None:
-    told.found[kind] |= {path: size for path, size in files.items() if names.fullmatch(path.name)}
+def _take(result: Inventory, kind: str, files: Mapping[Path, int], names: re.Pattern[str]) -> None:
+    result.found[kind] |= {path: size for path, size in files.items() if names.fullmatch(path.name)}
 
 
-def _submissions(study: Path, states: Iterable[MemberState], undone: set[str], told: Inventory) -> None:
+def _submissions(study: Path, states: Iterable[MemberState], undone: set[str], result: Inventory) -> None:
     """Add files of submissions that no member needs; an unfinished member keeps its last one for the log."""
     needed = {state.submission for state in states if state.run in undone or state.state in ("submitting", "started")}
     needed |= {name for state in states for name in state.unanswered}
     jobs = study / JOBS_DIR
     if jobs.is_symlink():
-        told.linked.append(jobs)
+        result.linked.append(jobs)
     elif jobs.is_dir():
         for folder in sorted(jobs.iterdir()):
             if folder.is_symlink():
-                told.linked.append(folder)
+                result.linked.append(folder)
             elif folder.is_dir() and folder.name not in needed:
-                told.found["attempts"] |= _files(folder, told)
+                result.found["attempts"] |= _files(folder, result)
 
 
-def _files(folder: Path, told: Inventory) -> dict[Path, int]:
+def _files(folder: Path, result: Inventory) -> dict[Path, int]:
     """Return the regular files in a folder with their sizes; symbolic links are left out and never followed.
 
     A sharded checkpoint is a folder of files, and counts as one file.
     """
     if folder.is_symlink():
-        told.linked.append(folder)
+        result.linked.append(folder)
         return {}
     try:
         entries = list(os.scandir(folder))
@@ -224,7 +224,7 @@ def _files(folder: Path, told: Inventory) -> dict[Path, int]:
     parted = [
         Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False) and _IN_PARTS.match(entry.name)
     ]
-    return files | {path: sum(_files(path, told).values()) for path in parted}
+    return files | {path: sum(_files(path, result).values()) for path in parted}
 
 
 def _remove_empty(study: Path) -> None:

@@ -208,7 +208,7 @@ class Controller:
     def _read(self, outcome: Outcome) -> Ended:
         """Determine how an attempt ended, from the executor, its journal and log, and the history of its node."""
         run, run_dir, now = outcome.run, self.records.run_dir(outcome.run), self.records.study.ledger.now()
-        asked = self._asked.pop(run, None) is not None or outcome.earlier
+        was_asked = self._asked.pop(run, None) is not None or outcome.earlier
         if self.records.is_done(run) and (outcome.exit_code == 0 or self._executor.outlives):
             self._blacklist.note({"run": run, "event": "finished", "time": now, "node": outcome.node})
             return Ended(run, done=True, reason=self.records.why_final(run) or "", node=outcome.node)
@@ -218,7 +218,7 @@ class Controller:
         failure = {"run": run, "kind": kind, "reason": redact(reason), "node": node}
         self._blacklist.note({**failure, "event": "retried", "time": now})
         excused = self._blacklist.excused(run, now).get(kind, 0)
-        return Ended(run, False, kind, reason, node, asked, outcome.earlier, excused)
+        return Ended(run, False, kind, reason, node, was_asked, outcome.earlier, excused)
 
     def _nodes_at_work(self) -> set[str]:
         """Return the nodes on which members run, by the attempt records of their jobs."""

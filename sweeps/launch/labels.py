@@ -44,15 +44,15 @@ def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, 
 def _differing(spec: RunSpec, other: Path) -> str:
     """Describe the configuration values in which a spec differs from the run in another folder."""
     try:
-        theirs = leaves(science(RunSpec.read(other).config))
+        there = leaves(science(RunSpec.read(other).config))
     except UserError:
         return f"their configuration is another ({other})"
     ours = leaves(science(spec.config))
-    keys = [key for key in [*ours, *(key for key in theirs if key not in ours)] if _differ(ours, theirs, key)]
-    keys.sort(key=lambda key: key not in ours or key not in theirs)  # first the keys that both have
+    keys = [key for key in [*ours, *(key for key in there if key not in ours)] if _differ(ours, there, key)]
+    keys.sort(key=lambda key: key not in ours or key not in there)  # first the keys that both have
     if not keys:
         return f"the values are the same, but a file that they name (a model, data, code) is not ({other})"
-    differences = [f"{key} is {_shown(ours, key)}, there {_shown(theirs, key)}" for key in keys[:_SHOWN]]
+    differences = [f"{key} is {_shown(ours, key)}, there {_shown(there, key)}" for key in keys[:_SHOWN]]
     return "; ".join(differences) + (f"; and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else "")
 
 

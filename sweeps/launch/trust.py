@@ -45,7 +45,7 @@ def check_launch(study: Study, plan: LaunchSettings) -> None:
     for module in plan.preload:
         if not module.startswith(_PRELOADED):
             raise refusal(file, "preload", module, "a module of lightning_scalerl or of a model")
-    given = plan.slurm.given()
+    settings = plan.slurm.given()
     for key in _COMMANDS:
-        if given.get(key) and not belongs_to_user(file):
-            raise refusal(file, f"settings.{key}", given[key], "a setting of yours")
+        if settings.get(key) and not belongs_to_user(file):
+            raise refusal(file, f"settings.{key}", settings[key], "a setting of yours")

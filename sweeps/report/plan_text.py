@@ -128,13 +128,13 @@ def _size_sections(sizes: Sizes) -> Iterator[Section]:
     ]
     head = ["smaller", "larger", "power law", "sigmoid", "why"]
     yield "compute from which the larger size wins:", head, rows
-    held = sizes.held_out
-    if held.power_law is None or held.sigmoid is None:
+    errors = sizes.held_out
+    if errors.power_law is None or errors.sigmoid is None:
         yield "the last quarter held out: not enough to compare the two laws", [], []
     else:
         yield (
-            f"the last quarter held out: error {held.power_law:.4f} (power law), {held.sigmoid:.4f} (sigmoid) over "
-            f"{counted(held.runs, 'run')}; predicts better: {held.better.replace('_', ' ')}",
+            f"the last quarter held out: error {errors.power_law:.4f} (power law), {errors.sigmoid:.4f} (sigmoid) over "
+            f"{counted(errors.runs, 'run')}; predicts better: {errors.better.replace('_', ' ')}",
             [],
             [],
         )

@@ -171,10 +171,10 @@ def histories(fits: Sequence[Fit]) -> dict[str, list[Snapshot]]:
     result = {}
     for fit in fits:
         computes = np.unique(fit.curve.compute[fit.curve.compute > 0])
-        every = GROWTH
+        growth = GROWTH
         if len(computes) > MIN_COMPUTES:
-            every = max(every, float(computes[-1] / computes[MIN_COMPUTES - 1]) ** (1 / (_PREFIXES - 1)))
-        result[fit.recipe] = history(fit.curve, fit.options, every)
+            growth = max(growth, float(computes[-1] / computes[MIN_COMPUTES - 1]) ** (1 / (_PREFIXES - 1)))
+        result[fit.recipe] = history(fit.curve, fit.options, growth)
     return result
 
 

@@ -56,8 +56,8 @@ def sole_writer(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Lease |
         # Rank 0 may find the run done and exit before other ranks see its lease.
         while job and not _is(alive(run_dir), who) and not is_done(run_dir, spec.steps, spec.run):
             _stop_if_asked("while rank 0 waited for another process")
-            if asked := stop_asked(run_dir):  # rank 0 exited before taking the lease
-                raise RunInterruptedError(asked)
+            if reason := stop_asked(run_dir):  # rank 0 exited before taking the lease
+                raise RunInterruptedError(reason)
             time.sleep(0.5)
         yield None
         return

@@ -302,8 +302,8 @@ class Collected:
         parts: dict[str, list[str]] = {}
         for label, (_, seed, _) in taken.items():
             parts.setdefault(new_labels[label], []).append(f"{label} (seed {seed})")
-        said = "; ".join(f"{recipe} <- {', '.join(runs)}" for recipe, runs in sorted(parts.items()))
-        self.study.note(short(f"seeds from the runs' names: {said}", 2000), shown=True)
+        merged = "; ".join(f"{recipe} <- {', '.join(runs)}" for recipe, runs in sorted(parts.items()))
+        self.study.note(short(f"seeds from the runs' names: {merged}", 2000), shown=True)
 
 
 def _at_peak(points: CurvePoints) -> list[float] | None:

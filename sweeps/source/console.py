@@ -80,13 +80,13 @@ def read(file: File, into: Collected) -> None:
         records, more = renamed(records)
         notes += more
         names = list(dict.fromkeys(key for _, row in records for key in row))
-    spoken = vocabulary_of(names) or (TRL if "reward" in names else None)
+    framework = vocabulary_of(names) or (TRL if "reward" in names else None)
     add_logs(
         logs=[Log(file.run_name, names, len(rows), series_of_records(records))],
         reader=NAME,
         where=str(file.path),
         into=into,
-        vocabulary=spoken,
+        vocabulary=framework,
         named="the file's name",
         step="step",
         notes=notes,
@@ -165,7 +165,7 @@ def _steps(found: list[_Found]) -> tuple[list[float], str]:
     if the rows were buffered and printed after later bars, training rows are counted instead.
     """
     total = _training_total(found)
-    own: list[float | None] = []
+    own_steps: list[float | None] = []
     by_bar: list[float] = []
     by_row: list[float] = []
     counted, trained = 0.0, 0
@@ -178,7 +178,7 @@ def _steps(found: list[_Found]) -> tuple[list[float], str]:
         if not _is_evaluation(row):
             trained += 1
             at_training.append(counted)
-        own.append(_own_step(row))
+        own_steps.append(_own_step(row))
         by_bar.append(counted)
         by_row.append(float(trained))
     # Buffered output: several training rows follow the same count of the bar.
@@ -189,19 +189,19 @@ def _steps(found: list[_Found]) -> tuple[list[float], str]:
         others, how = by_row, "rows are numbered, for they were buffered and stand behind later progress bars"
     else:
         others, how = by_bar, "the progress bar's"
-    if None not in own:
+    if None not in own_steps:
         how = "in the rows"
-    return [other if step is None else step for step, other in zip(own, others, strict=True)], f"step <- {how}"
+    return [other if step is None else step for step, other in zip(own_steps, others, strict=True)], f"step <- {how}"
 
 
 def _training_total(found: list[_Found]) -> int | None:
-    before: Counter[int] = Counter()
+    rows_after: Counter[int] = Counter()
     last: tuple[int, int] | None = None
     for bar, row in found:
         last = bar or last
         if row is not None and last is not None and not _is_evaluation(row):
-            before[last[1]] += 1
-    return before.most_common(1)[0][0] if before else None
+            rows_after[last[1]] += 1
+    return rows_after.most_common(1)[0][0] if rows_after else None
 
 
 def _is_evaluation(row: dict[str, Any]) -> bool:

@@ -33,9 +33,9 @@ def passes_by(runs: Sequence[JournalView], axis: str, metric: str) -> Callable[[
     def at_compute(recipe: str, compute: float) -> dict[str, Passes]:
         newest = {}
         for (label, seed), entries in known.items():
-            before = [passes for spent, passes in entries if spent <= compute * (1 + 1e-9)]
-            if label == recipe and before:
-                newest[seed] = before[-1]
+            earlier = [passes for spent, passes in entries if spent <= compute * (1 + 1e-9)]
+            if label == recipe and earlier:
+                newest[seed] = earlier[-1]
         return newest
 
     return at_compute

@@ -159,9 +159,9 @@ def add_logs(
     if into.takes(logs):
         return
     names = list(dict.fromkeys(name for log in logs for name in log.names))
-    spoken = vocabulary or vocabulary_of(names)
-    rewards = [reward] if reward is not None else _rewards(names, spoken, where, into)
-    compute = compute or _compute(names, spoken, step, where, into)
+    framework = vocabulary or vocabulary_of(names)
+    rewards = [reward] if reward is not None else _rewards(names, framework, where, into)
+    compute = compute or _compute(names, framework, step, where, into)
     warnings = []
     if compute.is_order:
         warnings.append(f"{compute.name} numbers the values as they were logged, which is no compute")
@@ -226,8 +226,11 @@ def _compute(names: Sequence[str], vocabulary: Vocabulary | None, step: str, whe
         rule = "given by --x, running sum" if asked in per_step else "given by --x"
         return Column(asked, rule, summed=asked in per_step)
     candidates = {} if vocabulary is None else first_match(vocabulary.compute, names)
-    if vocabulary is SCALERL and (own := next((axis for axis in OUR_DEFAULT if axis in candidates), None)) is not None:
-        return Column(own, "our default: the virtual clock's, else device hours")
+    if (
+        vocabulary is SCALERL
+        and (default_axis := next((axis for axis in OUR_DEFAULT if axis in candidates), None)) is not None
+    ):
+        return Column(default_axis, "our default: the virtual clock's, else device hours")
     if len(candidates) > 1:
         raise UserError(
             f"{where}: {len(candidates)} compute axes could be meant ({listed(candidates)}); choose one with --x"

@@ -47,19 +47,19 @@ def tell_apart(runs: Sequence[tuple[JournalView, Mapping[str, str]]], study: Loa
         curve = str(view.header.get("curve", ""))
         if curve not in _UNKNOWN:
             curves.setdefault(_label(view, factors), {}).setdefault(curve, []).append(view)
-    apart = {label: _named(label[0], views) for label, views in curves.items() if len(views) > 1}
-    if not apart:
+    ambiguous = {label: _named(label[0], views) for label, views in curves.items() if len(views) > 1}
+    if not ambiguous:
         return
     for view, factors in runs:
         changed = {}
-        if (entry := apart.get(_label(view, factors))) is not None:
+        if (entry := ambiguous.get(_label(view, factors))) is not None:
             changed["recipe"] = entry.labels.get(str(view.header.get("curve", "")), str(view.header.get("recipe")))
         base = str(view.header.get("baseline"))
-        if (base_entry := apart.get((base, tuple(factors.items())))) is not None:
+        if (base_entry := ambiguous.get((base, tuple(factors.items())))) is not None:
             itself = base == view.header.get("recipe")
             changed["baseline"] = changed.get("recipe", base) if itself else _like(view, base_entry, base)
         view.header = {**view.header, **changed}
-    for (recipe, grouped), entry in apart.items():
+    for (recipe, grouped), entry in ambiguous.items():
         where = "".join(f" {name}={value}" for name, value in grouped)
         study.warnings.append(
             f"{len(entry.labels)} different configurations share the label {recipe!r}{where}; each is a curve of its "
@@ -95,9 +95,9 @@ def _named(recipe: str, curves: Mapping[str, Sequence[JournalView]]) -> _Apart:
 
 def _like(view: JournalView, base: _Apart, label: str) -> str:
     """Return the new label of the baseline curve that shares this run's values; the old label if none does."""
-    own = _values(view.path.parent)
+    run_values = _values(view.path.parent)
     for curve, values in base.values.items():
-        if own and all(own.get(key, _NO_KEY) == values.get(key, _NO_KEY) for key in base.keys):
+        if run_values and all(run_values.get(key, _NO_KEY) == values.get(key, _NO_KEY) for key in base.keys):
             return base.labels[curve]
     return label
 

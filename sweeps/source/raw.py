@@ -84,8 +84,8 @@ STEP_COLUMNS = frozenset([*STEP_NAMES, *(name for each in VOCABULARIES for name 
 
 def step_column(names: Sequence[str], step: str | None) -> str | None:
     """Return the step column among these: the named one, else a framework's, else a tracker's; None without one."""
-    spoken = vocabulary_of(names) if step is None else None
-    known = (*(spoken.step if spoken else ()), *STEP_NAMES) if step is None else (step,)
+    framework = vocabulary_of(names) if step is None else None
+    known = (*(framework.step if framework else ()), *STEP_NAMES) if step is None else (step,)
     return next((candidate for candidate in known if candidate in names), None)
 
 

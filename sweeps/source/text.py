@@ -193,13 +193,13 @@ def json_lines(file: File) -> tuple[list[Any], Sequence[int], str | None]:
     return values, numbers, None
 
 
-def parsed(given: str | bytes) -> Any:
+def parsed(raw: str | bytes) -> Any:
     """Parse a JSON text; unpaired surrogates, which cannot be encoded, become U+FFFD.
 
     Raises:
         ValueError: it is not JSON.
     """
-    text = given.decode() if isinstance(given, bytes) else given
+    text = raw.decode() if isinstance(raw, bytes) else raw
     return parse_json(_ESCAPES.sub(lambda match: "\\ufffd" if match[1] else match[0], text) if "\\u" in text else text)
 
 

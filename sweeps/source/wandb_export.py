@@ -50,8 +50,8 @@ def _is_chart(table: Table) -> bool:
 
 def _step(table: Table) -> str | None:
     """Return the step column that joins the rows of a history: the framework's, else the tracker's, else None."""
-    spoken = vocabulary_of(table.names)
-    preferred = (*(spoken.step if spoken else ()), *STEP_NAMES)
+    framework = vocabulary_of(table.names)
+    preferred = (*(framework.step if framework else ()), *STEP_NAMES)
     return next((name for name in preferred if name in table.names), None)
 
 
@@ -81,14 +81,14 @@ def read(file: File, into: Collected) -> None:
         notes.append(f"rows without {step}: {stepless}")
     if table.torn:
         notes.append("a torn last line was left out")
-    spoken = vocabulary_of(table.names)
-    reader = HISTORY if "_step" in table.names else f"{spoken.project if spoken else 'a'} log"
+    framework = vocabulary_of(table.names)
+    reader = HISTORY if "_step" in table.names else f"{framework.project if framework else 'a'} log"
     add_logs(
         logs=logs,
         reader=reader,
         where=str(file.path),
         into=into,
-        vocabulary=spoken,
+        vocabulary=framework,
         named=run_column or "the file's name",
         step=step,
         notes=notes,
