@@ -1,7 +1,8 @@
-"""Builds the documentation site: `python -m docs.site build`, `serve` to look at it, `figures` and `screenshots`.
+"""Builds the documentation site: `python -m docs.site build`, `serve`, `figures` or `screenshots`.
 
-Needs the extra `docs`; `figures`, those of the concepts, only matplotlib, `screenshots` Chromium, and for the site's
-own what `build` has built. `build` is strict: a link or anchor that leads nowhere is an error.
+`build` and `serve` need the extra `docs`. `figures` draws the figures of the concepts and needs matplotlib.
+`screenshots` needs Chromium, and a built site for the picture of the site. `build` is strict: a broken link or anchor
+is an error.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def build(target: Path = TARGET) -> int:
 
 
 def serve(port: int, target: Path = TARGET) -> int:
-    """Serve the site that was built, on this machine alone."""
+    """Serve the built site at 127.0.0.1."""
     handler = partial(SimpleHTTPRequestHandler, directory=str(target / "site"))
     with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
         print(
@@ -49,7 +50,7 @@ def serve(port: int, target: Path = TARGET) -> int:
 
 
 def main() -> int:
-    """Do what the command line says."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m docs.site", description=__doc__)
     parser.add_argument("what", choices=("build", "serve", "figures", "screenshots"))
     parser.add_argument("--port", type=int, default=8000, help="of serve; 0 for any that is free")

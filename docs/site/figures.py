@@ -69,7 +69,7 @@ def _compute_axis(axes: Any) -> None:
 
 
 def asymptote(pyplot: Any) -> Any:
-    """Draw one curve with R0, A, C_mid, and what another B does to it."""
+    """Draw one curve with R0, A and C_mid, and the same curve with another B."""
     figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
     compute = np.geomspace(1, 1e5, 400)
     axes.plot(compute, curve(compute, 0.15, 0.75, 1.2, 300), color=BLUE, lw=2.2, label="recipe 1: A = 0.75, B = 1.2")
@@ -142,7 +142,7 @@ def staleness(pyplot: Any) -> Any:
     return figure
 
 
-# The data path with the axes that act at each station, as in lightning_scalerl/choices.py.
+# The data path with the axes that act at each stage, as in lightning_scalerl/choices.py.
 PATH = [
     ("prompts", ("resampling", "curriculum", "allocation")),
     ("generator", ("async_mode", "precision", "length_control")),
@@ -154,7 +154,7 @@ PATH = [
 
 
 def recipe(pyplot: Any) -> Any:
-    """Draw the data path, and below each station the axes whose choices act there."""
+    """Draw the data path, and below each stage the axes whose choices act there."""
     figure, axes = pyplot.subplots(figsize=(9, 2.4), layout="constrained")
     for number, (station, names) in enumerate(PATH):
         axes.text(number, 1, station, ha="center", va="center", fontsize=11, weight="bold",

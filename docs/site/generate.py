@@ -66,7 +66,7 @@ def _cell(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    """Return a text as code within a table, "" as it is."""
+    """Return a text as code within a table; "" is unchanged."""
     return f"`{text}`" if text else ""
 
 
@@ -137,7 +137,7 @@ def _example(epilog: str) -> str:
 
 
 def _argument(parser: argparse.ArgumentParser, action: argparse.Action) -> tuple[str, str, str] | None:
-    """Return flags, default and help of an argument; None for --help and what is hidden."""
+    """Return flags, default and help of an argument; None for --help and hidden arguments."""
     if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction):
         return None
     formatter = parser._get_formatter()
@@ -154,7 +154,7 @@ def _argument(parser: argparse.ArgumentParser, action: argparse.Action) -> tuple
 
 
 def setting_groups() -> list[str]:
-    """Return the groups whose files set keys of their own: all but the rows over them, and files to be copied."""
+    """Return the groups whose files set keys of their own: all but groups of rows and files to be copied."""
     return [group for group in groups() if group not in (*ROWS, OTHERS)]
 
 
@@ -238,7 +238,7 @@ def _arguments(choice: Choice) -> dict[str, str]:
 
 
 def plumbing(key: Key) -> bool:
-    """Return whether a key tells Hydra how to make an object, and is no setting."""
+    """Return whether a key is an instruction to Hydra (how to make an object), not a setting."""
     return re.search(r"(^|\.)_\w+_$", key.name) is not None
 
 
@@ -291,7 +291,7 @@ def _changes(choice: Choice) -> str:
 
 
 def _variant_source(choice: Choice) -> str:
-    """Return what the variant's file says, else the sources of the choice that it takes."""
+    """Return the comment of the variant's file, or else the sources of its choice."""
     said = [choice.about, *(comment for _, _, comment in choice.overrides), *(key.comment for key in choice.keys)]
     if text := "; ".join(each for each in said if each):
         return _plain(text)

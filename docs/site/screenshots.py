@@ -51,7 +51,7 @@ def take(folder: Path) -> list[Path]:
             written.append(_small(browser.get_screenshot_as_png(), folder / "report.png"))
             with interface(command, f"http://127.0.0.1:{port}", place):
                 show(browser, chart.split(": ")[1], WIDTH, 1280)
-                # Until every line stands there twice: MLflow loads them one by one.
+                # Wait until every line appears twice: MLflow loads them one by one.
                 seen: list[int] = []
 
                 def drawn() -> bool:

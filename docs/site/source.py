@@ -1,4 +1,4 @@
-"""Reads docstrings and YAML files as text: nothing is imported that needs torch, and nothing is run."""
+"""Reads docstrings and YAML files as text, so that nothing is run and nothing that needs torch is imported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Documented:
 
 @cache
 def module_of(dotted: str) -> tuple[ast.Module, Path] | None:
-    """Return the parsed module of a dotted name within this repository; None for a package of somebody else."""
+    """Return the parsed module of a dotted name within this repository; None for another package."""
     base = ROOT.joinpath(*dotted.split("."))
     for path in (base.with_suffix(".py"), base / "__init__.py"):
         if path.is_file():
@@ -46,7 +46,7 @@ def module_of(dotted: str) -> tuple[ast.Module, Path] | None:
 
 
 def find(target: str) -> Documented | None:
-    """Return what a `_target_` is documented as; None where it is not of this repository."""
+    """Return the documentation of a `_target_`; None if it is not in this repository."""
     home, _, name = target.rpartition(".")
     if home == "lightning_scalerl":
         home = f"lightning_scalerl.{HOME_OF[name]}"
@@ -75,7 +75,7 @@ def _documented(module: ast.Module, name: str) -> Documented | None:
                 inherited = find(f"{line.module}.{imported}")
                 arguments |= {} if inherited is None else inherited.arguments
     arguments |= _arguments(docstring)
-    # A choice's pure function stands beside its class and has the equation's source.
+    # The pure function of a choice is in the module of its class, and its docstring names the equation's source.
     names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
     helpers = [each for key, each in nodes.items() if key in names and isinstance(each, ast.FunctionDef)]
     methods = [each for each in ast.walk(node) if isinstance(each, ast.FunctionDef)]
@@ -102,7 +102,7 @@ def _arguments(docstring: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a configuration file: its dotted name, its value as written, and the comment beside it."""
+    """A key of a configuration file: its dotted name, its value as written, and its comment."""
 
     name: str
     value: str
@@ -111,9 +111,9 @@ class Key:
 
 @dataclass(frozen=True)
 class Choice:
-    """A file of `conf/`: what it sets, what it is made into, and what its first comment says.
+    """A file of `conf/`: its keys, its target, and its first comment.
 
-    It may begin with a file outside of its group (`base`), or with another one of its group (`sibling`).
+    Its defaults may begin with a file outside of its group (`base`) or with another file of its group (`sibling`).
     """
 
     group: str
@@ -126,14 +126,14 @@ class Choice:
 
     @property
     def target(self) -> str:
-        """Class or function that the file names, or the file that it begins with; "" for none."""
+        """Class or function that the file, or the file that it begins with, names; "" for none."""
         named = next((key.value for key in self.keys if key.name.split(".")[-1] == "_target_"), "")
         begun_with = f"{self.group}/{self.sibling}" if self.sibling else self.base
         return named or (read(CONF / f"{begun_with}.yaml").target if begun_with else "")
 
 
 def choices(group: str) -> list[Choice]:
-    """Return the files of a group of the configuration, by name; variants that need none among them."""
+    """Return the files of a group of the configuration, by name, including variants without a file."""
     found = {path.stem: read(path) for path in (CONF / group).glob("*.yaml")}
     if group == "variant":
         plain = {
@@ -144,7 +144,7 @@ def choices(group: str) -> list[Choice]:
 
 
 def groups() -> list[str]:
-    """Return the names of all groups, Hydra's own behind the others."""
+    """Return the names of all groups, Hydra's own last."""
     folders = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
     return [*folders, *sorted(f"hydra/{path.name}" for path in (CONF / "hydra").iterdir())]
 
@@ -179,7 +179,7 @@ def _package(path: Path) -> str:
 
 
 def _overrides(lines: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield group, choice and comment of each choice that a file's list of defaults makes."""
+    """Yield group, choice and comment of each override in a file's list of defaults."""
     for line in lines:
         if made := re.fullmatch(r"  - override /([\w/]+): ([\w.]+)(?: +# (.*))?", line):
             yield made[1], made[2], made[3] or ""
@@ -206,11 +206,11 @@ def _written(node: yaml.Node, lines: list[str]) -> str:
 
 
 def _comment(value: yaml.Node, key: yaml.Node, lines: list[str]) -> str:
-    """Return the comment behind a value, or the lines of comment right above its key."""
+    """Return the comment after a value, or the comment lines directly above its key."""
     end = value.end_mark
     if end.line < len(lines) and (behind := re.fullmatch(r"\s*# (.*)", lines[end.line][end.column :])):
         return behind[1]
-    # A list on lines of its own has its comment behind the key.
+    # The comment of a list on several lines follows the key.
     begun = key.end_mark
     if value.start_mark.line > begun.line and (said := re.fullmatch(r":\s*# (.*)", lines[begun.line][begun.column :])):
         return said[1]

@@ -1,7 +1,7 @@
-"""Collects the pages of the site in build/docs: the written ones with their links turned, and the generated ones.
+"""Collects the pages of the site in build/docs: the written ones with rewritten links, and the generated ones.
 
-A link from page to page leads to the page's place on the site. A link to a file of the repository that is no page
-becomes its name: the site stands alone, and no address of the repository is assumed.
+A link to a page leads to the page's place on the site. A link to another file of the repository becomes the file's
+name, because the site does not assume an address of the repository.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from docs.site.source import ROOT, loaded
 DOCS = ROOT / "docs"
 CONFIG = ROOT / "mkdocs.yml"
 ASSETS = ("style.css", "worker.js")
-# What the theme would fetch for its search; worker.js is in its place.
+# The theme would fetch this for its search; worker.js replaces it.
 FETCHED = "https://unpkg.com/iframe-worker/shim"
 # Pages outside of docs/, and the index of docs/, which is two pages on the site.
 ELSEWHERE = {
@@ -45,7 +45,7 @@ def written_pages() -> dict[Path, str]:
 
 
 def stage(target: Path) -> Path:
-    """Write all pages and the completed configuration to `target`, anew; return the configuration's path."""
+    """Write all pages and the completed configuration to an emptied `target`; return the configuration's path."""
     shutil.rmtree(target, ignore_errors=True)
     pages = target / "pages"
     pages.mkdir(parents=True)
@@ -67,13 +67,13 @@ def stage(target: Path) -> Path:
 
 
 def finish(site: Path) -> None:
-    """Let built pages take the search's helper from the site itself."""
+    """Make built pages load the search helper from the site itself."""
     for page in site.rglob("*.html"):
         page.write_text(page.read_text().replace(FETCHED, _relative("worker.js", page.relative_to(site).as_posix())))
 
 
 def site_pages() -> dict[str, str]:
-    """Return the text of every written page by its place, its links turned."""
+    """Return the text of every written page by its place, with rewritten links."""
     places = written_pages()
     texts = {}
     for page, place in places.items():
@@ -87,7 +87,7 @@ def site_pages() -> dict[str, str]:
 
 
 def turned(text: str, page: Path, place: str, places: dict[Path, str]) -> str:
-    """Return a page's text with its relative links as they are on the site; blocks of code stay as they are."""
+    """Return a page's text with relative links rewritten for the site; code blocks are unchanged."""
     parts = re.split(r"(^```.*?^```)", text, flags=re.DOTALL | re.MULTILINE)
     return "".join(
         part if part.startswith("```") else LINK.sub(lambda link: _turned(link, page, place, places), part)
