@@ -1,5 +1,7 @@
-"""Training of one run by several ranks around a single rollout stream.
+"""Several ranks around one rollout stream, and how a process finds its rank.
 
-`start` finds out the rank of this process and its devices, `meeting` connects the ranks and exchanges data, and `ranks`
-divides the work of a step. `sharded` is the FSDP2 strategy; `checkpoint_folder` and `shard_files` are its checkpoints.
+`start` reads the launch environment and `meeting` connects the ranks. `ranks` shares, sums and gathers data.
+`sharded` is the FSDP2 strategy, `checkpoint_folder` and `shard_files` its checkpoints in parts.
+
+May import: the ground and `axes`.
 """

@@ -1,7 +1,9 @@
-"""Members of a study: their identification (`identify`, `identity`, `command`) and their execution (`run`).
+"""Members of a study: identify them, and run one.
 
-`trust` checks a run's folder before any code that it names is imported. `export`, `rescore`, `noise` and `memory`
-implement the commands of these names.
+`identify` composes and checks members, `identity` hashes them, `run` executes one. `command` plans members that are
+commands of other trainers. `trust` checks code that a run's folder names before it is imported (for a study's
+folder `sweeps/launch/trust.py`; both use `sweeps/run/trust.py`). The others are commands: `export`, `memory`, `noise`,
+`rescore`.
 """
 
 from lightning_scalerl.torchmetrics_on_demand import torchmetrics_on_demand

@@ -1,1 +1,7 @@
-"""The trained model: any causal language model of transformers, how it is loaded, run, adapted, sharded and saved."""
+"""Policy of a run: any causal language model of transformers, and its head, which is applied separately.
+
+`load` loads models and tokenizers, `gguf` converts files of llama.cpp first. `policy` scores tokens; `packed`,
+`shared_prompt` and `chunked_head` make that cheaper with the same result. `chat` renders prompts, `save` exports.
+
+May import: the ground and `axes`.
+"""

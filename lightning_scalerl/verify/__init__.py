@@ -1,7 +1,10 @@
-"""Verifiers of completions and the processes in which they run.
+"""Verifiers of completions, and the processes that they run in.
 
-`grade` has the records: a sample and its outcome. `verification` has the settings, and starts verifiers in this process
-(`inline`) or in worker processes (`pool`, `worker`); a single attempt is in `grade_once`. The graders are `mathematics`
-(with `answers`, `spelling`, `words`), `text`, `programs` (run in the sandbox) and `rewards` (functions from the user).
-`registry` finds them by name. Nothing here needs torch.
+This room needs no torch, because its graders run in separate processes:
+
+    request     grade: the sample, and the three outcomes (score, abstention, error)
+    processes   pool and worker (killable), inline (in the trainer, for trusted graders), grade_once
+    settings    verification: timeouts, share of errors, the trial before the first step
+    graders     mathematics (with answers, spelling, words), text, programs (in `sandbox/`)
+    rewards     the user's functions in TRL's or verl's form; registry combines several with weights
 """

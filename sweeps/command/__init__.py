@@ -1,7 +1,7 @@
-"""Members that are commands: any trainer's run, started, followed and journalled as one of ours.
+"""Members that are commands: runs of any trainer, started, followed and journalled like runs of this project.
 
-In comes a configuration of a user's (conf/command/base/command.yaml says what it holds), out go specifications for a
-launch, and in a member's process a journal like that of our own runs, so that all that reads journals works on it.
+The input is a user's configuration (conf/command/base/command.yaml has its keys). The output is specifications for a
+launch and, in a member's process, a journal in our format, so that every reader of journals works on it.
 
     plan.make_specs     settings (checked), template (values into words and files) -> RunSpec
     runner.run_member   sweeps.process.Tree: ends all that the command started

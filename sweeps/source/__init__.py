@@ -1,6 +1,13 @@
-"""Loading of curves from the user's sources: runs, tables, other frameworks' logs, W&B and MLflow.
+"""Load curves from the user's sources: runs, tables, other frameworks' logs, MLflow.
 
-`readers` lists the readers of files in the order they are tried. A new format is one module and one line there.
+`load` is the entry point, and `places` finds the kind of a path. `readers` lists the readers in the order in which they
+are tried. `frame` reads any table into a pandas DataFrame; `cells`, `columns`, `text`, `log` and
+`collected` are shared.
+
+A new format is a module with `matches` and `read` and a line in `readers`; another framework's names are an entry in
+`vocabulary`. A reader never guesses silently: the `source:` line states what became what.
+
+May import: `run`, `curve`, `tracking`.
 """
 
 from sweeps.source.collected import LoadedStudy
