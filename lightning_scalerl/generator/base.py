@@ -175,7 +175,7 @@ def thinks_on(tokens: list[int]) -> bool:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How a generator samples: the same record for every generator.
+    """Settings of sampling; every generator takes the same record.
 
     Attributes:
         max_prompt_tokens, max_new_tokens: longest prompt and completion, in tokens.

@@ -76,7 +76,7 @@ def report(finished: list[FinishedRollout], prefill: Computed, decoded: Computed
 
 
 class Sampling:
-    """What the settings of sampling mean for rollouts under way at vLLM.
+    """Rules that follow from the settings of sampling for rollouts under way at vLLM.
 
     Args:
         settings: of the run.
