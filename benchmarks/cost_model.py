@@ -28,7 +28,7 @@ from lightning_scalerl.generator.base import GroupRequest, SamplingSettings
 from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.model.policy import Policy
-from lightning_scalerl.rollout import Group, Prompt, Rollout
+from lightning_scalerl.rollouts.rollout import Group, Prompt, Rollout
 from lightning_scalerl.stream.credit import lay_out
 from lightning_scalerl.task.arithmetic_base import arithmetic_base_model
 

@@ -14,9 +14,9 @@ from lightning.pytorch import Trainer
 
 from lightning_scalerl import RolloutDataModule, ScaleRL, arithmetic_base_model
 from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline
+from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.callbacks import Recorder
-from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.measure.probe import MEAN, P99
 
 CASES: dict[str, list[DesignChoice]] = {

@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_scalerl.model.chat import Chat, Rendering
-from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollouts.grade import Outcome, Sample
+from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.dataset import DatasetTask
 from lightning_scalerl.task.formats import Problem, verl
 from lightning_scalerl.task.rows import RowSource
 from lightning_scalerl.verify.answers import stated
-from lightning_scalerl.verify.grade import Outcome, Sample
 from lightning_scalerl.verify.mathematics import changed
 from lightning_scalerl.verify.pool import VerifierPool
 from lightning_scalerl.verify.registry import reward_sum

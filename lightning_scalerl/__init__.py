@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 from sweeps import __version__ as __version__
 
 if TYPE_CHECKING:
+    from lightning_scalerl.axes.choice import DesignChoice
     from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint
     from lightning_scalerl.callbacks.evaluate import Evaluate
     from lightning_scalerl.callbacks.race import Race
     from lightning_scalerl.callbacks.run_log import RunLog
     from lightning_scalerl.checks import ConfigurationError
-    from lightning_scalerl.choice import DesignChoice
     from lightning_scalerl.choices import Choices
     from lightning_scalerl.data import RolloutDataModule
     from lightning_scalerl.module import ScaleRL
-    from lightning_scalerl.prompt import Prompt
-    from lightning_scalerl.rollout import Group, Rollout, TrainBatch
+    from lightning_scalerl.rollouts.prompt import Prompt
+    from lightning_scalerl.rollouts.rollout import Group, Rollout, TrainBatch
     from lightning_scalerl.task.base import Task
 
 # Public names, each with the module that it is imported from when it is first used.
@@ -37,7 +37,7 @@ _HOME_OF = {
     "RolloutLog": "callbacks.rollout_log",
     "RunLog": "callbacks.run_log",
     "ConfigurationError": "checks",
-    "DesignChoice": "choice",
+    "DesignChoice": "axes.choice",
     "Choices": "choices",
     "RolloutDataModule": "data",
     "Generator": "generator.base",
@@ -46,7 +46,7 @@ _HOME_OF = {
     "VLLMServerGenerator": "generator.vllm.client",
     "plan_commands": "member.command",
     "plan_members": "member.identify",
-    "plan_trl": "translate.plan",
+    "plan_trl": "member.plan_trl",
     "run_member": "member.run",
     "Chat": "model.chat",
     "model_path": "model.place",
@@ -58,10 +58,10 @@ _HOME_OF = {
     "BatchSettings": "recipe",
     "ContextSettings": "recipe",
     "Recipe": "recipe",
-    "Prompt": "prompt",
-    "Group": "rollout",
-    "Rollout": "rollout",
-    "TrainBatch": "rollout",
+    "Prompt": "rollouts.prompt",
+    "Group": "rollouts.rollout",
+    "Rollout": "rollouts.rollout",
+    "TrainBatch": "rollouts.rollout",
     "CostModel": "stream.cost_model",
     "Live": "stream.drivers",
     "Virtual": "stream.drivers",
@@ -74,8 +74,8 @@ _HOME_OF = {
     "MixtureTask": "task.mixture",
     "ReasoningGymTask": "task.reasoning_gym",
     "Health": "update.health",
-    "Grade": "verify.grade",
-    "Sample": "verify.grade",
+    "Grade": "rollouts.grade",
+    "Sample": "rollouts.grade",
     "Verification": "verify.verification",
     # The design space, axis by axis: the axis's class, then its choices.
     "Resampling": "axes.resampling",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_scalerl.axes.aggregation import Aggregation
     from lightning_scalerl.axes.allocation import Allocation
     from lightning_scalerl.axes.async_mode import AsyncMode
+    from lightning_scalerl.axes.choice import DesignChoice
     from lightning_scalerl.axes.correction import Correction
     from lightning_scalerl.axes.critic import Critic
     from lightning_scalerl.axes.curriculum import Curriculum
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from lightning_scalerl.axes.precision import Precision
     from lightning_scalerl.axes.resampling import Resampling
     from lightning_scalerl.axes.truncated import Truncated
-    from lightning_scalerl.choice import DesignChoice
 
 
 @dataclass(frozen=True)

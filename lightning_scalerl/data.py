@@ -13,8 +13,8 @@ from lightning.pytorch import LightningDataModule
 from lightning_scalerl.callbacks.predict import PREDICT
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.composition import build, compose, use_folders
-from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.rollouts.rollout import TrainBatch
 from lightning_scalerl.task.base import Task, check_task
 from lightning_scalerl.task.dataset import DatasetTask
 

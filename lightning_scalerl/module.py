@@ -42,9 +42,10 @@ from lightning_scalerl.model.files import WeightFiles
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.value import ValueModel
-from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.recipe import Recipe
-from lightning_scalerl.rollout import Part, Rollout, Scored, TrainBatch
+from lightning_scalerl.rollouts.grade import Sample
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.rollouts.rollout import Part, Rollout, Scored, TrainBatch
 from lightning_scalerl.session.checkpoint_state import from_folder, load_state, save_state
 from lightning_scalerl.session.continuation import Continuation
 from lightning_scalerl.session.data_path import DataPath
@@ -77,7 +78,6 @@ from lightning_scalerl.update.loss_scale import LossScale, SkippedUpdates
 from lightning_scalerl.update.terms import Term
 from lightning_scalerl.update.token_credit import token_credit
 from lightning_scalerl.update.trained import TrainedPolicy
-from lightning_scalerl.verify.grade import Sample
 from lightning_scalerl.verify.verification import Verifiers
 from sweeps.run.interruption import interruption
 

@@ -12,7 +12,7 @@ from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.model.chat import Chat
 from lightning_scalerl.optim import AdamW, ConstantSchedule
-from lightning_scalerl.rollout import PassSize
+from lightning_scalerl.rollouts.rollout import PassSize
 from lightning_scalerl.stream.cost_model import CostModel
 from lightning_scalerl.stream.drivers import Live, Virtual
 from lightning_scalerl.stream.prompts import TOO_LONG

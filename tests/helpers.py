@@ -18,6 +18,7 @@ from lightning_scalerl.axes.advantage import GroupAdvantage
 from lightning_scalerl.axes.aggregation import PromptAggregation
 from lightning_scalerl.axes.allocation import FixedAllocation
 from lightning_scalerl.axes.async_mode import OnPolicy
+from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.axes.correction import Behaviour
 from lightning_scalerl.axes.filter import NoFilter
 from lightning_scalerl.axes.length_control import NoLengthControl
@@ -29,14 +30,13 @@ from lightning_scalerl.axes.truncated import KeepTruncated
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, newest_checkpoint
 from lightning_scalerl.callbacks.evaluate import Evaluate
 from lightning_scalerl.callbacks.run_log import RunLog
-from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.base import FinishedRollout
-from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.rollout import Group, Rollout
+from lightning_scalerl.rollouts.grade import Sample
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.rollouts.rollout import Group, Rollout
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.base import Task
-from lightning_scalerl.verify.grade import Sample
 from lightning_scalerl.verify.inline import InlineVerifiers
 from sweeps.run.journal import read_journal
 

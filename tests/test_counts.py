@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_scalerl import RolloutDataModule, ScaleRL
 from lightning_scalerl.generator.torch.generator import TorchGenerator
-from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.rollouts.rollout import TrainBatch
 from lightning_scalerl.verify.pool import VerifierPool
 from tests.helpers import SMALL, CountingTask, quiet
 

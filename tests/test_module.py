@@ -32,8 +32,8 @@ from lightning_scalerl.generator.base import GroupRequest
 from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.model import policy
 from lightning_scalerl.model.load import load_model, load_tokenizer
-from lightning_scalerl.rollout import Rollout
-from lightning_scalerl.session import models
+from lightning_scalerl.rollouts.rollout import Rollout
+from lightning_scalerl.session import placement
 from lightning_scalerl.stream.random_streams import EVALUATION_STREAM
 from lightning_scalerl.verify.verification import RewardError
 from sweeps.run.journal import read_journal
@@ -144,8 +144,8 @@ def test_inputs_of_layers_on_the_host_change_nothing(
     overrides = ["batch.micro_batch=12", "precision=fp32"]
     here = weights_of(fit(tiny_model_path, steps=2, overrides=[*overrides, "batch.recompute=true"]))
     assert not [record for record in caplog.records if "batch.offload" in record.message]
-    for hooks in (models.on_host, copied):
-        monkeypatch.setattr(models, "on_host", hooks)
+    for hooks in (placement.on_host, copied):
+        monkeypatch.setattr(placement, "on_host", hooks)
         there = weights_of(fit(tiny_model_path, steps=2, overrides=[*overrides, "batch.offload=true"]))
         assert all(torch.equal(here[name], there[name]) for name in here)
     layers, width = 2, load_model(tiny_model_path).config.hidden_size

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from lightning_scalerl import ConfigurationError, RolloutDataModule, ScaleRL, composition
 from lightning_scalerl.axes.advantage import GAE
 from lightning_scalerl.axes.async_mode import OnPolicy, PPOOffPolicy
+from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.axes.critic import ValueNetwork
 from lightning_scalerl.axes.kl import FixedKL
 from lightning_scalerl.axes.loss import CISPO
 from lightning_scalerl.axes.normalization import BatchNormalization, PromptNormalization, RunningNormalization
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, checkpoints, newest_checkpoint
 from lightning_scalerl.checks import CannotGoOnError
-from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.composition import compose, load_recipe
 from lightning_scalerl.measure.semantics import resolved_choices
 from lightning_scalerl.optim import ConstantSchedule, CosineSchedule, SqrtBatchSchedule

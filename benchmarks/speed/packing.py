@@ -21,8 +21,8 @@ from benchmarks.speed.setting import VOCABULARY, save_model
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.model import packed
 from lightning_scalerl.model.policy import Policy
-from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.rollout import Group, PassSize, Rollout, TrainBatch
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.rollouts.rollout import Group, PassSize, Rollout, TrainBatch
 from lightning_scalerl.stream.credit import lay_out
 
 GROUPS, ROLLOUTS, PROMPT_TOKENS, SHORTEST, LONGEST = 2, 8, 8, 16, 512

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from lightning_scalerl.axes.choice import DesignChoice, ObservedStep
 from lightning_scalerl.checks import ConfigurationError, positive, shown, whole_number
-from lightning_scalerl.choice import DesignChoice, ObservedStep
 
 # peft's keyword for all linear layers except the output head.
 ALL_LINEAR = "all-linear"

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_scalerl.axes.choice import DesignChoice, ObservedStep
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.choice import DesignChoice, ObservedStep
 
 
 def group_advantages(rewards: Tensor) -> Tensor:

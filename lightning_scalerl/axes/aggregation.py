@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.choice import DesignChoice
-from lightning_scalerl.rollout import Denominators, TrainBatch, inside
+from lightning_scalerl.rollouts.rollout import Denominators, TrainBatch, inside
 
 
 def prompt_weights(mask: Tensor, group_tokens: Tensor, prompts: float) -> Tensor:

@@ -6,8 +6,8 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from lightning_scalerl.axes.choice import DesignChoice, ObservedStep
 from lightning_scalerl.checks import positive, whole_number
-from lightning_scalerl.choice import DesignChoice, ObservedStep
 
 
 class Allocation(DesignChoice):

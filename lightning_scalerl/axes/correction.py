@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_scalerl.axes.choice import MAX_LOG_RATIO, DesignChoice
 from lightning_scalerl.checks import ConfigurationError, not_negative, positive
-from lightning_scalerl.choice import MAX_LOG_RATIO, DesignChoice
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollouts.rollout import TrainBatch
 
 LEVELS = ("token", "sequence")
 MODES = ("truncate", "mask", "none")

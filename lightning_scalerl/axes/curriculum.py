@@ -8,9 +8,9 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from lightning_scalerl.axes.choice import DesignChoice, ObservedStep
 from lightning_scalerl.checks import ConfigurationError, not_negative, whole_number
-from lightning_scalerl.choice import DesignChoice, ObservedStep
-from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollouts.prompt import Prompt
 
 
 def difficulty(prompt: Prompt) -> float:

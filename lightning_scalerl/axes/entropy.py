@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.checks import not_negative
-from lightning_scalerl.choice import DesignChoice
 
 
 class Entropy(DesignChoice):

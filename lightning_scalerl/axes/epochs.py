@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from lightning_scalerl.axes.choice import DesignChoice, ObservedStep
 from lightning_scalerl.checks import whole_number
-from lightning_scalerl.choice import DesignChoice, ObservedStep
 
 
 class Epochs(DesignChoice):

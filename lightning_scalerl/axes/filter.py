@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from lightning_scalerl.axes.choice import DesignChoice, ObservedStep
 from lightning_scalerl.checks import whole_number
-from lightning_scalerl.choice import DesignChoice, ObservedStep
-from lightning_scalerl.rollout import Group
+from lightning_scalerl.rollouts.rollout import Group
 
 
 def has_variance(rewards: Tensor) -> bool:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_scalerl.axes.choice import MAX_LOG_RATIO, DesignChoice
 from lightning_scalerl.checks import ConfigurationError, not_negative
-from lightning_scalerl.choice import MAX_LOG_RATIO, DesignChoice
 
 WHERE = ("loss", "reward")
 

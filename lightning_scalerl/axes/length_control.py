@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from lightning_scalerl.axes.choice import DesignChoice, ObservedStep
 from lightning_scalerl.checks import ConfigurationError, whole_number
-from lightning_scalerl.choice import DesignChoice, ObservedStep
-from lightning_scalerl.rollout import Rollout
+from lightning_scalerl.rollouts.rollout import Rollout
 
 
 def interruption_points(low: int, high: int, completions: int, random_key: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.choice import DesignChoice
 
 # A function that sums a tensor over all ranks.
 Sums = Callable[[Tensor], Tensor]

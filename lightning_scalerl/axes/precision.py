@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_scalerl.axes.choice import DesignChoice, ObservedStep
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.choice import DesignChoice, ObservedStep
 
 # Above the rounding error of FP32 log-probabilities, below the FP16 error on an untrained model.
 LOGPROB_THRESHOLD = 2e-5

@@ -10,8 +10,8 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lightning_scalerl.choice import DesignChoice
-from lightning_scalerl.rollout import Rollout
+from lightning_scalerl.axes.choice import DesignChoice
+from lightning_scalerl.rollouts.rollout import Rollout
 
 
 class Truncated(DesignChoice):

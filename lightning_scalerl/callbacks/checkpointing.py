@@ -19,11 +19,11 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning_scalerl.callbacks.base import without_tips
 from lightning_scalerl.callbacks.checkpoint_file import IDENTITY, damage, written_directly
 from lightning_scalerl.callbacks.evaluate import owed
+from lightning_scalerl.callbacks.run import Run, run_of
 from lightning_scalerl.callbacks.run_log import PassedOver, RunLog
 from lightning_scalerl.checks import ConfigurationError, said, whole_number
 from lightning_scalerl.distributed.checkpoint_folder import META, VOID, WHOLE_ONE, fsync_folder, is_folder, move, remove
 from lightning_scalerl.distributed.start import process_rank
-from lightning_scalerl.run import Run, run_of
 from sweeps.run.interruption import RunInterruptedError
 from sweeps.run.journal import JOURNAL_FILE, covered_step
 

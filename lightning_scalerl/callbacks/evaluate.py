@@ -11,16 +11,16 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_scalerl.callbacks.base import without_tips
+from lightning_scalerl.callbacks.run import Run, run_of
 from lightning_scalerl.checks import whole_number
 from lightning_scalerl.generator.base import Generator, GroupRequest
-from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.rollout import Rollout
-from lightning_scalerl.run import Run, run_of
+from lightning_scalerl.rollouts.grade import Sample, needs_group
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.rollouts.rollout import Rollout
 from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.prompts import PromptSet
 from lightning_scalerl.stream.random_streams import EVALUATION_STREAM
 from lightning_scalerl.task.base import passes
-from lightning_scalerl.verify.grade import Sample, needs_group
 from lightning_scalerl.verify.verification import ErrorWatch, RewardError, Verifiers, submit_bundle
 from sweeps.run.passes import Passes, digest
 

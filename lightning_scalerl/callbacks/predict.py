@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_scalerl.callbacks.evaluate import EvaluationStoppedError, sampled
+from lightning_scalerl.callbacks.run import Run
 from lightning_scalerl.generator.base import GroupRequest
-from lightning_scalerl.run import Run
+from lightning_scalerl.rollouts.grade import Outcome, Sample
 from lightning_scalerl.stream.prompts import PromptSet
 from lightning_scalerl.stream.random_streams import PREDICTION_STREAM
 from lightning_scalerl.task.base import passes
-from lightning_scalerl.verify.grade import Outcome, Sample
 
 # Name of the set of prompts of `Trainer.predict`.
 PREDICT = "predict"

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
 from lightning_scalerl.callbacks.base import Recorder
-from lightning_scalerl.run import run_of
+from lightning_scalerl.callbacks.run import run_of
 from sweeps.terminal import Bar, device_time
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Trainer
 
 from lightning_scalerl.callbacks.base import Recorder
+from lightning_scalerl.callbacks.run import run_of
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.run import run_of
 
 if TYPE_CHECKING:
     from sweeps.search.run_observer import RunObserver

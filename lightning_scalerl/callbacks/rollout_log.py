@@ -10,10 +10,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from lightning_scalerl.callbacks.run import Run, run_of
 from lightning_scalerl.checks import whole_number
-from lightning_scalerl.rollout import Group, Rollout, TrainBatch
-from lightning_scalerl.run import Run, run_of
-from lightning_scalerl.verify.grade import Sample
+from lightning_scalerl.rollouts.grade import Sample
+from lightning_scalerl.rollouts.rollout import Group, Rollout, TrainBatch
 from sweeps.run.rollouts import cut_groups, write_groups
 
 

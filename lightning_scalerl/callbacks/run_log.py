@@ -13,10 +13,10 @@ from lightning.pytorch import Trainer
 
 from lightning_scalerl.callbacks.base import Recorder, without_tips
 from lightning_scalerl.callbacks.evaluate import evaluation_of
+from lightning_scalerl.callbacks.run import Run, run_of
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.measure.compute_meter import WASTED, spent_in
 from lightning_scalerl.measure.heartbeat import MeterHeartbeat, spent_by_heartbeat
-from lightning_scalerl.run import Run, run_of
 from sweeps.run.interruption import RunInterruptedError
 from sweeps.run.journal import JOURNAL_FILE, Journal, JournalView, read_journal
 from sweeps.run.passes import Passes, write_passes

@@ -29,7 +29,7 @@ from lightning_scalerl.callbacks.evaluate import evaluation_of
 from lightning_scalerl.callbacks.progress import StepProgress
 from lightning_scalerl.checks import ConfigurationError, did_you_mean
 from lightning_scalerl.distributed.ranks import check_strategy
-from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollouts.prompt import Prompt
 
 log = logging.getLogger("lightning.pytorch.callbacks.model_summary")  # the logger whose level the user sets
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_scalerl.distributed.sharded import ShardedStrategy
-from lightning_scalerl.rollout import Denominators, TrainBatch
+from lightning_scalerl.rollouts.rollout import Denominators, TrainBatch
 from sweeps.run import slurm_job
 
 HERE = "127.0.0.1"

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.distributed.meeting import all_gather, encode, receive, send
 from lightning_scalerl.distributed.sharded import ShardedStrategy, check_divides
-from lightning_scalerl.rollout import BEFORE_UPDATE, Part, PassSize, TrainBatch, whole
+from lightning_scalerl.rollouts.rollout import BEFORE_UPDATE, Part, PassSize, TrainBatch, whole
 from sweeps.run.interruption import interruption
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.rollout import Rollout
+from lightning_scalerl.rollouts.rollout import Rollout
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from lightning_scalerl.generator.base import (
     request_state,
     set_aside,
 )
-from lightning_scalerl.rollout import Rollout
+from lightning_scalerl.rollouts.rollout import Rollout
 
 Script = Callable[[GroupRequest, int], Sequence[int]]
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from lightning_scalerl.choices import Passes
 from lightning_scalerl.measure.flops import FlopModel
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollouts.rollout import TrainBatch
 from lightning_scalerl.stream.events import Event
 from sweeps.run.activity import activity
 

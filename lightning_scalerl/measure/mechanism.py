@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollouts.rollout import TrainBatch
 from lightning_scalerl.stream.credit import assemble, remember
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.update.terms import loss_weights

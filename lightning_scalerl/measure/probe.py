@@ -23,8 +23,8 @@ from torch import Tensor
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import Generator, GroupRequest
-from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.rollout import Group, PassSize, Rollout, TrainBatch
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.rollouts.rollout import Group, PassSize, Rollout, TrainBatch
 from lightning_scalerl.stream.credit import lay_out
 from lightning_scalerl.stream.random_streams import PROBE_STREAM
 from lightning_scalerl.update.trained import TrainedPolicy

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_scalerl.axes.choice import MAX_LOG_RATIO
 from lightning_scalerl.axes.filter import has_variance
 from lightning_scalerl.axes.loss.base import importance_ratio
-from lightning_scalerl.choice import MAX_LOG_RATIO
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.rollout import Part, Rollout, Scored, TrainBatch
+from lightning_scalerl.rollouts.rollout import Part, Rollout, Scored, TrainBatch
 from lightning_scalerl.update.terms import distances
 
 

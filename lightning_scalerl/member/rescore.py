@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, use_folders
 from lightning_scalerl.member.trust import check_run
-from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollouts.grade import Grader, Outcome, Sample, needs_group
+from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import Task, passes
-from lightning_scalerl.verify.grade import Grader, Outcome, Sample, needs_group
 from lightning_scalerl.verify.registry import reward_sum
 from lightning_scalerl.verify.verification import Verification, submit_bundle
 from sweeps.errors import UserError

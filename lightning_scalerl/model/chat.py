@@ -23,9 +23,9 @@ import numpy as np
 from lightning_scalerl.cache import cache_dir
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.model.bounded import BoundedError, bounded
-from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.rollout import Rollout
-from lightning_scalerl.verify.grade import Sample
+from lightning_scalerl.rollouts.grade import Sample
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.rollouts.rollout import Rollout
 
 END_OF_THINKING = "</think>"
 # The default date of Llama's templates. With today's date, prompts would change every day.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_scalerl.model.head import backbone, eval_mode, text_config
 from lightning_scalerl.model.shared_prompt import SAME, sequences
 from lightning_scalerl.model.windows import attention_windows
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollouts.rollout import TrainBatch
 
 # The tolerance `SAME` for models that compute in 16 bit: a few roundings of BF16, 2^-8 each. If rows attend to each
 # other, their states differ by more.

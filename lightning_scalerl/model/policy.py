@@ -24,7 +24,7 @@ from lightning_scalerl.model.head import (
 from lightning_scalerl.model.packed import token_states
 from lightning_scalerl.model.shared_prompt import shares_prompts, worthwhile
 from lightning_scalerl.model.shared_prompt import states as completion_states
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollouts.rollout import TrainBatch
 from sweeps.run.activity import activity
 
 # With more logits (tokens x vocabulary) than this, the head works in chunks (`chunked_head`). 2^27 FP32 logits take

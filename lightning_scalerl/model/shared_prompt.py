@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 from lightning_scalerl.model.head import backbone, eval_mode, text_config
 from lightning_scalerl.model.windows import attention_windows
-from lightning_scalerl.rollout import Denominators, TrainBatch
+from lightning_scalerl.rollouts.rollout import Denominators, TrainBatch
 
 # Two forward passes instead of one pay off if they save at least this share of all tokens.
 WORTH = 0.15

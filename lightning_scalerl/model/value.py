@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.model.head import backbone, output_head
 from lightning_scalerl.model.packed import token_states
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollouts.rollout import TrainBatch
 
 
 class ValueModel(nn.Module):

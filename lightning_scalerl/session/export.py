@@ -16,8 +16,8 @@ from lightning_scalerl.model.head import eval_mode, output_head
 from lightning_scalerl.model.load import blank_copy
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.save import save_adapter, save_in_parts, save_model
-from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.rollout import Group, Rollout
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.rollouts.rollout import Group, Rollout
 from lightning_scalerl.session.parts import Parts
 from lightning_scalerl.stream.credit import lay_out
 from lightning_scalerl.update.trained import TrainedPolicy

@@ -17,7 +17,7 @@ from lightning_scalerl.callbacks.evaluate import Evaluate, evaluation_of, owed, 
 from lightning_scalerl.callbacks.trainer import count_from
 from lightning_scalerl.measure.probe import start_probe
 from lightning_scalerl.model.recompute import set_mode
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollouts.rollout import TrainBatch
 from lightning_scalerl.session.parts import Parts
 from lightning_scalerl.session.sampling import TRAINING, generator_arguments
 from lightning_scalerl.stream.prompts import PoolExhaustedError

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import Trainer
 
+from lightning_scalerl.callbacks.run import Run
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
 from lightning_scalerl.model.files import WeightFiles
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.value import ValueModel
-from lightning_scalerl.run import Run
 from lightning_scalerl.session.continuation import Continuation
 from lightning_scalerl.session.data_path import DataPath
 from lightning_scalerl.session.models import Reference

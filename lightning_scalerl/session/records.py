@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_scalerl.callbacks.base import Recorder
-from lightning_scalerl.run import Run
+from lightning_scalerl.callbacks.run import Run
 from lightning_scalerl.stream.drivers import Driver
 
 Measure = Callable[[], dict[str, Any]]

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
+from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.callbacks.checkpoint_file import read_either
 from lightning_scalerl.callbacks.evaluate import evaluation_of
 from lightning_scalerl.callbacks.trainer import STAGES, check_trainer, count_from, prepare_trainer, without_anonymous
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices, by_axis
 from lightning_scalerl.distributed.meeting import meet
 from lightning_scalerl.distributed.ranks import Follower, Ranks

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_scalerl.measure.probe import logprob_gaps
 from lightning_scalerl.measure.step_metrics import Pass, step_metrics
-from lightning_scalerl.rollout import TrainBatch, whole
+from lightning_scalerl.rollouts.rollout import TrainBatch, whole
 from lightning_scalerl.session.parts import Parts
 from lightning_scalerl.update.health import at_the_limit
 

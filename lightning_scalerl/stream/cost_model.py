@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.generator.base import StepReport
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollouts.rollout import TrainBatch
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_scalerl.axes.normalization import Moments
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.rollout import Denominators, Group, TrainBatch
+from lightning_scalerl.rollouts.rollout import Denominators, Group, TrainBatch
 
 
 def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> TrainBatch:

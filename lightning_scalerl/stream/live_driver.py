@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 
 from lightning_scalerl.generator.channel import WeightChannel
 from lightning_scalerl.generator.fleet.fleet import Fleet, Work
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollouts.grade import Sample
+from lightning_scalerl.rollouts.rollout import TrainBatch
 from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.rollout_stream import Place, RolloutStream
-from lightning_scalerl.verify.grade import Sample
 from lightning_scalerl.verify.verification import Verifiers, submit_bundle
 from sweeps.run.activity import activity
 

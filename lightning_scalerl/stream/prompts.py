@@ -17,7 +17,7 @@ import numpy as np
 from lightning_scalerl.axes.curriculum import Curriculum, NoCurriculum
 from lightning_scalerl.axes.resampling import Resampling
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
-from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollouts.prompt import Prompt
 
 
 class PoolExhaustedError(CannotGoOnError):

@@ -14,13 +14,13 @@ from typing import Any
 from lightning_scalerl.axes.curriculum import weighed_sum
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
-from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.rollout import Group, Rollout, TrainBatch, packed, unpacked
+from lightning_scalerl.rollouts.grade import Outcome, Sample, needs_group
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.rollouts.rollout import Group, Rollout, TrainBatch, packed, unpacked
 from lightning_scalerl.stream.credit import assemble, enters, remember
 from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource
 from lightning_scalerl.stream.random_streams import INTERRUPTION_STREAM, TRAINING_STREAM
 from lightning_scalerl.task.base import RewardScale, Task, passes
-from lightning_scalerl.verify.grade import Outcome, Sample, needs_group
 from lightning_scalerl.verify.verification import ErrorWatch, Verification
 
 # Key of a rollout: the admission number of its group, and its index in the group.

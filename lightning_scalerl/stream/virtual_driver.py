@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 
 from lightning_scalerl.generator.base import FinishedRollout, Generator, StepReport
 from lightning_scalerl.generator.channel import WeightChannel
-from lightning_scalerl.rollout import TrainBatch, packed, unpacked
+from lightning_scalerl.rollouts.grade import Sample
+from lightning_scalerl.rollouts.rollout import TrainBatch, packed, unpacked
 from lightning_scalerl.stream.cost_model import CostModel
 from lightning_scalerl.stream.events import Event, VirtualClock
 from lightning_scalerl.stream.rollout_stream import Place, RolloutStream
-from lightning_scalerl.verify.grade import Sample
 from lightning_scalerl.verify.verification import Verifiers, submit_bundle
 
 

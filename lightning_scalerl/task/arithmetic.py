@@ -17,7 +17,7 @@ import random
 from collections.abc import Sequence
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import PoolTask
 
 ALPHABET = "0123456789+=#. "

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.verify.grade import Grade, Grader, Known, Outcome, Sample
+from lightning_scalerl.rollouts.grade import Grade, Grader, Known, Outcome, Sample
+from lightning_scalerl.rollouts.prompt import Prompt
 
 if TYPE_CHECKING:
     from lightning_scalerl.axes.curriculum import Curriculum

@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from lightning_scalerl.checks import ConfigurationError, said
-from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollouts.grade import Grader, Known, Sample
+from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import PoolTask, contents, file_digest
 from lightning_scalerl.task.formats import FORMATS, Columns, Problem, Row, no_answer
 from lightning_scalerl.task.overlap import check_rules, split, without_overlap
 from lightning_scalerl.task.rows import fields_of, source_of
-from lightning_scalerl.verify.grade import Grader, Known, Sample
 from lightning_scalerl.verify.programs import Programs
 from lightning_scalerl.verify.registry import QUICK, listed, reward_sum
 from lightning_scalerl.verify.registry import content as content_of

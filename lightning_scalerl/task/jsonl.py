@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError, shown
-from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollouts.grade import Grade, Grader, Sample
+from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import PoolTask, contents, file_digest
-from lightning_scalerl.verify.grade import Grade, Grader, Sample
 from sweeps.run.files import parse_json
 
 Verifier = Callable[[str, str], float | None]

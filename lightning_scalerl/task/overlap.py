@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollouts.prompt import Prompt
 
 RULES = ("drop", "refuse", "keep")
 

@@ -19,9 +19,9 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from lightning_scalerl.checks import ConfigurationError, did_you_mean, positive, said, whole_number
-from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollouts.grade import Grade, Grader, Known, Sample
+from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import PoolTask
-from lightning_scalerl.verify.grade import Grade, Grader, Known, Sample
 
 PACKAGE = "reasoning-gym"
 ANSWERS = ("whole", "number", "tag")

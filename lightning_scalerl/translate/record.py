@@ -13,13 +13,13 @@ from lightning_scalerl.axes.adapter import NoAdapter
 from lightning_scalerl.axes.advantage import GAE, GroupAdvantage
 from lightning_scalerl.axes.aggregation import Aggregation, named_aggregation
 from lightning_scalerl.axes.async_mode import PPOOffPolicy
+from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.axes.critic import NoCritic
 from lightning_scalerl.axes.kl import FixedKL, NoKL
 from lightning_scalerl.axes.length_control import NoLengthControl
 from lightning_scalerl.axes.loss import DAPO, GSPO, PPO, Loss
 from lightning_scalerl.axes.normalization import NoNormalization, PromptNormalization
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.composition import build_recipe, compose
 from lightning_scalerl.optim import ConstantSchedule, CosineSchedule, SqrtBatchSchedule

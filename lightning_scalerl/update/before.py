@@ -11,7 +11,7 @@ from lightning_scalerl.choices import Choices
 from lightning_scalerl.distributed.ranks import Ranks
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.value import ValueModel
-from lightning_scalerl.rollout import PassSize, TrainBatch
+from lightning_scalerl.rollouts.rollout import PassSize, TrainBatch
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from lightning_scalerl.axes.critic import ValueNetwork
 from lightning_scalerl.axes.entropy import Entropy
 from lightning_scalerl.axes.kl import KL, k3
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.rollout import Scored, TrainBatch
+from lightning_scalerl.rollouts.rollout import Scored, TrainBatch
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from lightning_scalerl.axes.advantage import terminal_rewards
 from lightning_scalerl.axes.normalization import Moments, Sums
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.rollout import Scored, TrainBatch
+from lightning_scalerl.rollouts.rollout import Scored, TrainBatch
 from lightning_scalerl.update.terms import distances
 
 

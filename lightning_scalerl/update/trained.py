@@ -19,7 +19,7 @@ from lightning_scalerl.model.adapter import has_adapter, merge, plain_copy
 from lightning_scalerl.model.files import is_blank
 from lightning_scalerl.model.head import eval_mode
 from lightning_scalerl.model.policy import Policy
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollouts.rollout import TrainBatch
 
 # Noise on weights as a share of their root mean square, which counts as at least `LEAST_SIZE`, so that zero weights (a
 # bias, half of an adapter) move as well. This is enough for a layer's effect on log-probabilities to exceed rounding.

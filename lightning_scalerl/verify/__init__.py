@@ -2,7 +2,7 @@
 
 This room needs no torch, because its graders run in separate processes:
 
-    request     grade: the sample, and the three outcomes (score, abstention, error)
+    request     a sample and its outcome: score, abstention or error (`rollouts.grade`)
     processes   pool and worker (killable), inline (in the trainer, for trusted graders), grade_once
     settings    verification: timeouts, share of errors, the trial before the first step
     graders     mathematics (with answers, spelling, words), text, programs (in `sandbox/`)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_scalerl.checks import said
-from lightning_scalerl.verify.grade import Grade, Grader, Outcome, Sample
+from lightning_scalerl.rollouts.grade import Grade, Grader, Outcome, Sample
 
 
 def attempt(grader: Grader, sample: Sample) -> Outcome:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lightning_scalerl.verify.grade import Grader, Outcome, Sample
+from lightning_scalerl.rollouts.grade import Grader, Outcome, Sample
 from lightning_scalerl.verify.grade_once import attempt, attempt_group
 from sweeps.run.activity import activity
 

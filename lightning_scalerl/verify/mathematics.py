@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from lightning_scalerl.rollouts.grade import Grade, Sample
 from lightning_scalerl.verify.answers import MAX_CHARACTERS, Stated, last_boxed, stated
-from lightning_scalerl.verify.grade import Grade, Sample
 from lightning_scalerl.verify.spelling import comma_readings, in_ascii, normal
 from lightning_scalerl.verify.words import Parted, agree, part, plain
 

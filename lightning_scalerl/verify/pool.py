@@ -28,8 +28,8 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.rollouts.grade import Grader, Outcome, Sample
 from lightning_scalerl.sandbox.launch import SCRATCH, remove_left
-from lightning_scalerl.verify.grade import Grader, Outcome, Sample
 from sweeps.process import ended_with, kill_group
 from sweeps.run.activity import activity
 

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_scalerl.checks import positive
+from lightning_scalerl.rollouts.grade import Grade, Sample
 from lightning_scalerl.sandbox import (
     JudgeResult,
     Limits,
@@ -28,7 +29,6 @@ from lightning_scalerl.sandbox import (
     judge_stdio,
     unjudgeable,
 )
-from lightning_scalerl.verify.grade import Grade, Sample
 
 _BLOCK = re.compile(r"```(?P<language>[\w+-]*)[ \t]*\n(?P<code>.*?)(?:```|\Z)", re.DOTALL)
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^)]*\)|[^\n(]*)\n?", re.MULTILINE)

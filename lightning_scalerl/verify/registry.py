@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.verify.grade import Grade, Sample
+from lightning_scalerl.rollouts.grade import Grade, Sample
 from lightning_scalerl.verify.mathematics import Mathematics
 from lightning_scalerl.verify.programs import Programs
 from lightning_scalerl.verify.rewards import FunctionGrader, Given, RewardSum, Source, Weighted

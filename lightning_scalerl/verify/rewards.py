@@ -23,8 +23,8 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from lightning_scalerl.checks import ConfigurationError, said
-from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.verify.grade import Grade, Grader, Sample, needs_group
+from lightning_scalerl.rollouts.grade import Grade, Grader, Sample, needs_group
+from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.verify.grade_once import in_function
 
 Form = Literal["trl", "verl", "sample", "answer"]

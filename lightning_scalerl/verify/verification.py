@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError, positive
-from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.verify.grade import Grader, Known, Outcome, Sample
+from lightning_scalerl.rollouts.grade import Grader, Known, Outcome, Sample
+from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.verify.inline import InlineVerifiers
 from lightning_scalerl.verify.pool import VerifierPool
 

@@ -15,7 +15,7 @@ from lightning_scalerl.axes.length_control import Interruption
 from lightning_scalerl.axes.resampling import UniformResampling
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import FinishedRollout
-from lightning_scalerl.rollout import Rollout
+from lightning_scalerl.rollouts.rollout import Rollout
 from lightning_scalerl.stream.prompts import PromptSource
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from tests.examples import examples

@@ -22,7 +22,7 @@ from lightning_scalerl.axes.aggregation import (
 from lightning_scalerl.axes.loss import CISPO, DAPO, GSPO, PPO, Reinforce
 from lightning_scalerl.axes.normalization import BatchNormalization
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.rollout import Denominators, TrainBatch
+from lightning_scalerl.rollouts.rollout import Denominators, TrainBatch
 from lightning_scalerl.stream.credit import assemble
 from tests.examples import examples
 from tests.helpers import make_group, row

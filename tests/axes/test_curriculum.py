@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.axes.curriculum import (
     Curriculum,
     ExponentialCurriculum,
@@ -26,13 +27,12 @@ from lightning_scalerl.axes.curriculum import (
 from lightning_scalerl.axes.length_control import Interruption, Penalty
 from lightning_scalerl.axes.resampling import NoPositiveResampling, Resampling, UniformResampling
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.generator.base import FinishedRollout
-from lightning_scalerl.rollout import Prompt, Rollout, packed, unpacked
+from lightning_scalerl.rollouts.grade import Grade, Grader, Sample
+from lightning_scalerl.rollouts.rollout import Prompt, Rollout, packed, unpacked
 from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.base import RewardScale, Task, check_curriculum
-from lightning_scalerl.verify.grade import Grade, Grader, Sample
 from lightning_scalerl.verify.rewards import RewardSum, Weighted
 from tests.examples import examples
 from tests.helpers import CountingTask, grade, row, sampler

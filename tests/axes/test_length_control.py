@@ -20,7 +20,7 @@ from lightning_scalerl.axes.length_control import (
     overlong_penalty,
 )
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.rollout import Rollout
+from lightning_scalerl.rollouts.rollout import Rollout
 
 INTERRUPTION: dict[str, Any] = {"low": 10, "high": 12, "end_of_thinking": "</t>", "phrase": "time is up </t>"}
 # The paper's, in tokens: a limit of 14k, a buffer of 2k.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_scalerl.axes.resampling import NoPositiveResampling, Resampling, UniformResampling
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.rollout import Prompt
+from lightning_scalerl.rollouts.rollout import Prompt
 from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource
 from tests.examples import examples
 from tests.helpers import make_group

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from lightning_scalerl.axes.advantage import GAE
 from lightning_scalerl.axes.aggregation import BY_NAME, TokenAggregation
+from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.axes.correction import Behaviour, Correction, Proximal, importance_weights
 from lightning_scalerl.axes.critic import ValueNetwork, clipped_value_loss
 from lightning_scalerl.axes.entropy import EntropyByDifficulty, FixedEntropy
 from lightning_scalerl.axes.kl import FixedKL, KLByDifficulty
 from lightning_scalerl.axes.loss import GSPO, PPO, Loss, Reinforce
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.rollout import Scored, TrainBatch
+from lightning_scalerl.rollouts.rollout import Scored, TrainBatch
 from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.update.terms import loss_weights, terms
 from sweeps.run.journal import read_journal

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_scalerl.axes.advantage import GAE, generalized_advantages, terminal_rewards
+from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.axes.correction import Proximal
 from lightning_scalerl.axes.critic import ValueNetwork
 from lightning_scalerl.axes.kl import FixedKL, KLByDifficulty, k3
@@ -32,9 +33,8 @@ from lightning_scalerl.axes.normalization import (
 )
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.rollout import Group, TrainBatch
+from lightning_scalerl.rollouts.rollout import Group, TrainBatch
 from lightning_scalerl.stream.credit import assemble, remember
 from lightning_scalerl.update.token_credit import token_credit
 from tests.examples import examples

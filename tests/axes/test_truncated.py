@@ -14,7 +14,7 @@ from lightning_scalerl.axes.filter import ZeroVariance
 from lightning_scalerl.axes.loss import CISPO
 from lightning_scalerl.axes.normalization import NoNormalization, PromptNormalization
 from lightning_scalerl.axes.truncated import KeepTruncated, MaskTruncated
-from lightning_scalerl.rollout import Denominators, Group, PassSize, TrainBatch
+from lightning_scalerl.rollouts.rollout import Denominators, Group, PassSize, TrainBatch
 from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.update.terms import loss_weights
 from tests.axes.test_contract import CREDIT, each_aggregation, each_loss, total_loss

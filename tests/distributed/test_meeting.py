@@ -22,7 +22,7 @@ from lightning.pytorch import Callback
 from lightning_scalerl.distributed import meeting
 from lightning_scalerl.distributed.meeting import NotPlainError, decode, encode
 from lightning_scalerl.distributed.ranks import LeaderFailedError, Ranks
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollouts.rollout import TrainBatch
 from tests.axes.test_contract import batch_of
 from tests.distributed.test_ranks import fit, on_ranks
 from tests.examples import every, examples

@@ -36,7 +36,7 @@ from lightning_scalerl.distributed.start import STRATEGIES, devices_beside, proc
 from lightning_scalerl.member.identify import STRATEGIES as KNOWN
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.model.shared_prompt import sequences
-from lightning_scalerl.rollout import PassSize, whole
+from lightning_scalerl.rollouts.rollout import PassSize, whole
 from lightning_scalerl.verify.verification import RewardError
 from sweeps.executor.failure import kind_of
 from sweeps.run.gpu import REQUIRED, NoGpuError

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.generator.fleet.ledger import Ledger
-from lightning_scalerl.rollout import Rollout
+from lightning_scalerl.rollouts.rollout import Rollout
 from tests.examples import examples
 
 SLOTS = 4

@@ -20,7 +20,7 @@ from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.generator.torch.generator import TorchGenerator, sample_tokens
 from lightning_scalerl.model.head import check_head
 from lightning_scalerl.model.policy import Policy
-from lightning_scalerl.rollout import Rollout, TrainBatch
+from lightning_scalerl.rollouts.rollout import Rollout, TrainBatch
 from tests.generator.sampling import with_sampling
 
 FP32 = Precision("fp32", True, True)
@@ -358,7 +358,7 @@ def test_other_architectures(family: str) -> None:
 
 
 def one_row(prompt: tuple[int, ...], rollout: Any) -> TrainBatch:
-    from lightning_scalerl.rollout import Group, Prompt
+    from lightning_scalerl.rollouts.rollout import Group, Prompt
     from lightning_scalerl.stream.credit import lay_out
 
     return lay_out([(Group(0, Prompt("p", "", ""), list(prompt), [rollout]), rollout, 1.0, 1, 0)])

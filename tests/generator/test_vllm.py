@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -197,16 +199,24 @@ class Pair:
         return tuple(tokens[-2:]) == self.pair
 
 
+@contextmanager
+def sampling_with(generator: Any, **settings: Any) -> Iterator[None]:
+    """Change the settings of a generator for a moment: starting another takes seconds."""
+    before = generator._sampling.settings
+    generator._sampling.settings = replace(before, **settings)
+    try:
+        yield
+    finally:
+        generator._sampling.settings = before
+
+
 def test_a_text_ends_a_completion_with_its_last_token(generator: Any) -> None:
     generator.submit(GroupRequest(0, SHORT, 32, (11,)))
     whole = [each.rollout.tokens for each in drained(generator)]
     pair = next((tokens[3], tokens[4]) for tokens in whole if len(tokens) > 6)
-    generator._sampling.stop_text = Pair(pair)
-    try:
+    with sampling_with(generator, stop_text=Pair(pair)):
         generator.submit(GroupRequest(0, SHORT, 32, (11,)))
         found = [each.rollout for each in drained(generator)]
-    finally:
-        generator._sampling.stop_text = None
     ended = [rollout for rollout in found if tuple(rollout.tokens[-2:]) == pair]
     assert ended and all(rollout.finish_reason == "stop" for rollout in ended)
     for rollout in found:
@@ -217,13 +227,9 @@ def test_a_text_ends_a_completion_with_its_last_token(generator: Any) -> None:
 
 
 def test_thinking_that_has_ended_is_not_interrupted(generator: Any) -> None:
-    sampling = generator._sampling
-    sampling.thinking_ended, before = (lambda tokens: len(tokens) == 4), sampling.thinking_ended
-    try:
+    with sampling_with(generator, thinking_ended=lambda tokens: len(tokens) == 4):
         generator.submit(GroupRequest(0, SHORT, 8, (2, 2), (4,) * 8))
         assert not any(any(each.rollout.forced) for each in drained(generator))
-    finally:
-        sampling.thinking_ended = before
 
 
 def test_the_same_seed_samples_the_same_and_each_rollout_another(generator: Any) -> None:
@@ -358,7 +364,7 @@ def test_sixteen_bits_with_a_head_in_full_precision(model: Any) -> None:
         found = drained(generator)
         from lightning_scalerl.distributed.ranks import Ranks
         from lightning_scalerl.measure.probe import _gaps, _trainer_logprobs
-        from lightning_scalerl.rollout import Group, PassSize, Prompt
+        from lightning_scalerl.rollouts.rollout import Group, PassSize, Prompt
         from lightning_scalerl.update.trained import TrainedPolicy
 
         group = Group(0, Prompt("p", "", ""), list(SHORT), [each.rollout for each in found])

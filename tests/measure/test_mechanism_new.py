@@ -16,6 +16,7 @@ from lightning_scalerl.axes.advantage import GAE
 from lightning_scalerl.axes.aggregation import ConstantAggregation, SumAggregation, TokenAggregation
 from lightning_scalerl.axes.allocation import AllocationByDifficulty, FixedAllocation
 from lightning_scalerl.axes.async_mode import OnPolicy
+from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.axes.correction import Behaviour, Proximal
 from lightning_scalerl.axes.critic import ValueNetwork
 from lightning_scalerl.axes.curriculum import (
@@ -38,12 +39,11 @@ from lightning_scalerl.axes.normalization import (
     RunningNormalization,
 )
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.distributed.ranks import Ranks
 from lightning_scalerl.measure.mechanism import MechanismCounters
 from lightning_scalerl.model.policy import Policy
-from lightning_scalerl.rollout import Group, TrainBatch
+from lightning_scalerl.rollouts.rollout import Group, TrainBatch
 from lightning_scalerl.stream.credit import assemble, remember
 from lightning_scalerl.update.token_credit import token_credit
 from lightning_scalerl.update.trained import TrainedPolicy

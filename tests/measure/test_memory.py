@@ -25,7 +25,7 @@ from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.recompute import recompute
 from lightning_scalerl.model.tensor_parallel import parallelize
 from lightning_scalerl.recipe import Recipe
-from lightning_scalerl.rollout import Scored
+from lightning_scalerl.rollouts.rollout import Scored
 from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.update.terms import terms
 from tests.distributed.test_ranks import one_thread  # noqa: F401

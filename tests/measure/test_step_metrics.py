@@ -19,7 +19,7 @@ from lightning_scalerl.axes.loss import CISPO
 from lightning_scalerl.axes.truncated import MaskTruncated
 from lightning_scalerl.measure.step_metrics import Pass, staleness, step_metrics
 from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
-from lightning_scalerl.rollout import Group, PassSize, Rollout
+from lightning_scalerl.rollouts.rollout import Group, PassSize, Rollout
 from lightning_scalerl.stream.credit import assemble
 from tests.axes.test_contract import CREDIT
 from tests.helpers import make_group

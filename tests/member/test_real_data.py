@@ -20,10 +20,10 @@ from lightning_scalerl.member.noise import measure_noise
 from lightning_scalerl.member.rescore import rescore_run
 from lightning_scalerl.member.run import run_member
 from lightning_scalerl.model.load import load_model
-from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollouts.grade import Sample
+from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.arithmetic_base import new_model, tokenizer
 from lightning_scalerl.task.dataset import DatasetTask
-from lightning_scalerl.verify.grade import Sample
 from lightning_scalerl.verify.pool import VerifierPool
 from lightning_scalerl.verify.registry import reward_sum
 from lightning_scalerl.verify.verification import RewardError

@@ -15,9 +15,9 @@ import pytest
 
 from lightning_scalerl.member.command import plan_commands
 from lightning_scalerl.member.identify import plan_members
+from lightning_scalerl.member.plan_trl import plan_trl
 from lightning_scalerl.member.trust import check_run, check_runs
 from lightning_scalerl.translate import plan
-from lightning_scalerl.translate.plan import plan_trl
 from lightning_scalerl.translate.to_trl import VERSION
 from sweeps.cli.main import main
 from sweeps.errors import UserError

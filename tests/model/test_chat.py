@@ -18,8 +18,8 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.model import bounded as bounded_module
 from lightning_scalerl.model import chat as chat_module
 from lightning_scalerl.model.chat import Chat, Rendering, StopTexts
-from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.rollout import Rollout
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.rollouts.rollout import Rollout
 from lightning_scalerl.stream.prompts import fitting
 from tests.examples import examples
 from tests.sweeps.command.toy import wait_until

@@ -24,7 +24,7 @@ from lightning_scalerl.measure.probe import P99
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.run import run_member
 from lightning_scalerl.model.load import load_model
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollouts.rollout import TrainBatch
 from sweeps.cli.main import main
 from sweeps.run.journal import JOURNAL_FILE, JournalView, read_journal
 from tests import forked

@@ -28,7 +28,7 @@ from lightning_scalerl.model.packed import packs_rows, row_mask, token_states
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.recompute import recompute, set_mode
 from lightning_scalerl.model.value import ValueModel
-from lightning_scalerl.rollout import PassSize, Scored, TrainBatch
+from lightning_scalerl.rollouts.rollout import PassSize, Scored, TrainBatch
 from lightning_scalerl.session import trials
 from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.task.arithmetic_base import tokenizer

@@ -31,8 +31,8 @@ from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.model import policy as policy_module
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.shared_prompt import shares_prompts, worthwhile
-from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.rollout import Group, PassSize, Rollout, TrainBatch
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.rollouts.rollout import Group, PassSize, Rollout, TrainBatch
 from lightning_scalerl.stream.credit import lay_out
 
 SMALL: dict[str, Any] = {

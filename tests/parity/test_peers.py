@@ -27,6 +27,7 @@ from lightning_scalerl.axes.aggregation import (
     SumAggregation,
     TokenAggregation,
 )
+from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.axes.correction import Behaviour, Proximal
 from lightning_scalerl.axes.critic import ValueNetwork
 from lightning_scalerl.axes.entropy import FixedEntropy, NoEntropyBonus
@@ -42,9 +43,8 @@ from lightning_scalerl.axes.normalization import (
     RunningNormalization,
 )
 from lightning_scalerl.axes.truncated import KeepTruncated, MaskTruncated
-from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.rollout import Group, PassSize, Prompt, Rollout, Scored, TrainBatch
+from lightning_scalerl.rollouts.rollout import Group, PassSize, Prompt, Rollout, Scored, TrainBatch
 from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.update.terms import terms
 from lightning_scalerl.update.token_credit import token_credit

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_scalerl.axes.truncated import MaskTruncated
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import StepReport
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollouts.rollout import TrainBatch
 from lightning_scalerl.stream.cost_model import CostModel
 from lightning_scalerl.stream.credit import assemble
 from tests.axes.test_contract import CREDIT

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.stream.prompts import PoolExhaustedError
 from sweeps.run.journal import JournalView, read_journal
 from sweeps.run.progress import is_done, why_final

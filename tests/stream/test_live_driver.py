@@ -23,12 +23,12 @@ from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.generator.scripted import ScriptedGenerator
 from lightning_scalerl.measure.compute_meter import PHASES
 from lightning_scalerl.measure.probe import P99
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollouts.grade import Outcome, Sample
+from lightning_scalerl.rollouts.rollout import TrainBatch
 from lightning_scalerl.stream.drivers import Live
 from lightning_scalerl.stream.live_driver import LiveDriver
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.stream.virtual_driver import VirtualDriver
-from lightning_scalerl.verify.grade import Outcome, Sample
 from lightning_scalerl.verify.verification import RewardError
 from tests.examples import every
 from tests.generator.slow import Size, SlowGenerator, Weights, script, weights_of

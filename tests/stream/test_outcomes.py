@@ -16,13 +16,13 @@ from lightning_scalerl.axes.resampling import NoPositiveResampling
 from lightning_scalerl.generator.base import FinishedRollout
 from lightning_scalerl.generator.channel import DirectChannel
 from lightning_scalerl.generator.scripted import ScriptedGenerator
-from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.rollout import Group, Rollout, packed, unpacked
+from lightning_scalerl.rollouts.grade import Grade, Outcome, Sample
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.rollouts.rollout import Group, Rollout, packed, unpacked
 from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.stream.prompts import PromptSource
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.stream.virtual_driver import VirtualDriver
-from lightning_scalerl.verify.grade import Grade, Outcome, Sample
 from lightning_scalerl.verify.inline import InlineVerifiers
 from lightning_scalerl.verify.verification import RewardError, Verification
 from tests.helpers import CountingTask, inline, row, sampler

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_scalerl.rollout import Rollout, packed, unpacked
+from lightning_scalerl.rollouts.rollout import Rollout, packed, unpacked
 
 
 @st.composite

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from lightning_scalerl.axes.allocation import AllocationByDifficulty
 from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
 from lightning_scalerl.axes.async_mode.base import AsyncMode
+from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.axes.filter import DynamicSampling, Filter, ZeroVariance
 from lightning_scalerl.axes.resampling import NoPositiveResampling, UniformResampling
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.generator.base import FinishedRollout
 from lightning_scalerl.generator.channel import DirectChannel
 from lightning_scalerl.generator.scripted import ScriptedGenerator
 from lightning_scalerl.measure.step_metrics import Pass, step_metrics
-from lightning_scalerl.rollout import Rollout
+from lightning_scalerl.rollouts.rollout import Rollout
 from lightning_scalerl.stream.cost_model import CostModel
 from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource

@@ -19,11 +19,11 @@ import yaml
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, compose
-from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollouts.grade import Sample
+from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import check_task
 from lightning_scalerl.task.dataset import DatasetTask
 from lightning_scalerl.task.formats import FORMATS, livecodebench
-from lightning_scalerl.verify.grade import Sample
 from lightning_scalerl.verify.inline import InlineVerifiers
 from lightning_scalerl.verify.verification import check_verifiers
 from tests.examples import every

@@ -16,8 +16,8 @@ from lightning.pytorch import Trainer
 
 from lightning_scalerl import DatasetTask, Evaluate, RolloutDataModule, ScaleRL
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.rollouts.grade import Outcome, Sample
 from lightning_scalerl.task.base import passes
-from lightning_scalerl.verify.grade import Outcome, Sample
 from lightning_scalerl.verify.inline import InlineVerifiers
 from lightning_scalerl.verify.pool import VerifierPool
 from lightning_scalerl.verify.verification import Verifiers

@@ -11,10 +11,10 @@ import pytest
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, compose, use_folders
 from lightning_scalerl.member.identify import plan_members
+from lightning_scalerl.rollouts.grade import Sample
 from lightning_scalerl.task.base import Task, check_task
 from lightning_scalerl.task.dataset import DatasetTask
 from lightning_scalerl.task.mixture import MixtureTask
-from lightning_scalerl.verify.grade import Sample
 from lightning_scalerl.verify.inline import InlineVerifiers
 from lightning_scalerl.verify.pool import VerifierPool
 from lightning_scalerl.verify.verification import check_verifiers

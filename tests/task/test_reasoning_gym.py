@@ -16,9 +16,9 @@ from lightning_scalerl.axes.curriculum import LinearCurriculum
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, compose
 from lightning_scalerl.member.identity import part_of
-from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollouts.grade import Sample
+from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.reasoning_gym import PACKAGE, ReasoningGymTask, _factory, read_answer
-from lightning_scalerl.verify.grade import Sample
 from lightning_scalerl.verify.pool import VerifierPool
 
 SMALL = {"min_terms": 2, "max_terms": 3, "max_digits": 1}

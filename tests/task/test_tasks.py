@@ -17,7 +17,7 @@ from lightning_scalerl.axes.resampling import UniformResampling
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import conf_dir
 from lightning_scalerl.data import RolloutDataModule
-from lightning_scalerl.rollout import Prompt
+from lightning_scalerl.rollouts.rollout import Prompt
 from lightning_scalerl.stream.prompts import PromptSource
 from lightning_scalerl.task import arithmetic_base
 from lightning_scalerl.task.arithmetic import STOP, ArithmeticTask, problem, solution

@@ -21,8 +21,8 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
+from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.axes.loss import PPO
-from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import AXES
 from lightning_scalerl.composition import build, conf_dir, names_in
 from lightning_scalerl.optim import ConstantSchedule, CosineSchedule

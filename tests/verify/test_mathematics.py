@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.verify.grade import Grade, Outcome, Sample
+from lightning_scalerl.rollouts.grade import Grade, Outcome, Sample
+from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.verify.mathematics import MAX_CHARACTERS, Mathematics, changed, last_boxed, stated
 from lightning_scalerl.verify.pool import VerifierPool
 from tests.examples import examples

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollouts.grade import Grade, Known, Outcome, Sample
+from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.sandbox import launch
-from lightning_scalerl.verify.grade import Grade, Known, Outcome, Sample
 from lightning_scalerl.verify.inline import InlineVerifiers
 from lightning_scalerl.verify.pool import VerifierPool
 from lightning_scalerl.verify.registry import reward_sum

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollouts.grade import Grade, Sample
+from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.dataset import DatasetTask
 from lightning_scalerl.task.formats import FORMATS
 from lightning_scalerl.verify import programs
-from lightning_scalerl.verify.grade import Grade, Sample
 from lightning_scalerl.verify.pool import VerifierPool
 from lightning_scalerl.verify.programs import Programs, program_of
 from lightning_scalerl.verify.registry import reward_sum

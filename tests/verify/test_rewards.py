@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.verify.grade import Grade, Outcome, Sample
+from lightning_scalerl.rollouts.grade import Grade, Outcome, Sample
+from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.verify.grade_once import attempt
 from lightning_scalerl.verify.pool import VerifierPool
 from lightning_scalerl.verify.registry import content, named, reward_sum

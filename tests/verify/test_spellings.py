@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollouts.grade import Sample
+from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.verify.answers import stated
-from lightning_scalerl.verify.grade import Sample
 from lightning_scalerl.verify.mathematics import Mathematics
 from lightning_scalerl.verify.spelling import normal
 from lightning_scalerl.verify.words import agree, part

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.verify.grade import Grade, Grader, Sample
+from lightning_scalerl.rollouts.grade import Grade, Grader, Sample
+from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.verify.grade_once import attempt
 from lightning_scalerl.verify.text import (
     Choice,

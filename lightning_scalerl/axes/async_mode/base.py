@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lightning_scalerl.choice import DesignChoice, ObservedStep
+from lightning_scalerl.axes.choice import DesignChoice, ObservedStep
 
 
 class AsyncMode(DesignChoice):

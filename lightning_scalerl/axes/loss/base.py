@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_scalerl.axes.choice import MAX_LOG_RATIO, DesignChoice
 from lightning_scalerl.checks import ConfigurationError, positive
-from lightning_scalerl.choice import MAX_LOG_RATIO, DesignChoice
-from lightning_scalerl.rollout import inside
+from lightning_scalerl.rollouts.rollout import inside
 
 
 def importance_ratio(trainer_logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:

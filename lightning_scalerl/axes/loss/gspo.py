@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_scalerl.axes.choice import MAX_LOG_RATIO, DesignChoice
 from lightning_scalerl.axes.loss.base import Loss, clip_bounds, credited, pessimistic, pessimistic_clips
-from lightning_scalerl.choice import MAX_LOG_RATIO, DesignChoice
 
 
 def sequence_ratio(trainer_logprobs: Tensor, anchor_logprobs: Tensor, mask: Tensor) -> Tensor:

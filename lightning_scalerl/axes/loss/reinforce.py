@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_scalerl.axes.loss.base import Loss
-from lightning_scalerl.rollout import inside
+from lightning_scalerl.rollouts.rollout import inside
 
 
 def reinforce(trainer_logprobs: Tensor, advantages: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, request_from, request_state
-from lightning_scalerl.rollout import packed, unpacked
+from lightning_scalerl.rollouts.rollout import packed, unpacked
 
 
 @dataclass(eq=False)

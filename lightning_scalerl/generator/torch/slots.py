@@ -19,7 +19,7 @@ from lightning_scalerl.generator.base import (
     request_state,
 )
 from lightning_scalerl.generator.torch.slot_cache import SlotCache
-from lightning_scalerl.rollout import Rollout
+from lightning_scalerl.rollouts.rollout import Rollout
 
 # Values for a slot without an interruption to come, and without a phrase being forced.
 NEVER = 2**62

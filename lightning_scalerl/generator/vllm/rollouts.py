@@ -23,7 +23,7 @@ from lightning_scalerl.generator.base import (
     request_state,
 )
 from lightning_scalerl.model.windows import Window, outside
-from lightning_scalerl.rollout import Rollout, packed, unpacked
+from lightning_scalerl.rollouts.rollout import Rollout, packed, unpacked
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.rollout import Group, Rollout, TrainBatch
+from lightning_scalerl.rollouts.rollout import Group, Rollout, TrainBatch
 
 # Bound on log-ratios before exp. exp(20) is far outside every clip interval; much larger ones would overflow FP32 to
 # inf and make the gradient NaN.

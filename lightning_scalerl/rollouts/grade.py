@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollouts.prompt import Prompt
 
 
 @dataclass(frozen=True)

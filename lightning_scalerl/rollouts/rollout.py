@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollouts.prompt import Prompt
 
 # A rollout's per-token lists, and the types that store them without loss.
 _PER_TOKEN = {

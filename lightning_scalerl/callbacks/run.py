@@ -14,14 +14,14 @@ from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.mechanism import MechanismCounters
 from lightning_scalerl.model.policy import Policy
-from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.recipe import Recipe
-from lightning_scalerl.rollout import Rollout
+from lightning_scalerl.rollouts.grade import Sample
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.rollouts.rollout import Rollout
 from lightning_scalerl.stream.prompts import PromptSet
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.base import Task
 from lightning_scalerl.update.trained import TrainedPolicy
-from lightning_scalerl.verify.grade import Sample
 from lightning_scalerl.verify.verification import Verifiers
 
 
