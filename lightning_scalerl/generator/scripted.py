@@ -77,11 +77,19 @@ class ScriptedGenerator:
                 going_on.append((request, index, versions))
                 continue
             # No model has sampled these tokens: any number stands for a log-probability.
-            rollout = Rollout(tokens, [-1.0] * len(tokens), versions, [False] * len(tokens), "stop")
+            rollout = Rollout(
+                tokens=tokens,
+                generator_logprobs=[-1.0] * len(tokens),
+                weight_versions=versions,
+                forced=[False] * len(tokens),
+                finish_reason="stop",
+            )
             finished.append(FinishedRollout(request.key, index, rollout))
         decoded = len(self._active)
         self._active = going_on
-        return StepReport(finished, 0, 0, decoded, decoded)
+        return StepReport(
+            finished=finished, prefill_tokens=0, prefill_context=0, decoded_tokens=decoded, decoded_context=decoded
+        )
 
     def aside(self) -> AbstractContextManager[None]:
         """Lend the generator for other work: rollouts in flight wait."""

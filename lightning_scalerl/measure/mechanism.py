@@ -73,7 +73,15 @@ class MechanismCounters:
         """
         self._steps += 1
         anchor = trainer_logprobs if first is None else first
-        step = _Step(batch, trainer_logprobs, anchor, self._choices, self._stream, self._trained, self._decode)
+        step = _Step(
+            batch=batch,
+            trainer_logprobs=trainer_logprobs,
+            first_logprobs=anchor,
+            choices=self._choices,
+            stream=self._stream,
+            trained=self._trained,
+            decode=self._decode,
+        )
         for ours, theirs in self._departures:
             self._acted[ours.axis] += ours.differs(theirs, step)
 

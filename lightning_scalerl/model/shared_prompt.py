@@ -111,6 +111,19 @@ def sequences(tokens: Tensor, starts: Tensor, lengths: Tensor, group: Tensor) ->
     width = int((lengths - starts).max())
     table, column = torch.zeros(len(lengths), width), torch.zeros(len(lengths))
     return TrainBatch(
-        tokens, lengths, starts, table, table, table, table, table, column, column, column, column, column,
-        Denominators(0.0, 0.0, 0.0, 0.0), group=group,
-    )  # fmt: skip
+        tokens=tokens,
+        lengths=lengths,
+        completion_start=starts,
+        generator_logprobs=table,
+        weight_versions=table,
+        loss_mask=table,
+        forced_mask=table,
+        advantages=table,
+        sample_tokens=column,
+        group_tokens=column,
+        row=column,
+        rewards=column,
+        pass_rates=column,
+        denominators=Denominators(0.0, 0.0, 0.0, 0.0),
+        group=group,
+    )

@@ -100,4 +100,14 @@ def build_data_path(inputs: Inputs, meter: ComputeMeter) -> DataPath:
     state.register("mechanism", mechanism)
     state.register("alarm", alarm)
     state.register("random", TorchRandomState())
-    return DataPath(sampling, prompts, stream, generator, driver, mechanism, alarm, state, tried)
+    return DataPath(
+        sampling=sampling,
+        prompts=prompts,
+        stream=stream,
+        generator=generator,
+        driver=driver,
+        mechanism=mechanism,
+        alarm=alarm,
+        state=state,
+        tried=tried,
+    )

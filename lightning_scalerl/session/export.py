@@ -65,7 +65,16 @@ def check_merged(trained: TrainedPolicy, model: nn.Module) -> None:
     """
     vocabulary = output_head(model).weight.shape[0]
     drawn = torch.randint(vocabulary, (ROWS, 2 * TOKENS), generator=torch.Generator().manual_seed(0)).tolist()
-    rollouts = [Rollout(row[TOKENS:], [0.0] * TOKENS, [0] * TOKENS, [False] * TOKENS, "length") for row in drawn]
+    rollouts = [
+        Rollout(
+            tokens=row[TOKENS:],
+            generator_logprobs=[0.0] * TOKENS,
+            weight_versions=[0] * TOKENS,
+            forced=[False] * TOKENS,
+            finish_reason="length",
+        )
+        for row in drawn
+    ]
     groups = [
         Group(number, Prompt("export", "", ""), row[:TOKENS], [rollout])
         for number, (row, rollout) in enumerate(zip(drawn, rollouts, strict=True))

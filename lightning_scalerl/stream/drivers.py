@@ -40,7 +40,14 @@ class Virtual:
         listeners: Listeners,
     ) -> Driver:
         """Build the virtual driver of a rollout stream."""
-        return VirtualDriver(stream, generator, channel, cost_model, verifiers, listeners)
+        return VirtualDriver(
+            stream=stream,
+            generator=generator,
+            channel=channel,
+            cost_model=cost_model,
+            verifiers=verifiers,
+            listeners=listeners,
+        )
 
 
 @dataclass(frozen=True)

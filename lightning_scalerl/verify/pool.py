@@ -232,7 +232,7 @@ class VerifierPool:
         """Start a worker process; it has `START_S` seconds to load the grader."""
         process, ours, scratch = _process(self._message)
         self._readable.register(ours, select.POLLIN)
-        return _Worker(process, ours, scratch, time.monotonic() + START_S)
+        return _Worker(process=process, connection=ours, scratch=scratch, deadline=time.monotonic() + START_S)
 
     def _assign(self) -> None:
         """Send one job to each worker, then a second one to each, and so on, to keep them equally busy."""

@@ -174,7 +174,15 @@ def _screen(reader: _Reader, fits: LiveRanking, height: int | None = None) -> Sc
 
 def _of_view(view: MemberView, rewards: tuple[float, ...]) -> Member:
     note = view.reason or silence(view)
-    return Member(view.recipe, str(view.seed), view.state, view.step, view.steps, rewards, note)
+    return Member(
+        recipe=view.recipe,
+        seed=str(view.seed),
+        state=view.state,
+        step=view.step,
+        steps=view.steps,
+        rewards=rewards,
+        note=note,
+    )
 
 
 @contextmanager

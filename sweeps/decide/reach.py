@@ -94,7 +94,7 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
     _check_target(target, fit.bounds)
     limit = support(fit)
     if limit is None or fit.window is None:
-        return Reach(fit.recipe, target, None, f"{fit.verdict}: {fit.reason}")
+        return Reach(recipe=fit.recipe, target=target, compute=None, reason=f"{fit.verdict}: {fit.reason}")
     end = fit.window[1]
     grid = np.concatenate([[0.0], np.linspace(0, end, _WITHIN)[1:], np.geomspace(end, limit, _BEYOND)[1:]])
     ahead = paths(fit, grid)

@@ -206,7 +206,16 @@ def _solve(points: Points, options: FitOptions, bounds: tuple[float, float]) -> 
     theta, residual = linear(best)
     r0, (a, *offset) = (fixed, theta) if fixed is not None else (float(theta[0]), theta[1:])
     point_residual = residual[: len(x)]
-    return _Solution(family, end, first, best, r0, float(a), np.array(offset), float(point_residual @ point_residual))
+    return _Solution(
+        family=family,
+        end=end,
+        first=first,
+        shape=best,
+        r0=r0,
+        a=float(a),
+        offset=np.array(offset),
+        sse=float(point_residual @ point_residual),
+    )
 
 
 def _row(
@@ -226,7 +235,16 @@ def _row(
     weight = _weights(points)
     spread = float(weight @ (points.reward - np.average(points.reward, weights=weight)) ** 2)
     r2 = 1 - solution.sse / spread if spread > 0 else None
-    return FamilyRow(name, parameters, solution.a, solution.sse, aicc, 0.0, held_out, r2)
+    return FamilyRow(
+        family=name,
+        parameters=parameters,
+        A=solution.a,
+        sse=solution.sse,
+        aicc=aicc,
+        delta_aicc=0.0,
+        held_out=held_out,
+        r2=r2,
+    )
 
 
 def _squares(g: Array, y: Array, weight: Array, fixed: float | None, bounds: tuple[float, float]) -> Array:

@@ -130,7 +130,13 @@ def _constant_inverse(share: float, u: Array, v: Array) -> Array:
 _UNUSED = (0.0, 1.0)
 _OF_SIGMOID = (SIGMOID_PRIOR, SCALE_PRIOR)
 SIGMOID = Family(
-    "sigmoid", "R0 + (A - R0) / (1 + (C_mid / C)^B)", ("B", "C_mid"), _sigmoid, _sigmoid_inverse, _OF_SIGMOID, (0, 1)
+    name="sigmoid",
+    formula="R0 + (A - R0) / (1 + (C_mid / C)^B)",
+    names=("B", "C_mid"),
+    basis=_sigmoid,
+    inverse=_sigmoid_inverse,
+    prior=_OF_SIGMOID,
+    powers=(0, 1),
 )
 FAMILIES = {
     family.name: family
@@ -138,14 +144,41 @@ FAMILIES = {
         SIGMOID,
         replace(SIGMOID, name="sigmoid_zero", formula="A / (1 + (C_mid / C)^B)"),
         Family(
-            "logistic", "R0 + (A - R0) / (1 + exp(-k (C - c)))", ("k", "c"), _logistic, _logistic_inverse,
-            (RATE_PRIOR, MIDPOINT_PRIOR), (-1, 1),
+            name="logistic",
+            formula="R0 + (A - R0) / (1 + exp(-k (C - c)))",
+            names=("k", "c"),
+            basis=_logistic,
+            inverse=_logistic_inverse,
+            prior=(RATE_PRIOR, MIDPOINT_PRIOR),
+            powers=(-1, 1),
         ),
         Family(
-            "exponential", "R0 + (A - R0) (1 - exp(-C / tau))", ("tau",), _exponential, _exponential_inverse,
-            (SCALE_PRIOR, _UNUSED), (1, 0),
+            name="exponential",
+            formula="R0 + (A - R0) (1 - exp(-C / tau))",
+            names=("tau",),
+            basis=_exponential,
+            inverse=_exponential_inverse,
+            prior=(SCALE_PRIOR, _UNUSED),
+            powers=(1, 0),
         ),
-        Family("power_law", "A - D C^-B", ("B",), _power, _power_inverse, (POWER_PRIOR, _UNUSED), (0, 1), False),
-        Family("constant", "A", (), _constant, _constant_inverse, (_UNUSED, _UNUSED), (0, 0)),
+        Family(
+            name="power_law",
+            formula="A - D C^-B",
+            names=("B",),
+            basis=_power,
+            inverse=_power_inverse,
+            prior=(POWER_PRIOR, _UNUSED),
+            powers=(0, 1),
+            from_zero=False,
+        ),
+        Family(
+            name="constant",
+            formula="A",
+            names=(),
+            basis=_constant,
+            inverse=_constant_inverse,
+            prior=(_UNUSED, _UNUSED),
+            powers=(0, 0),
+        ),
     )
-}  # fmt: skip
+}

@@ -246,4 +246,13 @@ def lookout(
     x, z = np.round(fewer.compute[order] / end, 12), np.round((fewer.reward[order] - bottom) / width, 12)
     seen = Seen(x, z, fewer.seed[order], variance, scale is not None)
     per_point = len(points.reward) / len(fewer.reward)
-    return Lookout(recipe, seen, end, bottom, width, options or FitOptions(), per_point, schedule)
+    return Lookout(
+        recipe=recipe,
+        seen=seen,
+        end=end,
+        bottom=bottom,
+        width=width,
+        options=options or FitOptions(),
+        each=per_point,
+        schedule=schedule,
+    )

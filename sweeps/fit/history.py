@@ -80,13 +80,13 @@ class Snapshot(AsJson):
         """
         ahead, check = entry["next"], entry["check"]
         return Snapshot(
-            str(entry["recipe"]),
-            float(entry["compute"]),
-            int(entry["n"]),
-            str(entry["verdict"]),
-            _interval(entry["A"]),
-            None if ahead is None else (float(ahead["compute"]), _interval(ahead)),
-            None
+            recipe=str(entry["recipe"]),
+            compute_end=float(entry["compute"]),
+            n=int(entry["n"]),
+            verdict=str(entry["verdict"]),
+            A=_interval(entry["A"]),
+            ahead=None if ahead is None else (float(ahead["compute"]), _interval(ahead)),
+            check=None
             if check is None
             else Check(
                 float(check["made_at"]),
@@ -172,7 +172,9 @@ class _Fits:
             band = predict(fit, [REACH * end], observations=1)
             ahead = REACH * end, band.interval()
         n = int((self._curve.compute <= end).sum())
-        return Snapshot(fit.recipe, end, n, fit.verdict, fit.A, ahead, self._check(end))
+        return Snapshot(
+            recipe=fit.recipe, compute_end=end, n=n, verdict=fit.verdict, A=fit.A, ahead=ahead, check=self._check(end)
+        )
 
     def _check(self, end: float) -> Check | None:
         """Compare the latest evaluations with a forecast from a fit that has not seen them; None without such a fit."""

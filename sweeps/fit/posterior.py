@@ -92,11 +92,11 @@ def _nothing(log_x: Array, u: Array, v: Array) -> Array:
     return np.zeros(np.broadcast_shapes(log_x.shape, u.shape))
 
 
-_NONE = Law("none", P_NONE, _nothing, ((0.0, 1.0), (0.0, 1.0)), LEVEL_PRIOR, rises=False)
+_NONE = Law(name="none", prior=P_NONE, basis=_nothing, shape=((0.0, 1.0), (0.0, 1.0)), r0=LEVEL_PRIOR, rises=False)
 LAWS = (
-    Law("sigmoid", P_SIGMOID, SIGMOID.basis, SIGMOID.prior),
+    Law(name="sigmoid", prior=P_SIGMOID, basis=SIGMOID.basis, shape=SIGMOID.prior),
     # u and v are the logarithms of a Weibull curve's power and scale.
-    Law("weibull", P_WEIBULL, _weibull, (WEIBULL_PRIOR, SCALE_PRIOR)),
+    Law(name="weibull", prior=P_WEIBULL, basis=_weibull, shape=(WEIBULL_PRIOR, SCALE_PRIOR)),
     _NONE,
 )
 
@@ -121,7 +121,7 @@ def laws_of(family: Family, first: float, r0: float | None, a: float | None) -> 
         basis = family.basis
         if family.name == "power_law":
             basis = partial(_beginning, family, float(np.log(first)))
-        laws = (Law(family.name, P_SIGMOID + P_WEIBULL, basis, family.prior), _NONE)
+        laws = (Law(name=family.name, prior=P_SIGMOID + P_WEIBULL, basis=basis, shape=family.prior), _NONE)
     if a is not None:
         laws = tuple(replace(law, a=(a, FIXED)) if law.rises else law for law in laws)
     return laws if r0 is None else tuple(replace(law, r0=(r0, FIXED)) for law in laws)
@@ -338,7 +338,7 @@ class Posterior:
         log_evidence = -0.5 * (
             n * np.log(2 * np.pi) + turned.log_det - np.log(p).sum(1) + np.log(det * (s0 * s1) ** 2) + squares
         )
-        return _Regressed(p, g, r0, a, v01, v11, m00, log_evidence)
+        return _Regressed(precision=p, g=g, r0=r0, a=a, v01=v01, v11=v11, m00=m00, log_evidence=log_evidence)
 
     def _explore(self, which: int) -> _Samples:
         """Sample the parameters of a law: first from their prior, then around the samples with most weight."""

@@ -112,7 +112,17 @@ def _settings(main: Fit) -> Iterator[tuple[str, str, str, FitOptions]]:
 
 def _row(fit: Fit, kind: str, setting: str, short: str, main: Fit) -> Row:
     shift = None if fit.A.value is None or main.A.value is None else fit.A.value - main.A.value
-    return Row(kind, setting, short, fit.A, fit.B, fit.C_mid, fit.verdict, shift, fit.n)
+    return Row(
+        kind=kind,
+        setting=setting,
+        short=short,
+        A=fit.A,
+        B=fit.B,
+        C_mid=fit.C_mid,
+        verdict=fit.verdict,
+        shift=shift,
+        n=fit.n,
+    )
 
 
 def summary(rows: Sequence[Row]) -> str:

@@ -148,7 +148,7 @@ def _check_place(directory: Path, sources: Sequence[str]) -> None:
 
 
 def _skipped(run: ForeignRun, reason: str) -> Taken:
-    return Taken("", "", None, "skipped", 0, run.where, run.name, reason)
+    return Taken(run="", recipe="", seed=None, what="skipped", points=0, source=run.where, name=run.name, reason=reason)
 
 
 def _take(folder: _Folder, run: ForeignRun, by: Mapping[str, str], running: bool) -> Taken:

@@ -218,7 +218,16 @@ class Controller:
         failure = {"run": run, "kind": kind, "reason": redact(reason), "node": node}
         self._blacklist.note({**failure, "event": "retried", "time": now})
         excused = self._blacklist.excused(run, now).get(kind, 0)
-        return Ended(run, False, kind, reason, node, was_asked, outcome.earlier, excused)
+        return Ended(
+            run=run,
+            done=False,
+            kind=kind,
+            reason=reason,
+            node=node,
+            asked=was_asked,
+            earlier=outcome.earlier,
+            excused=excused,
+        )
 
     def _nodes_at_work(self) -> set[str]:
         """Return the nodes on which members run, by the attempt records of their jobs."""

@@ -118,13 +118,13 @@ def launch_of(
     price = None if rates is None else rates.price(specs, left)
     money = None if price is None or rate is None else price.hours * rate
     return Launch(
-        len(specs),
-        len({spec.curve for spec in specs}),
-        len({spec.seed for spec in specs}),
-        sum(spec.steps for spec in specs),
-        sum(left.values()),
-        price,
-        money,
+        members=len(specs),
+        recipes=len({spec.curve for spec in specs}),
+        seeds=len({spec.seed for spec in specs}),
+        steps=sum(spec.steps for spec in specs),
+        left=sum(left.values()),
+        price=price,
+        money=money,
     )
 
 

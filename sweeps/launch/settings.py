@@ -138,11 +138,11 @@ class LaunchSettings:
         if self.outlives:
             require("submitit", "cluster: slurm")
             return ClusterExecutor(
-                study.resolve(),
-                scheduler or Slurm(self.slurm.clusters),
-                self.slurm,
-                self.entry,
-                self.threads,
+                study=study.resolve(),
+                scheduler=scheduler or Slurm(self.slurm.clusters),
+                settings=self.slurm,
+                entry=self.entry,
+                threads=self.threads,
                 title=str(self.slurm.resources.get("name") or study.resolve().name),
             )
         if self.kind == "debug":

@@ -104,13 +104,13 @@ def a_few(runs: Iterable[tuple[str, Path]], most: int = 4, characters: int = 700
         )
         ends = ordered if len(ordered) == 1 else [ordered[0], ordered[-1]]
         by_recipe[recipe] = Shown(
-            recipe,
-            run_dir.name,
-            int(group["step"]),
-            str(group["prompt_id"]),
-            _cut(str(group["prompt"]), characters),
-            _cut(str(group["answer"]), characters),
-            [(_became(rollout), _cut(str(rollout["completion"]), characters)) for rollout in ends],
+            recipe=recipe,
+            run=run_dir.name,
+            step=int(group["step"]),
+            prompt_id=str(group["prompt_id"]),
+            prompt=_cut(str(group["prompt"]), characters),
+            answer=_cut(str(group["answer"]), characters),
+            written=[(_became(rollout), _cut(str(rollout["completion"]), characters)) for rollout in ends],
         )
     return list(by_recipe.values())
 

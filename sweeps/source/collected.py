@@ -181,7 +181,9 @@ class Collected:
         """
         parted = "".join(f" {name}={value}" for name, value in factors.items())
         label = recipe + parted
-        points = self._points.setdefault(label, CurvePoints(label, recipe, dict(factors), axis, metric))
+        points = self._points.setdefault(
+            label, CurvePoints(recipe=label, name=recipe, factors=dict(factors), axis=axis, metric=metric)
+        )
         points.baseline = points.baseline or (baseline and baseline + parted)
         if points.axis != axis:
             raise UserError(

@@ -82,7 +82,7 @@ def read(file: File, into: Collected) -> None:
         names = list(dict.fromkeys(key for _, row in records for key in row))
     framework = vocabulary_of(names) or (TRL if "reward" in names else None)
     add_logs(
-        logs=[Log(file.run_name, names, len(rows), series_of_records(records))],
+        logs=[Log(name=file.run_name, names=names, rows=len(rows), series=series_of_records(records))],
         reader=NAME,
         where=str(file.path),
         into=into,

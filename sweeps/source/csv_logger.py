@@ -46,7 +46,12 @@ def read(file: File, into: Collected) -> None:
     folder = file.path.parent
     name = folder.parent.name if _VERSION.fullmatch(folder.name) and folder.parent.name else folder.name
     log = Log(
-        name, table.names, table.count, series_of(table, numbers(table.column("step"))), tuple(labels), labels.get
+        name=name,
+        names=table.names,
+        rows=table.count,
+        series=series_of(table, numbers(table.column("step"))),
+        labels=tuple(labels),
+        label=labels.get,
     )
     where, notes = str(file.path), ["a torn last line was left out"] if table.torn else []
     add_logs([log], NAME, where, into, None, "the logger's folder", "step", notes)

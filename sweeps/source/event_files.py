@@ -128,7 +128,7 @@ def _log(name: str, scalars: dict[str, list[tuple[float, float, float]]], warnin
         return Series(rows[kept, 0], rows[kept, 2], max(0, len(steps) - len(rows)), bad, first)
 
     steps = np.unique(events[:, 0])
-    return Log(name, [*scalars, WALL_TIME], len(steps), series, warnings=tuple(warnings))
+    return Log(name=name, names=[*scalars, WALL_TIME], rows=len(steps), series=series, warnings=tuple(warnings))
 
 
 def _walk(path: Path) -> tuple[int, bool]:

@@ -118,13 +118,15 @@ def logs_of_rows(table: Table, name: str, step: str, asked_labels: Sequence[str]
     labels = dict.fromkeys([run_column, "recipe", *asked_labels, "seed"])
     parts = [c for c in labels if c is not None and c in table.names]
     if not parts:
-        return [Log(name, table.names, table.count, series_of(table, steps))], stepless, None
+        return [Log(name=name, names=table.names, rows=table.count, series=series_of(table, steps))], stepless, None
     logs = []
     for key, at in grouped([table.label(part) for part in parts]).items():
         values = dict(zip(parts, key, strict=True))
         run = values[run_column] if run_column else name
         series = series_of(table.take(at), steps[at])
-        logs.append(Log(run, table.names, len(at), series, tuple(table.names), values.get))
+        logs.append(
+            Log(name=run, names=table.names, rows=len(at), series=series, labels=tuple(table.names), label=values.get)
+        )
     return logs, stepless, run_column
 
 

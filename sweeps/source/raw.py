@@ -75,7 +75,7 @@ def log_of_table(rows: Table, name: str, where: str, step: str | None = None) ->
     column = step_column(rows.names, step)
     if column is None:
         raise no_steps(where, rows.names, step)
-    return Log(name, rows.names, rows.count, series_of(rows, numbers(rows.column(column))))
+    return Log(name=name, names=rows.names, rows=rows.count, series=series_of(rows, numbers(rows.column(column))))
 
 
 # All names that a column of steps may have if the user names none.

@@ -113,7 +113,16 @@ def _read_chart(file: File, table: Table, into: Collected) -> None:
     logs = []
     for run, metrics in runs.items():
         labels = labels_in(run)
-        logs.append(Log(run, [x, *metrics], table.count, _of_run(series, run, x), tuple(labels), labels.get))
+        logs.append(
+            Log(
+                name=run,
+                names=[x, *metrics],
+                rows=table.count,
+                series=_of_run(series, run, x),
+                labels=tuple(labels),
+                label=labels.get,
+            )
+        )
     metrics = list(dict.fromkeys(metric for names in runs.values() for metric in names))
     notes = [f"rows without {short(x)}: {int(np.isnan(steps).sum())}"] if np.isnan(steps).any() else []
     averaged = sum(any(_is_average(table, f"{run} - {metric}") for metric in names) for run, names in runs.items())

@@ -134,7 +134,7 @@ class Engines:
         own = bool(self._devices) and address.kind == "local"
         child = Child(number, self._around, self._devices[number % len(self._devices)] if own else "")
         child.tell(blueprint)
-        return Engine(number, address, child, time.monotonic())
+        return Engine(number=number, address=address, transport=child, started=time.monotonic())
 
     def wait(self, seconds: float) -> None:
         """Wait until an engine has sent something, at most `seconds` seconds."""

@@ -215,7 +215,14 @@ class TorchGenerator:
         decoding = self._slots.active
         new_logits, prefill_tokens, prefill_context, prefilled = self._fill_slots()
         if self._slots.active == 0:
-            return StepReport((), prefill_tokens, prefill_context, 0, 0, prefilled)
+            return StepReport(
+                finished=(),
+                prefill_tokens=prefill_tokens,
+                prefill_context=prefill_context,
+                decoded_tokens=0,
+                decoded_context=0,
+                prefilled=prefilled,
+            )
         logits, context = self._decode(decoding)
         if new_logits:
             logits = torch.cat([logits, torch.stack(new_logits)])
@@ -228,7 +235,14 @@ class TorchGenerator:
         ended = stopped | self._slots.full
         finished = self._slots.release(torch.nonzero(ended).flatten().tolist(), stopped)
         # No model gets here whose windows are shorter than a sequence (`decodable`): nothing lies outside of them.
-        return StepReport(finished, prefill_tokens, prefill_context, decoding, context, prefilled)
+        return StepReport(
+            finished=finished,
+            prefill_tokens=prefill_tokens,
+            prefill_context=prefill_context,
+            decoded_tokens=decoding,
+            decoded_context=context,
+            prefilled=prefilled,
+        )
 
     def _holds_stop_text(self, stop_text: StopText) -> Tensor:
         """Return a mask (active,) of the rollouts whose text holds one that ends them."""

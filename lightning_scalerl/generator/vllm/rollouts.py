@@ -32,7 +32,11 @@ class Sampled:
 
     request: GroupRequest
     index: int
-    rollout: Rollout = field(default_factory=lambda: Rollout([], [], [], [], "length"))
+    rollout: Rollout = field(
+        default_factory=lambda: Rollout(
+            tokens=[], generator_logprobs=[], weight_versions=[], forced=[], finish_reason="length"
+        )
+    )
     looked: bool = False  # whether its thinking has ended has been asked, once
     computed: int = 0  # tokens whose keys and values its request has, of this version of it
 
@@ -72,7 +76,15 @@ class Computed:
 def report(finished: list[FinishedRollout], prefill: Computed, decoded: Computed, prefilled: int) -> StepReport:
     """Return what a step has done, prefill and decoding counted apart."""
     left_out = prefill.outside + decoded.outside
-    return StepReport(finished, prefill.tokens, prefill.context, decoded.tokens, decoded.context, prefilled, left_out)
+    return StepReport(
+        finished=finished,
+        prefill_tokens=prefill.tokens,
+        prefill_context=prefill.context,
+        decoded_tokens=decoded.tokens,
+        decoded_context=decoded.context,
+        prefilled=prefilled,
+        outside=left_out,
+    )
 
 
 class Sampling:
@@ -200,7 +212,9 @@ class InFlight:
         under_way, ended = from_state(state)
         self._waiting += under_way
         if ended:
-            self._ahead.append(StepReport(ended, 0, 0, 0, 0))
+            self._ahead.append(
+                StepReport(finished=ended, prefill_tokens=0, prefill_context=0, decoded_tokens=0, decoded_context=0)
+            )
 
 
 def state_of(

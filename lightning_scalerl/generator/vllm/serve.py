@@ -250,7 +250,7 @@ def prepare(
     if backend == "ipc":
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of a GPU's memory come pickled
     name = slurm_job.node_name() if host in EVERYWHERE else f"[{host}]" if ":" in host else host
-    return Server(command, environment, f"http://{name}:{port}", folder, token)
+    return Server(command=command, environment=environment, address=f"http://{name}:{port}", folder=folder, token=token)
 
 
 def serve(model: nn.Module, precision: Precision, *, start_s: float = 600.0, **settings: Any) -> Server:
@@ -322,7 +322,9 @@ def serve_on(
         *(("--gpus", gpus) if gpus else ()),
     ]
     folder = Path(tempfile.mkdtemp(prefix="scalerl-vllm-"))
-    server = Server([*step, *serving], {}, "", folder, token, shape=shape_of(model))
+    server = Server(
+        command=[*step, *serving], environment={}, address="", folder=folder, token=token, shape=shape_of(model)
+    )
     server.start()
     server.wait(start_s)
     return server
