@@ -170,7 +170,7 @@ __all__ += [name for name in _HOME_OF if name not in __all__]
 
 def axis_names() -> frozenset[str]:
     """Return the public classes of `axes/`: the choices that a configuration may name."""
-    return frozenset(name for name, module in _HOME_OF.items() if module.startswith("axes."))
+    return frozenset(name for name, module in _HOME_OF.items() if module.startswith("axes.") and name != "DesignChoice")
 
 
 def public_names() -> frozenset[str]:
