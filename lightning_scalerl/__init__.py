@@ -46,7 +46,7 @@ _HOME_OF = {
     "VLLMServerGenerator": "generator.vllm.client",
     "plan_commands": "member.command",
     "plan_members": "member.identify",
-    "plan_trl": "member.plan_trl",
+    "plan_trl": "member.trl",
     "run_member": "member.run",
     "Chat": "model.chat",
     "model_path": "model.place",

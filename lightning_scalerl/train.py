@@ -185,7 +185,7 @@ def _train(overrides: list[str], folders: list[str]) -> None:
     if elsewhere:
         raise UserError(f"{elsewhere[0]}: a single run runs in this process; add --multirun to submit it")
     if "trainer=trl" in (entry.lstrip("+") for entry in overrides):
-        from lightning_scalerl.member.plan_trl import plan_trl
+        from lightning_scalerl.member.trl import plan_trl
 
         (spec,) = plan_trl([overrides], folders)
         _run_alone(spec, run_command)

@@ -205,7 +205,7 @@ def _check_trl(file: Path, spec: RunSpec, study: Path) -> None:
 
     Names are checked before anything is built from the overrides, and the interpreter before it is started.
     """
-    from lightning_scalerl import plan_trl  # by its public name, because `translate` may not be imported here
+    from lightning_scalerl.member.trl import plan_trl  # only for members of TRL
 
     foreign = _foreign(file, spec, "the command that this version makes of its overrides")
     trainer, command = spec.config[_TRAINER], spec.config["command"]

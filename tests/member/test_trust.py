@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from lightning_scalerl.member import plan_trl
+from lightning_scalerl.member import trl
 from lightning_scalerl.member.command import plan_commands
 from lightning_scalerl.member.identify import plan_members
-from lightning_scalerl.member.plan_trl import plan_trl
+from lightning_scalerl.member.trl import plan_trl
 from lightning_scalerl.member.trust import check_run, check_runs
 from lightning_scalerl.translate.to_trl import VERSION
 from sweeps.cli.main import main
@@ -286,7 +286,7 @@ def trl_study(place: Path, *more: str) -> tuple[Path, RunSpec]:
     words = ["trainer=trl", "trainer.python=env/bin/python", *ON_TRL, "model.batches=1", "model.width=32"]
     (spec,) = plan_trl([[*words, "cluster=slurm", f"output_dir={place}/study", *more]])
     (place / "asked").unlink()
-    plan_trl._asked.cache_clear()
+    trl._asked.cache_clear()
     run_dir = place / "study" / "runs" / spec.run
     spec.write(run_dir)
     Ledger(place / "study").append("planned", spec.run, recipe=spec.recipe, seed=spec.seed, curve=spec.curve)

@@ -19,7 +19,7 @@ import pytest
 
 from lightning_scalerl.checks import ONE_TRAINER, ConfigurationError
 from lightning_scalerl.measure.flops import FlopModel
-from lightning_scalerl.member.plan_trl import plan_trl
+from lightning_scalerl.member.trl import plan_trl
 from lightning_scalerl.task.arithmetic_base import new_model
 from lightning_scalerl.translate.trl_run import Journal, forward_flops, make_reward, sampling_flops, standard_error
 from sweeps.launch.status import overview
