@@ -1,14 +1,14 @@
-"""Generators: prompts and weights in, rollouts out; in the trainer's process, or in child processes.
+"""Generators take prompts and weights and return rollouts, in the trainer's process or in child processes.
 
-`base` is the protocol of a generator and `channel` how weights reach it. `torch/` is our own sampler, `vllm/` samples
-with vLLM, and `fleet/` runs several generators as engines in child processes:
+`base` defines the protocol of a generator, and `channel` carries weights to one. `torch/` is our own sampler, `vllm/`
+samples with vLLM, and `fleet/` runs several generators as engines in child processes:
 
     trainer --- Fleet --- Ledger (which engine has which rollout; no I/O)
                   |-------- WeightStore (published versions, one file each)
                   `-------- Engines --- Child ... wire ... server --- Generator
 
-The trainer waits for engines in two places only: when it publishes, until each has confirmed, and when it asks one to
-score. An engine never waits: it samples while it has rollouts.
+The trainer waits for engines in two places only: after a publish, until every engine has confirmed, and when it asks
+one to score. An engine never waits while it has rollouts.
 """
 
 from lightning_scalerl.generator.base import FinishedRollout, Generator, GroupRequest, StepReport

@@ -17,11 +17,15 @@ from lightning_scalerl.rollouts.rollout import Rollout
 class GroupRequest:
     """Request for `completions` rollouts of one prompt.
 
-    `key` identifies the group among all in flight (its admission number). `random_key` seeds its sampling: the
-    same key gives the same uniform numbers whatever else is in flight, so nothing about scheduling, batching
-    or resuming changes what is sampled except through the weights. `interrupt_at` gives for each rollout the
-    tokens of thinking after which its end is forced; empty for never. `max_new_tokens` is a limit of the request's
-    own; 0 for the generator's.
+    Attributes:
+        key: identifies the group among all in flight (its admission number).
+        prompt_tokens: token ids of the prompt.
+        completions: number of rollouts to sample.
+        random_key: seeds the sampling. The same key gives the same uniform numbers regardless of what else is in
+            flight, so scheduling, batching and resuming affect the samples only through the weights.
+        interrupt_at: for each rollout, the number of thinking tokens after which the end of thinking is forced;
+            empty for never.
+        max_new_tokens: token limit of this request; 0 for the generator's limit.
     """
 
     key: int
@@ -32,13 +36,13 @@ class GroupRequest:
     max_new_tokens: int = 0
 
     def limit(self, most: int) -> int:
-        """Return the request's token limit, given the generator's."""
+        """Return the request's token limit; `most` is the generator's limit."""
         return min(self.max_new_tokens or most, most)
 
 
 @dataclass(frozen=True)
 class FinishedRollout:
-    """Rollout that ended in this step: number `index` of the group `key`."""
+    """Rollout that ended in this step: rollout `index` of group `key`."""
 
     key: int
     index: int
@@ -49,12 +53,16 @@ class FinishedRollout:
 class StepReport:
     """Report of one generator step: the rollouts that ended, and counts of the work done, for the compute meter.
 
-    `prefill_tokens` are prompt tokens and, after a publish, those whose keys and values were recomputed. `prefilled`
-    counts the prompts that went through the head for the first token behind them: once each, however many rollouts
-    share it. Context counts what goes before a token, whatever windows the model has; `outside` is the part of it that
-    lay outside of them, in prefill and decoding together and summed over layers (`model.windows.outside`).
-    `lost_tokens` had been sampled by a process that is gone, for rollouts that it had not finished: they are sampled
-    again.
+    Attributes:
+        finished: rollouts that ended in this step.
+        prefill_tokens: prompt tokens, plus tokens whose keys and values were recomputed after a publish.
+        prefill_context: tokens attended to in prefill, ignoring attention windows.
+        decoded_tokens: tokens computed in decoding passes; a rollout's first token comes from its prefill instead.
+        decoded_context: tokens attended to in decoding, ignoring attention windows.
+        prefilled: prompts whose last position went through the output head, once each even if rollouts share it.
+        outside: the part of both contexts outside the attention windows, summed over layers
+            (`model.windows.outside`).
+        lost_tokens: tokens of unfinished rollouts whose process died. They are sampled again.
     """
 
     finished: Sequence[FinishedRollout]
@@ -68,16 +76,16 @@ class StepReport:
 
     @property
     def computed(self) -> tuple[int, ...]:
-        """All counts of work done, in the order of their fields; those of several reports add up."""
+        """All counts of work done, in field order. Counts of several reports can be added."""
         return tuple(getattr(self, name) for name in COUNTS)
 
 
-# The counts of what a report's sender computed, in order.
+# Fields of `StepReport` that count computed work, in order.
 COUNTS = tuple(entry.name for entry in fields(StepReport) if entry.name not in ("finished", "lost_tokens"))
 
 
 def nothing_computed() -> list[int]:
-    """Return a zero for each count of `StepReport.computed`, to add to."""
+    """Return one zero per count of `StepReport.computed`: the start of a running sum."""
     return [0] * len(COUNTS)
 
 
@@ -91,12 +99,12 @@ class Generator(Protocol):
 
     @property
     def free_slots(self) -> int:
-        """Number of rollouts that would start in the next step if they were submitted now."""
+        """Number of further rollouts that would start in the next step if submitted now."""
         ...
 
     @property
     def version(self) -> int:
-        """Version of the weights in use: the optimizer steps behind them."""
+        """Version of the weights in use: the number of optimizer steps that produced them."""
         ...
 
     def submit(self, request: GroupRequest) -> None:
@@ -104,23 +112,23 @@ class Generator(Protocol):
         ...
 
     def step(self) -> StepReport:
-        """Sample one token of every rollout that has a slot; freed slots are refilled at once."""
+        """Sample one token for every rollout that has a slot; freed slots are refilled at once."""
         ...
 
     def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
         """Use new weights from the next token on.
 
-        Rollouts in flight go on with the keys and values they have, or with recomputed ones. Rollouts that have
-        no token yet start afresh in either case.
+        Rollouts in flight continue with their existing keys and values, or with recomputed ones if `recompute_kv`.
+        Rollouts without a token yet are prefilled again in either case.
         """
         ...
 
     def aside(self) -> AbstractContextManager[None]:
-        """Lend the generator for other work: rollouts in flight wait, and resume under the weights of before."""
+        """Lend the generator for other work: rollouts in flight pause, then resume with the earlier weights."""
         ...
 
     def close(self) -> None:
-        """Release resources beyond this process's memory, such as child processes."""
+        """Release resources outside this process's memory, such as child processes."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,7 +142,7 @@ class Generator(Protocol):
 
 @contextmanager
 def set_aside(generator: Generator, clear: Callable[[], None]) -> Iterator[None]:
-    """Implement `Generator.aside` where the state holds all that is in flight; `clear` empties the generator."""
+    """Implement `Generator.aside` by saving and restoring `state_dict`; `clear` empties the generator in between."""
     state = generator.state_dict()
     clear()
     try:
@@ -145,45 +153,45 @@ def set_aside(generator: Generator, clear: Callable[[], None]) -> Iterator[None]
 
 @dataclass(frozen=True)
 class EndOfThinking:
-    """Test for the marker that ends the thinking in a completion's text."""
+    """Test whether a completion's text contains the marker that ends its thinking."""
 
     tokenizer: Any
     marker: str
 
     def __call__(self, tokens: Sequence[int]) -> bool:
-        """Return whether the text of these completion tokens holds the marker."""
+        """Return whether the text of these completion tokens contains the marker."""
         return self.marker in self.tokenizer.decode(list(tokens))
 
 
 class StopText(Protocol):
-    """Test for a text that ends a completion, in its last `window` tokens."""
+    """Test whether the last `window` tokens of a completion contain a stop text."""
 
     @property
     def window(self) -> int:
-        """Number of last tokens that the test needs."""
+        """Number of trailing tokens that the test needs."""
         ...
 
     def __call__(self, tokens: Sequence[int]) -> bool:
-        """Return whether a completion's tokens so far, or its last ones, hold such a text."""
+        """Return whether these completion tokens (all so far, or the last ones) contain a stop text."""
         ...
 
 
 def thinks_on(tokens: list[int]) -> bool:
-    """Return False: without an end marker a completion never ends its thinking by itself."""
+    """Return False. Without an end marker a completion never ends its thinking by itself."""
     return False
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Settings of sampling; every generator takes the same record.
+    """Sampling settings; every generator takes the same record.
 
     Attributes:
         max_prompt_tokens, max_new_tokens: longest prompt and completion, in tokens.
-        stop_tokens: ids that end a completion (kept as its last token).
+        stop_tokens: token ids that end a completion; the one sampled is kept as its last token.
         temperature: sampling temperature.
-        phrase: token ids that are forced where a request asks for an interruption.
-        thinking_ended: tests whether a completion so far has ended its thinking; it is then not interrupted.
-        stop_text: tests a completion's last tokens for a text that ends it; None without such texts.
+        phrase: token ids that are forced when a request's thinking is interrupted.
+        thinking_ended: tests whether a completion has already ended its thinking; if so it is not interrupted.
+        stop_text: tests a completion's last tokens for a stop text; None if there are no stop texts.
     """
 
     max_prompt_tokens: int
@@ -196,14 +204,14 @@ class SamplingSettings:
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest sequence, prompt and completion."""
+        """Length in tokens of the longest sequence: prompt plus completion."""
         return self.max_prompt_tokens + self.max_new_tokens
 
     def check(self, request: GroupRequest) -> None:
         """Check that a generator with these settings can serve a request.
 
         Raises:
-            ConfigurationError: the prompt is empty or too long, or an interruption is asked for and there is no phrase.
+            ConfigurationError: the prompt is empty or too long, or the request has interruptions but no phrase is set.
         """
         length = len(request.prompt_tokens)
         if not 0 < length <= self.max_prompt_tokens:

@@ -15,25 +15,25 @@ class WeightChannel(Protocol):
 
     @property
     def version(self) -> int:
-        """Last version that the generator has acknowledged: the one it samples with."""
+        """Last version that the generator has acknowledged, which it samples with."""
         ...
 
     def publish(self, version: int, recompute_kv: bool = False) -> None:
-        """Send the trainer's weights as they are now; returns once the generator has them.
+        """Send the trainer's current weights and return once the generator has them.
 
         Args:
-            version: number of optimizer steps that made these weights.
+            version: number of optimizer steps that produced these weights.
             recompute_kv: whether the KV cache of rollouts in flight is recomputed with the new weights.
         """
         ...
 
 
 class DirectChannel:
-    """Channel to a generator in this process: it is handed the trainer's tensors and copies them.
+    """Channel to a generator in this process, which copies the trainer's tensors.
 
     Args:
-        weights: returns the trainer's state dict as it is now.
-        generator: the generator that gets the weights.
+        weights: returns the trainer's current state dict.
+        generator: the generator that receives the weights.
     """
 
     def __init__(self, weights: Callable[[], dict[str, Tensor]], generator: Generator) -> None:

@@ -1,4 +1,4 @@
-"""Memory that the KV cache takes, and memory that is free."""
+"""Memory needed by the KV cache, and free memory of a device."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ GIB = 2**30
 
 
 def cache_gib(model: nn.Module, dtype: torch.dtype, tokens: int) -> float:
-    """Return the GiB that the keys and values of `tokens` tokens take in all layers."""
+    """Return the size in GiB of the keys and values of `tokens` tokens in all layers."""
     config: Any = text_config(model)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    # layers x KV heads x (key size + value size) x bytes a number x tokens.
+    # layers x KV heads x (key size + value size) x bytes per number x tokens.
     return int(config.num_hidden_layers) * int(heads) * sum(head_sizes(config)) * dtype.itemsize * tokens / GIB
 
 
 def free_gib(device: torch.device) -> float:
-    """Return the free memory of a device in GiB; of the host, what the kernel can make available."""
+    """Return the free memory of a device in GiB; for the CPU, the memory that the kernel can make available."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0]) / GIB
-    # MemAvailable, not MemFree: the page cache is given up on demand.
+    # MemAvailable, not MemFree: the kernel releases the page cache on demand.
     known = Path("/proc/meminfo")
     for line in known.read_text().splitlines() if known.exists() else ():
         if line.startswith("MemAvailable:"):

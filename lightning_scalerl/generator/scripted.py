@@ -1,4 +1,4 @@
-"""Generator that follows a script instead of a model: for testing schedulers and replaying rollouts."""
+"""Generator that follows a script instead of a model, to test schedulers and replay rollouts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Script = Callable[[GroupRequest, int], Sequence[int]]
 
 
 class ScriptedGenerator:
-    """Emits one scripted token a step for every rollout in a slot.
+    """Emits one scripted token per step for every rollout in a slot.
 
     Args:
-        script: (request, index of the rollout in its group) -> the rollout's token ids, at least one.
+        script: maps (request, index of the rollout in its group) to the rollout's token ids, at least one.
         slots: number of rollouts that advance together.
     """
 
@@ -38,7 +38,7 @@ class ScriptedGenerator:
 
     @property
     def version(self) -> int:
-        """Version of the weights that was last published."""
+        """Version of the last published weights."""
         return self._version
 
     @property
@@ -48,12 +48,12 @@ class ScriptedGenerator:
 
     @property
     def sampled_in_flight(self) -> int:
-        """Number of tokens that rollouts in flight have so far."""
+        """Number of tokens sampled so far for the rollouts in flight."""
         return sum(len(versions) for _, _, versions in self._active)
 
     @property
     def free_slots(self) -> int:
-        """Number of slots that no rollout has or waits for."""
+        """Number of slots that no submitted rollout occupies or waits for."""
         return max(0, self._slots - self.in_flight)
 
     def submit(self, request: GroupRequest) -> None:
@@ -61,7 +61,7 @@ class ScriptedGenerator:
         self._waiting += [(request, index) for index in range(request.completions)]
 
     def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
-        """Mark tokens with this version from now on; the weights are ignored."""
+        """Label tokens with this version from now on; the weights are ignored."""
         self._version = version
 
     def step(self) -> StepReport:
@@ -76,7 +76,7 @@ class ScriptedGenerator:
             if len(versions) < len(tokens):
                 going_on.append((request, index, versions))
                 continue
-            # No model has sampled these tokens: any number stands for a log-probability.
+            # The script has no probabilities: -1 is an arbitrary log-probability.
             rollout = Rollout(
                 tokens=tokens,
                 generator_logprobs=[-1.0] * len(tokens),
@@ -96,7 +96,7 @@ class ScriptedGenerator:
         return set_aside(self, self.clear)
 
     def clear(self) -> None:
-        """Drop everything that is in flight."""
+        """Drop everything in flight."""
         self._waiting, self._active = [], []
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Several engines in child processes behind the protocol of one generator (`driver=live`).
 
-`fleet` puts the parts together: `ledger` tracks which engine has which rollout, `engines` starts and replaces them,
-`transport` and `wire` carry messages to the children, `server` is the child's side, `weights` holds what was published,
-and `addresses` reads `driver.engines`.
+`fleet` combines the parts: `ledger` tracks which engine has which rollout, `engines` starts and replaces engines,
+`transport` and `wire` carry messages to the children, `server` is the child's side, `weights` stores published weights,
+and `addresses` parses `driver.engines`.
 """

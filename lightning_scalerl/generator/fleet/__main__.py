@@ -1,4 +1,4 @@
-"""Process of an engine, as `transport.Child` starts it: `python -m lightning_scalerl.generator.fleet FD FOLDER`."""
+"""Engine process, started by `transport.Child`: `python -m lightning_scalerl.generator.fleet FD FOLDER`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from lightning_scalerl.torchmetrics_on_demand import torchmetrics_on_demand
 
 
 def main() -> int:
-    """Serve the parent process until it says stop or is gone."""
-    torchmetrics_on_demand()  # before anything imports Lightning, which takes two seconds more without it
+    """Serve the parent process until it sends `stop` or ends."""
+    torchmetrics_on_demand()  # must precede the import of Lightning, which takes two seconds longer without it
     from lightning_scalerl.generator.fleet.server import serve_parent
 
     return serve_parent(Connection(int(sys.argv[1])), Path(sys.argv[2]))

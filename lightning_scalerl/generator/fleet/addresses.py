@@ -1,4 +1,4 @@
-"""Addresses of engines: what `driver.engines` may name, checked before anything is started."""
+"""Engine addresses in `driver.engines`, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ SERVED_ENGINE = "lightning_scalerl.generator.vllm.served"
 class Address:
     """Address of an engine.
 
-    `local` is a child on this node. The others are servers of vLLM, each asked by a child on this node: `http` names
-    one; `file` names the file `path` in which one announces its address; `srun` is started by the run, as a step of
-    its job on the node `host`, with these numbers among the GPUs that the step sees (empty for all of them).
+    `local` is a child process on this node. The other kinds are vLLM servers, each with a client process on this node:
+
+    - `http`: a running server at `host` and `port`.
+    - `file`: a server that announces its address in the file `path`.
+    - `srun`: a server that the run starts as a step of its SLURM job on node `host`. `devices` are its numbers among
+      the GPUs that the step sees; empty for all of them.
     """
 
     kind: Literal["local", "http", "srun", "file"]
@@ -47,10 +50,10 @@ class Address:
 
 
 def check_engines(engines: Sequence[str]) -> None:
-    """Check how the engines are written, without looking for any.
+    """Check the syntax of engine addresses, without contacting any engine.
 
     Raises:
-        ConfigurationError: one cannot be read, or two are the same.
+        ConfigurationError: an address cannot be parsed, or occurs twice.
     """
     seen = set()
     for text in engines:
@@ -63,15 +66,15 @@ def check_engines(engines: Sequence[str]) -> None:
 
 
 def addresses_of(engines: Sequence[str], generators: int, partners: int = 1) -> list[Address]:
-    """Return the places of a run's engines: those that are named, or `generators` children on this node.
+    """Return the addresses of a run's engines: the listed ones, or `generators` children on this node.
 
     Args:
-        engines: as `driver.engines` names them; "srun" stands for as many on each node as its GPUs make.
-        generators: number of children where none is named.
-        partners: devices of an engine.
+        engines: the entries of `driver.engines`; "srun" expands to as many engines per free node as its GPUs allow.
+        generators: number of child processes if `engines` is empty.
+        partners: number of devices per engine.
 
     Raises:
-        ConfigurationError: one cannot be read, or srun is asked for outside of a job with nodes to spare.
+        ConfigurationError: an address cannot be parsed, or srun is used outside a SLURM job with spare nodes.
     """
     check_engines(engines)
     found: list[Address] = []
@@ -82,15 +85,17 @@ def addresses_of(engines: Sequence[str], generators: int, partners: int = 1) -> 
 
 
 def shares(devices: Sequence[str], partners: int, engines: int) -> list[str]:
-    """Return CUDA_VISIBLE_DEVICES of the engines on this node, `partners` devices each; of single ones those given.
+    """Return CUDA_VISIBLE_DEVICES for each engine on this node, with `partners` devices each.
+
+    Engines of one device keep `devices` unchanged and may share them; engines of several devices share none.
 
     Args:
-        devices: there for engines, each one number or several with commas between them; empty where there are no GPUs.
-        partners: devices of an engine.
-        engines: number of engines on this node; those of several devices do not share them.
+        devices: devices for the engines; an entry is one number or several separated by commas. Empty without GPUs.
+        partners: number of devices per engine.
+        engines: number of engines on this node.
 
     Raises:
-        ConfigurationError: the devices cannot be divided so, or are too few.
+        ConfigurationError: the devices are too few, or not a multiple of `partners`.
     """
     if partners == 1 or not devices or not engines:
         return list(devices)
@@ -159,16 +164,16 @@ def _path(text: str) -> str:
 
 
 def blueprint_for(address: Address, blueprint: Blueprint, partners: int, start_s: float) -> Blueprint:
-    """Return the blueprint of an engine: the run's own for a local one, else that of a client of vLLM's server.
+    """Return an engine's blueprint: the run's for a local engine of one device, else that of a vLLM client.
 
     Args:
-        address: of the engine; a local one of several devices also has a server, which it starts.
-        blueprint: the run's.
-        partners: devices of an engine.
+        address: the engine's address. A local engine of several devices starts a vLLM server.
+        blueprint: the run's blueprint.
+        partners: number of devices per engine.
         start_s: seconds that an engine may take to start.
 
     Raises:
-        ConfigurationError: the run samples with another generator than vLLM, or its model cannot be divided.
+        ConfigurationError: the run's generator is not vLLM, or its model cannot be divided among the devices.
     """
     if address.kind == "local" and partners == 1:
         return blueprint
@@ -178,7 +183,7 @@ def blueprint_for(address: Address, blueprint: Blueprint, partners: int, start_s
         if address.kind == "local":
             raise ConfigurationError(f"driver.tensor_parallel: {partners} devices per engine need generator=vllm")
         raise ConfigurationError(f"driver.engines: {address} is a server of vLLM; use it with generator=vllm")
-    # A little less than the fleet's own limit, so that the child reports what it waited for.
+    # Slightly below the fleet's limit, so that the child can report what it was waiting for.
     patience_s = 0.9 * start_s
     if address.kind == "http":
         connector = importlib.import_module(HTTP_ENGINE).VLLMServerGenerator
@@ -188,7 +193,7 @@ def blueprint_for(address: Address, blueprint: Blueprint, partners: int, start_s
     if address.kind == "file":
         more = {"path": address.path, "start_s": patience_s}
         return replace(blueprint, factory=partial(served.VLLMAnnouncedGenerator, **more, **settings))
-    shape: Any = blueprint  # it has a configuration, as its model will
+    shape: Any = blueprint  # a blueprint has `config`, as a model does
     heads = int(text_config(shape).num_attention_heads)
     if heads % partners:
         raise ConfigurationError(

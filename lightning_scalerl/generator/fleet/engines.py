@@ -1,7 +1,7 @@
-"""Engines of a fleet: started, heard, asked, and replaced when they are lost.
+"""Engines of a fleet: starts them, exchanges messages with them, and replaces lost ones.
 
-This module tracks which engines are up and what they have sent. What that means for rollouts and weights is up to the
-fleet, which implements `Listener`.
+This module tracks which engines are up and what they have sent. The fleet implements `Listener` and decides what a
+message means for rollouts and weights.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from lightning_scalerl.generator.fleet.transport import Child, Surroundings
 
 _log = logging.getLogger(__name__)
 
-# Give up after so many losses (times the number of engines) without a rollout in between.
+# Give up after more than this many losses per engine without a finished rollout in between.
 MOST_LOSSES = 3
-# Longest wait before messages and the engines' state are looked at again.
+# Interval at which messages and the engines' state are polled, in seconds.
 POLL_S = 0.02
 
 
 class GeneratorLostError(CannotGoOnError):
-    """Raised when no engine can be kept alive, or one holds other weights than it was sent."""
+    """Raised when engines cannot be kept alive, or one holds other weights than it was sent."""
 
 
 @dataclass(eq=False)
 class Engine:
-    """State of one engine, as the trainer sees it. The engine that replaces a lost one has a state of its own."""
+    """Trainer-side state of one engine. A replacement for a lost engine gets a new object."""
 
     number: int
     address: Address
@@ -40,14 +40,14 @@ class Engine:
     started: float
     slots: int = 0
     ready: bool = False
-    acknowledged: int = 0  # number of the weights that it uses
+    acknowledged: int = 0  # publish number of the weights that it uses
     aside: bool = False
-    sampled: int = 0  # tokens of rollouts that it has not finished, by its last report
+    sampled: int = 0  # tokens of its unfinished rollouts, from its last report
     replies: deque[Any] = field(default_factory=deque)
 
     @property
     def name(self) -> str:
-        """Its address where it has one of its own, else its number."""
+        """The engine's address; for a local engine its number."""
         return str(self.number) if self.address.kind == "local" else str(self.address)
 
     def __str__(self) -> str:
@@ -55,24 +55,24 @@ class Engine:
 
 
 class Listener(Protocol):
-    """Receiver of what is heard of the engines: the fleet."""
+    """Receiver of engine events; the fleet implements it."""
 
     def is_ready(self, engine: Engine, slots: int, can_score: bool) -> None:
-        """Hear that an engine is up, with nothing in flight and weights that are nobody's."""
+        """Handle an engine that has come up, with nothing in flight and uninitialized weights."""
         ...
 
     def has_worked(
         self, engine: Engine, finished: Sequence[Any], computed: Sequence[int], busy_s: float, sampled: int
     ) -> None:
-        """Hear what an engine has finished and computed."""
+        """Handle an engine's report of finished rollouts and computed work."""
         ...
 
     def holds(self, engine: Engine, number: int, digest: str) -> None:
-        """Hear which weights an engine uses now."""
+        """Handle an engine's confirmation of the weights that it now uses."""
         ...
 
     def has_lost(self, engine: Engine) -> None:
-        """Hear that an engine is gone, with all that it had."""
+        """Handle the loss of an engine with everything it had in flight."""
         ...
 
 
@@ -80,10 +80,10 @@ class Engines:
     """All engines of a fleet that are up or being started.
 
     Args:
-        blueprints: by address, in the order of the engines' numbers.
-        around: the run, with its limits.
-        devices: CUDA_VISIBLE_DEVICES of the children in turn; empty to share that of this process.
-        listener: that hears of them.
+        blueprints: (address, blueprint) of each engine, in the order of their numbers.
+        around: the run's folder, timeouts and event.
+        devices: CUDA_VISIBLE_DEVICES for the children, assigned in turn; empty to inherit this process's.
+        listener: receives the engines' events.
     """
 
     def __init__(
@@ -109,20 +109,20 @@ class Engines:
         return engine in self._all
 
     def places(self) -> list[dict[str, Any]]:
-        """Return where each engine is and its state, by number; read by other threads without a lock."""
+        """Return each engine's address and state, in order of number; other threads call this without a lock."""
         return [{"where": str(engine.address), "state": "up" if engine.ready else "starting"} for engine in self]
 
     @property
     def up(self) -> list[Engine]:
-        """Engines that messages can reach, in their order."""
+        """Engines that messages can reach, in order of number."""
         return [engine for engine in self._all if engine.ready]
 
     def start(self) -> None:
-        """Start all of them, and wait until each is up.
+        """Start all engines and wait until each is up.
 
         Raises:
-            ConfigurationError: one is unusable.
-            GeneratorLostError: one cannot be started.
+            ConfigurationError: an engine reports that it is unusable.
+            GeneratorLostError: an engine cannot be started.
         """
         for number in range(len(self._blueprints)):
             self._all.append(self._started(number))
@@ -137,30 +137,30 @@ class Engines:
         return Engine(number=number, address=address, transport=child, started=time.monotonic())
 
     def wait(self, seconds: float) -> None:
-        """Wait until an engine has sent something, at most `seconds` seconds."""
+        """Wait until an engine has sent a message, at most `seconds` seconds."""
         self._around.news.wait(seconds)
         self._around.news.clear()
 
     def ask(self, engine: Engine, *message: Any) -> Any:
-        """Return an engine's answer to a message, or None if it is lost first."""
+        """Send a message and return the engine's reply, or None if the engine is lost first."""
         engine.replies.clear()
         engine.transport.tell(*message)
         self.await_(lambda: engine.replies or engine not in self._all)
         return engine.replies.popleft() if engine.replies else None
 
     def await_(self, done: Callable[[], object], at_start: bool = False) -> None:
-        """Handle messages until a condition holds. Each engine answers before its timeout, or is replaced."""
+        """Handle messages until `done()` holds. An engine that does not answer within its timeout is replaced."""
         while not done():
             self.wait(POLL_S)
             self.hear(at_start)
 
     def hear(self, at_start: bool = False) -> None:
-        """Handle what the engines have sent, and replace those that have ended or timed out."""
+        """Handle all arrived messages, and replace engines that have ended or timed out."""
         for engine in self:
-            # Looked at before reading, so that no last message is missed.
+            # Check this before reading, so that the last messages of an ended engine are still handled.
             gone = engine.transport.gone()
             for message in engine.transport.said():
-                if engine in self._all:  # not replaced because of the message before
+                if engine in self._all:  # an earlier message may have led to its replacement
                     self._take(engine, at_start, *message)
             silent_s = time.monotonic() - (engine.transport.heard if engine.ready else engine.started)
             if gone is not None:
@@ -171,7 +171,7 @@ class Engines:
                 self._replace(engine, f"said nothing for {silent_s:.0f} s", at_start)
 
     def _take(self, engine: Engine, at_start: bool, what: str, *rest: Any) -> None:
-        """Handle one message of an engine, as `server` lists them."""
+        """Handle one message of an engine; the `server` module lists the messages."""
         if what == "ready":
             engine.ready, engine.slots = True, rest[0]
             self._listener.is_ready(engine, *rest)
@@ -187,12 +187,12 @@ class Engines:
             self._replace(engine, rest[0], at_start)
 
     def count_rollout(self) -> None:
-        """Count a rollout that has ended: the losses before it do not end the run."""
+        """Reset the count of losses, because a rollout has ended: only losses without progress end the run."""
         self._losses = 0
 
     def _replace(self, engine: Engine, why: str, at_start: bool) -> None:
-        """End an engine and start another in its place; give up after too many losses in a row."""
-        # Replaced already in this round, because of its own `failed` message.
+        """End an engine and start a replacement; give up after too many losses in a row."""
+        # Already replaced in this round, because of its `failed` message.
         if engine not in self._all:
             return
         engine.transport.stop()
@@ -206,8 +206,8 @@ class Engines:
         self._listener.has_lost(engine)
 
     def end(self) -> None:
-        """End what was started, and leave the others."""
-        # All get the message before any is waited for, so that they end at the same time.
+        """End all child processes; vLLM servers that the run did not start keep running."""
+        # Ask all before waiting for any, so that they end in parallel.
         for engine in self._all:
             engine.transport.ask_to_stop()
         for engine in self._all:

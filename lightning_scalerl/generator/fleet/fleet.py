@@ -1,9 +1,9 @@
-"""Several engines behind the protocol of one generator: started, watched, replaced when lost.
+"""Several engines behind the protocol of one generator: starts and watches them, and replaces lost ones.
 
 The fleet has three parts. The ledger tracks which engine has which rollout (`ledger`, no I/O), `engines` keeps the
-engines alive, and the store holds the published weights (`weights`). Every rollout is handed out once, even if its
-engine is lost: unfinished rollouts are sampled again, with the same random numbers, by the engine that has room first.
-An engine that starts gets the last published weights before any prompt.
+engines alive, and the store holds the published weights (`weights`). Every rollout is returned once, even if its
+engine is lost: the next engine with room samples unfinished rollouts again, with the same random numbers. An engine
+that starts gets the last published weights before any prompt.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ T = TypeVar("T")
 
 @dataclass
 class Work:
-    """Work of one engine since the start, through all its restarts: seconds at it, and tokens decoded."""
+    """Work of one engine since the start, across restarts: busy seconds, and tokens decoded."""
 
     busy_s: float = 0.0
     tokens: int = 0
 
 
 def _one_at_a_time(method: Callable[Concatenate[Fleet, P], T]) -> Callable[Concatenate[Fleet, P], T]:
-    """Lock a method: training and the thread that collects rollouts must not read one connection at the same time."""
+    """Lock a method: the training thread and the rollout-collecting thread must not read a connection concurrently."""
 
     @wraps(method)
     def locked(self: Fleet, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -57,20 +57,20 @@ class Fleet:
 
     Args:
         factory: builds a generator from a model and `arguments`, such as `TorchGenerator` with its slots.
-        model: the trainer's model; its class, configuration and first weights are used.
-        arguments: further arguments of the factory; they are pickled for the engines. `precision` among them says in
-            which types weights are published.
-        generators: number of child processes, where no engines are named.
-        silence_s: seconds without any message, not even a heartbeat, after which an engine is given up or replaced.
+        model: the trainer's model; its class, configuration and initial weights are used.
+        arguments: further arguments of the factory; they are pickled for the engines. `precision` among them sets the
+            dtypes in which weights are published.
+        generators: number of child processes if `engines` is empty.
+        silence_s: seconds without any message, not even a heartbeat, after which an engine is replaced.
         start_s: seconds that an engine may take to start.
-        devices: CUDA_VISIBLE_DEVICES of the processes in turn; empty to share the device of this process.
+        devices: CUDA_VISIBLE_DEVICES for the processes, assigned in turn; empty to share this process's device.
         engines: addresses of engines (`addresses`).
-        bucket_mib: size in MiB in which weights are copied and sent.
-        tensor_parallel: devices of an engine.
+        bucket_mib: size in MiB of the pieces in which weights are copied and sent.
+        tensor_parallel: number of devices per engine.
 
     Raises:
-        ConfigurationError: a part of the generator cannot be pickled, an address cannot be read, or an engine reports
-            at its start that it is unusable.
+        ConfigurationError: a part of the generator cannot be pickled, an address cannot be parsed, or an engine
+            reports at its start that it is unusable.
         GeneratorLostError: an engine cannot be started.
     """
 
@@ -89,11 +89,11 @@ class Fleet:
         tensor_parallel: int = 1,
     ) -> None:
         device = next(model.parameters()).device
-        # With CUDA_VISIBLE_DEVICES set, a process's own device is number 0.
+        # With CUDA_VISIBLE_DEVICES set, a process sees its device as number 0.
         place = device.type if devices else str(device)
         blueprint = _checked(Blueprint(factory, arguments, type(model), model.config, place), model)
         blueprints, devices = _shared_out(blueprint, engines, generators, devices, tensor_parallel, start_s)
-        # While set, nothing is dispatched: the queues are being swapped, or saved.
+        # No group is dispatched while this is set: the ledger is being swapped or saved.
         self._held = False
         self._asides = 0
         self._lock = threading.RLock()
@@ -124,45 +124,45 @@ class Fleet:
 
     @property
     def lost(self) -> int:
-        """Number of engines that were lost so far, each time counted."""
+        """Number of engine losses so far."""
         return self._engines.lost
 
     @property
     def pids(self) -> list[int]:
-        """Ids of the engines' processes at the moment."""
+        """Current process ids of the engines."""
         return [engine.transport.pid for engine in self._engines]
 
     @property
     def version(self) -> int:
-        """Version of the weights that every engine that samples has acknowledged."""
+        """Version of the weights that all sampling engines have acknowledged."""
         return self._store.current.version
 
     @property
     def digest(self) -> str:
-        """Digest of the weights in use, in the types and the order in which they were published."""
+        """Digest of the current weights as published: it depends on dtypes and order."""
         return self._store.current.digest
 
     @property
     @_one_at_a_time
     def in_flight(self) -> int:
-        """Number of rollouts submitted and not handed out."""
+        """Number of rollouts submitted and not yet returned."""
         return self._ledger.in_flight
 
     @property
     @_one_at_a_time
     def free_slots(self) -> int:
-        """Number of rollouts that would start at once, in engines that are up."""
+        """Number of further rollouts that the engines that are up could start at once."""
         room = sum(engine.slots - self._ledger.owed(engine) for engine in self._engines.up)
         return max(0, room - self._ledger.waiting)
 
     @_one_at_a_time
     def submit(self, request: GroupRequest) -> None:
-        """Queue a group; it goes whole to the engine with most free slots, once one has room."""
+        """Queue a group; the whole group goes to the engine with most free slots, once one has room."""
         self._ledger.submit(request)
         self._dispatch()
 
     def wait(self, seconds: float) -> None:
-        """Wait until an engine has sent something, at most `seconds` seconds."""
+        """Wait until an engine has sent a message, at most `seconds` seconds."""
         self._engines.wait(seconds)
 
     def step(self) -> StepReport:
@@ -181,15 +181,15 @@ class Fleet:
 
     @_one_at_a_time
     def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
-        """Send weights to all engines and wait until each has them; one that does not answer is replaced."""
+        """Send weights to all engines and wait until each has them; an engine that does not answer is replaced."""
         began = time.monotonic()
-        # Written before the messages go out, so that an engine that comes up meanwhile gets these.
+        # Store the weights before sending messages, so that an engine that comes up meanwhile gets the new ones.
         number = self._store.publish(weights, version).number
         told = self._engines.up
         for engine in told:
             engine.transport.tell("publish", self._store.current, recompute_kv)
         self._engines.await_(lambda: all(engine.acknowledged == number for engine in told if engine in self._engines))
-        # Old files stay while an engine that starts may read one, and inside `aside`, which returns to one.
+        # Keep old files while a starting engine may read one, and inside `aside`, which returns to one.
         if not self._asides and all(engine.ready for engine in self._engines):
             self._store.forget_outdated()
         self.publish_s = time.monotonic() - began
@@ -198,8 +198,8 @@ class Fleet:
     def score(self, prompt_tokens: Sequence[int], tokens: Sequence[int]) -> Tensor | None:
         """Return log-probabilities (T,) of a completion under the weights in use, from any engine that is up.
 
-        None where no engine is up, or the one that is asked is lost before it answers: a new one may take minutes to
-        start, and whoever asks has other work.
+        Returns None if no engine is up, or the engine is lost before it answers: its replacement may take minutes to
+        start, and the caller should not wait for it.
         """
         self._engines.hear()
         engine = next(iter(self._engines.up), None)
@@ -208,7 +208,7 @@ class Fleet:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Lend the engines for other work: rollouts in flight wait, and resume under the weights of before."""
+        """Lend the engines for other work: rollouts in flight pause, then resume with the earlier weights."""
         with self._lock:
             self._engines.hear()
             self._held = True
@@ -233,7 +233,7 @@ class Fleet:
                         engine.aside = False
                         self._engines.ask(engine, "back")
                         back.append(engine)
-                    else:  # it was started meanwhile, with the weights of meanwhile
+                    else:  # it was started inside `aside`, with the weights published there
                         engine.transport.tell("publish", self._store.current, False)
                 self._ledger.keep_only(back)
                 self._held = False
@@ -241,7 +241,7 @@ class Fleet:
 
     @_one_at_a_time
     def close(self) -> None:
-        """End the engines; what was in flight is kept for `state_dict`."""
+        """End the engines; the state of everything in flight is kept for `state_dict`."""
         if self._closed is None:
             # An error of closing must not hide the one that ended the run.
             try:
@@ -252,18 +252,18 @@ class Fleet:
 
     @_one_at_a_time
     def state_dict(self) -> dict[str, Any]:
-        """Return everything in flight, as each engine holds it, and the weights once."""
+        """Return everything in flight, as each engine holds it, and one copy of the weights."""
         if self._closed is not None:
             return self._closed
-        # A rollout that ends while other engines are asked has ended and is in the saved state; when the restored
-        # engine samples it again, the ledger drops it.
+        # A rollout may end while other engines are asked for their state. It is then saved both as ended and in its
+        # engine's state; when the restored engine samples it again, the ledger drops it.
         self._held = True
         try:
             states = {engine: self._engines.ask(engine, "state") for engine in self._engines.up}
         finally:
             self._held = False
         kept: list[Any] = [None] * len(self.work)
-        for engine in self._engines.up:  # one that was lost meanwhile has nothing
+        for engine in self._engines.up:  # an engine lost meanwhile has no state
             kept[engine.number] = states.get(engine)
         state = {
             **self._ledger.state_dict(lambda engine: engine.number),
@@ -276,12 +276,12 @@ class Fleet:
 
     @_one_at_a_time
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore everything in flight; rollouts whose engine saved no state, or is not there, are sampled again."""
+        """Restore everything in flight; rollouts whose engine saved no state or no longer exists are sampled again."""
         self._ledger.load_state_dict(state)
-        # Nothing is dispatched before it is known what the engines have.
+        # Dispatch nothing until it is known which rollouts the engines have.
         self._held = True
         try:
-            # Before the states, which come without weights: an engine goes on under those that it has.
+            # Publish before loading the states, which contain no weights: an engine resumes with the weights it has.
             self.publish(state["weights"], state["version"])
             for engine in self._engines.up:
                 own = dict(enumerate(state["generators"])).get(engine.number)
@@ -295,10 +295,10 @@ class Fleet:
             self._held = False
         self._dispatch()
 
-    # --- what is heard of engines ------------------------------------------------------------------------
+    # --- events of the engines (`Listener`) --------------------------------------------------------------
 
     def is_ready(self, engine: Engine, slots: int, can_score: bool) -> None:
-        """Send weights to an engine that has come up, before any prompt."""
+        """Send the current weights to an engine that has come up, before any prompt."""
         self.can_score = can_score
         engine.transport.tell("publish", self._store.current, False)
         self._dispatch()
@@ -306,9 +306,9 @@ class Fleet:
     def has_worked(
         self, engine: Engine, finished: Sequence[FinishedRollout], computed: Sequence[int], busy_s: float, sampled: int
     ) -> None:
-        """Take rollouts that have ended, and what was computed for them and others."""
+        """Record an engine's finished rollouts and computed work."""
         self.busy_s += busy_s
-        if not engine.aside:  # inside `aside` the count is of an evaluation's rollouts
+        if not engine.aside:  # inside `aside` the count is that of the evaluation's rollouts
             engine.sampled = sampled
         if not self._asides:
             work = self.work[engine.number]
@@ -324,7 +324,7 @@ class Fleet:
         """Check that an engine has the weights that it was sent.
 
         Raises:
-            GeneratorLostError: it has others.
+            GeneratorLostError: it has other weights.
         """
         sent = self._store.digests[number]
         if digest != sent:
@@ -335,13 +335,13 @@ class Fleet:
         engine.acknowledged = number
 
     def has_lost(self, engine: Engine) -> None:
-        """Let others sample what an engine had not finished."""
+        """Queue a lost engine's unfinished rollouts for other engines."""
         self._lost_tokens += engine.sampled
         self._ledger.keep_only(list(self._engines))
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Send waiting groups to the engines with most room."""
+        """Send waiting groups to the engines with most free slots."""
         if not self._held:
             for engine, request in self._ledger.assign({engine: engine.slots for engine in self._engines.up}):
                 engine.transport.tell("submit", request)
@@ -359,16 +359,16 @@ def _shared_out(
     partners: int,
     start_s: float,
 ) -> tuple[list[tuple[Address, Blueprint]], list[str]]:
-    """Return each engine's address with its blueprint, and the devices of those on this node in turn."""
+    """Return each engine's address and blueprint, and CUDA_VISIBLE_DEVICES of the engines on this node in turn."""
     addresses = addresses_of(engines, generators, partners)
     own = shares(devices, partners, sum(address.kind == "local" for address in addresses))
     return [(address, blueprint_for(address, blueprint, partners, start_s)) for address in addresses], own
 
 
 def _checked(blueprint: Blueprint, model: nn.Module) -> Blueprint:
-    """Return the blueprint, once the generator's class has looked at the trainer's model, where it can.
+    """Return the blueprint after the generator class has checked the trainer's model, if it has such a check.
 
-    The weights of an engine elsewhere round too much for that.
+    The check needs the trainer's exact weights: an engine's are rounded too much for it.
     """
     check = getattr(getattr(blueprint.factory, "func", blueprint.factory), "check_model", None)
     if check is not None:
@@ -377,7 +377,7 @@ def _checked(blueprint: Blueprint, model: nn.Module) -> Blueprint:
 
 
 def _picklable(blueprint: Blueprint) -> Blueprint:
-    """Return the blueprint; refuse one that another process could not unpickle."""
+    """Return the blueprint after checking that another process can unpickle it."""
     made_of = (blueprint.model_class, type(blueprint.config), getattr(blueprint.factory, "func", blueprint.factory))
     remedy = (
         "models, generators and tokenizers of your own must be importable from a module that is no script, or use "

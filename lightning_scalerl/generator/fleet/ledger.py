@@ -1,7 +1,7 @@
-"""Ledger of rollouts in flight: which engine has what, what is owed, and what waits for room. No I/O.
+"""Ledger of rollouts in flight: which engine has which group, and which groups wait for an engine. No I/O.
 
-The ledger knows groups and engines by name and not where an engine is. Every rollout of a submitted group is handed
-out once, whoever sends it and however often; what a lost engine had not finished waits again, the oldest first.
+The ledger only needs a hashable name per engine, not its address. Every rollout of a submitted group is returned
+once, even if several engines finish it. Unfinished groups of a lost engine wait again, the oldest first.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from lightning_scalerl.rollouts.rollout import packed, unpacked
 
 @dataclass(eq=False)
 class _Open:
-    """Group in flight: its rollouts that are still to come, and the engine that samples them.
+    """Group in flight: the indices of its unfinished rollouts, and the engine that samples them.
 
-    `name` is its key in the engines: there the keys of evaluation and of training could collide.
+    `name` replaces the group's key in the engines, where keys of evaluation and training could collide.
     """
 
     name: int
@@ -29,10 +29,10 @@ class _Open:
 
 
 class Ledger:
-    """Groups in flight, oldest first, and the rollouts that have ended and wait to be handed out.
+    """Groups in flight, oldest first, and finished rollouts that were not returned yet.
 
     Args:
-        names: source of names that were never given before; ledgers that share engines share it.
+        names: source of unique names; ledgers that share engines must share it.
     """
 
     def __init__(self, names: Names | None = None) -> None:
@@ -43,36 +43,39 @@ class Ledger:
 
     @property
     def in_flight(self) -> int:
-        """Number of rollouts submitted and not handed out."""
+        """Number of rollouts submitted and not yet returned."""
         return sum(len(each.missing) for each in self._open.values()) + len(self._ended)
 
     @property
     def waiting(self) -> int:
-        """Number of rollouts that no engine has."""
+        """Number of rollouts that are not assigned to an engine."""
         return sum(len(each.missing) for each in self._waiting)
 
     @property
     def has_ended(self) -> bool:
-        """Return whether there is a rollout to hand out."""
+        """Return whether `collect` would return a rollout."""
         return bool(self._ended)
 
     def owed(self, engine: Hashable) -> int:
-        """Return the number of rollouts that an engine has and has not finished."""
+        """Return the number of unfinished rollouts that an engine has."""
         return sum(len(each.missing) for each in self._open.values() if each.engine == engine)
 
     def submit(self, request: GroupRequest) -> None:
-        """Take a group; it waits for an engine with room."""
+        """Queue a group until an engine has room."""
         entry = _Open(self.names.next(), request, set(range(request.completions)))
         self._open[entry.name] = entry
         self._waiting.append(entry)
 
     def assign(self, slots: Mapping[Any, int]) -> list[tuple[Any, GroupRequest]]:
-        """Give waiting groups, the oldest first, each to the engine with most room; return who is to be sent what.
+        """Assign waiting groups, the oldest first, each to the engine with most free slots.
 
-        A group goes whole to one engine. What does not fit waits here, where every engine can take it.
+        A group is never split. A group that does not fit waits here, so that the next engine with room can take it.
 
         Args:
-            slots: number of rollouts that each engine which is up decodes together.
+            slots: for each engine that is up, the number of rollouts that it decodes together.
+
+        Returns:
+            (engine, request) pairs to send.
         """
         room = {engine: number - self.owed(engine) for engine, number in slots.items()}
         given = []
@@ -87,7 +90,7 @@ class Ledger:
         return given
 
     def finished(self, each: FinishedRollout) -> bool:
-        """Take a rollout that has ended; False if it has come already, or was never asked for."""
+        """Record a finished rollout; return False if it was recorded before, or was never requested."""
         entry = self._open.get(each.key)
         if entry is None or each.index not in entry.missing:
             return False
@@ -100,20 +103,20 @@ class Ledger:
         return True
 
     def collect(self) -> list[FinishedRollout]:
-        """Hand out the rollouts that have ended since the last call."""
+        """Return the rollouts that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     def keep_only(self, engines: Collection[Hashable]) -> None:
-        """Let all groups wait again whose engine is none of these, the oldest first."""
+        """Queue again every group whose engine is not one of `engines`, the oldest first."""
         lost = [each for each in self._open.values() if each.engine is not None and each.engine not in engines]
         for entry in lost:
             entry.engine = None
-        # Names are given in the order of submission.
+        # Names increase in order of submission.
         self._waiting = deque(sorted({*self._waiting, *lost}, key=lambda each: each.name))
 
     def state_dict(self, number_of: Callable[[Any], int]) -> dict[str, Any]:
-        """Return everything in flight, for a checkpoint; `number_of` an engine is its place among all."""
+        """Return everything in flight, for a checkpoint; `number_of` maps an engine to its number."""
         return {
             "next_name": self.names.last,
             "finished": [(each.key, each.index) for each in self._ended],
@@ -130,7 +133,7 @@ class Ledger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore everything in flight; all of it waits until `adopt` says that an engine has it."""
+        """Restore everything in flight; each group waits until `adopt` records that an engine has it."""
         rollouts = unpacked(state["rollouts"])
         self._ended = [
             FinishedRollout(key, index, rollout)
@@ -140,27 +143,27 @@ class Ledger:
             name: _Open(name, request_from(request), set(missing)) for name, request, missing, _ in state["open"]
         }
         self._waiting = deque(self._open[name] for name in sorted(self._open))
-        # Beyond both counters: names that come back with the state must not be given again.
+        # Advance past both counters: names restored with the state must not be issued again.
         self.names.skip(state["next_name"])
 
     def adopt(self, name: int, engine: Hashable) -> None:
-        """Record that an engine samples a restored group already."""
+        """Record that an engine already samples a restored group."""
         entry = self._open[name]
         entry.engine = engine
         self._waiting.remove(entry)
 
 
 class Names:
-    """Numbers that are given once each."""
+    """Source of unique, increasing numbers."""
 
     def __init__(self) -> None:
         self.last = 0
 
     def next(self) -> int:
-        """Return a number that was never given before."""
+        """Return a number that was not returned before."""
         self.last += 1
         return self.last
 
     def skip(self, numbers: int) -> None:
-        """Leave so many numbers out."""
+        """Skip this many numbers."""
         self.last += numbers

@@ -1,13 +1,13 @@
 """Generator in a child process: it steps while it has rollouts, and handles messages in between.
 
-`Fleet` starts it (`transport.Child`) and holds the other end of a pair of sockets. When that end goes, for whatever
-reason, so does this process.
+`Fleet` starts it (`transport.Child`) and holds the other end of a socket pair. When that end closes for any reason,
+this process ends too.
 
-Each message is a tuple that starts with its name. Messages to the child: `submit` a request, `publish` (weights,
-recompute_kv), `score` (prompt, tokens), `aside` and `back`, `state`, `load` a state, `stop`. Messages from it: `ready`
-(slots, whether it can score), `work` (finished rollouts, what was computed, seconds, tokens of unfinished rollouts),
-`alive` (when there is nothing else to report), `published` (number and digest of the weights in use), `reply`,
-`failed`.
+Each message is a tuple that starts with its name. Messages to the child: `submit` (request), `publish` (weights,
+recompute_kv), `score` (prompt, tokens), `aside`, `back`, `state`, `load` (state), `stop`. Messages from the child:
+`ready` (slots, whether it can score), `work` (finished rollouts, counts of computed work, seconds, tokens of unfinished
+rollouts), `alive` (a heartbeat when there is nothing else to report), `published` (number and digest of the current
+weights), `reply` (value), `failed` (reason).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from lightning_scalerl.generator.base import FinishedRollout, Generator, nothing
 from lightning_scalerl.generator.fleet.weights import Published
 from lightning_scalerl.generator.fleet.wire import receive, send
 
-# Interval of heartbeats while there is nothing else to report.
+# Interval of heartbeats while there is nothing else to report, in seconds.
 HEARTBEAT_S = 0.5
-# Longest time that work done stays unreported.
+# Longest delay before finished work is reported, in seconds.
 REPORT_S = 0.1
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """Parts from which another process builds a generator; its weights are published to it afterwards.
+    """Parts from which another process builds a generator; the weights are published to it afterwards.
 
     `factory` takes the model and `arguments`; `model_class` is called with `config`.
     """
@@ -48,26 +48,26 @@ class Blueprint:
     device: str
 
     def build(self) -> Generator:
-        """Build the generator, with weights that are nobody's yet, in the policy's type from the start."""
+        """Build the generator, with uninitialized weights that have the policy's dtype from the start."""
         from lightning_scalerl.generator.torch.policy import new_model
 
         precision = self.arguments.get("precision")
         model = new_model(self.model_class, self.config, None if precision is None else precision.policy_dtype)
-        # An engine that starts a server has no use for the model on a GPU, where the server's own is.
+        # A generator with `on_host` starts a server that needs the GPU memory; its own copy stays on the CPU.
         on_host = getattr(getattr(self.factory, "func", self.factory), "on_host", False)
         generator: Generator = self.factory(model=model.to("cpu" if on_host else self.device), **self.arguments)
         return generator
 
 
 class ParentGoneError(Exception):
-    """Raised when the parent process is gone and nobody reads the connection."""
+    """Raised when the parent process has ended or closed the connection."""
 
 
 def hear(connection: Connection) -> Any:
     """Receive the parent's next message.
 
     Raises:
-        ParentGoneError: it says no more.
+        ParentGoneError: the connection has ended.
     """
     try:
         return receive(connection)
@@ -79,8 +79,8 @@ class Server:
     """Main loop of a generator's process while it works for one trainer.
 
     Args:
-        connection: to the trainer.
-        generator: with nothing in flight.
+        connection: connection to the trainer.
+        generator: the generator to serve, with nothing in flight.
     """
 
     def __init__(self, connection: Connection, generator: Generator) -> None:
@@ -92,10 +92,10 @@ class Server:
         self._said = time.monotonic()
 
     def serve(self) -> None:
-        """Say that it is ready, then handle messages and step until told to stop.
+        """Send `ready`, then handle messages and step until `stop` arrives.
 
         Raises:
-            ParentGoneError: the trainer says no more.
+            ParentGoneError: the connection to the trainer has ended.
         """
         self._say("ready", self._generator.free_slots, getattr(self._generator, "can_score", False))
         try:
@@ -110,10 +110,12 @@ class Server:
                 if self._generator.in_flight:
                     self._step()
                 self._report()
-        except OSError as error:  # of `poll`
+        except OSError as error:  # raised by `poll`
             raise ParentGoneError from error
         finally:
-            if self._aside is not None:  # left to the garbage collector it would bring back what was in flight, later
+            if (
+                self._aside is not None
+            ):  # closed here, or the garbage collector would restore the rollouts in flight later
                 self._aside.__exit__(None, None, None)
 
     def _step(self) -> None:
@@ -140,7 +142,7 @@ class Server:
         self._said = time.monotonic()
 
     def _handle(self, what: str, *rest: Any) -> None:
-        """Act on one message of the parent, and reply where it waits for one."""
+        """Handle one message of the parent, and reply if it waits for a reply."""
         if what == "submit":
             self._generator.submit(*rest)
         elif what == "publish":
@@ -153,7 +155,7 @@ class Server:
         elif what == "score":
             self._say("reply", self._generator.score(*rest).tolist())  # type: ignore[attr-defined]
         elif what == "aside":
-            # Rollouts that ended before belong to the work that is set aside: reported before it is.
+            # Report first: rollouts that have already ended belong to the work that is set aside.
             self._report(at_once=True)
             self._aside = self._generator.aside()
             self._aside.__enter__()
@@ -165,11 +167,11 @@ class Server:
             self._say("reply", None)
         elif what == "state":
             self._report(at_once=True)
-            # Without weights: the parent has them.
+            # Drop the weights: the parent has them.
             state = self._generator.state_dict()
             self._say("reply", {name: part for name, part in state.items() if name != "weights"})
         elif what == "load":
-            # States travel without weights: the rollouts go on under those that were published before.
+            # A sent state contains no weights: the rollouts resume with the weights published last.
             weights = self._generator.state_dict().get("weights")
             self._generator.load_state_dict({**rest[0], "weights": weights})
             self._say("reply", None)
@@ -178,7 +180,7 @@ class Server:
 
 
 def failure(error: Exception) -> tuple[str, str]:
-    """Return the message that says how a generator has failed."""
+    """Return the `failed` message for an error."""
     return "failed", f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -186,21 +188,21 @@ def failure(error: Exception) -> tuple[str, str]:
 
 
 def _end_with(parent: int, folder: Path) -> None:
-    """End this process when its parent is gone; in a thread, as a long step notices no closed connection."""
+    """End this process when its parent is gone. Runs in a thread, as a long step does not notice a closed socket."""
     while os.getppid() == parent:
         time.sleep(1.0)
-    shutil.rmtree(folder, ignore_errors=True)  # weights in shared memory outlive whoever wrote them
+    shutil.rmtree(folder, ignore_errors=True)  # weights in shared memory outlive the process that wrote them
     os._exit(1)
 
 
 def leave_signals_to_the_trainer() -> None:
-    """Ignore a scheduler's signal to save: it is for the trainer, which then asks what is in flight."""
+    """Ignore a scheduler's signal to save: the trainer handles it, and asks for the state of this process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
 
 def serve_parent(connection: Connection, folder: Path) -> int:
-    """Work for the process that has started this one, until it says stop or is gone."""
+    """Serve the parent process until it sends `stop` or ends; return the exit status."""
     leave_signals_to_the_trainer()
     parent = os.getppid()
     threading.Thread(target=_end_with, args=(parent, folder), daemon=True).start()

@@ -1,7 +1,7 @@
-"""Engines as children of this process: started, asked over a pair of sockets, and ended.
+"""Engines as child processes of this one: starts them, exchanges messages over a socket pair, and ends them.
 
-Each engine of a run is one: a child that samples, or a child that asks a server of vLLM (`addresses`). `server` lists
-the messages; `ledger` tracks which engine has which rollout.
+Every engine of a run is a child process that either samples itself or is a client of a vLLM server (`addresses`).
+`server` lists the messages.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Any
 
 from lightning_scalerl.generator.fleet.wire import Line
 
-# The kernel closes a connection a moment before the exit status of its process can be read.
+# Longest wait for an exit status, in seconds: the kernel closes a process's connection a moment before it.
 EXIT_S = 5.0
-# Time that a process has to end by itself; a child that has started a server ends it first.
+# Time for a process to end by itself, in seconds; a child that has started a server ends it first.
 STOP_S = 5.0
 PROCESS = "lightning_scalerl.generator.fleet"
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Facts of the run that a child needs.
+    """Folder, timeouts and event that all children of a run share.
 
     Attributes:
-        folder: for logs, and for weights that are published.
-        silence_s: seconds without a message after which a child is lost.
+        folder: folder for logs and published weights.
+        silence_s: seconds without a message after which a child counts as lost.
         start_s: seconds that a child may take to start.
         news: set when a child has sent a message or has ended.
     """
@@ -50,12 +50,12 @@ def _environment(device: str) -> dict[str, str]:
 
 
 class Child:
-    """Engine in a child of this process, started when this object is made.
+    """Engine in a child process, started by the constructor.
 
     Args:
-        number: of the engine, for its log.
-        around: the run that starts it.
-        device: its CUDA_VISIBLE_DEVICES; empty for those of this process.
+        number: the engine's number, for its log.
+        around: folder, timeouts and event of the run.
+        device: the child's CUDA_VISIBLE_DEVICES; empty to inherit this process's.
     """
 
     def __init__(self, number: int, around: Surroundings, device: str) -> None:
@@ -71,7 +71,7 @@ class Child:
                 pass_fds=(theirs.fileno(),),
                 env=_environment(device),
             )
-        # Open here as well it would stay open when the process ends, and its end would not be read.
+        # Close the child's end here. Otherwise it stays open when the child ends, and no end of file arrives.
         theirs.close()
         self._line = Line(ours, around.news)
 
@@ -82,12 +82,12 @@ class Child:
 
     @property
     def heard(self) -> float:
-        """Time (monotonic) of its last message."""
+        """Monotonic time of the child's last message."""
         return self._line.heard
 
     @property
     def deaf(self) -> bool:
-        """Return whether its connection has ended, so that no message can reach it."""
+        """Return whether the connection has ended, so that no message can reach the child."""
         return self._line.gone_at is not None
 
     def tell(self, *message: Any) -> None:
@@ -99,9 +99,9 @@ class Child:
         return self._line.said()
 
     def gone(self) -> str | None:
-        """Return how it ended, None while it may still speak.
+        """Return how the child ended, or None while it may still send messages.
 
-        A child whose connection has ended has a moment for its exit status to be there.
+        After its connection has ended, the child has `EXIT_S` seconds to report an exit status.
         """
         if (status := self._process.poll()) is not None:
             return f"ended with status {status}"
@@ -111,18 +111,18 @@ class Child:
         return None
 
     def last_words(self) -> str:
-        """Return the last line of its log in brackets, empty where there is none."""
+        """Return the last line of the child's log in brackets; empty without a log."""
         with suppress(OSError):
             lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
             return f" ({lines[-1].strip()[:300]})" if lines else ""
         return ""
 
     def ask_to_stop(self) -> None:
-        """Ask it to end by itself, without waiting."""
+        """Send `stop` to the child, without waiting for its end."""
         self._line.tell("stop")
 
     def stop(self, at_once: bool = True) -> None:
-        """End the process, then the connection; unless `at_once` it gets a moment to end by itself."""
+        """Kill the process and close the connection; unless `at_once`, first give it `STOP_S` to end by itself."""
         if not at_once:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=STOP_S)

@@ -1,8 +1,8 @@
-"""Published weights: one file per version, in the generators' types, written in buckets of a stated size.
+"""Published weights: one file per version, in the generators' dtypes, written in buckets of a fixed size.
 
-The file (safetensors, in shared memory where that has room) is mapped by the engines and read by checkpoints and by
-engines that start later. In addition to it the sender never holds more than one bucket on the host. Its digest covers
-all its bytes, and each reader reports the digest that it found.
+The file is in safetensors format, in shared memory if there is room. Engines map it, also those that start later, and
+checkpoints read it. Besides the file, the sender holds at most one bucket in host memory. A digest covers all bytes
+of the file, and each reader reports the digest that it computed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHARED_MEMORY = Path("/dev/shm")
 MIB = 2**20
 # File that marks a folder of weights as in use.
 LOCK = "lock"
-# safetensors' names of types, in a file's header.
+# Names of dtypes in the header of a safetensors file.
 TYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -50,9 +50,9 @@ TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Published:
-    """Weights that were published: where they lie on the sender's node, and what is sent of them elsewhere.
+    """One publish of weights: its file on the sender's node, with its size and digest.
 
-    `number` tells publishes apart; two of the same weights, or of the same version, have one each.
+    `number` is unique per publish, even if weights or version are the same. `bucket` is the bucket size in bytes.
     """
 
     number: int
@@ -63,7 +63,7 @@ class Published:
     bucket: int
 
     def buckets(self) -> Iterator[memoryview]:
-        """Yield the file's bytes in order, without a copy."""
+        """Yield the file's bytes in order, one bucket at a time, without a copy."""
         with (
             self.path.open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
@@ -74,13 +74,13 @@ class Published:
                     yield part
 
     def read(self) -> dict[str, Tensor]:
-        """Return the tensors, mapped into memory on the node where the file lies."""
+        """Return the tensors, memory-mapped; only on the node that has the file."""
         from safetensors.torch import load_file
 
         return dict(load_file(self.path))
 
     def digest_of_file(self) -> str:
-        """Return the digest of what the file holds now."""
+        """Return the digest of the file's current content."""
         found = xxhash.xxh3_128()
         for part in self.buckets():
             found.update(part)
@@ -88,11 +88,11 @@ class Published:
 
 
 class Types:
-    """Type that each tensor is published in: as the generator itself would cast it.
+    """Dtype in which each tensor is published: the one to which the generator would cast it.
 
     Args:
         model: the trainer's model.
-        precision: of the run; None where the generator knows none, and everything stays as it is.
+        precision: the run's precision; None if the generator has none, and all dtypes stay unchanged.
     """
 
     def __init__(self, model: nn.Module, precision: Precision | None) -> None:
@@ -100,26 +100,26 @@ class Types:
         self._head: torch.dtype | None = None
         self._of_head: set[str] = set()
         if precision is not None and precision.head_dtype(precision.fp32_head_generator) != precision.policy_dtype:
-            # A head that computes in FP32 has the master weights' bits, and so has an embedding that is tied to it.
+            # An FP32 head needs all bits of the master weights, and so does an embedding that is tied to it.
             self._head = precision.head_dtype(precision.fp32_head_generator)
             head = output_head(model)
             own = {tensor.data_ptr() for tensor in (head.weight, head.bias) if tensor is not None}
             self._of_head = {name for name, tensor in model.state_dict().items() if tensor.data_ptr() in own}
 
     def of(self, name: str, tensor: Tensor) -> torch.dtype:
-        """Return the type in which a tensor of the trainer's model is published."""
+        """Return the dtype in which a tensor of the trainer's model is published."""
         if self._policy is None or not tensor.is_floating_point():
             return tensor.dtype
         return self._head if self._head is not None and name in self._of_head else self._policy
 
 
 class WeightStore:
-    """The published versions on this node, each for as long as an engine may read it.
+    """Published versions on this node, each kept as long as an engine may read it.
 
     Args:
         model: the trainer's model.
-        precision: types of the generators' weights; None to leave all as they are.
-        bucket_mib: size in MiB of what is copied, cast and sent at a time.
+        precision: dtypes of the generators' weights; None to keep the trainer's.
+        bucket_mib: size in MiB of the pieces in which weights are copied, cast and sent.
     """
 
     def __init__(self, model: nn.Module, precision: Precision | None, bucket_mib: float) -> None:
@@ -131,23 +131,23 @@ class WeightStore:
         self.folder = Path(tempfile.mkdtemp(prefix=f"scalerl-{os.getpid()}-", dir=_place_for(needed)))
         self._lock = _locked(self.folder)
         self._outdated: list[Published] = []
-        # Of all that was ever published, by number: an engine may still say that it holds an old one.
+        # Digests of all publishes by number: an engine may still report that it holds an old one.
         self.digests: dict[int, str] = {}
         self.current = self._write(dict(model.state_dict()), 0)
 
     def publish(self, weights: Mapping[str, Tensor], version: int) -> Published:
-        """Write weights to a file of their own, which engines are told to read from now on."""
+        """Write weights to a new file and make it the current one."""
         self._outdated.append(self.current)
         self.current = self._write(weights, version)
         return self.current
 
     def return_to(self, published: Published) -> None:
-        """Make an earlier version the one that engines read."""
+        """Make an earlier publish the current one again."""
         self._outdated.append(self.current)
         self.current = published
 
     def forget_outdated(self) -> None:
-        """Remove the files of all other versions; no engine may be reading one."""
+        """Remove the files of all versions but the current one. The caller ensures that no engine is reading one."""
         for path in {each.path for each in self._outdated} - {self.current.path}:
             path.unlink(missing_ok=True)
         self._outdated.clear()
@@ -158,7 +158,7 @@ class WeightStore:
         self._lock.close()
 
     def _write(self, weights: Mapping[str, Tensor], version: int) -> Published:
-        """Write a file under a name that no reader has, then rename it, so that none sees half of it."""
+        """Write a file under a temporary name, then rename it, so that no reader sees a partial file."""
         number = len(self.digests) + 1
         path = self.folder / f"weights-{number}.safetensors"
         partial = path.with_suffix(".partial")
@@ -177,7 +177,7 @@ Entry = tuple[str, Tensor, torch.dtype]
 
 
 def _laid_out(weights: Mapping[str, Tensor], types: Types) -> list[Entry]:
-    """Return the tensors in the order of the file: tied ones once, larger numbers first, so all are aligned."""
+    """Return the tensors in file order: tied ones once, wider dtypes first, which keeps all aligned."""
     once: dict[tuple[int, tuple[int, ...]], Entry] = {}
     for name, tensor in weights.items():
         once.setdefault((tensor.data_ptr(), tuple(tensor.shape)), (name, tensor, types.of(name, tensor)))
@@ -185,7 +185,7 @@ def _laid_out(weights: Mapping[str, Tensor], types: Types) -> list[Entry]:
 
 
 def _bytes(entries: list[Entry], bucket: int) -> Iterator[Any]:
-    """Yield a file's bytes: its header, then all tensors cast to their types, a bucket at a time."""
+    """Yield a file's bytes: its header, then all tensors cast to their dtypes, one bucket at a time."""
     yield _header(entries)
     staging = torch.empty(bucket, dtype=torch.uint8)
     filled = 0
@@ -195,7 +195,7 @@ def _bytes(entries: list[Entry], bucket: int) -> Iterator[Any]:
         while start < flat.numel():
             number = min(flat.numel() - start, (bucket - filled) // dtype.itemsize)
             end = filled + number * dtype.itemsize
-            # One copy casts, and brings the numbers to the host where they are elsewhere.
+            # A single copy both casts and moves the numbers to the host.
             staging[filled:end].view(dtype).copy_(flat[start : start + number])
             start, filled = start + number, end
             if bucket - filled < 8:
@@ -206,7 +206,7 @@ def _bytes(entries: list[Entry], bucket: int) -> Iterator[Any]:
 
 
 def _header(entries: list[Entry]) -> bytes:
-    """Return the start of a file in the format of safetensors: where which tensor lies."""
+    """Return the header of a safetensors file, with the offsets of all tensors."""
     places, end = {}, 0
     for name, tensor, dtype in entries:
         start, end = end, end + tensor.numel() * dtype.itemsize
@@ -215,22 +215,22 @@ def _header(entries: list[Entry]) -> bytes:
 
 
 def start_of_file(places: Mapping[str, Any]) -> bytes:
-    """Return the bytes before the tensors of a file of safetensors: type, shape and place of each by name."""
+    """Return the bytes before the tensors in a safetensors file; `places` has dtype, shape and offsets by name."""
     text = json.dumps(places).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def _locked(folder: Path) -> IO[bytes]:
-    """Mark a folder as in use, for as long as this process lives and the file is open."""
+    """Mark a folder as in use while this process lives and the returned file is open."""
     lock = (folder / "lock.partial").open("wb")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    (folder / "lock.partial").rename(folder / LOCK)  # never seen without its lock
+    (folder / "lock.partial").rename(folder / LOCK)  # so that the file never exists unlocked
     return lock
 
 
 def _remove_orphans() -> None:
-    """Remove what killed trainers have left in shared memory: with engines elsewhere no child of theirs does it."""
+    """Remove folders that killed trainers left in shared memory: without local engines no child process does it."""
     for path in SHARED_MEMORY.glob(f"scalerl-*/{LOCK}"):
         with suppress(OSError), path.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -238,9 +238,9 @@ def _remove_orphans() -> None:
 
 
 def _place_for(size: int) -> Path | None:
-    """Return the folder of shared memory if three copies of the weights fit there; None for a folder on a disk.
+    """Return the shared-memory folder if three copies of the weights fit there; None for a folder on disk.
 
-    Three: those in use, the next ones, and those that an evaluation returns to.
+    The three copies are the current weights, the next ones, and those that an evaluation returns to.
     """
     if not SHARED_MEMORY.is_dir() or not os.access(SHARED_MEMORY, os.W_OK):
         return None

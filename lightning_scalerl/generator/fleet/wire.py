@@ -1,4 +1,4 @@
-"""Messages between the trainer and an engine, over a pair of sockets that nobody else can reach."""
+"""Messages between the trainer and an engine, over a socket pair that no other process can reach."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 def send(connection: Connection, message: Any) -> None:
-    """Send a pickled message; `Connection.send` would share tensors' memory, which is lost with a killed process."""
+    """Send a pickled message. `Connection.send` would share tensor memory, which is lost if its process is killed."""
     connection.send_bytes(pickle.dumps(message))
 
 
@@ -26,15 +26,15 @@ def receive(connection: Connection) -> Any:
     """Receive and unpickle the next message.
 
     Raises:
-        EOFError: the other end is gone.
+        EOFError: the other end has closed.
     """
     return pickle.loads(connection.recv_bytes())
 
 
 class Line:
-    """Connection to an engine, with a thread for each direction.
+    """Connection to an engine, with one thread per direction.
 
-    So neither an engine that does not read nor one that stops in the middle of a message can block this process.
+    The threads keep an engine that does not read, or that stops in the middle of a message, from blocking this process.
 
     Args:
         connection: this process's end.
@@ -51,7 +51,7 @@ class Line:
             threading.Thread(target=work, daemon=True).start()
 
     def _read(self) -> None:
-        """Receive messages until the other end is gone."""
+        """Receive messages until the other end closes."""
         try:
             while True:
                 self._in.put(receive(self._connection))
@@ -65,13 +65,13 @@ class Line:
         self._news.set()
 
     def _write(self) -> None:
-        """Send what is queued."""
+        """Send queued messages."""
         with suppress(OSError):
             while (message := self._out.get()) is not None:
                 send(self._connection, message)
 
     def tell(self, *message: Any) -> None:
-        """Queue a message for sending; it is dropped if the other end is gone."""
+        """Queue a message for sending; it is dropped if the other end has closed."""
         self._out.put(message)
 
     def said(self) -> Iterator[tuple[Any, ...]]:
@@ -81,9 +81,10 @@ class Line:
                 yield self._in.get_nowait()
 
     def close(self) -> None:
-        """Close the connection; nothing more is sent or heard."""
+        """Close the connection; no more messages are sent or received."""
         self._out.put(None)
-        # Ends the other thread's wait; closed alone, the number could be another file's by the time it reads.
+        # Shut down first, which ends the reader's wait. After only a close, its descriptor number could already belong
+        # to another file when it reads.
         with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as own:
             own.shutdown(socket.SHUT_RDWR)
         with suppress(OSError):

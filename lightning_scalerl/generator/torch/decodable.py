@@ -1,7 +1,7 @@
 """Check before any compute is spent that the torch generator can decode a model token by token.
 
-What is known not to work is refused by its name. Everything else is tried on a few tokens: the model's own whole
-forward pass has to agree with what comes out of the generator's cache.
+Architectures known not to work are refused by name. Any other model is tried on a few tokens: its ordinary forward
+pass must agree with decoding through the generator's cache.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from lightning_scalerl.model.windows import attention_windows
 
 ATTENTION = ("sdpa", "eager")
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-# Names of layers without attention that keep no state from token to token.
+# Layer types without attention that keep no state between tokens.
 OTHER_LAYERS = {"dense", "sparse", "moe"}
 REMEDY = "use another model, or another generator"
-# Log-probabilities in FP32, decoded and whole: rounding stays far below, a wrong mask or position far above.
+# Allowed difference between decoded and whole-pass FP32 log-probabilities. Rounding stays far below it; a wrong mask or
+# position exceeds it by far.
 TOLERANCE = 1e-3
-# Names of position tables, learned or computed once.
+# Names of position tables, learned or precomputed.
 _POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_emb|embed_position)$")
 
 
 def check_decodable(model: nn.Module, capacity: int) -> None:
-    """Decode a few tokens through the cache and compare with a whole forward pass; refuse a model where they differ.
+    """Decode a few tokens through the cache and compare with a whole forward pass; refuse a model if they differ.
 
     Args:
-        model: a causal language model, with weights of any type.
-        capacity: tokens of the longest prompt and the longest completion together.
+        model: a causal language model, with weights of any dtype.
+        capacity: tokens of the longest prompt plus the longest completion.
 
     Raises:
         ConfigurationError: the model cannot be decoded; one line with its name and the reason.
@@ -43,7 +44,7 @@ def check_decodable(model: nn.Module, capacity: int) -> None:
     _check_context(model, capacity)
     before = torch.get_float32_matmul_precision()
     try:
-        # The check is of cache bookkeeping: rounding of products to TF32 could hide an error, or look like one.
+        # This checks cache bookkeeping. TF32 rounding could hide an error, or look like one.
         torch.set_float32_matmul_precision("highest")
         with eval_mode(model), torch.no_grad():
             difference = _largest_difference(model)
@@ -52,7 +53,7 @@ def check_decodable(model: nn.Module, capacity: int) -> None:
     finally:
         torch.set_float32_matmul_precision(before)
     tolerance = TOLERANCE if next(model.parameters()).dtype == torch.float32 else 0.5
-    # "not <=" refuses NaN, too.
+    # "not <=" also refuses NaN.
     if not difference <= tolerance:
         raise _refusal(
             model, f"decoded token by token its log-probabilities differ by {difference:.3g} from a whole forward pass"
@@ -64,7 +65,7 @@ def _refusal(model: nn.Module, reason: str) -> ConfigurationError:
 
 
 def _check_architecture(model: nn.Module) -> None:
-    """Refuse by name what is known not to work: other attention kernels, encoders, recurrent layers, ALiBi."""
+    """Refuse features known not to work: other attention kernels, encoders, recurrent layers, ALiBi."""
     config = text_config(model)
     used = getattr(config, "_attn_implementation", None)
     if used is not None and used not in ATTENTION:
@@ -88,7 +89,7 @@ def _check_architecture(model: nn.Module) -> None:
 
 
 def _check_context(model: nn.Module, capacity: int) -> None:
-    """Refuse contexts longer than a sliding window, than the learned positions, or than rotary positions stay fixed."""
+    """Refuse a context that exceeds a sliding window, the learned positions, or the range of fixed rotary positions."""
     config = text_config(model)
     for window in attention_windows(config):
         if window.size < capacity:
@@ -103,11 +104,11 @@ def _check_context(model: nn.Module, capacity: int) -> None:
             f"all its positions anew once a sequence is longer than {lasting}, so that what is in a cache or in a "
             "micro-batch with a longer sequence counts otherwise; shorten the context"
         )
-    # Tables of positions that are computed once lie in buffers, learned ones are embeddings.
+    # Precomputed position tables are buffers; learned ones are embeddings.
     tables = {name: buffer.shape[0] for name, buffer in model.named_buffers() if buffer.dim() == 2}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
-            # OPT's table has `offset` rows more than positions.
+            # OPT's table has `offset` extra rows before the first position.
             tables[name] = module.num_embeddings - int(getattr(module, "offset", 0) or 0)
     for name, positions in tables.items():
         if _POSITIONS.search(name) and positions < capacity:
@@ -118,10 +119,13 @@ def _check_context(model: nn.Module, capacity: int) -> None:
 
 
 def _same_rotation(config: Any) -> int | None:
-    """Return the length up to which rotary positions are fixed; None if they never depend on the sequence's length."""
+    """Return the length up to which rotary positions are fixed; None if they do not depend on sequence length."""
     given = getattr(config, "rope_parameters", None) or {}
     lengths = []
-    for rope in (given, *(part for part in given.values() if isinstance(part, Mapping))):  # of some a kind of layer
+    for rope in (
+        given,
+        *(part for part in given.values() if isinstance(part, Mapping)),
+    ):  # some configurations have one entry per layer type
         kind = str(rope.get("rope_type"))
         if kind == "longrope":
             lengths.append(rope.get("original_max_position_embeddings"))
@@ -131,11 +135,11 @@ def _same_rotation(config: Any) -> int | None:
 
 
 def _largest_difference(model: nn.Module) -> float:
-    """Return the largest gap in log-probability of two sequences, prefilled in part and then decoded together."""
+    """Return the largest log-probability difference over two sequences, partly prefilled and then decoded together."""
     config = text_config(model)
     device = next(model.parameters()).device
     size = int(config.vocab_size)
-    # Tokens that change with place and row, and unlike lengths: a wrong row, position or mask then shows.
+    # Tokens vary with position and row, and lengths differ, so that a wrong row, position or mask shows.
     sequences = [[1 + (7 * place + 3 * row) % max(1, size - 1) for place in range(9 - 2 * row)] for row in range(2)]
     prompts = [5, 2]
     cache = SlotCache(int(config.num_hidden_layers), 2, len(sequences[0]))

@@ -1,10 +1,10 @@
 """In-process generator: continuous batching over a preallocated KV cache, deterministic under a seed.
 
-A fixed number of slots decode together, one token a step; a slot whose rollout ends takes the next one at once.
-A prompt is prefilled once and its keys and values are copied to all of its rollouts. Weights can change between
-any two tokens, and every token remembers the version that sampled it; rollouts in flight then go on with their
-stale keys and values, or with recomputed ones. A rollout that thinks for too long has the end of its thinking
-forced, token by token.
+A fixed number of slots decode together, one token per step. A slot whose rollout ends takes the next one at once.
+A prompt is prefilled once, and its keys and values are copied to all of its rollouts. Weights can change between any
+two tokens, and every token records the version that sampled it. After a change, rollouts in flight continue with
+their stale keys and values, or with recomputed ones. If a rollout thinks for too long, a phrase that ends its thinking
+is forced, token by token.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from lightning_scalerl.generator.torch.slots import Slots, host
 from lightning_scalerl.model.head import backbone, text_config
 from lightning_scalerl.model.policy import MAX_LOGITS
 
-# Prompts prefilled in one forward pass, ahead of the slots they will need.
+# Number of prompts prefilled in one forward pass, ahead of the slots they will need.
 PREFILL_PROMPTS = 16
-# Rollouts whose cache is recomputed in one forward pass.
+# Number of rollouts whose cache is recomputed in one forward pass.
 RECOMPUTED_ROLLOUTS = 64
 
 
@@ -50,16 +50,17 @@ def sample_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[
     Shapes: logits (n, V) FP32, uniform (n,) FP64 in [0, 1) -> tokens (n,), log-probabilities (n, V) FP32.
     """
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
-    # In FP64: in FP32 a sum over a vocabulary rounds away its rare tokens.
+    # FP64, because an FP32 sum over a vocabulary rounds away its rare tokens.
     cumulative = logprobs.double().exp().cumsum(-1)
-    # Against the sum itself, which rounding leaves a little off 1. The clamp is for a product that rounds up to it.
+    # Scale by the actual sum, which rounding leaves slightly off 1. The clamp below handles a product that rounds up
+    # to the sum.
     below = cumulative <= uniform.unsqueeze(1) * cumulative[:, -1:]
     return below.sum(-1).clamp(max=logits.shape[1] - 1), logprobs
 
 
 @dataclass
 class _Prefilled:
-    """Prompt whose keys and values wait for slots; `started` of its rollouts have had one."""
+    """Prefilled prompt whose keys and values wait for slots; `started` counts the rollouts that already got one."""
 
     request: GroupRequest
     keys_values: list[tuple[Tensor, Tensor]]
@@ -69,21 +70,21 @@ class _Prefilled:
 
 
 class TorchGenerator:
-    """Samples rollouts from any causal language model of transformers, in this process.
+    """Samples rollouts from any causal language model of transformers in this process.
 
     Args:
         model: the trainer's model; its weights are copied.
         precision: types of the copy and of its head.
-        sampling: how it samples; the longest prompt and completion bound the cache.
+        sampling: sampling settings; the longest prompt and completion bound the cache.
         slots: number of rollouts that decode together.
-        cache_gib: memory for keys and values, in GiB; None for what is free.
+        cache_gib: memory for keys and values, in GiB; None for all free memory.
 
     Raises:
-        ConfigurationError: the model cannot be decoded token by token, or not over so long a context (`decodable`), or
-            all slots at their longest would not fit into memory.
+        ConfigurationError: the model cannot be decoded token by token or over this context length (`decodable`), or
+            the cache of all slots at full length would not fit into memory.
     """
 
-    # How much memory there is changes no result, and no identity.
+    # The cache size does not change results, so it is not part of a run's identity.
     remarks: ClassVar[tuple[str, ...]] = ("cache_gib",)
 
     def __init__(
@@ -106,20 +107,20 @@ class TorchGenerator:
         self._stop = torch.tensor(sorted(sampling.stop_tokens), device=self.device)
         cache = SlotCache(int(text_config(model).num_hidden_layers), slots, sampling.capacity)
         self._slots = Slots(cache, slots, sampling, self.device)
-        self._queue: deque[tuple[GroupRequest, int]] = deque()  # with the number of rollouts started before
+        self._queue: deque[tuple[GroupRequest, int]] = deque()  # request, rollouts already started
         self._prefilled: deque[_Prefilled] = deque()
-        # Work of recomputing caches, not reported yet: tokens, and tokens attended to.
+        # Unreported work of recomputing caches: tokens, and tokens attended to.
         self._owed = [0, 0]
 
     @staticmethod
     def check_model(model: nn.Module, sampling: SamplingSettings, **_: Any) -> None:
-        """Check that a model can be decoded token by token; arguments are those of the generator.
+        """Check that a model can be decoded token by token; takes the generator's arguments.
 
-        A trainer calls this with its own FP32 weights: those of an engine in another process are rounded, too much for
-        a comparison.
+        A trainer calls this with its own FP32 weights. The weights of an engine in another process are rounded, which
+        makes the comparison too inexact.
 
         Raises:
-            ConfigurationError: it cannot.
+            ConfigurationError: the model cannot be decoded.
         """
         check_decodable(model, sampling.capacity)
 
@@ -127,7 +128,7 @@ class TorchGenerator:
     def _check_memory(
         model: nn.Module, precision: Precision, slots: int, capacity: int, allowed_gib: float | None
     ) -> None:
-        """Refuse at the start a cache that would not fit once all rollouts have their full length."""
+        """Refuse at startup a cache that would not fit once all rollouts have full length."""
         needed = memory.cache_gib(model, precision.policy_dtype, slots * capacity)
         there = memory.free_gib(next(model.parameters()).device) if allowed_gib is None else allowed_gib
         if needed > there:
@@ -140,7 +141,7 @@ class TorchGenerator:
 
     @property
     def version(self) -> int:
-        """Version of the weights in use: the optimizer steps behind them."""
+        """Version of the weights in use: the number of optimizer steps that produced them."""
         return self._version
 
     @property
@@ -150,12 +151,12 @@ class TorchGenerator:
 
     @property
     def sampled_in_flight(self) -> int:
-        """Number of tokens that rollouts in flight have so far."""
+        """Number of tokens sampled so far for the rollouts in flight."""
         return int(self._slots.counts.sum())
 
     @property
     def free_slots(self) -> int:
-        """Number of slots that no rollout has or waits for."""
+        """Number of slots that no submitted rollout occupies or waits for."""
         return max(0, self._slots.most - self.in_flight)
 
     @property
@@ -165,10 +166,10 @@ class TorchGenerator:
 
     @torch.no_grad()
     def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
-        """Use new weights from the next token on; rollouts in flight keep their (stale) cache or get a new one."""
+        """Use new weights from the next token on; rollouts in flight keep their stale cache or get a recomputed one."""
         self.policy.load(weights)
         self._version = version
-        # Rollouts without a token start afresh: their first token is the new weights' as well.
+        # Prefill rollouts without a token again, so that the new weights sample their first token as well.
         self._queue.extendleft((entry.request, entry.started) for entry in reversed(self._prefilled))
         self._prefilled.clear()
         if recompute_kv:
@@ -183,10 +184,10 @@ class TorchGenerator:
         """Return log-probabilities (T,) of each of several completions, by one forward pass."""
         sequences = [[*prompt, *tokens[:-1]] for prompt, tokens in completions]
         width = max(map(len, sequences))
-        # Padding stands behind the tokens, where causal attention cannot see it.
+        # Right padding: causal attention cannot see it.
         padded = torch.tensor([[*each, *[0] * (width - len(each))] for each in sequences], device=self.device)
         hidden = backbone(self.policy.model)(input_ids=padded, use_cache=False).last_hidden_state
-        # At a real vocabulary the logits of a long completion are the largest tensor there is.
+        # With a real vocabulary the logits of a long completion would be the largest tensor in memory.
         size = max(1, MAX_LOGITS // output_size(self.policy))
         found = []
         for states, (prompt, tokens) in zip(hidden, completions, strict=True):
@@ -203,15 +204,15 @@ class TorchGenerator:
         """Queue a group; its rollouts start as slots become free.
 
         Raises:
-            ConfigurationError: the prompt is empty or longer than the cache was sized for, or an interruption is
-                asked for and there is no phrase.
+            ConfigurationError: the prompt is empty or too long for the cache, or the request has interruptions but no
+                phrase is set.
         """
         self.sampling.check(request)
         self._queue.append((request, 0))
 
     @torch.no_grad()
     def step(self) -> StepReport:
-        """Sample one token of every rollout that has a slot, then hand out those that ended."""
+        """Sample one token for every rollout that has a slot, and return the rollouts that ended."""
         decoding = self._slots.active
         new_logits, prefill_tokens, prefill_context, prefilled = self._fill_slots()
         if self._slots.active == 0:
@@ -228,13 +229,13 @@ class TorchGenerator:
             logits = torch.cat([logits, torch.stack(new_logits)])
         tokens, logprobs = sample_tokens(logits, self._slots.next_uniform(), self.sampling.temperature)
         forced = self._slots.append(tokens, logprobs, self._version)
-        # A forced token ends nothing: behind the phrase comes the answer.
+        # A forced token never ends a completion: the answer follows the phrase.
         stopped = torch.isin(tokens, self._stop) & ~forced
         if self.sampling.stop_text is not None:
             stopped |= self._holds_stop_text(self.sampling.stop_text) & ~forced
         ended = stopped | self._slots.full
         finished = self._slots.release(torch.nonzero(ended).flatten().tolist(), stopped)
-        # No model gets here whose windows are shorter than a sequence (`decodable`): nothing lies outside of them.
+        # `outside` stays 0: `decodable` refuses models whose attention windows are shorter than a sequence.
         return StepReport(
             finished=finished,
             prefill_tokens=prefill_tokens,
@@ -245,14 +246,14 @@ class TorchGenerator:
         )
 
     def _holds_stop_text(self, stop_text: StopText) -> Tensor:
-        """Return a mask (active,) of the rollouts whose text holds one that ends them."""
+        """Return a mask (active,) of the rollouts whose text contains a stop text."""
         counts = self._slots.counts.tolist()
         firsts = [max(0, count - stop_text.window) for count in counts]
         lasts = (self._slots.tokens[slot, firsts[slot] : count].tolist() for slot, count in enumerate(counts))
         return torch.tensor([stop_text(tokens) for tokens in lasts], dtype=torch.bool, device=self.device)
 
     def _decode(self, active: int) -> tuple[Tensor, int]:
-        """Return logits (active, V) after the last token of the first `active` slots, and the tokens attended to."""
+        """Return next-token logits (active, V) of the first `active` slots, and the number of tokens attended to."""
         if active == 0:
             return torch.empty(0, output_size(self.policy), device=self.device), 0
         tokens, position = self._slots.last(active)
@@ -260,9 +261,10 @@ class TorchGenerator:
         return self.policy.logits(hidden), int((position + 1).sum())
 
     def _fill_slots(self) -> tuple[list[Tensor], int, int, int]:
-        """Give free slots to waiting rollouts; return their prefill logits and the work of prefilling.
+        """Give free slots to waiting rollouts.
 
-        The work is counted in tokens, tokens attended to, and prompts.
+        Returns:
+            Their prefill logits; then the prefill work as tokens, tokens attended to, and prompts.
         """
         logits: list[Tensor] = []
         (tokens, context), self._owed = self._owed, [0, 0]
@@ -293,7 +295,7 @@ class TorchGenerator:
         return computed
 
     def _recompute_cache(self) -> None:
-        """Recompute keys and values of everything in flight with the weights in use."""
+        """Recompute the keys and values of everything in flight with the current weights."""
         for first in range(0, self._slots.active, RECOMPUTED_ROLLOUTS):
             slots = range(first, min(first + RECOMPUTED_ROLLOUTS, self._slots.active))
             _, caches, computed = encode(self.policy.model, [self._slots.cached(slot) for slot in slots], self.device)
@@ -303,29 +305,30 @@ class TorchGenerator:
 
     def _draw(self, request: GroupRequest) -> Tensor:
         """Draw the uniform numbers (completions, max_new_tokens) that decide all tokens of a group."""
-        # From the group's key alone: slots, batching and resumes change no number; waiting prompts are saved without.
+        # Seeded by the group's key alone, so slots, batching and resuming do not change the numbers, and a checkpoint
+        # need not store them for waiting prompts.
         source = np.random.Generator(np.random.Philox(np.random.SeedSequence(request.random_key)))
         return torch.from_numpy(source.random((request.completions, self.sampling.max_new_tokens))).to(self.device)
 
     def aside(self) -> AbstractContextManager[None]:
-        """Lend the generator for other work: rollouts in flight wait in host memory, then resume as before."""
+        """Lend the generator for other work: rollouts in flight wait in host memory, then resume unchanged."""
         return set_aside(self, self.clear)
 
     def clear(self) -> None:
-        """Drop everything that is in flight."""
+        """Drop everything in flight."""
         self._queue.clear()
         self._prefilled.clear()
         self._slots.occupants.clear()
         self._owed = [0, 0]
 
     def close(self) -> None:
-        """Do nothing: all its memory is this process's own."""
+        """Do nothing: all its memory belongs to this process."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything in flight, with the weights and the (possibly stale) cache needed to go on unchanged."""
+        """Return everything in flight, with the weights and the (possibly stale) cache needed to continue exactly."""
         return {
             "version": self._version,
-            # Also with nothing in flight: the next rollouts may be sampled with these weights.
+            # Saved even with nothing in flight: the next rollouts may be sampled with these weights.
             "weights": self.policy.weights(),
             "owed": list(self._owed),
             "queue": [(request_state(request), started) for request, started in self._queue],
@@ -357,5 +360,5 @@ class TorchGenerator:
 
 
 def output_size(policy: GeneratorPolicy) -> int:
-    """Return the size of the vocabulary by the model's configuration."""
+    """Return the vocabulary size from the model's configuration."""
     return int(text_config(policy.model).vocab_size)

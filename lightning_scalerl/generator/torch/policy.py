@@ -1,4 +1,4 @@
-"""Generator's copy of the policy, in the types of the `precision` axis."""
+"""Generator's copy of the policy, in the dtypes of the `precision` axis."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.model.head import head_logits, output_head
 
-# Models that were made for a generator alone, which may take them in place of a copy.
+# Models made only for a generator, which uses them directly instead of copying them.
 _given: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def new_model(make: Callable[[Any], nn.Module], config: Any, dtype: torch.dtype | None) -> nn.Module:
-    """Make a model for a generator to keep, with parameters in a type from the start and weights that are nobody's.
+    """Make a model for a generator to keep, with uninitialized weights that have their final dtype from the start.
 
     Args:
         make: class of the model, called with its configuration.
-        config: of the model.
-        dtype: of the parameters; None for the model's own. At most one of them is there in another type at a time.
+        config: the model's configuration.
+        dtype: dtype of the parameters; None for the model's default. Each parameter is cast as it is registered, so at
+            most one exists in another dtype at a time.
     """
 
     def cast(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or not parameter.is_floating_point() or parameter.dtype == dtype:
-            return None  # as it is: a tied one stays tied
+            return None  # keep the parameter object, so that a tied one stays tied
         return nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
 
     if dtype is None:
@@ -45,10 +46,10 @@ def new_model(make: Callable[[Any], nn.Module], config: Any, dtype: torch.dtype 
 
 
 class GeneratorPolicy:
-    """Generator's copy of the policy: weights in the policy's type, the head's in the head's.
+    """Generator's copy of the policy: weights in the policy's dtype, and the head in its own dtype.
 
-    An FP32 head keeps the master weights' bits: a head cast to BF16 and back would not be one. With tied
-    embeddings the head gets a copy of its own, refreshed on every `load`. A model of `new_model` is taken, not copied.
+    An FP32 head keeps all bits of the master weights, which a cast to BF16 and back would lose. With tied embeddings
+    the head gets a separate copy, refreshed on every `load`. A model made by `new_model` is used directly.
     """
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
@@ -63,7 +64,7 @@ class GeneratorPolicy:
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Copy new weights in (a state dict of the trainer's model, any type)."""
+        """Load new weights (a state dict of the trainer's model, in any dtype)."""
         own = self.model.state_dict()
         for name, tensor in weights.items():
             own[name].copy_(tensor)
@@ -73,7 +74,7 @@ class GeneratorPolicy:
             self._head_bias = None if head.bias is None else self._separate(weights, own, head.bias)
 
     def _separate(self, weights: dict[str, Tensor], own: dict[str, Tensor], part: Tensor) -> Tensor:
-        """Return a part of the head in its own type, from the given weights: the model's own copy has lost bits."""
+        """Return a part of the head in the head's dtype, from `weights`: the model's copy was rounded."""
         name = next(key for key, value in own.items() if value.data_ptr() == part.data_ptr())
         return weights[name].detach().to(self.head_dtype, copy=True)
 
@@ -88,7 +89,7 @@ class GeneratorPolicy:
     def load_weights(self, state: dict[str, Any]) -> None:
         """Restore the weights that `weights` returned."""
         self.model.load_state_dict(state["model"])
-        # A checkpoint is read to the CPU.
+        # A checkpoint is loaded to the CPU.
         device = next(self.model.parameters()).device
         self._head_weight, self._head_bias = (
             None if state[name] is None else state[name].to(device) for name in ("head_weight", "head_bias")
@@ -96,7 +97,7 @@ class GeneratorPolicy:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return FP32 logits (rows, vocabulary), computed in the head's type."""
+        """Return FP32 logits (rows, vocabulary), computed in the head's dtype."""
         head = output_head(self.model)
         weight = head.weight if self._head_weight is None else self._head_weight
         bias = head.bias if self._head_weight is None else self._head_bias

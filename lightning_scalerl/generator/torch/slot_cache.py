@@ -1,4 +1,4 @@
-"""KV cache of many rollouts that decode together, each at its own position, one token at a time."""
+"""KV cache for many rollouts that decode together, one token at a time, each at its own position."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from lightning_scalerl.model.head import backbone
 
-# The cache grows in blocks of so many tokens.
+# The cache's width grows in blocks of this many tokens.
 BLOCK = 128
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer, (slots, heads, capacity, head size); rows write at positions of their own."""
+    """Keys and values of one layer, (slots, heads, capacity, head size); each row writes at its own position."""
 
     def __init__(self, owner: SlotCache) -> None:
         super().__init__()
@@ -29,14 +29,14 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def grow(self) -> None:
-        """Grow to the size that the owner has reserved."""
+        """Grow to the size reserved by the owning cache."""
         keys, values = self.keys, self.values
         self.lazy_initialization(keys, values)
         self.keys[: keys.shape[0], :, : keys.shape[2]] = keys
         self.values[: values.shape[0], :, : values.shape[2]] = values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one new token a row; return the keys and values that the rows may attend to."""
+        """Write one new token per row; return the keys and values that the rows may attend to."""
         rows, position, width = self.owner.rows, self.owner.position, self.owner.width
         self.keys[rows, :, position] = key_states[:, :, 0]
         self.values[rows, :, position] = value_states[:, :, 0]
@@ -54,9 +54,9 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """KV cache of all slots; `aim` sets which rows write where in the next forward pass.
+    """KV cache of all slots; `aim` sets the rows and positions written by the next forward pass.
 
-    It grows with the rows that decode and the longest of them: few runs ever fill all slots to their end.
+    It grows with the number of decoding rows and the longest of them: few runs ever fill all slots to full length.
     """
 
     def __init__(self, layers: int, slots: int, capacity: int) -> None:
@@ -69,7 +69,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[_SlotLayer(self) for _ in range(layers)])
 
     def aim(self, position: Tensor) -> None:
-        """Set the position at which each of the first len(position) rows writes its next token."""
+        """Set the position at which each of the first `len(position)` rows writes its next token."""
         self.rows = torch.arange(position.numel(), device=position.device)
         self.position = position
         self.width = int(position.max()) + 1
@@ -80,7 +80,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         have_rows, have_width = self.reserved
         if rows <= have_rows and width <= have_width:
             return
-        # By a factor, not to size: a growth copies the whole cache.
+        # Grow by a factor, because each growth copies the whole cache.
         if rows > have_rows:
             have_rows = min(self.slots, max(rows, 2 * have_rows))
         if width > have_width:
@@ -92,7 +92,7 @@ class SlotCache(Cache):  # type: ignore[misc]
                 layer.grow()
 
     def fill(self, rows: slice, keys_values: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Write a sequence's keys and values (heads, tokens, head size), a pair a layer, into rows."""
+        """Write a sequence's keys and values (heads, tokens, head size), one pair per layer, into all rows `rows`."""
         self.reserve(rows.stop, keys_values[0][0].shape[1])
         for layer, (keys, values) in zip(self.layers, keys_values, strict=True):
             if not layer.is_initialized:
@@ -114,11 +114,11 @@ def encode(
 
     Returns:
         The hidden state of each sequence's last token (n, width); for each sequence its keys and values
-        (heads, tokens, head size), a pair a layer; and the work done: tokens, and tokens attended to.
+        (heads, tokens, head size), one pair per layer; and the work done: tokens, and tokens attended to.
     """
     lengths = [len(sequence) for sequence in sequences]
     width = max(lengths)
-    # Padding stands behind the tokens, where causal attention cannot see it.
+    # Right padding: causal attention cannot see it.
     padded = [[*sequence, *[0] * (width - len(sequence))] for sequence in sequences]
     cache = DynamicCache()
     inputs = torch.tensor(padded, device=device)
@@ -128,14 +128,14 @@ def encode(
         [(layer.keys[number, :, :length], layer.values[number, :, :length]) for layer in cache.layers]
         for number, length in enumerate(lengths)
     ]
-    # Token t attends to itself and what is before it: 1 + 2 + ... + n.
+    # Token t attends to itself and all earlier tokens: 1 + 2 + ... + n.
     return last, caches, (sum(lengths), sum(length * (length + 1) // 2 for length in lengths))
 
 
 def decode(model: nn.Module, cache: SlotCache, tokens: Tensor, position: Tensor) -> Tensor:
     """Append one token to the first rows of the cache; return the last hidden states (rows, width).
 
-    Shapes: tokens (rows,), position (rows,), where in its sequence each token stands.
+    Shapes: tokens (rows,), position (rows,): the index of each token in its sequence.
     """
     cache.aim(position)
     visible = torch.arange(cache.width, device=position.device) <= position.unsqueeze(1)
@@ -150,7 +150,7 @@ def decode(model: nn.Module, cache: SlotCache, tokens: Tensor, position: Tensor)
 
 
 def _mask(model: nn.Module, visible: Tensor) -> Tensor:
-    """Return the attention mask in the model's form: eager attention adds its mask to the scores."""
+    """Return the attention mask in the form that the model expects: eager attention adds its mask to the scores."""
     config: Any = model.config
     if config._attn_implementation != "eager":
         return visible

@@ -1,6 +1,6 @@
-"""Slots of the in-process generator: the rollouts that decode together, a row each, with their keys and values.
+"""Slots of the in-process generator: the rollouts that decode together, one row each, with their keys and values.
 
-The active slots are always the first ones. A forced phrase is a matter of a slot, too: where it is in it, and when.
+The active slots are always the first ones. A slot also tracks its forced phrase: when it is due, and its next token.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lightning_scalerl.generator.base import (
 from lightning_scalerl.generator.torch.slot_cache import SlotCache
 from lightning_scalerl.rollouts.rollout import Rollout
 
-# Values for a slot without an interruption to come, and without a phrase being forced.
+# Sentinels: no interruption is due, and no phrase is being forced.
 NEVER = 2**62
 NOT_FORCING = -1
 
 
 @dataclass
 class Occupant:
-    """Rollout that has a slot: number `index` of its group."""
+    """Rollout that has a slot: rollout `index` of its group."""
 
     request: GroupRequest
     index: int
@@ -38,10 +38,10 @@ class Slots:
     """Rows of all rollouts that decode together.
 
     Args:
-        cache: of keys and values, with a row for each slot.
+        cache: KV cache with one row per slot.
         most: number of slots.
-        sampling: longest completion, and how thinking is ended by force.
-        device: of the model.
+        sampling: gives the longest completion and the rules for forcing the end of thinking.
+        device: the model's device.
     """
 
     def __init__(self, cache: SlotCache, most: int, sampling: SamplingSettings, device: torch.device) -> None:
@@ -68,12 +68,12 @@ class Slots:
 
     @property
     def counts(self) -> Tensor:
-        """Tokens that each rollout has so far, (active,)."""
+        """Number of tokens of each rollout so far, (active,)."""
         return self._count[: self.active]
 
     @property
     def full(self) -> Tensor:
-        """Mask (active,) of the rollouts that have as many tokens as they may."""
+        """Mask (active,) of the rollouts that have reached their token limit."""
         return self.counts >= self._limit[: self.active]
 
     def occupy(
@@ -85,7 +85,7 @@ class Slots:
         uniform: Tensor,
         limit: int,
     ) -> None:
-        """Give the next slots to rollouts of a group, from number `started` on, behind their prompt."""
+        """Give the next `number` slots to rollouts `started`, `started + 1`, ... of a group with a prefilled prompt."""
         rows = slice(self.active, self.active + number)
         self.occupants += [Occupant(request, index) for index in range(started, started + number)]
         self.cache.fill(rows, keys_values)
@@ -98,7 +98,7 @@ class Slots:
         self._limit[rows] = limit
 
     def last(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return the last tokens (number,) of the first slots, and their positions in the sequences."""
+        """Return the last tokens (number,) of the first `number` slots, and their positions in the sequences."""
         row, count = torch.arange(number, device=self.device), self._count[:number]
         return self.tokens[row, count - 1], self._prompt_length[:number] + count - 1
 
@@ -107,12 +107,15 @@ class Slots:
         return self._uniform[torch.arange(self.active, device=self.device), self.counts]
 
     def append(self, tokens: Tensor, logprobs: Tensor, version: int) -> Tensor:
-        """Append a token to each rollout, or a phrase's where one is due; return where, as a mask (active,).
+        """Append one token to each rollout: the sampled one, or the phrase's next one where a phrase is due.
 
         Args:
-            tokens: sampled (active,); overwritten where a phrase is forced.
-            logprobs: of all tokens (active, V).
-            version: of the weights.
+            tokens: sampled tokens (active,); overwritten where a phrase is forced.
+            logprobs: log-probabilities of the whole vocabulary (active, V).
+            version: version of the weights.
+
+        Returns:
+            Mask (active,) of the forced tokens.
         """
         row, count = torch.arange(self.active, device=self.device), self.counts
         forced = self._force(tokens)
@@ -124,12 +127,12 @@ class Slots:
         return forced
 
     def _force(self, tokens: Tensor) -> Tensor:
-        """Overwrite sampled tokens (active,) where a phrase is due; return where, as a mask."""
+        """Overwrite sampled tokens (active,) where a phrase is due; return the mask of the overwritten ones."""
         active = tokens.numel()
         next_, at = self._phrase_next[:active], self._interrupt_at[:active]
-        # The count is still without this token: an interruption at n forces the token behind the n-th.
+        # The count excludes the current token: an interruption at n forces the token after the n-th.
         for slot in torch.nonzero((next_ == NOT_FORCING) & (self._count[:active] >= at)).flatten().tolist():
-            # Decided once a rollout: either its thinking has ended by now, or the phrase ends it.
+            # Decided once per rollout: either its thinking has already ended, or the phrase ends it.
             if self._thinking_ended(self.tokens[slot, : self._count[slot]].tolist()):
                 at[slot] = NEVER
             else:
@@ -144,13 +147,13 @@ class Slots:
         return forced
 
     def cached(self, slot: int) -> tuple[int, ...]:
-        """Return the tokens of a sequence whose keys and values are there: all but the last."""
-        # Those of the last token are written when the next one is decoded.
+        """Return the tokens of a slot's sequence that are in the KV cache: all but the last."""
+        # The last token's keys and values are written when the next token is decoded.
         own = self.tokens[slot, : self._count[slot] - 1].tolist()
         return (*self.occupants[slot].request.prompt_tokens, *own)
 
     def release(self, ended: list[int], stopped: Tensor) -> list[FinishedRollout]:
-        """Take ended rollouts out; the last of the others move into the holes, so that active slots stay first."""
+        """Remove and return ended rollouts; the last slots move into the holes, so that active slots stay first."""
         if not ended:
             return []
         rows = torch.tensor(ended, device=self.device)
@@ -185,7 +188,7 @@ class Slots:
         del self.occupants[left:]
 
     def _buffers(self) -> tuple[Tensor, ...]:
-        """Return all tensors that have a row per slot; they are moved and saved together."""
+        """Return all tensors with one row per slot; they are moved and saved together."""
         return (
             self.tokens,
             self._logprobs,
@@ -212,7 +215,7 @@ class Slots:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken."""
+        """Restore the rollouts saved by `state_dict`, to continue exactly where they were."""
         self.occupants = [Occupant(request_from(request), index) for request, index in state["occupants"]]
         active = self.active
         for buffer, saved in zip(self._buffers(), state["buffers"], strict=True):
@@ -228,5 +231,5 @@ class Slots:
 
 
 def host(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory: the device has room for one of weights and cache only."""
+    """Return a copy in host memory: the device may have no room for a second copy of the weights or the cache."""
     return tensor.detach().to("cpu", copy=True)

@@ -1,4 +1,4 @@
-"""vLLM as the sampler: its engine in this process (`generator`), or its HTTP server (`serve` starts it, `client` asks).
+"""vLLM as the sampler: an engine in this process (`generator`), or its HTTP server (`serve` starts it, `client` uses it).
 
-vLLM is an extra. Only the functions that start an engine import it, and `worker`, which only vLLM imports.
+vLLM is an optional extra. Only functions that start an engine import it, and `worker`, which only vLLM imports.
 """

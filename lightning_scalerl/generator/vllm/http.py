@@ -1,4 +1,4 @@
-"""HTTP connection to a server of vLLM: one thread of its own, a time limit on every call, errors of one line."""
+"""HTTP connection to a vLLM server, with its own thread, a timeout on every call, and one-line errors."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from sweeps.terminal import one_line
 
 T = TypeVar("T")
 
-# A connection that is not there by then will not come.
+# Timeout for opening a connection, in seconds.
 CONNECT_S = 10.0
-# Longest answer to a call, and longest text of an error, in bytes. A prompt of 100,000 tokens is scored in some 10 MB.
+# Largest answer to a call, and largest text of an error, in bytes. Scoring a prompt of 100,000 tokens takes some 10 MB.
 MOST_BYTES = 2**26
 ERROR_BYTES = 2**16
 
 
 class EngineLostError(CannotGoOnError):
-    """Raised when a server cannot be reached, or answers what cannot be used; another connection may succeed."""
+    """Raised when a server cannot be reached, or gives an unusable answer; a new connection may succeed."""
 
 
 class RefusedError(EngineLostError):
-    """Raised when a server answers a call with an error; `status` is HTTP's."""
+    """Raised when a server answers a call with an error; `status` is the HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ class RefusedError(EngineLostError):
 
 
 def quoted(value: Any, limit: int = 200) -> str:
-    """Return a text of a server as it is, cut to a limit; of anything else its type: it may be nested deep."""
+    """Return a server's text cut to a limit; for any other value, which may be deeply nested, its type."""
     text = " ".join(value.split()) if isinstance(value, str) else ""
     if isinstance(value, dict) and isinstance(value.get("message"), str):
         return quoted(value["message"], limit)
@@ -46,17 +46,17 @@ def quoted(value: Any, limit: int = 200) -> str:
 
 
 class Connection:
-    """Calls to one server, from any thread; their work is done in a thread that this object owns.
+    """Calls to one server, from any thread. All of them run in one thread that this object owns.
 
     Args:
-        address: the server's, such as `http://node7:8000`.
-        token: sent with every call; empty for a server that asks for none.
+        address: the server's address, such as `http://node7:8000`.
+        token: sent with every call; empty for a server that requires none.
     """
 
     def __init__(self, address: str, token: str = "") -> None:
         self.address = address.rstrip("/")
         self._token = token
-        # Not compressed: what is small on the way could be of any size here.
+        # No compression: a small compressed answer could expand to any size.
         self._headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm-http")
@@ -64,28 +64,28 @@ class Connection:
         self._session: ClientSession = self.run(self._opened(), CONNECT_S)
 
     async def _opened(self) -> ClientSession:
-        # No limit of connections: as many as rollouts are in flight, each a stream of its own. And none is used again:
-        # a server closes one that has been idle for some seconds, and a call that meets that is lost.
+        # Do not limit the number of connections: each rollout in flight has one. Do not reuse them either: a server
+        # closes a connection after some idle seconds, and a call that is sent at that moment is lost.
         return ClientSession(
             self.address,
             headers=self._headers,
             connector=TCPConnector(limit=0, force_close=True),
             timeout=ClientTimeout(total=None, sock_connect=CONNECT_S),
-            # Longest line: vLLM puts all tokens into one part that were sampled while nobody read.
+            # Longest line: vLLM merges all tokens that were sampled while the client was not reading into one part.
             read_bufsize=2**23,
             auto_decompress=False,
         )
 
     def words(self, text: str) -> str:
-        """Return a message that may quote the server as one printable line, without the token or other secrets."""
+        """Return a message as one printable line without secrets such as the token; it may quote the server."""
         text = text.replace(self._token, MASK) if self._token else text
         return " ".join(one_line(redact(text)).split())
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Do work in the connection's thread and return its result.
+        """Run a coroutine in the connection's thread and return its result.
 
         Raises:
-            EngineLostError: it takes longer than its limit.
+            EngineLostError: it takes longer than `timeout_s`.
         """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -95,7 +95,7 @@ class Connection:
             raise EngineLostError(f"generator: {self.address} has not answered for {timeout_s:g} s") from error
 
     def start(self, work: Coroutine[Any, Any, None]) -> Future[None]:
-        """Begin work in the connection's thread, without waiting for it."""
+        """Start a coroutine in the connection's thread, without waiting for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(
@@ -104,16 +104,16 @@ class Connection:
         """Return a server's answer to one call, parsed if it is JSON.
 
         Raises:
-            EngineLostError: the server is away, silent, or answers nonsense.
-            RefusedError: it answers with an error.
+            EngineLostError: the server is unreachable, silent, or gives an invalid answer.
+            RefusedError: the server answers with an error.
         """
-        # The limit inside ends the call itself; the one outside is for a thread that hangs.
+        # The inner timeout ends the call itself; the outer one covers a hanging thread.
         return self.run(self.ask(method, path, body, timeout_s=timeout_s, query=query), timeout_s + 5)
 
     async def ask(
         self, method: str, path: str, body: Any = None, *, timeout_s: float, query: dict[str, str] | None = None
     ) -> Any:
-        """Do the work of `call`, for coroutines of the connection's thread."""
+        """Do the same as `call`, for coroutines that run in the connection's thread."""
         limit = ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s))
         try:
             async with self._session.request(method, path, json=body, params=query, timeout=limit) as answer:
@@ -129,7 +129,7 @@ class Connection:
             raise self._lost(path, f"answers what is no JSON ({said(error)})") from error
 
     async def _read(self, path: str, answer: ClientResponse, most: int) -> bytes:
-        """Return the whole of an answer, of `most` bytes at most."""
+        """Return the whole answer, at most `most` bytes."""
         found = bytearray()
         async for chunk in answer.content.iter_any():
             found += chunk
@@ -141,10 +141,10 @@ class Connection:
         return EngineLostError(self.words(f"generator: {self.address}{path} {why}"))
 
     async def stream(self, path: str, body: Any, most_bytes: int = MOST_BYTES) -> AsyncIterator[Any]:
-        """Yield the parts of an answer as they come (server-sent events), to the end that the server declares.
+        """Yield the parts of an answer as they arrive (server-sent events), until the server's end marker.
 
         Raises:
-            EngineLostError: the connection ends before, or what comes cannot be read, or is more than `most_bytes`.
+            EngineLostError: the connection ends early, or the data cannot be parsed or exceed `most_bytes`.
         """
         ended = False
         read = 0
@@ -174,7 +174,7 @@ class Connection:
             raise self._lost(path, "broke off in the middle of an answer")
 
     async def _refused(self, path: str, answer: ClientResponse) -> EngineLostError:
-        """Return the error that an answer stands for, in the server's words where it has a few."""
+        """Return the exception for an error answer; it quotes the server's message if that is short."""
         text = (await self._read(path, answer, ERROR_BYTES)).decode(errors="replace")
         message: Any = text
         with suppress(ValueError, TypeError, KeyError):
@@ -183,7 +183,7 @@ class Connection:
         return RefusedError(words, answer.status)
 
     def close(self) -> None:
-        """End all work and close the connections."""
+        """Cancel all coroutines and close the connections."""
         if not self._loop.is_running():
             return
         with suppress(EngineLostError):

@@ -1,6 +1,6 @@
-"""Plugin of vLLM's processes, by the entry point `vllm.general_plugins`: our way of getting weights, and a guard.
+"""Plugin for vLLM's processes (entry point `vllm.general_plugins`): our weight transfer, and an access guard.
 
-Light, for every process of vLLM in an environment with this package calls `register`: nothing heavy is imported.
+Every vLLM process in an environment with this package calls `register`, so this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from typing import Any
 
 # Name of the weight-transfer backend, as `--weight-transfer-config` names it.
 BACKEND = "scalerl"
-# Environment variable that holds the server's token: vLLM's own, so that its routes and ours ask for the same.
+# Environment variable for the server's token: vLLM's own variable, so that all routes need the same token.
 TOKEN = "VLLM_API_KEY"
-# Environment variable that holds who has started the server, if a program has: process id @ host. A server that is
-# started on another node (by srun, with this environment) does not see that program's processes.
+# Environment variable for the process that started the server, as PID@HOST; unset for a server started by hand. The
+# host matters because a server that srun starts on another node inherits the variable but cannot see that process.
 PARENT = "SCALERL_SERVER_PARENT"
-# Environment variable with the seconds after which a server that nobody asks anything ends; none: it stays.
+# Environment variable for the seconds without a request after which a server ends; unset: it keeps running.
 IDLE = "SCALERL_SERVER_IDLE_S"
 
 
 def register() -> None:
-    """Make the backend known to vLLM; called in each of its processes, some of them more than once.
+    """Register the backend with vLLM. Each vLLM process calls this, some more than once.
 
-    In those of a server that a program has started, also see to it that they end with that program, kill -9 included.
+    If a program started the server (`PARENT`), its processes also end with that program, even after kill -9.
     """
     parent, _, host = os.environ.get(PARENT, "").partition("@")
     if parent and host == socket.gethostname():
         threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    with suppress(ValueError):  # it is known already
+    with suppress(ValueError):  # it is already registered
         WeightTransferEngineFactory.register_engine(
             BACKEND, "lightning_scalerl.generator.vllm.worker", "ScaleRLWeightTransferEngine"
         )
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the one that asked for the server is gone."""
+    """End this process when the process that started the server is gone."""
     while True:
         try:
             os.kill(parent, 0)
@@ -54,10 +54,10 @@ def _end_with(parent: int) -> None:
 
 
 class Guard:
-    """ASGI middleware that asks for the server's token on every route but `/health`, and ends an idle server.
+    """ASGI middleware that requires the server's token on every route except `/health`, and ends an idle server.
 
-    vLLM's `--api-key` covers its inference routes only: whoever reaches the port could pause the server, change its
-    weights or call into its workers by the routes of its development mode.
+    vLLM's `--api-key` protects only the inference routes. Through the development-mode routes, anyone who reaches the
+    port could pause the server, change its weights or call into its workers.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -68,13 +68,13 @@ class Guard:
             threading.Thread(target=self._end_idle, args=(float(os.environ[IDLE]),), daemon=True).start()
 
     def _end_idle(self, seconds: float) -> None:
-        """End the server when nothing was asked for so long; a connected run asks for `/health` each second."""
+        """End the server after this long without a request; a connected run requests `/health` every second."""
         while (left := self._asked + seconds - time.monotonic()) > 0:
             time.sleep(left)
         os.kill(os.getpid(), signal.SIGTERM)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Callable[..., Awaitable[None]]) -> None:
-        """Pass a request on if it has the token, or if no token is asked for."""
+        """Pass a request on if it has the token, or if no token is required."""
         self._asked = time.monotonic()
         guarded = self._wanted is not None and scope["type"] in ("http", "websocket") and scope["path"] != "/health"
         if guarded and not hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._wanted or b""):

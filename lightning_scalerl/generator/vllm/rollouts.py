@@ -1,7 +1,7 @@
-"""Rollouts under way in an engine of vLLM, in this process or behind HTTP: what to ask next, and when one is over.
+"""Rollouts in progress in a vLLM engine, in this process or behind HTTP: their next request, and when they have ended.
 
-A rollout is sampled by one request after another: the first ends at its interruption, if it has one, and each that
-follows goes on behind the tokens that are there, whose log-probabilities and versions stay those of their sampling.
+A rollout may take several requests. The first ends at the rollout's interruption, if it has one. Each later request
+continues after the existing tokens, which keep the log-probabilities and versions they were sampled with.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_scalerl.rollouts.rollout import Rollout, packed, unpacked
 
 @dataclass(eq=False)
 class Sampled:
-    """Rollout under way, with its tokens so far."""
+    """Rollout in progress, with its tokens so far."""
 
     request: GroupRequest
     index: int
@@ -37,44 +37,44 @@ class Sampled:
             tokens=[], generator_logprobs=[], weight_versions=[], forced=[], finish_reason="length"
         )
     )
-    looked: bool = False  # whether its thinking has ended has been asked, once
-    computed: int = 0  # tokens whose keys and values its request has, of this version of it
+    looked: bool = False  # the test for the end of thinking was made; it is made once
+    computed: int = 0  # tokens whose keys and values the current request has computed
 
     @property
     def sequence(self) -> list[int]:
-        """Token ids of the prompt, and of the completion so far."""
+        """Token ids of the prompt and the completion so far."""
         return [*self.request.prompt_tokens, *self.rollout.tokens]
 
     def append(self, tokens: Sequence[int], logprobs: Iterable[float], version: int, forced: bool = False) -> None:
-        """Add tokens, with the log-probabilities and the version of the weights that they were sampled under."""
+        """Add tokens with their log-probabilities, and the version of the weights that sampled them."""
         self.rollout.tokens += tokens
         self.rollout.generator_logprobs += logprobs
         self.rollout.weight_versions += [version] * len(tokens)
         self.rollout.forced += [forced] * len(tokens)
 
     def finished(self, reason: str) -> FinishedRollout:
-        """Return the rollout as one that has ended."""
+        """Return the rollout as finished, for the given reason."""
         self.rollout.finish_reason = reason
         return FinishedRollout(self.request.key, self.index, self.rollout)
 
 
 @dataclass
 class Computed:
-    """Counts of tokens that went through the model, of their context, and of context outside attention windows."""
+    """Counts of tokens computed by the model, of their context, and of the context outside attention windows."""
 
     tokens: int = 0
     context: int = 0
     outside: int = 0
 
     def add(self, start: int, end: int, windows: Sequence[Window]) -> None:
-        """Count the tokens of a sequence from `start` to before `end`."""
+        """Count the tokens of a sequence from `start` up to, but not including, `end`."""
         self.tokens += end - start
         self.context += (end * (end + 1) - start * (start + 1)) // 2
         self.outside += outside(windows, start, end)
 
 
 def report(finished: list[FinishedRollout], prefill: Computed, decoded: Computed, prefilled: int) -> StepReport:
-    """Return what a step has done, prefill and decoding counted apart."""
+    """Return the report of a step, with separate counts for prefill and decoding."""
     left_out = prefill.outside + decoded.outside
     return StepReport(
         finished=finished,
@@ -88,10 +88,10 @@ def report(finished: list[FinishedRollout], prefill: Computed, decoded: Computed
 
 
 class Sampling:
-    """Rules that follow from the settings of sampling for rollouts under way at vLLM.
+    """Rules that the sampling settings imply for rollouts in progress in vLLM.
 
     Args:
-        settings: of the run.
+        settings: the run's sampling settings.
     """
 
     def __init__(self, settings: SamplingSettings) -> None:
@@ -101,19 +101,19 @@ class Sampling:
         """Return a group's rollouts, before their first token.
 
         Raises:
-            ConfigurationError: the prompt is empty or longer than the engine was made for, or an interruption is
-                asked for and there is no phrase.
+            ConfigurationError: the prompt is empty or too long for the engine, or the request has interruptions but no
+                phrase is set.
         """
         self.settings.check(request)
         return [Sampled(request, index) for index in range(request.completions)]
 
     def wanted(self, each: Sampled) -> dict[str, Any]:
-        """Return the sampling parameters of the request that takes a rollout to its end, or to its interruption."""
+        """Return the sampling parameters of the request that continues a rollout to its interruption, or to its end."""
         so_far = len(each.rollout.tokens)
         until = each.request.limit(self.settings.max_new_tokens)
         if each.request.interrupt_at and not each.looked:
             until = min(until, max(each.request.interrupt_at[each.index], so_far + 1))
-        # With the tokens so far in the key: a rollout that goes on must not draw the numbers of its beginning again.
+        # Include the token count in the key: a continued rollout must not draw the numbers of its beginning again.
         seed = np.random.SeedSequence((*each.request.random_key, each.index, so_far)).generate_state(1, np.uint64)
         return {
             "temperature": self.settings.temperature,
@@ -126,11 +126,11 @@ class Sampling:
         }
 
     def stopped(self, each: Sampled) -> bool:
-        """Return whether a rollout's last tokens hold a text that ends it."""
+        """Return whether a rollout's last tokens contain a stop text."""
         return self.settings.stop_text is not None and self.settings.stop_text(each.rollout.tokens)
 
     def ended(self, each: Sampled, reason: str, version: int) -> bool:
-        """Return whether the rollout is over; one past its thinking limit gets the phrase, and goes on."""
+        """Return whether the rollout has ended; one past its thinking limit gets the phrase and continues."""
         if reason == "stop":
             return True
         if reason != "length":
@@ -140,30 +140,30 @@ class Sampling:
             each.looked = True
             if not self.settings.thinking_ended(list(tokens)):
                 phrase = list(self.settings.phrase[: limit - len(tokens)])
-                # Nothing was sampled: forced tokens are in neither loss nor ratio, and have no log-probability.
+                # Forced tokens are not sampled: they count in neither loss nor ratio, so their log-probability is 0.
                 each.append(phrase, [0.0] * len(phrase), version, forced=True)
         return len(tokens) >= limit
 
 
 class InFlight:
-    """Books of a generator that samples with vLLM: rollouts that wait, those under way, and reports not taken yet.
+    """Bookkeeping of a generator that samples with vLLM: waiting and running rollouts, and reports not returned yet.
 
     Args:
-        sampling: of the run.
-        slots: number of rollouts that are under way together.
+        sampling: the run's sampling settings.
+        slots: number of rollouts that run together.
     """
 
     def __init__(self, sampling: SamplingSettings, slots: int) -> None:
         self.sampling, self._sampling, self._slots = sampling, Sampling(sampling), slots
-        # vLLM gives log-probabilities of prompt tokens at temperature 1 only.
+        # vLLM returns log-probabilities of prompt tokens at temperature 1 only.
         self.can_score = sampling.temperature == 1.0
         self._version = 0
         self._waiting: deque[Sampled] = deque()
         self._ahead: deque[StepReport] = deque()
-        # Work of recomputing caches, not reported yet.
+        # Unreported work of recomputing caches.
         self._owed = Computed()
         self._weights: dict[str, Tensor] = {}
-        # The last state, once the generator is closed.
+        # State at the time of closing; None while the generator is open.
         self._closed: dict[str, Any] | None = None
 
     def _started(self) -> list[Sampled]:
@@ -175,7 +175,7 @@ class InFlight:
 
     @property
     def version(self) -> int:
-        """Version of the weights in use: the optimizer steps behind them."""
+        """Version of the weights in use: the number of optimizer steps that produced them."""
         return self._version
 
     @property
@@ -185,20 +185,20 @@ class InFlight:
 
     @property
     def sampled_in_flight(self) -> int:
-        """Number of tokens that rollouts in flight have so far."""
+        """Number of tokens sampled so far for the rollouts in flight."""
         return sum(len(each.rollout.tokens) for each in self._under_way())
 
     @property
     def free_slots(self) -> int:
-        """Number of slots that no rollout has or waits for."""
+        """Number of slots that no submitted rollout occupies or waits for."""
         return max(0, self._slots - self.in_flight)
 
     def submit(self, request: GroupRequest) -> None:
         """Queue a group; its rollouts start as slots become free.
 
         Raises:
-            ConfigurationError: the prompt is empty or longer than the run allows, or an interruption is asked for and
-                there is no phrase.
+            ConfigurationError: the prompt is empty or longer than the run allows, or the request has interruptions but
+                no phrase is set.
         """
         self._waiting += self._sampling.queue(request)
 
@@ -208,7 +208,7 @@ class InFlight:
         return state_of(self._under_way(), ahead, self._weights, self._version)
 
     def _restore(self, state: dict[str, Any]) -> None:
-        """Queue the rollouts of a state, with the tokens they had; what had ended is reported first."""
+        """Queue the rollouts of a saved state with their tokens; rollouts that had ended are reported first."""
         under_way, ended = from_state(state)
         self._waiting += under_way
         if ended:
@@ -232,7 +232,7 @@ def state_of(
 
 
 def from_state(state: dict[str, Any]) -> tuple[list[Sampled], list[FinishedRollout]]:
-    """Return the rollouts under way of a state, with the tokens they had, and those that had ended."""
+    """Return a saved state's rollouts in progress, with their tokens, and its finished rollouts."""
     rollouts = iter(unpacked(state["rollouts"]))
     under_way = [
         Sampled(request_from(request), index, next(rollouts), looked) for request, index, looked in state["under_way"]

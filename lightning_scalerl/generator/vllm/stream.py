@@ -1,4 +1,4 @@
-"""Answers of a server of vLLM to requests for tokens, as events for whoever reads them in another thread."""
+"""Streamed answers of a vLLM server to sampling requests, as events for a reader in another thread."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from lightning_scalerl.generator.vllm.answers import Answer, WrongAnswerError
 from lightning_scalerl.generator.vllm.http import Connection, EngineLostError
 
-# Route that takes and gives token ids: no tokenizer of the server's has a say.
+# Route with token ids in and out, so that the server's tokenizer is not involved.
 ROUTE = "/inference/v1/generate"
-# Longest answer: so much, and so much more for each token that was asked for.
+# Size limit of an answer: a constant, plus an amount per requested token.
 ROOM_BYTES = 2**20
 TOKEN_BYTES = 2**12
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens that a request has sampled, with their log-probabilities."""
+    """Event: a request has sampled these tokens, with these log-probabilities."""
 
     name: str
     tokens: list[int]
@@ -28,7 +28,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class End:
-    """End of a request: why, which weights sampled each of its tokens, and its prompt's cached part."""
+    """Event: a request has ended, with the reason, each token's weight version, and the number of cached tokens."""
 
     name: str
     reason: str
@@ -38,7 +38,7 @@ class End:
 
 @dataclass(frozen=True)
 class Lost:
-    """Request whose answer broke off, or cannot be read."""
+    """Event: a request's answer broke off or was invalid."""
 
     name: str
     error: EngineLostError
@@ -46,12 +46,12 @@ class Lost:
 
 @dataclass
 class Streams:
-    """Requests at a server and what has come of them.
+    """Open requests at a server, and the events that they have produced.
 
     Attributes:
-        connection: way to the server.
-        events: what has come, in order.
-        heard: when something came last, by the monotonic clock.
+        connection: connection to the server.
+        events: events in order of arrival.
+        heard: monotonic time of the last arrival.
     """
 
     connection: Connection
@@ -61,7 +61,7 @@ class Streams:
     async def follow(self, body: dict[str, Any], answer: Answer) -> None:
         """Follow one request to its end, in the connection's thread; each part of its answer is checked first."""
         name, address = answer.name, self.connection.address
-        # A token with its log-probability takes some 150 bytes.
+        # A token with its log-probability takes about 150 bytes.
         most = ROOM_BYTES + TOKEN_BYTES * answer.limit
         try:
             async for part in self.connection.stream(ROUTE, body, most):

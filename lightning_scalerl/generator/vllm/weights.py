@@ -1,7 +1,7 @@
-"""Weights on their way to a server of vLLM: in the policy's type, one bucket at a time.
+"""Transfer of weights to a vLLM server, in the policy's dtype, one bucket at a time.
 
-Which way they take is the server's to say (`--weight-transfer-config`): `scalerl` is ours, for any machine, by a file
-where both sides see one folder and over HTTP elsewhere; `ipc` and `nccl` are vLLM's own, between GPUs.
+The server's `--weight-transfer-config` selects the backend. `scalerl` is ours and works on any machine: through a file
+if both sides see the same folder, else over HTTP. `ipc` and `nccl` are vLLM's own, between GPUs.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from lightning_scalerl.generator.vllm.engine import checkpoint_format
 from lightning_scalerl.generator.vllm.http import Connection, EngineLostError, RefusedError
 from lightning_scalerl.generator.vllm.plugin import BACKEND
 
-# Ways that a server with our engine takes.
+# Transfer methods of a server with our backend.
 TRANSFERS = ("auto", "file", "http")
 
 
 class Control:
-    """The weight-transfer routes of a server, as vLLM's trainer engines call them (`VLLMWeightSyncClient`).
+    """Weight-transfer routes of a server, with the interface that vLLM's trainer engines call (`VLLMWeightSyncClient`).
 
-    `label` is given to the weights when an update is finished; vLLM's own engines finish without one.
+    `label` is attached to the weights at the end of an update, as vLLM's own engines pass no label.
     """
 
     def __init__(self, connection: Connection, timeout_s: float) -> None:
@@ -47,7 +47,7 @@ class Control:
         self._connection.call("POST", path, body, timeout_s=self._timeout_s)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Prepare the workers for a way of transfer."""
+        """Prepare the workers for a transfer method."""
         self._post("/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
@@ -55,7 +55,7 @@ class Control:
         self._post("/start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
-        """Hand over a part of the weights; returns when the workers have loaded it."""
+        """Send a part of the weights and return when the workers have loaded it."""
         self._post("/update_weights", {"update_info": _as_json(update_info)})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -63,7 +63,7 @@ class Control:
         self._post("/finish_weight_update", {"weight_version": weight_version or self.label})
 
     def give_up(self) -> None:
-        """End an update that somebody else has left open, if there is one: the server refuses to begin another."""
+        """Abort an update that another client left open, if any: it would make the server refuse a new one."""
         with suppress(RefusedError):
             self._post("/update_weights", {"update_info": {}})
 
@@ -73,7 +73,7 @@ class Control:
 
 
 def _as_json(update_info: Any) -> Any:
-    """Return what a trainer engine hands over as JSON carries it; only handles of CUDA's IPC need a translation."""
+    """Return a trainer engine's update info in JSON-compatible form; only CUDA IPC handles need a translation."""
     if isinstance(update_info, dict) and update_info.get("ipc_handles") is not None:
         from vllm.distributed.weight_transfer.clients import _json_safe_update_info
 
@@ -82,10 +82,10 @@ def _as_json(update_info: Any) -> Any:
 
 
 def pairs(model: nn.Module, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors in checkpoint format, floating ones to be sent as `dtype`.
+    """Yield names and tensors in checkpoint format, layer by layer; floating-point tensors are to be sent as `dtype`.
 
-    Layer by layer: experts lie in one tensor in memory and in many in a checkpoint, and are taken apart when their
-    layer's turn has come.
+    A layer's experts are one tensor in memory and many in a checkpoint. They are split only when their layer is due, to
+    save memory.
     """
 
     def layer_of(name: str) -> str:
@@ -98,11 +98,11 @@ def pairs(model: nn.Module, weights: Mapping[str, Tensor], dtype: torch.dtype) -
 
 
 class Bucket:
-    """One buffer for all buckets: weights of one type, as a file of safetensors holds them.
+    """One reused buffer for all buckets, in the layout of a safetensors file.
 
     Args:
-        size: bytes of a bucket; a tensor that is larger has one to itself.
-        dtype: type in which floating tensors are sent.
+        size: bucket size in bytes; a larger tensor gets a bucket to itself.
+        dtype: dtype in which floating-point tensors are sent.
     """
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
@@ -111,11 +111,11 @@ class Bucket:
 
     @property
     def allocated(self) -> int:
-        """Bytes of host memory that the buffer takes."""
+        """Size of the buffer in host memory, in bytes."""
         return self._buffer.numel()
 
     def filled(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[bytes, memoryview]]:
-        """Yield buckets as header and content; each is overwritten by the next."""
+        """Yield buckets as (header, content); each content is overwritten by the next."""
         entries: dict[str, Any] = {}
         end, kind = 0, None
         for name, tensor in tensors:
@@ -136,7 +136,7 @@ class Bucket:
             yield self._bucket(entries, end)
 
     def _reserve(self, length: int) -> None:
-        # Grown before anything lies in it, or for one that a bucket of the usual size does not hold.
+        # Allocate at first use, or grow for a tensor that exceeds the usual bucket size.
         if self.allocated < max(self._size, length):
             self._buffer = torch.empty(max(self._size, length), dtype=torch.uint8)
 
@@ -145,7 +145,7 @@ class Bucket:
 
 
 class _Shelf:
-    """Address at which workers fetch the bucket of the moment; those who have the key."""
+    """HTTP server from which workers that have the key fetch the current bucket."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
         self.key = secrets.token_hex(16)
@@ -169,7 +169,7 @@ class _Shelf:
                 shelf.sent += len(header) + len(content)
 
             def log_message(self, *args: Any) -> None:
-                """Say nothing: progress bars stay whole."""
+                """Log nothing, to keep progress bars intact."""
 
         self._server = ThreadingHTTPServer((host, 0), Handler)
         self._server.daemon_threads = True
@@ -182,35 +182,35 @@ class _Shelf:
 
 
 def own_address(address: str) -> str:
-    """Return the address of this machine towards a server: what the server's workers can reach."""
+    """Return this machine's address on the route to a server: the one that the server's workers can reach."""
     parts = urlsplit(address)
     family, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # sends nothing: asks the routes
+        probe.connect(target)  # sends nothing, only looks up the route
         return str(probe.getsockname()[0])
 
 
 class BucketSender:
-    """Sends weights to workers that have our engine, by a file or over HTTP, whichever their trial shows to work.
+    """Sends weights to workers with our backend, through a file or over HTTP; a test at the start shows which works.
 
     Attributes:
-        way: how the weights go, in words.
-        bytes_sent: content of all buckets of the last update, once whatever the number of workers.
-        buckets: number of them.
-        digest: checksum of the last update's content, which changes when a weight has changed.
-        wire_bytes: bytes that went over HTTP since the start, to all workers.
+        way: description of the transfer method.
+        bytes_sent: size of the last update in bytes, counted once regardless of the number of workers.
+        buckets: number of buckets of the last update.
+        digest: checksum of the last update's content.
+        wire_bytes: bytes sent over HTTP since the start, to all workers together.
 
     Args:
         control: routes of the server.
-        address: its address.
+        address: address of the server.
         transfer: one of `TRANSFERS`.
         folder: a folder that workers may see under the same path; None for this machine's shared memory.
-        bucket_bytes: bytes of a bucket.
-        dtype: type in which floating tensors are sent.
-        timeout_s: longest wait for the bytes of a bucket.
+        bucket_bytes: bucket size in bytes.
+        dtype: dtype in which floating-point tensors are sent.
+        timeout_s: longest wait for the bytes of a bucket, in seconds.
 
     Raises:
-        ConfigurationError: no way reaches the workers.
+        ConfigurationError: no method reaches the workers.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class BucketSender:
         self._control, self._bucket = control, Bucket(bucket_bytes, dtype)
         self._dtype, self.bytes_sent, self.buckets, self.digest, self.way = dtype, 0, 0, "", ""
         place = folder or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
-        # Removed at the end of the process too, which a failure ends without `close`.
+        # `TemporaryDirectory` also cleans up at the end of the process, if a failure ends it without `close`.
         self._owned = tempfile.TemporaryDirectory(prefix="scalerl-weights-", dir=place, ignore_cleanup_errors=True)
         self._folder = Path(self._owned.name)
         self._shelf: _Shelf | None = None
@@ -247,7 +247,7 @@ class BucketSender:
             raise
 
     def _tried_file(self) -> str:
-        """Return why the workers do not see our folder, or nothing if they do."""
+        """Return why the workers cannot read from our folder; "" if they can."""
         trial, content = self._folder / "trial", secrets.token_hex(16)
         trial.write_text(content)
         try:
@@ -260,7 +260,7 @@ class BucketSender:
         return ""
 
     def _tried_http(self, address: str, timeout_s: float) -> str:
-        """Return why the workers do not reach this machine, or nothing if they do."""
+        """Return why the workers cannot reach this machine; "" if they can."""
         host, content = own_address(address), secrets.token_hex(16)
         self._shelf = _Shelf(host, timeout_s)
         self._shelf.content = (content.encode(), memoryview(b""))
@@ -274,12 +274,12 @@ class BucketSender:
 
     @property
     def allocated(self) -> int:
-        """Bytes of host memory that are taken for sending."""
+        """Host memory used for sending, in bytes."""
         return self._bucket.allocated
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that went over HTTP since the start, to all workers together."""
+        """Bytes sent over HTTP since the start, to all workers together."""
         return 0 if self._shelf is None else self._shelf.sent
 
     def send(self, model: nn.Module, weights: Mapping[str, Tensor], label: str) -> None:
@@ -309,28 +309,28 @@ class BucketSender:
             path.unlink()
 
     def close(self) -> None:
-        """Remove the folder and the address."""
+        """Remove the folder and stop the HTTP server."""
         self._owned.cleanup()
         if self._shelf is not None:
             self._shelf.close()
 
 
 class EngineSender:
-    """Sends weights by vLLM's own engine for trainers: CUDA IPC on one GPU, NCCL between GPUs.
+    """Sends weights with vLLM's trainer engine: CUDA IPC on one GPU, NCCL between GPUs.
 
     Attributes:
-        way: how the weights go, in words.
-        bytes_sent: bytes of the last update.
-        digest: empty, for the weights do not pass through the host.
+        way: description of the transfer method.
+        bytes_sent: size of the last update in bytes.
+        digest: always empty, because the weights do not pass through the host.
 
     Args:
         control: routes of the server.
         backend: "ipc" or "nccl", as the server was started.
-        address: the server's.
-        model: a model of the same class, which knows how weights are named in a checkpoint.
-        dtype: type in which floating tensors are sent.
-        device: the GPU that they are sent from.
-        bucket_bytes: bytes of a bucket, raised to those of the largest tensor.
+        address: address of the server.
+        model: a model of the same class, which knows the names of weights in a checkpoint.
+        dtype: dtype in which floating-point tensors are sent.
+        device: the GPU that the weights are sent from.
+        bucket_bytes: bucket size in bytes; raised to the size of the largest tensor.
     """
 
     digest = ""
@@ -353,7 +353,7 @@ class EngineSender:
         outer = self
 
         class Source(WeightSource):  # type: ignore[misc]
-            """The weights of the moment, in the order of `checkpoint_format`, made ready when their turn comes."""
+            """Current weights in the order of `checkpoint_format`, converted one at a time."""
 
             def metadata(self) -> list[ParamMeta]:
                 return [ParamMeta(name, outer._type(tensor), tuple(tensor.shape)) for name, tensor in outer._pairs()]
@@ -366,7 +366,7 @@ class EngineSender:
         self._weights: Mapping[str, Tensor] = {}
         self.bytes_sent = 0
         self.allocated = 0
-        # vLLM's buffer on a GPU does not grow: it must hold the largest tensor, which is the embeddings' as a rule.
+        # vLLM's GPU buffer does not grow, so it must hold the largest tensor, usually the embeddings.
         bucket_bytes = max(bucket_bytes, max(each.numel() for each in model.parameters()) * dtype.itemsize)
         init_info: TrainerInitInfo
         if backend == "ipc":
@@ -411,7 +411,7 @@ class EngineSender:
             self._weights = {}
 
     def close(self) -> None:
-        """Leave the group of processes that weights go through."""
+        """Leave the process group used for the transfer."""
         self._engine.shutdown()
 
 
@@ -428,10 +428,10 @@ def new_sender(
     bucket_bytes: int,
     timeout_s: float,
 ) -> BucketSender | EngineSender:
-    """Return the sender for the way that a server was started with.
+    """Return the sender for the transfer backend that a server was started with.
 
     Raises:
-        ConfigurationError: the server takes no weights, or by a way that this package or this machine does not have.
+        ConfigurationError: the server has no transfer backend, or one that this package or machine does not support.
     """
     control.give_up()
     if backend == BACKEND:

@@ -1,7 +1,7 @@
-"""Weights as a worker of vLLM's server gets them: in buckets, from a file on a shared path or over HTTP.
+"""Receiving side of weight transfer, in a worker of vLLM's server: buckets from a file on a shared path or over HTTP.
 
-vLLM brings no such engine for a CPU, and none that needs neither a GPU nor a common disk. `weights` is the other
-side. A bucket is a file in safetensors' format, on a path or at an address, that names what it holds.
+vLLM has no weight-transfer engine for CPUs, and none that works without a GPU or a shared disk. `weights` is the
+sending side. A bucket is in safetensors format, at a path or a URL; its header names its tensors.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from lightning_scalerl.generator.vllm.engine import after_reload, before_reload
 
 @dataclass
 class ScaleRLInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Trial of a way before it is used.
+    """Test of a transfer method before it is used.
 
     Attributes:
-        path, content: a file that this worker must be able to read, and what is in it; empty over HTTP.
-        url, key: an address that must give `content` to whoever has the key; empty for files.
-        timeout_s: longest wait for an answer, or for the next bytes of one.
+        path: a file that this worker must be able to read; empty over HTTP.
+        content: the expected content of the file, or of the answer over HTTP.
+        url, key: a URL that must return `content` to a request with the key; empty for files.
+        timeout_s: longest wait for an answer, or for its next bytes, in seconds.
     """
 
     path: str = ""
@@ -42,14 +43,14 @@ class ScaleRLInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class ScaleRLUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """A bucket of weights: where it is. With neither, the update under way is given up."""
+    """Location of a bucket of weights. Without a location, the current update is aborted."""
 
     path: str = ""
     url: str = ""
 
 
 class ScaleRLWeightTransferEngine(WeightTransferEngine[ScaleRLInitInfo, ScaleRLUpdateInfo]):  # type: ignore[misc]
-    """Engine that loads buckets in checkpoint format, layer by layer, as vLLM's own engines for GPUs do."""
+    """Weight-transfer engine that loads buckets in checkpoint format, layer by layer, as vLLM's GPU engines do."""
 
     init_info_cls = ScaleRLInitInfo
     update_info_cls = ScaleRLUpdateInfo
@@ -60,10 +61,10 @@ class ScaleRLWeightTransferEngine(WeightTransferEngine[ScaleRLInitInfo, ScaleRLU
         self._open = False
 
     def init_transfer_engine(self, init_info: ScaleRLInitInfo) -> None:
-        """Try whether the bytes of the trainer reach this worker.
+        """Test whether the trainer's bytes reach this worker.
 
         Raises:
-            ValueError: they do not; the trainer then tries another way.
+            ValueError: they do not; the trainer then tries another method.
         """
         self._from = init_info
         try:
@@ -74,16 +75,16 @@ class ScaleRLWeightTransferEngine(WeightTransferEngine[ScaleRLInitInfo, ScaleRLU
             raise ValueError(f"{init_info.path or init_info.url} has not what the trainer has written")
 
     def start_weight_update(self) -> None:
-        """Prepare all layers for new weights; what an update that was given up has left is dropped."""
+        """Prepare all layers for new weights, and drop the remains of an aborted update."""
         if self._open:
-            # Layers count the weights they have got: half of an old update would end the new one too early.
+            # Layers count the weights they have received: leftovers of an old update would end the new one too early.
             finalize_layerwise_reload(self.model, self.model_config)
         self._open = True
         before_reload(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one bucket; without the synchronization of the base class, which a machine without a GPU refuses."""
+        """Load one bucket, without the base class's synchronization, which fails on a machine without a GPU."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -99,17 +100,17 @@ class ScaleRLWeightTransferEngine(WeightTransferEngine[ScaleRLInitInfo, ScaleRLU
         self.model.load_weights(iter(tensors.items()))
 
     def finish_weight_update(self) -> None:
-        """Finish all layers, those that vLLM forgets on a CPU included."""
+        """Finish all layers, including those that vLLM forgets on a CPU."""
         finalize_layerwise_reload(self.model, self.model_config)
         after_reload(self.model)
         self._open = False
 
     def shutdown(self) -> None:
-        """Nothing is kept open between buckets."""
+        """Do nothing: no file or connection stays open between buckets."""
 
     def _fetched(self, url: str) -> bytes:
         request = urllib.request.Request(url, headers={"Authorization": f"Bearer {self._from.key}"})
-        # No proxy: the trainer's address is within the cluster, whatever the environment says of the way out.
+        # Ignore proxy settings of the environment: the trainer is inside the cluster.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=self._from.timeout_s) as answer:
             body: bytes = answer.read()
