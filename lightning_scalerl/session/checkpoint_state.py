@@ -1,12 +1,12 @@
-"""State of a run in a checkpoint, beside the weights, optimizer and callbacks that Lightning saves.
+"""State of a run in a checkpoint, in addition to the weights, optimizer and callbacks that Lightning saves.
 
     scalerl             rank 0's data path (`DataPath.state`): prompts, stream, driver, generator, meter, counters
-    scalerl_run         identity of the run, by which another run's checkpoint is refused
+    scalerl_run         identity of the run; a checkpoint with another identity is refused
     scalerl_followers   random state of the other ranks
     scalerl_update      loss scale, skipped updates, health, and the reference's fingerprint
     scalerl_metrics     the last value of every metric, which callbacks may monitor
 
-In comes a module or a checkpoint, out goes the other.
+Saving maps a module to a checkpoint; loading maps a checkpoint to a module.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def save_state(module: Parts, checkpoint: dict[str, Any]) -> None:
         return
     with module.driver.quiet():
         state = checkpoint["scalerl"] = module.data_path.state.state_dict()
-    # In virtual time the rollouts that follow depend on the weights that were published last, which are not always the
-    # trainer's. In real time they do not, and beside a folder of shards they would be the whole model once more.
+    # In virtual time, later rollouts depend on the last published weights, which may differ from the trainer's, so they
+    # are saved. In real time they are not needed, and next to a folder of shards they would add a whole model.
     if module.ranks.writes_shards and isinstance(module.driver, LiveDriver):
         state["generator"]["weights"] = None
     checkpoint[IDENTITY] = identity(module)
@@ -58,7 +58,7 @@ def save_state(module: Parts, checkpoint: dict[str, Any]) -> None:
 
 
 def _adapt_as(module: Parts, checkpoint: dict[str, Any]) -> None:
-    """Put the adapter in that a callback had chosen for the run of a checkpoint whose weights alone are taken."""
+    """Add the adapter that a callback chose in the checkpoint's run; used when only weights are loaded."""
     saved = checkpoint.get("hyper_parameters", {}).get("choices", {}).get("adapter", {})
     if module.policy.adapter is None and saved.get("choice") == LoRA.__name__:
         own = (saved["rank"], saved["alpha"], saved["targets"], saved.get("modules_to_save", ()))
@@ -66,20 +66,20 @@ def _adapt_as(module: Parts, checkpoint: dict[str, Any]) -> None:
 
 
 def load_state(module: Parts, checkpoint: dict[str, Any]) -> None:
-    """Restore the run from a checkpoint; a rank that the saved run did not have keeps fresh random state.
+    """Restore the run from a checkpoint; a rank that the saved run did not have keeps its fresh random state.
 
-    `Trainer.fit(ckpt_path=...)` goes on with the run. `load_from_checkpoint` and `Trainer.validate` take its weights
-    alone, and a later fit begins with them.
+    `Trainer.fit(ckpt_path=...)` continues the run. `load_from_checkpoint` and `Trainer.validate` load only the weights,
+    and a later fit starts a new run from them.
 
     Raises:
-        ConfigurationError: the file is not whole, holds no run, or holds another run than this one.
+        ConfigurationError: the file is incomplete, contains no run, or contains another run.
     """
     trainer = module._trainer
     if trainer is None or trainer.state.fn != "fit":
         _adapt_as(module, checkpoint)
     check_whole(None if trainer is None else trainer.ckpt_path)
     if module.critic is None:
-        # The critic's weights are of no use to an evaluation, or to a new run that begins with this policy.
+        # An evaluation, or a new run that starts from this policy, does not need the critic's weights.
         weights = checkpoint["state_dict"]
         for name in [name for name in weights if name.startswith("critic.")]:
             del weights[name]
@@ -98,7 +98,7 @@ def load_state(module: Parts, checkpoint: dict[str, Any]) -> None:
     check_identity(identity(module), checkpoint.get(IDENTITY), trainer.ckpt_path)
     module.records.latest = dict(checkpoint.get("scalerl_metrics", {}))
     steps = checkpoint["scalerl"]["stream"]["completed_steps"]
-    # Lightning restores its own counters later, and an evaluation that is still owed asks for the step before.
+    # Lightning restores its counters later, but an evaluation that is still due needs the step earlier.
     count_from(trainer, steps)
     update = checkpoint.get("scalerl_update")
     if update is not None:
@@ -106,7 +106,7 @@ def load_state(module: Parts, checkpoint: dict[str, Any]) -> None:
         module.skipped.load_state_dict(update["skipped"])
         module.health.load_state_dict(update["health"])
         module.reference_model.restore(update.get("reference"), module.policy, module.choices, made_on(module))
-        shard_models(module)  # a reference that was loaded just now
+        shard_models(module)  # the reference may just have been loaded whole
     if module.data_path is not None:
         state = checkpoint["scalerl"]
         published = state["generator"].get("weights", ...) is not None
@@ -120,7 +120,7 @@ def load_state(module: Parts, checkpoint: dict[str, Any]) -> None:
 
 
 def identity(module: Parts) -> dict[str, Any]:
-    """Return the identity kept in checkpoints: the study's name of the run, if any, recipe, seed and choices."""
+    """Return the identity stored in checkpoints: the run's name in its study (if any), recipe, seed and choices."""
     logs = [each for each in module.trainer.callbacks if isinstance(each, RunLog)]  # type: ignore[attr-defined]
     given = logs[0].identity if logs else {}
     choices = {axis: str(choice.semantics()["choice"]) for axis, choice in module.choices.items()}
@@ -129,22 +129,22 @@ def identity(module: Parts) -> dict[str, Any]:
 
 
 def check_identity(own: dict[str, Any], theirs: Any, ckpt_path: Any) -> None:
-    """Refuse a checkpoint of another run; one of an earlier version carries no identity and is taken.
+    """Refuse a checkpoint of another run. A checkpoint without identity, from an earlier version, is accepted.
 
     Args:
         own: identity of this run.
-        theirs: that of the checkpoint.
-        ckpt_path: of the checkpoint, for the error.
+        theirs: identity in the checkpoint.
+        ckpt_path: path of the checkpoint, for the error message.
 
     Raises:
-        ConfigurationError: it is another run's; both are named.
+        ConfigurationError: the checkpoint belongs to another run; the message names both.
     """
     if not isinstance(theirs, dict):
         return
-    # For two members of studies the run names decide: a version may have renamed choices.
+    # If both runs belong to studies, compare only their run names: a new version may have renamed choices.
     named = None not in (own["run"], theirs.get("run"))
     keys = ("run",) if named else ("recipe", "seed", "choices")
-    # An axis that the version of the checkpoint did not have yet has its neutral choice there.
+    # For an axis that is newer than the checkpoint, assume the neutral choice.
     theirs = {**theirs, "choices": {**_neutral(), **(theirs.get("choices") or {})}}
     if all(own[key] == theirs.get(key) for key in keys):
         return
@@ -162,7 +162,7 @@ def check_identity(own: dict[str, Any], theirs: Any, ckpt_path: Any) -> None:
 
 
 def _neutral() -> dict[str, str]:
-    """Return the name of the neutral choice of every axis that has one."""
+    """Return the name of the neutral choice by axis, for every axis that has one."""
     neutral = {axis: axis_class(axis).neutral for axis in AXES}
     return {axis: str(semantics["choice"]) for axis, semantics in neutral.items() if semantics is not None}
 
@@ -171,17 +171,17 @@ T = TypeVar("T", bound=LightningModule)
 
 
 def from_folder(kind: type[T], folder: Path, strict: bool, weights_only: bool, arguments: Mapping[str, Any]) -> T:
-    """Make a module with the weights of a folder of shards, read in their place: `ScaleRL.load_from_checkpoint`.
+    """Make a module with the weights of a folder of shards, loaded in place, for `ScaleRL.load_from_checkpoint`.
 
     Args:
         kind: class of the module.
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         strict: whether the names of all weights must agree.
-        weights_only: whether torch may read plain values and tensors only.
-        arguments: of the class, in place of those that the checkpoint holds.
+        weights_only: whether torch may unpickle only plain values and tensors.
+        arguments: arguments of the class that override those in the checkpoint.
 
     Raises:
-        ConfigurationError: the folder lacks a part, is of another model, or an argument is missing.
+        ConfigurationError: a file is missing in the folder, it belongs to another model, or an argument is missing.
     """
     from lightning_scalerl.distributed.shard_files import fill
 

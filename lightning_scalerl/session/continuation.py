@@ -1,7 +1,7 @@
-"""Continuation of runs: whether a fit continues the module's last one.
+"""Continuation of runs: decides whether a fit continues the run of the module's last fit.
 
-The input is the resolved settings of a fit and how the last one ended; the result is whether both are of one run, or an
-error that says what differs.
+The inputs are the resolved settings of a fit, and how the last fit ended. The result is whether both belong to one run,
+or an error that names the differences.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from sweeps.run.interruption import RunInterruptedError
 
 
 class Continuation:
-    """Record of a module's last fit: what it was a fit of, and how it ended.
+    """Record of a module's last fit: its settings, and how it ended.
 
-    `meaning` holds the settings, choices, seed and task by which two fits are of the same run, None before the first
-    fit; `failure` is the name of the error that the last fit ended with, None if it ended well or was interrupted.
-    `generator` is the state of the generator from a checkpoint that holds no weights of it: it is restored once the
-    trainer has its own, which are published.
+    Attributes:
+        meaning: settings, choices, seed and task; two fits with equal values belong to the same run. None before the
+            first fit.
+        failure: class name of the error that ended the last fit; None if it finished or was interrupted.
+        generator: generator state from a checkpoint without generator weights. It is restored once the trainer's
+            weights are loaded and published.
     """
 
     def __init__(self) -> None:
@@ -30,15 +32,15 @@ class Continuation:
         self._under_way = False
 
     def goes_on(self, meaning: dict[str, Any], steps: int) -> bool:
-        """Return whether a fit of this meaning continues the last one, which has trained so many steps.
+        """Return whether a fit with these settings continues the last one, which has trained `steps` steps.
 
         Raises:
-            ConfigurationError: with other choices, another task or seed it would be another run.
+            ConfigurationError: settings, choices, task or seed differ, so that it would be another run.
         """
         if self.meaning is None or steps == 0:
             return False
         if self.failure is not None:
-            return False  # a checkpoint has to be given; `check_checkpoint` knows whether it is
+            return False  # it needs a checkpoint, which `check_checkpoint` checks
         other = sorted(key for key in meaning if meaning[key] != self.meaning[key])
         if other:
             raise ConfigurationError(
@@ -51,7 +53,7 @@ class Continuation:
         """Refuse a new fit after a failed one without a checkpoint.
 
         Raises:
-            ConfigurationError: the last fit of this module has failed, and there is no checkpoint to go on from.
+            ConfigurationError: the last fit of this module failed, and no checkpoint is given to continue from.
         """
         if self.failure is not None and ckpt_path is None:
             raise ConfigurationError(
@@ -61,11 +63,11 @@ class Continuation:
         self.failure = None
 
     def fit_began(self) -> None:
-        """Note that training is under way: from here on an error leaves the module in the middle of something."""
+        """Record that training has started: from now on an error leaves the module in an inconsistent state."""
         self._under_way = True
 
     def fit_ended(self, error: BaseException | None = None) -> None:
-        """Note how the fit ended; unless that was a clean interruption, an error asks for a checkpoint next time."""
+        """Record how the fit ended. After an error other than a clean interruption, the next fit needs a checkpoint."""
         if self._under_way and error is not None and not isinstance(error, RunInterruptedError | SIGTERMException):
             self.failure = type(error).__name__
         self._under_way = False

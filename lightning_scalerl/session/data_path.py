@@ -1,12 +1,11 @@
-"""Data path of a fit: all that makes a batch, and what watches over it. Rank 0 alone has one.
+"""Data path of a fit: all parts that produce a batch, and the checks on them. Only rank 0 has one.
 
     task -> prompts -> rollout stream <- driver <- generator, verifiers
                                            |
                                            v
                                        TrainBatch -> ScaleRL.training_step -> weights to the generator
 
-In come the stage's settled choices (`sampling.Inputs`) and the compute meter; out comes a `DataPath`, built top to
-bottom in `build_data_path`.
+`build_data_path` builds a `DataPath` from the stage's resolved choices (`sampling.Inputs`) and the compute meter.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lightning_scalerl.stream.rollout_stream import RolloutStream
 
 @dataclass(frozen=True)
 class DataPath:
-    """Parts of a run before and after the training step; `state` is what a checkpoint holds of them."""
+    """Parts of a run before and after the training step; `state` is their state in a checkpoint."""
 
     sampling: Sampling
     prompts: PromptSource
@@ -42,7 +41,7 @@ class DataPath:
 
     @property
     def began(self) -> list[str]:
-        """Lines to show once at the start: prompt lengths, a prompt as it is read, the trial of the verifier."""
+        """Lines to show once at the start: prompt lengths, one prompt as the model reads it, the verifier trial."""
         sampling = self.sampling
         shown = sampling.rendering.text(sampling.sets[TRAINING].prompts[0])
         return [
@@ -59,7 +58,7 @@ def build_data_path(inputs: Inputs, meter: ComputeMeter) -> DataPath:
     """Build the parts of a run before and after the training step, and register their state.
 
     Raises:
-        ConfigurationError: prompts, verifiers, generator or driver that cannot be; nothing is left running.
+        ConfigurationError: prompts, verifiers, generator or driver are invalid; no process is left running.
     """
     recipe, choices, task, seed = inputs.recipe, inputs.choices, inputs.task, inputs.seed
     sampling = Sampling(inputs, training=True)
@@ -79,7 +78,7 @@ def build_data_path(inputs: Inputs, meter: ComputeMeter) -> DataPath:
         max_new_tokens=recipe.context.max_new_tokens,
         seed=seed,
     )
-    # Last of what can be refused: they may have processes.
+    # Start these after all other checks, because they may start processes.
     verifiers, tried = new_verifiers(inputs)
     try:
         generator = new_generator(inputs)

@@ -1,4 +1,4 @@
-"""Export of the policy as a folder that `from_pretrained` loads, with its tokenizer and a card of its training."""
+"""Export of the policy as a folder that `from_pretrained` loads, with tokenizer and model card."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from lightning_scalerl.session.parts import Parts
 from lightning_scalerl.stream.credit import lay_out
 from lightning_scalerl.update.trained import TrainedPolicy
 
-# Largest gap in log-probability between the trained policy and the plain model that is saved for it, both in FP32.
+# Largest allowed log-probability difference between the trained policy and the saved plain model, both in FP32.
 MERGED_BOUND = 1e-4
 ROWS, TOKENS = 4, 8
 
 
 def export(module: Parts, directory: str | Path, dtype: str, adapter: bool) -> Path:
-    """Write the module's policy; all ranks call it, and rank 0 writes. Arguments as of `ScaleRL.save_pretrained`."""
+    """Write the module's policy. All ranks call it, and rank 0 writes. Arguments as in `ScaleRL.save_pretrained`."""
     if adapter and module.policy.adapter is None:
         raise ConfigurationError("adapter: this model has none; leave adapter=True out to save the model itself")
     trained_from = module.arguments.get("model")
@@ -40,7 +40,7 @@ def export(module: Parts, directory: str | Path, dtype: str, adapter: bool) -> P
 
     def write() -> str:
         if adapter:
-            (config,) = dict(getattr(module.policy.model, "peft_config")).values()  # noqa: B009  # no field of nn.Module
+            (config,) = dict(getattr(module.policy.model, "peft_config")).values()  # noqa: B009  # getattr, as nn.Module does not declare the field
             saved = modules_saved(module.policy.model)
             return str(save_adapter(config, module.trained.adapter_weights(), directory, dtype, card, saved))
         tokenizer = rendering.to_save()
@@ -58,7 +58,7 @@ def export(module: Parts, directory: str | Path, dtype: str, adapter: bool) -> P
 
 
 def check_merged(trained: TrainedPolicy, model: nn.Module) -> None:
-    """Check on a few tokens that a plain model with merged weights is the trained policy, in FP32.
+    """Check on a few tokens that a plain model with merged weights computes the same as the trained policy, in FP32.
 
     Raises:
         RuntimeError: their log-probabilities differ by more than `MERGED_BOUND`.

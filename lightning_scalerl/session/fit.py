@@ -1,7 +1,7 @@
-"""A fit from its start to its end, around the training steps: probe, first weights, compute meter, stop and failure.
+"""Start and end of a fit, around the training steps: probe, first weights, compute meter, stop and failure.
 
-In comes a module that is set up; out goes one whose meter has stopped and whose engines are closed, with a note of how
-the fit ended.
+The functions take a module after `setup`. At the end its meter is stopped, its engines are closed, and it has a record
+of how the fit ended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 def begin_fit(module: Parts) -> None:
-    """Check that all ranks resume at the same step; make an evaluation after the last step that is still due."""
+    """Check that all ranks resume at the same step; run the evaluation after the last step if it is still due."""
     trainer, steps = module.trainer, module.completed_steps
     module.exhausted = None
     module.ranks.check_alike("checkpoint: completed steps", steps)
@@ -36,13 +36,13 @@ def begin_fit(module: Parts) -> None:
     if steps >= trainer.max_steps and owed(trainer, steps):
         module.meter.start()
         if not validate_now(trainer):
-            # Nothing new to save; and Lightning's counters are not restored yet.
+            # Do not save: nothing is new, and Lightning's counters are not restored yet.
             raise RunInterruptedError(f"step {steps}: {module.stop_reason}")
 
 
 def begin_training(module: Parts) -> None:
-    """Probe the generator, publish the current weights to that of a fresh run, and start the compute meter."""
-    # The model's own dropout would make trainer and generator two policies.
+    """Probe the generator, publish the weights to it in a fresh run, and start the compute meter."""
+    # The model's own dropout settings would make the trainer's policy differ from the generator's.
     set_mode(module.policy, module.recipe.optimizer.dropout)
     if module.critic is not None:
         set_mode(module.critic, False)
@@ -55,7 +55,7 @@ def begin_training(module: Parts) -> None:
 
 
 def _publish_again(module: Parts) -> None:
-    """Restore a generator whose weights were not saved under the trainer's, which are those of the last step."""
+    """Restore a generator whose weights were not saved; it gets the trainer's weights, those of the last step."""
     state, module.continuation.generator = module.continuation.generator, None
     if state is not None:
         published = {"weights": module.trained.weights(), "version": module.completed_steps}
@@ -63,7 +63,7 @@ def _publish_again(module: Parts) -> None:
 
 
 def _probe(module: Parts) -> None:
-    """Check that trainer and generator compute the same, before any compute is counted."""
+    """Check that trainer and generator compute the same log-probabilities, before any compute is counted."""
     given = generator_arguments(module.sampling.inputs)
     tokens = module.sampling.sets[TRAINING].tokens[0]
     interruption = (given["sampling"].phrase, given["sampling"].thinking_ended)
@@ -72,11 +72,11 @@ def _probe(module: Parts) -> None:
 
 
 def stop_between_steps(module: Any) -> NoReturn:
-    """Save the stream in the middle of a generation, and end the run.
+    """Save the stream in the middle of generation, and end the run.
 
     Raises:
-        RunInterruptedError: the run can be continued from there.
-        SIGTERMException: Lightning's own way, where the run keeps no checkpoints that could be continued.
+        RunInterruptedError: the run can be continued from the saved state.
+        SIGTERMException: the run keeps no checkpoints to continue from, so it ends as Lightning does on SIGTERM.
     """
     for callback in module.trainer.callbacks:
         if isinstance(callback, ResumableCheckpoint):
@@ -87,10 +87,10 @@ def stop_between_steps(module: Any) -> NoReturn:
 
 
 def batch_or_why_none(module: Parts) -> TrainBatch | str | None:
-    """Return the next batch, None if the run is asked to stop, or why there is no further batch; rank 0's alone.
+    """Return the next batch, None if the run is to stop, or the reason why there is no further batch. Rank 0 only.
 
     Raises:
-        PoolExhaustedError: before the first step: such a run has no curve.
+        PoolExhaustedError: the pool is exhausted before the first step, so the run has no curve.
     """
     try:
         return module.driver.next_batch(lambda: module.stop_reason is not None)
@@ -101,11 +101,11 @@ def batch_or_why_none(module: Parts) -> TrainBatch | str | None:
 
 
 def end_exhausted(module: Any, reason: str) -> None:
-    """End a fit whose pool is exhausted as one that is done: evaluate the last weights, save, and stop the Trainer.
+    """End a fit normally when its pool is exhausted: evaluate the last weights, save, and stop the Trainer.
 
     Raises:
-        RunInterruptedError: the run is asked to stop meanwhile; a resume ends it.
-        PoolExhaustedError: the Trainer does not stop, for it has a minimum of steps.
+        RunInterruptedError: a stop was requested meanwhile; resuming the run finishes it.
+        PoolExhaustedError: the Trainer does not stop, because it has a minimum number of steps.
     """
     trainer = module.trainer
     if module.exhausted is not None:
@@ -122,7 +122,7 @@ def end_exhausted(module: Any, reason: str) -> None:
 
 
 def validate(module: Parts) -> None:
-    """Evaluate all held-out sets: a record of the run in a fit, Lightning's own metrics for `Trainer.validate`."""
+    """Evaluate all held-out sets: in a fit, write a record of the run; for `Trainer.validate`, log to Lightning."""
     trainer = module.trainer
     evaluation = evaluation_of(trainer)
     if evaluation is None:
@@ -139,19 +139,19 @@ def validate(module: Parts) -> None:
 
 
 def end_fit(module: Parts) -> None:
-    """Stop the compute meter; time between two fits is not charged."""
+    """Stop the compute meter, so that time between two fits is not counted."""
     module.meter.stop()
     module.continuation.fit_ended()
 
 
 def close_engines(module: Parts) -> None:
-    """Close generators and verifiers with processes or memory of their own; another fit starts them again."""
+    """Close generators and verifiers that hold processes or memory; another fit starts them again."""
     if module.data_path is not None:
         module.data_path.driver.close()
 
 
 def fail(module: Parts, error: BaseException) -> None:
-    """Stop the meter and close the engines after an error, which may have come before there were any."""
+    """Stop the meter and close the engines after an error, which may have occurred before they existed."""
     if hasattr(module, "meter"):
         module.meter.stop()
     close_engines(module)
@@ -159,7 +159,7 @@ def fail(module: Parts, error: BaseException) -> None:
 
 
 def lines_at_start(module: Parts) -> list[str]:
-    """Return what a user is shown once at the start of a fit: memory, prompts, the verifier's trial."""
+    """Return the lines that a user sees once at the start of a fit: memory, prompts, the verifier trial."""
     given = module.arguments.get("model_adapter")
     trained = [] if given is None else [f"adapter: the model came with one, which is trained: {given}"]
     if module.read_whole is not None:

@@ -1,4 +1,4 @@
-"""Memory of a run against its device's, before any of it is used: what cannot fit is refused with a remedy."""
+"""Check that a run fits into its device's memory, before anything is allocated; the error suggests a remedy."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_scalerl.session.parts import Parts
 
 
 def check_memory(module: Parts) -> str:
-    """Return what a fit will take of its device's memory, in one line; empty where that is not known beforehand.
+    """Return a line on the device memory that a fit will use; empty if it cannot be predicted.
 
-    On the host nothing is refused: its memory is shared, and may be larger than it seems.
+    A run on the CPU is never refused: host memory is shared, and may be larger than it seems.
 
     Raises:
-        ConfigurationError: the fullest device has less; with the nearest setting that would fit.
+        ConfigurationError: the fullest device has too little memory; the message names the nearest setting that fits.
     """
     limit = device_bytes(module.trainer.strategy.root_device)
     if limit is None:
@@ -30,14 +30,14 @@ def check_memory(module: Parts) -> str:
     strategy, partners = "fsdp2" if module.ranks.sharded else "ddp", module.ranks.partners
     skeleton = partial(model.__class__, model.config)
     given = getattr(recipe.generator, "keywords", {})
-    beside = recipe.driver.engine_devices > 0  # they have devices of their own
+    beside = recipe.driver.engine_devices > 0  # engines on separate devices take no memory here
     slots, most_gib = 0 if beside else int(given.get("slots") or 0), given.get("cache_gib")
     try:
         with torch.random.fork_rng(devices=[]):  # making a model draws random numbers
             found, remedy = fitted(
                 skeleton, recipe, module.trainer.world_size, strategy, slots, most_gib, limit, partners
             )
-    except Exception:  # whatever it is: a model that cannot be gone through without data may train all the same
+    except Exception:  # a model that cannot be analysed without data may still train
         return ""
     if remedy:
         raise ConfigurationError(
@@ -48,7 +48,7 @@ def check_memory(module: Parts) -> str:
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """Return the memory of a GPU in bytes; None for the host and whatever else does not say."""
+    """Return the memory of a GPU in bytes; None for the CPU and devices that do not report it."""
     return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 

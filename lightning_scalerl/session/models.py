@@ -1,7 +1,7 @@
-"""Models of a run: policy, critic and reference. Every model that a run has is made in this file.
+"""Models of a run: policy, critic and reference. All of them are created in this file.
 
-In come the arguments of `ScaleRL` and, once a fit has resolved its choices, the policy that it begins with; out go
-modules with FP32 weights.
+The policy is created from the arguments of `ScaleRL`; critic and reference from the policy, once a fit has resolved its
+choices. All have FP32 weights.
 """
 
 from __future__ import annotations
@@ -44,11 +44,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Made:
-    """Parts that the arguments of `ScaleRL` give, before there is a Trainer.
+    """Parts created from the arguments of `ScaleRL`, before there is a Trainer.
 
-    `stop_tokens` are the ids that end a completion; `arguments` those of the constructor that a checkpoint can hold, as
-    hyper-parameters, for `load_from_checkpoint`.
-    `files` hold the weights of a policy that has none yet; if that was asked for in vain, they say why.
+    Attributes:
+        recipe, policy, tokenizer: as `ScaleRL` uses them.
+        stop_tokens: token ids that end a completion.
+        arguments: constructor arguments that a checkpoint can store as hyper-parameters, for `load_from_checkpoint`.
+        files: with `streamed`, the files of the policy's weights, which are not read yet; a string is the reason why
+            streaming was not possible. None without `streamed`.
     """
 
     recipe: Recipe
@@ -67,10 +70,10 @@ def make(
     config_dir: str | Path | None,
     streamed: bool = False,
 ) -> Made:
-    """Make recipe, policy and tokenizer from the arguments of `ScaleRL`, where they are described.
+    """Make recipe, policy and tokenizer from the arguments of `ScaleRL`, which documents them.
 
     Raises:
-        ConfigurationError: one is missing, unknown, cannot be loaded, or does not go with another.
+        ConfigurationError: an argument is missing or unknown, cannot be loaded, or conflicts with another.
     """
     if recipe is None:
         raise ConfigurationError(
@@ -105,7 +108,7 @@ def make(
     check_weights(model)
     check_attention(model)
     policy = Policy(model, built.choices.precision, built.context.temperature)
-    # Else once it has weights to be run with, or is where it can be run.
+    # Other models are tried later: once their weights are read, or on the device that can run them.
     if not isinstance(files, WeightFiles) and not computes_in_16_bit_only(model):
         try_out(policy, built)
     if has_adapter(model):
@@ -116,10 +119,10 @@ def make(
 
 
 def adapt_policy(policy: Policy, choice: Adapter) -> None:
-    """Put the adapter of axis `adapter` into a policy, once.
+    """Add the adapter of axis `adapter` to a policy, once.
 
     Raises:
-        ConfigurationError: it has one of another choice, or came with one of its own.
+        ConfigurationError: the policy already has an adapter of another choice, or its model came with one.
     """
     wanted = choice.semantics()
     if policy.adapter is None and choice.adapts:
@@ -143,7 +146,7 @@ def _line(semantics: Mapping[str, Any]) -> str:
 
 
 def plain_model(policy: Policy) -> nn.Module:
-    """Return a copy of the policy's language model on the host, without adapter. All ranks that share it call this."""
+    """Return a copy of the policy's language model on the host, without adapter. If sharded, all ranks call this."""
     if policy.adapter is None:
         return copy.deepcopy(policy.model)
     state = policy.model.state_dict()
@@ -158,13 +161,13 @@ def make_critic(policy: Policy, choices: Choices, device: torch.device) -> Value
 
 
 class Reference:
-    """Frozen model from which axis `kl` measures the distance: the one that training began with.
+    """Frozen model to which axis `kl` measures the distance: the model that training started from.
 
-    No `nn.Module`: it is neither trained nor saved, so it must not be among the parameters of `ScaleRL`.
+    It is not an `nn.Module`: it is neither trained nor saved, so it must not be among the parameters of `ScaleRL`.
 
     Args:
-        path: of the model that the module was made from; None if it was made from a model object.
-        files: that its weights are read from, where the policy begins without any.
+        path: path of the model that the module was made from; None if it was made from a model object.
+        files: files of its weights, if the policy starts without weights (`streamed`).
     """
 
     def __init__(self, path: str | None, files: WeightFiles | None = None) -> None:
@@ -174,31 +177,32 @@ class Reference:
         self.policy: Policy | None = None
 
     def forget(self) -> None:
-        """Let the next fit take the weights that it begins with."""
+        """Drop the reference, so that the next fit copies the weights that it starts with."""
         self.policy = None
 
     def begin_with(self, policy: Policy, choices: Choices, device: torch.device) -> None:
-        """Take a copy of the policy's weights as they are now, unless there is a reference already."""
+        """Copy the policy's current weights, unless there already is a reference."""
         if self.policy is None:
             self._freeze(plain_model(policy), policy, choices, device)
 
     def restore(self, fingerprint_then: str | None, policy: Policy, choices: Choices, device: torch.device) -> None:
-        """Restore the reference that the resumed run began with, whatever weights this module was made with.
+        """Restore the reference of a resumed run, even if this module was made with other weights.
 
         Args:
-            fingerprint_then: that model's; None if the run measured no distance, and began with who knows what.
+            fingerprint_then: fingerprint of the run's reference; None if the run measured no distance, so that its
+                initial model is unknown.
             policy: gives the temperature of the log-probabilities.
             choices: give the precision, and whether a distance is measured at all.
-            device: that the reference computes on.
+            device: device that the reference computes on.
 
         Raises:
-            ConfigurationError: it is neither this module's nor the one that the module names.
+            ConfigurationError: the fingerprint matches neither this module's model nor the one at `path`.
         """
         if not choices.kl.where or self.fingerprint() == fingerprint_then:
             return
         if self._path is not None:
             model = load_model(self._path)
-            if policy.adapter is not None:  # rounded as the run's own was
+            if policy.adapter is not None:  # round it as the run's reference was rounded
                 keep_in(model, choices.precision.policy_dtype)
                 model.float()
             self._freeze(model, policy, choices, device)
@@ -211,7 +215,7 @@ class Reference:
         )
 
     def fingerprint(self) -> str:
-        """Return the reference's fingerprint; computed once and only for a checkpoint, as it reads all weights."""
+        """Return the reference's fingerprint; computed once, for the first checkpoint, because it reads all weights."""
         assert self.policy is not None
         if self._fingerprint is None:
             read = self._files.read if self._files is not None and is_blank(self.policy) else None

@@ -1,7 +1,7 @@
-"""Parts that `ScaleRL` holds, as the files of this folder read and set them.
+"""Attributes of `ScaleRL` that the files of this folder read and set.
 
-The module has them as attributes, since Lightning, callbacks and users look for them there; who sets what is said
-beside it.
+They are attributes of the module because Lightning, callbacks and users look for them there. A comment above each
+group says which file sets it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from lightning_scalerl.update.terms import Term
 
 
 class Parts(Run, Protocol):
-    """The module of a run, with all that `run.Run` shows to callbacks."""
+    """The module of a run, including all that `run.Run` exposes to callbacks."""
 
-    # By the constructor (`models.make`).
+    # Set by the constructor (`models.make`).
     tokenizer: Any
     stop_tokens: list[int]
     arguments: dict[str, Any]
@@ -43,7 +43,7 @@ class Parts(Run, Protocol):
     files: WeightFiles | None
     read_whole: str | None
 
-    # By `setup`, on every rank.
+    # Set by `setup` on every rank.
     memory: str
     critic: ValueModel | None
     terms: list[Term]
@@ -53,7 +53,7 @@ class Parts(Run, Protocol):
     optimizer: torch.optim.Optimizer | None
     sigterm_handler: Any
 
-    # By `setup`, on rank 0; on the others `data_path` is None, and the rest is not there.
+    # Set by `setup` on rank 0. On other ranks `data_path` is None, and the others do not exist.
     data_path: DataPath | None
     sampling: Sampling
     prompts: PromptSource
@@ -61,17 +61,17 @@ class Parts(Run, Protocol):
     driver: Driver
     alarm: TruncationAlarm
 
-    # Of Lightning's module: None as long as no Trainer has it.
+    # Attributes of Lightning's module. `_trainer` is None until a Trainer is attached.
     _trainer: Trainer | None
 
     @property
     def trainer(self) -> Trainer:
-        """Trainer that has the module."""
+        """Trainer that the module is attached to."""
         ...
 
     @property
     def device_mesh(self) -> Any:
-        """Mesh of the ranks of a strategy that shards or splits the model."""
+        """Device mesh of a strategy that shards or splits the model."""
         ...
 
     @property
@@ -81,11 +81,11 @@ class Parts(Run, Protocol):
 
     @property
     def log_dict(self) -> Callable[..., None]:
-        """Method by which Lightning's modules log metrics."""
+        """Method with which Lightning's modules log metrics."""
         ...
 
     def optimizers(self) -> Any:
-        """Return the optimizer, as Lightning wraps it."""
+        """Return the optimizer in Lightning's wrapper."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,5 +93,5 @@ class Parts(Run, Protocol):
         ...
 
     def save_hyperparameters(self, *given: Any) -> None:
-        """Keep values as hyper-parameters, for loggers and checkpoints."""
+        """Store values as hyper-parameters, for loggers and checkpoints."""
         ...

@@ -1,4 +1,4 @@
-"""Placement of a run's models: read, adapted, checked, moved to their device, and sharded over the ranks."""
+"""Placement of a run's models: reads, adapts and checks them, moves them to their device, shards them over ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def read_whole_model(module: Parts) -> None:
-    """Load weights that were left in their folder, where this rank is to have all of them after all."""
+    """Load the weights of a streamed model if this Trainer needs the whole model on each rank."""
     if not is_blank(module.policy):
         return
     if not isinstance(module.trainer.strategy, ShardedStrategy):
@@ -39,9 +39,9 @@ def read_whole_model(module: Parts) -> None:
 
 
 def prepare_adapter(module: Parts) -> None:
-    """Put the adapter in that a callback chooses, and the frozen weights beside one into the type of the policy."""
+    """Add the adapter that a callback chooses, and cast an adapted model's frozen weights to the policy's dtype."""
     policy, choices = module.policy, module.choices
-    # What validates a checkpoint may leave out the callback by which it was trained.
+    # A validate-only Trainer may omit the adapter callback that was used in training.
     if module.trainer.state.fn == "fit" or choices.adapter.adapts:
         adapt_policy(policy, choices.adapter)
     if policy.adapter is not None and not is_sharded(policy):
@@ -49,10 +49,10 @@ def prepare_adapter(module: Parts) -> None:
 
 
 def recompute_activations(module: Parts) -> None:
-    """Turn gradient checkpointing on where the recipe asks for it; a model that has it already keeps it.
+    """Turn on gradient checkpointing if the recipe enables it; a model that already uses it keeps it.
 
     Raises:
-        ConfigurationError: it is asked for, and the model's class has none.
+        ConfigurationError: the recipe enables it, but the model's class does not support it.
     """
     model: nn.Module = module.policy.model
     batch = module.recipe.batch
@@ -71,15 +71,17 @@ def recompute_activations(module: Parts) -> None:
 
 
 def made_on(module: Parts) -> torch.device:
-    """Return the device on which a model of the run is made whole: the host where it is to be sharded."""
+    """Return the device on which a whole model is created: the host if it will be sharded, else the rank's device."""
     return torch.device("cpu") if module.ranks.sharded else module.trainer.strategy.root_device
 
 
 def check_partners(module: Parts) -> None:
-    """Check that tensor-parallel partners can split the model; before ranks wait for each other, so that each says so.
+    """Check that tensor-parallel partners can split the model.
+
+    Call this before ranks wait for each other, so that every rank raises the error instead of hanging.
 
     Raises:
-        ConfigurationError: an earlier Trainer had other partners, or the model cannot be split between these.
+        ConfigurationError: an earlier Trainer had other partners, or the model cannot be split among the current ones.
     """
     strategy = module.trainer.strategy
     partners = strategy.tensor_parallel if isinstance(strategy, ShardedStrategy) else 1
@@ -94,7 +96,7 @@ def check_partners(module: Parts) -> None:
             raise ConfigurationError(
                 f"strategy.tensor_parallel: {partners}, and the model has an adapter, which is not split; give 1"
             )
-        if module.recipe.optimizer.dropout:  # partners would drop unlike parts of what they all have
+        if module.recipe.optimizer.dropout:  # partners would drop different parts of activations that they share
             raise ConfigurationError(
                 f"strategy.tensor_parallel: {partners}, and optimizer.dropout is on; give 1, or optimizer.dropout=false"
             )
@@ -102,12 +104,12 @@ def check_partners(module: Parts) -> None:
 
 
 def place(module: Parts) -> None:
-    """Move the policy to this rank's device: Lightning does so after `setup`, and the generator copies it before.
+    """Move the policy to this rank's device. Lightning does so only after `setup`, and the generator copies it before.
 
-    A model that is to be sharded stays on the host: each rank moves its own part (`shard_models`).
+    A model that will be sharded stays on the host until each rank moves its own part (`shard_models`).
 
     Raises:
-        ConfigurationError: an earlier Trainer has sharded the policy, and this one does not.
+        ConfigurationError: an earlier Trainer has sharded the policy, and this one does not shard.
     """
     if is_sharded(module.policy) and not module.ranks.sharded:
         raise ConfigurationError(
@@ -121,12 +123,12 @@ def place(module: Parts) -> None:
 
 
 def shard_models(module: Parts) -> None:
-    """Shard policy, critic and reference over the ranks, those that are not yet, where the strategy does that."""
+    """Shard policy, critic and reference over the ranks if the strategy shards; skip models that already are."""
     if not module.ranks.sharded:
         return
     mesh = module.device_mesh["data_parallel"]
     if module.reference is not None:
-        module.reference_model.fingerprint()  # while it is whole: a checkpoint asks for it on rank 0 alone
+        module.reference_model.fingerprint()  # compute it while the model is whole: later only rank 0 asks for it
     blank = module.policy.model
     for root in (module.policy, module.critic, module.reference):
         if root is None or is_sharded(root):

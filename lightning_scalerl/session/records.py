@@ -1,6 +1,6 @@
-"""Records of a run: what is measured goes to every logger, `Recorder` and monitoring callback of the Trainer.
+"""Records of a run: sends measured metrics to every logger, `Recorder` and monitoring callback of the Trainer.
 
-In come metrics that rank 0 measures, out they go with all compute axes, under the completed steps that they are of.
+Rank 0 measures the metrics. A record adds all compute axes and the number of completed steps.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ class Recorded(Run, Protocol):
 
 
 class Records:
-    """Writer of a run's records. `latest` is the last value of every metric, which a checkpoint holds."""
+    """Writer of a run's records. `latest` is the last value of every metric; checkpoints store it."""
 
     def __init__(self) -> None:
         self.latest: dict[str, float] = {}
         self._logged: tuple[int, set[str]] = (-1, set())
 
     def begin(self, trainer: Trainer) -> None:
-        """Let the callbacks of a new fit monitor what was measured last."""
+        """Let the callbacks of a new fit monitor the latest metrics."""
         self._logged = (-1, set())
         trainer.callback_metrics.update(_tensors(self.latest))
 
     def record(self, module: Recorded, kind: str, measure: Measure) -> dict[str, float]:
-        """Measure on rank 0, send that with all compute axes to every logger and `Recorder`, and return it.
+        """Measure on rank 0, send the metrics and all compute axes to every logger and `Recorder`, and return them.
 
-        All ranks call it: every rank's callbacks may monitor what was measured. Lightning's own `log` would write at
-        the end of its epoch what was true at its beginning.
+        All ranks call it, because every rank's callbacks may monitor the metrics. Lightning's `log` is not used: at the
+        end of an epoch it would write values from its beginning.
 
         Args:
-            module: that is trained.
+            module: the module in training.
             kind: "train" or "eval".
-            measure: the metrics by name, called on rank 0 only.
+            measure: returns the metrics by name; called on rank 0 only.
         """
         values = module.ranks.share(partial(self._measure_and_write, module, kind, measure))
         self.latest |= values
@@ -72,7 +72,8 @@ class Records:
                 callback.on_record(kind, step, values)
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if kind == "eval" or (every and step % every == 0):
-            # The train and eval records of a step both hold the compute axes; a logger gets each metric once a step.
+            # Both the train and the eval record of a step contain the compute axes; a logger gets each metric once per
+            # step.
             self._logged = self._logged if self._logged[0] == step else (step, set())
             fresh = {name: value for name, value in values.items() if name not in self._logged[1]}
             self._logged[1].update(fresh)
@@ -83,5 +84,5 @@ class Records:
 
 
 def _tensors(values: dict[str, float]) -> dict[str, Tensor]:
-    """Convert metrics to FP64 tensors, as Lightning's callbacks expect them, without rounding."""
+    """Convert metrics to tensors, which Lightning's callbacks expect; FP64 avoids rounding."""
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}

@@ -1,7 +1,7 @@
-"""Sampling of completions and their grading: prompts as the model reads them, a generator, verifiers.
+"""Sampling and grading of completions: prompts as the model reads them, a generator, verifiers.
 
-In come a stage's settled choices, task and policy (`Inputs`); out go prompts that fit the context, and engines that the
-data path of a fit is built from, or that an evaluation borrows.
+The input is a stage's resolved choices, task and policy (`Inputs`). The results are prompts that fit the context, and
+a generator and verifiers, for the data path of a fit or for an evaluation.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ TRAINING = "training"
 
 @dataclass(frozen=True)
 class Inputs:
-    """Settled choices and parts of a stage, from which prompts, generator and verifiers follow.
+    """Resolved choices and parts of a stage, from which prompts, generator and verifiers are made.
 
-    `rows` is how many tokens the model has an embedding for, `ranks` how many ranks train on this node; `held_out` at
-    most how many prompts of each held-out set are evaluated, None for all.
+    `rows` is the number of token embeddings of the model, `ranks` the number of ranks that train on this node.
+    `held_out` is the maximum number of prompts evaluated per held-out set, None for all.
     """
 
     recipe: Recipe
@@ -57,22 +57,22 @@ class Inputs:
 
 
 class Sampling:
-    """Prompts of a stage, rendered, tokenised and measured; and who samples and grades completions of them.
+    """Prompts of a stage, rendered, tokenized and measured, with access to the generator and verifiers for them.
 
-    All prompts are measured before any compute: one that is too long would else end the run when it is drawn, and every
-    resume of it.
+    All prompts are measured before any compute. Otherwise a prompt that is too long would end the run when it is drawn,
+    and again at every resume.
 
     Args:
-        inputs: of the stage.
-        training: whether the prompts that are trained on are needed, or the held-out ones alone.
+        inputs: choices and parts of the stage.
+        training: whether training prompts are needed too, or only held-out ones.
 
     Raises:
-        ConfigurationError: prompts that do not fit into the context, or that cannot be rendered.
+        ConfigurationError: prompts do not fit into the context, or cannot be rendered.
     """
 
     def __init__(self, inputs: Inputs, *, training: bool) -> None:
         self.inputs = inputs
-        # In a fit there is one engine, with one copy of weights and cache; it is set once it is built.
+        # The fit's driver, set once it is built: evaluations use its engine, which has the only copy of the weights.
         self.driver: Driver | None = None
         sets = {TRAINING: inputs.task.train_prompts()} if training else {}
         sets |= {f"held-out ({name})": some[: inputs.held_out] for name, some in inputs.task.eval_sets().items()}
@@ -84,12 +84,12 @@ class Sampling:
 
     @property
     def eval_sets(self) -> dict[str, PromptSet]:
-        """Held-out prompts that are evaluated, by the name of their set."""
+        """Held-out prompts for evaluation, by name of the set."""
         return {name: self.sets[f"held-out ({name})"] for name in self.inputs.task.eval_sets()}
 
     @contextmanager
     def generating(self) -> Iterator[Generator]:
-        """Lend the fit's generator with nothing in flight, or a new one where there is no fit."""
+        """Lend the fit's generator with nothing in flight, or a new one outside a fit."""
         if self.driver is not None:
             with self.driver.quiet(), self.driver.generator.aside():
                 yield self.driver.generator
@@ -102,7 +102,7 @@ class Sampling:
 
     @contextmanager
     def verifying(self) -> Iterator[Verifiers]:
-        """Lend the fit's verifiers, or new ones where there is no fit."""
+        """Lend the fit's verifiers, or new ones outside a fit."""
         if self.driver is not None:
             yield self.driver.verifiers
             return
@@ -114,12 +114,12 @@ class Sampling:
 
 
 def _check_rows(inputs: Inputs, tokens: Mapping[str, Sequence[Sequence[int]]]) -> None:
-    """Check that the model has a row for every token that it will read.
+    """Check that the model has an embedding row for every token that it will read.
 
-    A tokenizer may have others: Gemma 3 without vision has no row for the token of an image.
+    A tokenizer may have more tokens than the model: Gemma 3 without vision has no row for the image token.
 
     Raises:
-        ConfigurationError: prompts, the phrase that ends thinking or the end of a completion need a row it lacks.
+        ConfigurationError: prompts, the phrase that ends thinking or a stop token need a row that does not exist.
     """
     ours: dict[str, Iterable[int]] = {
         f"{name} prompts": (token for prompt in some for token in prompt) for name, some in tokens.items()
@@ -139,7 +139,7 @@ def _check_rows(inputs: Inputs, tokens: Mapping[str, Sequence[Sequence[int]]]) -
 
 
 def new_verifiers(inputs: Inputs) -> tuple[Verifiers, str]:
-    """Start the verifiers that grade completions and try them on known answers; return a line on the trial too."""
+    """Start the verifiers that grade completions, and try them on known answers; also return a line on the trial."""
     verifiers = inputs.recipe.verify.verifiers(inputs.task.grader(), inputs.task.trusted)
     try:
         tried = check_verifiers(verifiers, inputs.task.known(), partial(passes, inputs.task))
@@ -150,7 +150,7 @@ def new_verifiers(inputs: Inputs) -> tuple[Verifiers, str]:
 
 
 def new_generator(inputs: Inputs) -> Generator:
-    """Build a generator with a copy of the current weights: in this process, or in those that the driver asks for."""
+    """Build a generator with a copy of the current weights, in this process or in the driver's engine processes."""
     factory, driver = inputs.recipe.generator, inputs.recipe.driver
     model, arguments = inputs.trained.whole_model(inputs.device), generator_arguments(inputs)
     if not isinstance(driver, Live):
@@ -170,7 +170,7 @@ def new_generator(inputs: Inputs) -> Generator:
 
 
 def generator_arguments(inputs: Inputs) -> dict[str, Any]:
-    """Return the arguments of a generator besides the model.
+    """Return the arguments of a generator, except the model.
 
     Raises:
         ConfigurationError: the phrase that ends thinking does not fit into a completion.

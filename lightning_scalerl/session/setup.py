@@ -1,8 +1,8 @@
-"""Set-up of a stage, top to bottom: the hooks that Lightning calls before a fit or a validation.
+"""Setup of a stage, top to bottom: the hooks that Lightning calls before a fit or a validation.
 
-In come the module's recipe and a Trainer with callbacks and data module; out goes a module whose choices are resolved,
-whose models are on their device, and which can generate, train and evaluate. Every mistake surfaces here, before any
-compute.
+The inputs are the module's recipe, and a Trainer with callbacks and data module. Afterwards the choices are resolved,
+the models are on their device, and the module can generate, train and evaluate. Every configuration error is raised
+here, before any compute.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from lightning_scalerl.update.terms import terms
 
 
 def supplied_choices(module: Parts) -> Sequence[Callback]:
-    """Check and prepare the Trainer; return the recipe's choices for axes that its callbacks leave open.
+    """Check and prepare the Trainer; return the recipe's choices for axes that no callback covers.
 
-    They are the same instances each time.
+    Repeated calls return the same instances.
     """
     trainer, recipe = module.trainer, module.recipe
     evaluation = evaluation_of(trainer)
@@ -61,7 +61,7 @@ def supplied_choices(module: Parts) -> Sequence[Callback]:
     read_either(trainer)
     if trainer.state.fn == "fit":
         prepare_trainer(trainer)
-    # Trainer.validate after a fit uses the choices of that fit, whatever callbacks this Trainer has.
+    # Trainer.validate after a fit uses that fit's choices, regardless of this Trainer's callbacks.
     after_fit = module.continuation.meaning is not None and trainer.state.fn != "fit"
     base = module.choices if after_fit else recipe.choices
     own = {*map(id, recipe.choices), *map(id, base)}
@@ -70,7 +70,7 @@ def supplied_choices(module: Parts) -> Sequence[Callback]:
 
 
 def build_optimizer(module: Parts) -> torch.optim.Optimizer:
-    """Build the recipe's optimizer over policy and critic, each at its learning rate."""
+    """Build the recipe's optimizer for policy and critic, each with its learning rate."""
     models = [module.policy] if module.critic is None else [module.policy, module.critic]
     rates = zip(models, learning_rates(module), strict=True)
     groups = [(list(model.parameters()), rate) for model, rate in rates]
@@ -80,14 +80,14 @@ def build_optimizer(module: Parts) -> torch.optim.Optimizer:
 
 
 def learning_rates(module: Parts) -> list[float]:
-    """Return the learning rates of the policy and, if there is one, of the critic, before the schedule's factor."""
+    """Return the learning rates of the policy and of the critic (if any), before the schedule's factor."""
     rate = module.recipe.optimizer.lr
     own = getattr(module.choices.critic, "lr", None)
     return [rate] if module.critic is None else [rate, rate if own is None else own]
 
 
 def set_learning_rates(module: Parts) -> None:
-    """Set the optimizer's learning rates to those of the step that comes next, by the recipe's schedule."""
+    """Set the optimizer's learning rates for the next step, by the recipe's schedule."""
     factor = module.recipe.schedule.factor(module.completed_steps)
     for group, rate in zip(module.optimizers().param_groups, learning_rates(module), strict=True):
         group["lr"] = rate * factor
@@ -97,12 +97,12 @@ def set_up(module: Parts, stage: str) -> None:
     """Resolve the choices, place the models, and build what the stage needs.
 
     Raises:
-        ConfigurationError: choices, settings, task or model that do not go together, or a stage that there is not.
+        ConfigurationError: choices, settings, task or model are incompatible, or the stage is not supported.
     """
     if stage in STAGES:
         raise ConfigurationError(STAGES[stage])
     trainer, recipe = module.trainer, module.recipe
-    # As it was before Lightning's own handler, which comes after this hook.
+    # Save the handler here: Lightning installs its own after this hook.
     module.sigterm_handler = signal.getsignal(signal.SIGTERM)
     choices = Choices.of(_choices_among(trainer))
     recipe.check(choices)
@@ -110,7 +110,7 @@ def set_up(module: Parts, stage: str) -> None:
     module.policy.precision = choices.precision
     read_whole_model(module)
     prepare_adapter(module)
-    # Lightning warns of modules that are not; what they train in is decided in `fit.begin_training`.
+    # Only avoids a warning of Lightning; `fit.begin_training` sets the actual mode.
     module.policy.train()
     if module.critic is not None:
         module.critic.train()
@@ -140,7 +140,7 @@ def set_up(module: Parts, stage: str) -> None:
     if stage == "predict":
         inputs = replace(inputs, task=trainer.datamodule.predicted, held_out=None)  # type: ignore[attr-defined]
     if stage != "fit":
-        # Evaluation asks the stream for the step alone; what a fit has left behind stays for the next one.
+        # Evaluation needs only the step from the stream, so the state that a fit left stays for the next one.
         sampling = module.ranks.on_leader(partial(Sampling, inputs, training=False))
         if sampling is not None:
             module.sampling = sampling
@@ -149,18 +149,18 @@ def set_up(module: Parts, stage: str) -> None:
 
 
 def _set_up_fit(module: Parts, inputs: Inputs, resolved: dict[str, Any]) -> None:
-    """Build what a fit needs beside its policy, and go on where the last fit of this module ended, if it may."""
+    """Build the parts of a fit other than its policy, and continue the module's last fit if it is the same run."""
     check_curriculum(inputs.task, inputs.choices.curriculum)
     prompts = [(prompt.prompt_id, prompt.text) for prompt in inputs.task.train_prompts()]
     meaning = {**resolved, "task": (type(inputs.task).__name__, prompts, inputs.task.identity())}
     steps = module.completed_steps
     goes_on = module.continuation.goes_on(meaning, steps)
     module.continuation.generator = None
-    # A copy, before the parts that it is the state of are replaced.
+    # Copy the state before its parts are replaced.
     state = module.data_path.state.state_dict() if goes_on and module.data_path is not None else {}
     if not goes_on:
         _begin_anew(module)
-    # Every rank has models and loss; what makes the batches is built on rank 0, after all that can be refused cheaply.
+    # Every rank has models and loss. Rank 0 also has the data path, which is built last, after all cheap checks.
     choices = inputs.choices
     device = made_on(module)
     if choices.critic.has_values and module.critic is None:
@@ -169,7 +169,7 @@ def _set_up_fit(module: Parts, inputs: Inputs, resolved: dict[str, Any]) -> None
         module.reference_model.begin_with(module.policy, choices, device)
     module.terms = terms(choices)
     _take(module, module.ranks.on_leader(partial(build_data_path, inputs, module.meter)))
-    # Only now: a fit whose set-up failed has not changed what the module goes on with.
+    # Set this last, so that a fit whose setup failed does not change how the module continues.
     module.continuation.meaning = meaning
     if not goes_on:
         module.optimizer = None
@@ -181,7 +181,7 @@ def _set_up_fit(module: Parts, inputs: Inputs, resolved: dict[str, Any]) -> None
 
 
 def _begin_anew(module: Parts) -> None:
-    """Discard what an earlier fit of this module has left behind, on all ranks."""
+    """Discard the state that an earlier fit of this module left, on all ranks."""
     module.critic = None
     if module.continuation.failure is None:  # else the run resumes from a checkpoint, and keeps its reference
         module.reference_model.forget()
@@ -193,11 +193,11 @@ def _begin_anew(module: Parts) -> None:
 
 
 def _take(module: Parts, path: DataPath | None) -> None:
-    """Give the module its data path, part by part; on the ranks that only train there is none."""
+    """Set the module's attributes from its data path; ranks that only train have none."""
     module.data_path = path
     if path is None:
-        module.stream = Follower()  # type: ignore[assignment]  # all that is asked of it is to count
-        # One seed for all ranks would give dropout the same masks on different rows.
+        module.stream = Follower()  # type: ignore[assignment]  # it only counts steps
+        # With one seed for all ranks, dropout would use the same masks on different rows.
         torch.manual_seed((torch.initial_seed() + module.ranks.number) % 2**63)
         return
     module.sampling, module.prompts, module.stream = path.sampling, path.prompts, path.stream

@@ -1,4 +1,4 @@
-"""Measurements of one training step, on rank 0: gaps to the generator, mechanism counters, and the step's metrics."""
+"""Measurements of one training step on rank 0: gaps to the generator, mechanism counters, and the step's metrics."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lightning_scalerl.update.health import at_the_limit
 
 
 def generator_gaps(module: Parts, batch: TrainBatch, done: Pass) -> Tensor:
-    """Return the gaps between trainer and generator before the first update, on rank 0."""
-    if not done.finite:  # an update that is left out says nothing of the generator
+    """Return the log-probability gaps between trainer and generator before the first update, on rank 0."""
+    if not done.finite:  # a skipped update, whose numbers say nothing about the generator
         return torch.zeros(0)
     trainer_logprobs, _ = whole(batch, done.parts)
     asked = module.generator if module.driver.may_probe else None
@@ -29,7 +29,7 @@ def generator_gaps(module: Parts, batch: TrainBatch, done: Pass) -> Tensor:
 
 
 def count_mechanisms(module: Parts, batch: TrainBatch, passes: Sequence[Pass]) -> None:
-    """Count the departures from the recipe that act in this step, on rank 0."""
+    """Count the axes that depart from the recipe and had an effect in this step, on rank 0."""
     if module.mechanism.axes:
         last, first = (whole(batch, each.parts)[0] for each in (passes[-1], passes[0]))
         module.mechanism.observe(batch, last, first)
@@ -37,13 +37,13 @@ def count_mechanisms(module: Parts, batch: TrainBatch, passes: Sequence[Pass]) -
 
 @contextmanager
 def _asking(module: Parts) -> Iterator[None]:
-    """Book the time of a probe of the generator under the driver's phase."""
+    """Record the time of a generator probe under the driver's phase."""
     with module.meter.phase(module.driver.probe_phase), module.driver.asking():
         yield
 
 
 def metrics_of(module: Parts, batch: TrainBatch, passes: Sequence[Pass]) -> dict[str, Any]:
-    """Return the metrics of the step on `batch`, on rank 0, but for the generator's gaps."""
+    """Return the metrics of the step on `batch`, on rank 0, except the gaps to the generator."""
     assert module.optimizer is not None
     metrics = step_metrics(batch, passes, module.choices, module.completed_steps - 1, module.stream.dropped_for_batch)
     clip = module.recipe.optimizer.clip_norm

@@ -1,7 +1,7 @@
-"""Weights that each rank reads for itself: its own part of every tensor, from the model's folder.
+"""Streamed weights: each rank reads its own part of every tensor from the model's folder.
 
-In come models on the meta device (`model.files`), as policy, critic and reference of a run; out go sharded ones whose
-parts are on this rank's device. No rank has any of them whole.
+Policy, critic and reference start on the meta device (`model.files`) and are sharded. Then each rank loads its parts
+onto its device. No rank ever has a whole model.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from lightning_scalerl.model.value import ValueModel
 
 
 def blank_or_whole(path: str, adapter: Adapter) -> tuple[nn.Module, WeightFiles | str]:
-    """Return a model without data and where its weights are read from; or the whole one, and why it had to be."""
+    """Return a model without data and the files of its weights; if that is impossible, a whole model and the reason."""
     found = "an adapter is put into it" if adapter.adapts else load_blank(path)
     return found if isinstance(found, tuple) else (load_model(path), found)
 
 
 def names_in_files(root: nn.Module, model: nn.Module, files: WeightFiles) -> dict[str, str | None]:
-    """Return the name of each weight of a policy, reference or critic in the language model; None for a new one.
+    """Map each weight name of a policy, reference or critic to its name in the files; None for a new weight.
 
     Args:
-        root: which it is; it is not sharded yet.
+        root: the policy, reference or critic, not sharded yet.
         model: the language model that it was made from.
-        files: that hold the language model's weights.
+        files: files of the language model's weights.
     """
     if not isinstance(root, ValueModel):
         return {f"model.{name}": name for name in files.names}
@@ -42,7 +42,7 @@ def names_in_files(root: nn.Module, model: nn.Module, files: WeightFiles) -> dic
 
 
 def within(root: nn.Module, work: Callable[[], None]) -> None:
-    """Do work in the place of a sharded model's forward pass, where its own weights are whole. All ranks call it."""
+    """Call `work` in place of a sharded model's forward pass, with its root weights gathered. All ranks call it."""
     root.forward = work
     try:
         root()
@@ -52,13 +52,13 @@ def within(root: nn.Module, work: Callable[[], None]) -> None:
 
 @torch.no_grad()
 def read_parts(root: nn.Module, names: Mapping[str, str | None], files: WeightFiles, device: torch.device) -> None:
-    """Give a sharded model on the meta device its data: this rank's part of each weight, zeros for new ones.
+    """Load the data of a sharded model on the meta device: this rank's part of each weight, zeros for new weights.
 
     Args:
-        root: the model; its buffers that are no weights have their data already, on the host.
-        names: of `names_in_files`.
-        files: that the weights are read from.
-        device: of this rank.
+        root: the model. Its non-persistent buffers already have their data, on the host.
+        names: result of `names_in_files`.
+        files: files that the weights are read from.
+        device: device of this rank.
     """
     tables = [
         (part, name, table)

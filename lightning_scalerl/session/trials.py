@@ -1,4 +1,4 @@
-"""Trials of a model that need its weights: whether its head is known, and whether it can be given packed rows."""
+"""Trials of a model that need its weights: is its output head supported, and can it process packed rows?"""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _log = logging.getLogger(__name__)
 
 
 def try_out(policy: Policy, recipe: Recipe) -> None:
-    """Try a policy's model in FP32, before it has an adapter: once it is made, or has been given its weights.
+    """Try a policy's model in FP32 once it has weights, before an adapter is added.
 
-    Of a sharded one all ranks call it, within a forward pass. Where attention has no kernel for FP32 the policy's type
-    takes its place, and the model is tried once it is on its device, which such kernels are for.
+    For a sharded model all ranks call it, within a forward pass. If the model's attention has no FP32 kernel, the model
+    is tried in the policy's dtype, and only on its device, as such kernels need one.
 
     Raises:
-        ConfigurationError: its logits are treated in a way we do not know, or its attention cannot compute in the
-            policy's type.
+        ConfigurationError: the model transforms its logits in an unknown way, or its attention cannot compute in the
+            policy's dtype.
     """
     model, dtype = policy.model, torch.float32
     if computes_in_16_bit_only(model):
