@@ -1,7 +1,7 @@
 """Composition of configurations in `conf/` by Hydra, and construction of the objects that they describe.
 
-A user's own folders stand beside `conf/`: choices, axes, tasks, recipes, variants and experiments in them are found
-like ours, and the Python modules they name are looked for there too.
+A user's folders extend `conf/`: their choices, axes, tasks, recipes, variants and experiments are found like ours, and
+the Python modules that they name are imported from there too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_scalerl.choices import AXES, Choices
 if TYPE_CHECKING:
     from lightning_scalerl.recipe import Recipe
 
-# Configuration groups of a run besides its choices; each is built, except `thinking`.
+# Configuration groups of a run that are not design choices. Each is instantiated, except `thinking`.
 SETTINGS = frozenset(
     {
         "model",
@@ -42,7 +42,7 @@ SETTINGS = frozenset(
     }
 )
 
-# Groups that came later.
+# Groups added in later versions, which old studies may lack.
 SINCE = ("driver", "reward", "health", "chat", "verify")
 
 Folders = Sequence[str | Path]
@@ -51,23 +51,23 @@ _DEVICE = (
     "a run trains on the GPU that its process sees, else on the CPU: CUDA_VISIBLE_DEVICES=1 picks one, "
     "CUDA_VISIBLE_DEVICES= none; several by torchrun, or by cluster=slurm hydra.launcher.gpus_per_node=N"
 )
-# Lines of Hydra's and OmegaConf's errors that say nothing to a user.
+# Prefixes of lines in Hydra's and OmegaConf's errors that do not help a user.
 _NO_NEWS = ("full_key", "object_type", "reference_type", "Set the env")
-# Configurations that no choice of the user's stands in.
+# Configurations of this project. An error does not name them as the file with the user's mistake.
 _OURS = ("train", "scalerl_axes", "hydra/config")
-# Settings of Lightning's Trainer that a user looks for here, and where it is decided instead.
+# Settings of Lightning's Trainer that a user may try here, with the place where they are set instead.
 ELSEWHERE = dict.fromkeys(("accelerator", "device", "devices", "gpus", "num_gpus"), _DEVICE)
-# Keys that were removed: their neutral value, which recorded overrides may have, and what a user is told.
+# Removed keys, with their neutral value, which recorded overrides may contain, and the advice in the error.
 REMOVED = {"race.freed": ("nothing", "ask `scalerl plan` what spared compute is best spent on")}
-# Groups of another trainer's studies, which stand beside ours in `scalerl train --help`.
+# Groups for studies of other trainers; `scalerl train --help` lists them next to ours.
 _OTHER_STUDIES = ("command", "member")
 
 
 def conf_dir() -> Path:
-    """Return the configuration folder: inside the package when installed from a wheel, else beside it.
+    """Return the configuration folder: inside the package if installed from a wheel, else next to it.
 
     Raises:
-        ConfigurationError: neither exists.
+        ConfigurationError: neither folder exists.
     """
     here = Path(__file__).resolve().parent
     for candidate in (here / "conf", here.parent / "conf"):
@@ -77,10 +77,10 @@ def conf_dir() -> Path:
 
 
 def use_folders(folders: Iterable[str | Path]) -> tuple[str, ...]:
-    """Register the user's folders: make them absolute, and modules in them importable.
+    """Register the user's folders: make their paths absolute, and modules in them importable.
 
     Raises:
-        ConfigurationError: one is not there.
+        ConfigurationError: a folder does not exist.
     """
     found = []
     for folder in folders:
@@ -97,9 +97,9 @@ def compose(overrides: Sequence[str], folders: Folders = (), base: tuple[Path, s
     """Compose `conf/train.yaml` with Hydra overrides.
 
     Args:
-        overrides: as on the command line.
-        folders: of the user's, beside `conf/`.
-        base: folder and name of another configuration than `train`, whose groups are not those of a run of ours.
+        overrides: Hydra overrides, as on the command line.
+        folders: the user's folders, in addition to `conf/`.
+        base: folder and name of a configuration to compose instead of `train`; it may have other groups.
 
     Raises:
         ConfigurationError: an unknown key, group or choice; one line that lists what is valid.
@@ -110,7 +110,7 @@ def compose(overrides: Sequence[str], folders: Folders = (), base: tuple[Path, s
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    # Inside a Hydra application its own state must survive our composing.
+    # Inside a Hydra application, save the application's state and restore it afterwards.
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -130,35 +130,35 @@ def compose(overrides: Sequence[str], folders: Folders = (), base: tuple[Path, s
 
 
 class Composer:
-    """Composes many override lists: Hydra composes each set of groups once, and values are set on copies of it.
+    """Composes many override lists quickly: Hydra composes each set of groups once, and values are set on copies.
 
-    Hydra takes half a second of CPU to compose `conf/`.
+    One composition of `conf/` by Hydra takes half a second of CPU.
 
     Args:
-        folders: the user's, next to `conf/`.
+        folders: the user's folders, in addition to `conf/`.
     """
 
     def __init__(self, folders: Folders = ()) -> None:
         self.folders = folders
-        self._composed: dict[tuple[str, ...], bytes] = {}  # pickled: three times as quick to copy as by deepcopy
-        self._resolved: dict[tuple[str, ...], dict[str, Any]] = {}  # members share recipes without departures
+        self._composed: dict[tuple[str, ...], bytes] = {}  # pickled, as unpickling is three times as fast as deepcopy
+        self._resolved: dict[tuple[str, ...], dict[str, Any]] = {}  # members without overrides share recipes
         self._parts: dict[str, Any] = {}
 
     def config(self, overrides: Sequence[str]) -> Any:
-        """Return what `compose` returns for these overrides; raises what it raises."""
+        """Return the same as `compose` for these overrides, and raise the same errors."""
         from hydra.errors import HydraException
         from omegaconf.errors import OmegaConfBaseException
 
         try:
             return self._values_on_groups(overrides)
         except (HydraException, OmegaConfBaseException, ConfigurationError):
-            return compose(overrides, self.folders)  # its error names the whole list
+            return compose(overrides, self.folders)  # repeat the whole list for the full error message
 
     def resolved(self, overrides: Sequence[str]) -> dict[str, Any]:
-        """Return the configuration in plain values; equal groups of several configurations are one object.
+        """Return the configuration as plain values; equal groups of several configurations are the same object.
 
         Raises:
-            ConfigurationError: as `compose` does, or a key without a value.
+            ConfigurationError: as for `compose`, or a key has no value.
         """
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
@@ -183,7 +183,7 @@ class Composer:
         for parsed in OverridesParser.create().parse_overrides(list(overrides)):
             key, changes = parsed.key_or_group, parsed.type == OverrideType.CHANGE and not parsed.is_sweep_override()
             if not key or not changes or parsed.package is not None or key.startswith("hydra"):
-                return compose(overrides, self.folders)  # the order of such overrides and of groups matters
+                return compose(overrides, self.folders)  # here the order of overrides and groups matters
             if is_group(key, self.folders) and not isinstance(parsed.value(), Mapping):
                 groups.append(parsed.input_line)
             else:
@@ -203,25 +203,25 @@ def _composer_of_ours() -> Composer:
 
 
 def composer_of(folders: Folders = ()) -> Composer:
-    """Return the process's composer of `conf/`; a new one with a user's folders, which may have been edited since."""
+    """Return the process-wide composer of `conf/`; with user folders a new one, as their files may have changed."""
     return Composer(folders) if folders else _composer_of_ours()
 
 
 def is_group(key: str, folders: Folders = ()) -> bool:
-    """Return whether a key is a configuration group: a folder in `conf/` or in one of the user's."""
+    """Return whether a key is a configuration group: a subfolder of `conf/` or of a user folder."""
     return bool(key) and any((Path(folder) / key).is_dir() for folder in (conf_dir(), *folders))
 
 
 def names_in(group: str, folders: Folders = ()) -> list[str]:
-    """Return the choices of a configuration group, by name."""
+    """Return the names of the choices in a configuration group."""
     found = {path.stem for folder in (conf_dir(), *folders) for path in (Path(folder) / group).glob("*.yaml")}
     return sorted(found | plain_variants().keys() if group == "variant" else found)
 
 
 def help_text(folders: Folders = ()) -> str:
-    """Return the help of `scalerl train`, the template of `conf/train.yaml` with the groups filled in.
+    """Return the help of `scalerl train`: the template of `conf/train.yaml` with the groups filled in.
 
-    Hydra fills it in too, but copies all of its configurations for every group: five seconds of CPU.
+    Hydra's own help copies all configurations for every group, which takes five seconds of CPU.
     """
     import yaml
 
@@ -236,25 +236,25 @@ def help_text(folders: Folders = ()) -> str:
     return Template(template).substitute(APP_CONFIG_GROUPS=listed)
 
 
-# Axes without plain variants: advantage and critic change together, an epoch's choice by its number alone.
+# Axes without plain variants: advantage and critic change together, and `epochs` has only a number.
 _NO_PLAIN_VARIANT = ("advantage", "critic", "epochs")
 
 
 def plain_variants() -> dict[str, tuple[str, str]]:
-    """Return axis and file of each variant that takes one file of an axis as it is, by name: `loss_dapo`.
+    """Return the plain variants: a name such as `loss_dapo` mapped to the axis and the file that it selects.
 
-    Such a variant needs no file in `conf/variant/`: `hydra_plugins/scalerl_axes.py` hands it to Hydra.
+    A plain variant needs no file in `conf/variant/`: `hydra_plugins/scalerl_axes.py` generates it for Hydra.
     """
     files = ((axis, path.stem) for axis in AXES for path in (conf_dir() / axis).glob("*.yaml"))
     return {f"{axis}_{name}": (axis, name) for axis, name in files if axis not in _NO_PLAIN_VARIANT}
 
 
 def check_choices(overrides: Sequence[str], folders: Folders = ()) -> None:
-    """Refuse overrides of groups that name no file, which Hydra answers with an error of its own program.
+    """Refuse overrides that choose a file that does not exist, before Hydra prints its own error.
 
     Raises:
-        ConfigurationError: which group, and its choices.
-        HydraException: an override that cannot be parsed.
+        ConfigurationError: the choice does not exist; the message names the group and its choices.
+        HydraException: an override cannot be parsed.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -262,7 +262,7 @@ def check_choices(overrides: Sequence[str], folders: Folders = ()) -> None:
         group, value = parsed.key_or_group, None if parsed.is_sweep_override() else parsed.value()
         if not group:
             raise ConfigurationError(f"{parsed.input_line}: no key before the =; write KEY=VALUE")
-        # A mapping sets values in a group; `~GROUP` alone has no value.
+        # Only plain names choose a file: a mapping sets values in a group, and `~GROUP` has no value.
         if isinstance(value, str | Mapping) or parsed.is_sweep_override() or not is_group(group, folders):
             continue
         if parsed.is_delete() and value is None:
@@ -272,7 +272,7 @@ def check_choices(overrides: Sequence[str], folders: Folders = ()) -> None:
 
 
 def no_choice(group: str, name: str, valid: Sequence[str], where: str = "") -> str:
-    """Return the line for a name that is none of a group's choices."""
+    """Return the error message for a name that is not a choice of a group."""
     return f"{group}={name}{where}: no such choice{did_you_mean(name, valid, f'{group}=')}; valid: {', '.join(valid)}"
 
 
@@ -282,22 +282,22 @@ def _searchpath(folders: Folders) -> list[str]:
 
 
 def _unknown_key(error: Exception) -> str:
-    """Return the key that an override asks for and that does not exist; empty if the error is another."""
+    """Return the unknown key of an override; empty for any other error."""
     unknown = re.search(r"Could not override '([^']+)'", str(error))
     return unknown[1] if unknown else ""
 
 
 def _valid_keys(error: Exception, folders: Folders, overrides: Sequence[str]) -> str:
-    """Return the valid keys beside a key that does not exist, at the deepest level that exists, the nearest first."""
+    """Return the valid keys at the deepest existing level of an unknown key, the most similar first."""
     unknown = _unknown_key(error)
     if not unknown:
         return ""
-    # Without the one that fails, and those of the same key: a group that was picked has other keys than the default.
+    # Apply the other overrides, because a chosen group has other keys than the default. Drop those of the unknown key.
     others = [entry for entry in overrides if entry.lstrip("+~").split("=")[0] != unknown]
     node: Any
     try:
         node = compose(others if len(others) < len(overrides) else [], folders)
-    except ConfigurationError:  # one mistake at a time
+    except ConfigurationError:  # another mistake among them is reported first
         node = compose([], folders)
     path: list[str] = []
     wrong = ""
@@ -310,7 +310,7 @@ def _valid_keys(error: Exception, folders: Folders, overrides: Sequence[str]) ->
     keys = [str(key) for key in node] if hasattr(node, "keys") else []
     if not keys:
         return f"; {'.'.join(path)} is a value, not a group"
-    # A recipe, a scale, ... are chosen at the top and leave no key of their own.
+    # Groups such as recipe and scale are chosen at the top level, but leave no key in the configuration.
     groups = [] if path else [each.name for each in conf_dir().iterdir() if each.is_dir() and each.name != "hydra"]
     return f"{did_you_mean(wrong, [*keys, *groups], '.'.join([*path, '']))}; valid here: {', '.join(keys)}"
 
@@ -320,7 +320,7 @@ def _removed(key: str) -> str:
 
 
 def explain_other(error: Exception) -> str:
-    """Return Hydra's error on a configuration that is none of a run of ours, in one line."""
+    """Return Hydra's error in one line, for a configuration that is not one of our runs."""
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines() if line.strip()]
     kept = [line for line in dict.fromkeys(lines) if not line.startswith(_NO_NEWS)]
     hint = ""
@@ -334,7 +334,7 @@ def explain_other(error: Exception) -> str:
 
 
 def explain(error: Exception, folders: Folders = (), overrides: Sequence[str] = ()) -> str:
-    """Return Hydra's error in one line: what was wrong, and what would be valid beside these overrides."""
+    """Return Hydra's error in one line: the mistake, and the valid values given these overrides."""
     from hydra.errors import MissingConfigException
 
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -361,7 +361,7 @@ def explain(error: Exception, folders: Folders = (), overrides: Sequence[str] = 
 
 
 def axes_of(config: Mapping[str, Any]) -> list[str]:
-    """Return the axes that a composed configuration sets: the project's, then the user's own by name."""
+    """Return the axes that a composed configuration sets: the project's, then the user's in order of name."""
     rest = sorted(key for key in config if key not in AXES and key not in SETTINGS)
     own = [key for key in rest if isinstance(config[key], Mapping) and "_target_" in config[key]]
     return [*(axis for axis in AXES if axis in config), *own]
@@ -371,7 +371,7 @@ def chosen(config: Any, group: str) -> Any:
     """Return a group of a composed configuration.
 
     Raises:
-        ConfigurationError: no file was chosen for it, or one that says nothing of what to build.
+        ConfigurationError: no file was chosen for the group, or the file does not name an object to build.
     """
     node = config.get(group)
     if not isinstance(node, Mapping) or "_target_" not in node:
@@ -382,7 +382,7 @@ def chosen(config: Any, group: str) -> Any:
 
 
 def _check_missing(node: Any) -> None:
-    """Refuse a configuration with a key that has no value."""
+    """Refuse a configuration in which a key has no value."""
     from omegaconf import OmegaConf
 
     if OmegaConf.is_config(node) and (missing := sorted(OmegaConf.missing_keys(node))):
@@ -390,13 +390,13 @@ def _check_missing(node: Any) -> None:
 
 
 def _check_types(field: str, node: Any) -> None:
-    """Check a group's settings, and those of what it is made of, against what they are given to."""
+    """Check the types of a group's settings, also in nested objects, against the signatures that they are passed to."""
     from hydra._internal.utils import _locate
 
     if isinstance(node, Mapping) and "_target_" in node:
         try:
             target = _locate(str(node["_target_"]))
-        except Exception:  # instantiating it says why
+        except Exception:  # instantiating it later reports the reason
             return
         check_arguments(field, target, node)
     if isinstance(node, Mapping):
@@ -408,7 +408,7 @@ def build(config: Any, group: str) -> Any:
     """Instantiate one group of a composed configuration.
 
     Raises:
-        ConfigurationError: in one line, whatever the constructor had to say.
+        ConfigurationError: the constructor failed; the message is its error in one line.
     """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
@@ -434,10 +434,10 @@ def build(config: Any, group: str) -> Any:
 
 
 def build_recipe(config: Any, name: str, build: Callable[[Any, str], Any] = build) -> Recipe:
-    """Instantiate a composed configuration; `build` makes one group of it.
+    """Instantiate a composed configuration; `build` instantiates one group.
 
     Raises:
-        ConfigurationError: a value that a choice or setting refuses.
+        ConfigurationError: a choice or setting refuses a value.
     """
     from lightning_scalerl.recipe import Recipe
 
@@ -452,21 +452,21 @@ def build_recipe(config: Any, name: str, build: Callable[[Any, str], Any] = buil
         generator=build(config, "generator"),
         scaled_for=config.get("scaled_for"),
         evaluation={key: value for key, value in config.get("evaluation", {}).items() if not str(key).startswith("_")},
-        # A study that was frozen before these were there has the defaults.
+        # A study that was recorded before these groups existed uses the defaults.
         **{group: build(config, group) for group in SINCE if group in config},
     )
 
 
 def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ()) -> Recipe:
-    """Build the recipe `recipe/<name>.yaml` of `conf/` or a folder of the user's.
+    """Build the recipe `recipe/<name>.yaml` of `conf/` or a user folder.
 
     Args:
-        name: of the recipe's file.
-        overrides: such as `optimizer.lr=1e-3`.
-        folders: of the user's, beside `conf/`.
+        name: name of the recipe's file.
+        overrides: Hydra overrides such as `optimizer.lr=1e-3`.
+        folders: the user's folders, in addition to `conf/`.
 
     Raises:
-        ConfigurationError: an unknown recipe, key or value.
+        ConfigurationError: a recipe, key or value is unknown.
     """
     folders = use_folders(folders)
     return build_recipe(composer_of(folders).config([f"recipe={name}", *overrides]), name)

@@ -1,9 +1,9 @@
-"""Import hook that skips the parts of torchmetrics Lightning never uses: two of the seven seconds that Lightning takes.
+"""Import hook that delays the parts of torchmetrics that Lightning never uses, two of its seven seconds of import time.
 
-Lightning needs two classes of torchmetrics. That package's `__init__` imports every metric there is, and with them
-scikit-learn, SciPy's signals and all of transformers. With the hook it runs when another name of the package is asked
-for. Processes of our own commands install it (`member/__init__.py`, `translate/__init__.py`); importing the library
-does not.
+Lightning needs two classes of torchmetrics, but that package's `__init__` imports every metric, and with them
+scikit-learn, scipy.signal and all of transformers. With this hook, the `__init__` runs only when another name of the
+package is accessed. Only processes of our commands install the hook (`member/__init__.py`, `translate/__init__.py`);
+importing the library does not.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _NEEDED = {"Metric": "torchmetrics.metric", "MetricCollection": "torchmetrics.co
 
 
 def torchmetrics_on_demand() -> None:
-    """Install the hook, unless torchmetrics is imported already."""
+    """Install the hook, unless torchmetrics is already imported."""
     if _PACKAGE not in sys.modules:
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):
-    """Finds the package once, and replaces its loader by the one below."""
+    """Finds the package once, and replaces its loader with `_OnDemand`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -44,7 +44,7 @@ class _Finder(MetaPathFinder):
 
 
 class _OnDemand(Loader):
-    """Makes the package without running its `__init__`, which `loader` does when an unknown name is asked for."""
+    """Creates the package without running its `__init__`; `loader` runs it when an unknown name is accessed."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -53,14 +53,14 @@ class _OnDemand(Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        from importlib.metadata import version  # a verifier's process, which never comes here, starts without
+        from importlib.metadata import version  # imported here, as a verifier's process never needs it
 
         def missing(name: str) -> Any:
-            # doctest and inspect ask every module for such names.
+            # doctest and inspect look up such names in every module.
             if name.startswith("__"):
                 raise AttributeError(f"module {_PACKAGE!r} has no attribute {name!r}")
             if name in _NEEDED:
-                # Its modules import each other in a cycle, which works from this module only.
+                # The package's modules import each other in a cycle, which works only if this module comes first.
                 import_module(f"{_PACKAGE}.utilities")
                 vars(module)[name] = vars(import_module(_NEEDED[name]))[name]
             else:
@@ -68,5 +68,5 @@ class _OnDemand(Loader):
                 self._loader.exec_module(module)
             return getattr(module, name)
 
-        # `_logger` and `__version__` are what its own modules, and Lightning, read before they ask for anything else.
+        # The package's modules, and Lightning, read `_logger` and `__version__` before any other name.
         vars(module).update(__getattr__=missing, __version__=version(_PACKAGE), _logger=logging.getLogger(_PACKAGE))
