@@ -83,7 +83,7 @@ from sweeps.run.interruption import interruption
 
 
 class ScaleRL(LightningModule):
-    """RL post-training with verifiable rewards; every design choice is a callback.
+    """RL post-training with verifiable rewards, in which every design choice is a callback.
 
     The module holds the models, the recipe and the state that `session` sets up for a run. The recipe supplies a choice
     for each axis that no callback of the Trainer covers. With several ranks only rank 0 (`ranks.leads`) has
@@ -162,7 +162,7 @@ class ScaleRL(LightningModule):
 
     def next_batch(self) -> TrainBatch | None:
         """Generate on rank 0 until a batch is ready for all ranks. Without prompts left, return None to end the fit."""
-        # Before the step starts, because callbacks such as LearningRateMonitor read the rate at its start.
+        # Set the rates before the step starts: callbacks such as LearningRateMonitor read them at its start.
         set_learning_rates(self)
         with self.meter.phase("generate"):
             batch = self.ranks.share_batch(lambda: batch_or_why_none(self))
@@ -185,7 +185,7 @@ class ScaleRL(LightningModule):
                 optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
                 done = self._backward(batch, rows)
                 passes.append(done)
-                # Only the first pass runs with the weights before the update, which the generator may have as well.
+                # Only the first pass uses the weights before the update, which the generator may also have.
                 if number == 0:
                     gaps = self.ranks.share(lambda: generator_gaps(self, batch, passes[0]))
                 # All updates but the last bypass Lightning, which would count each of them as a global step.
@@ -219,7 +219,7 @@ class ScaleRL(LightningModule):
                 losses = torch.stack([term.reduce(scored) for term in self.terms])
                 self.manual_backward(self.loss_scale.scaled(losses.sum()))
                 totals += losses.detach()
-                # A pass without rows weighs nothing: it keeps a sharded model's ranks in step.
+                # A pass without rows has weight 0; it is made because all ranks of a sharded model must take part.
                 if numbers.numel():
                     parts.append((micro_batch, logprobs.detach(), entropies.detach()))
         self.ranks.sum_gradients(self.parameters())
@@ -304,7 +304,7 @@ class ScaleRL(LightningModule):
         return export(self, directory, dtype, adapter)
 
     @classmethod
-    def load_from_checkpoint(  # type: ignore[override]  # Lightning's own is no plain classmethod
+    def load_from_checkpoint(  # type: ignore[override]  # Lightning's version is not a plain classmethod
         cls,
         checkpoint_path: str | Path,
         map_location: Any = None,
