@@ -1,4 +1,4 @@
-"""Early stopping of a run whose recipe will not be the best: racing for runs that are started one by one."""
+"""Early stopping of a run whose recipe is unlikely to be the best: racing for runs that are started one by one."""
 
 from __future__ import annotations
 
@@ -21,29 +21,36 @@ log = logging.getLogger(__name__)
 
 
 class Race(Recorder):
-    """Ends the fit when the recipe's chance of ending ahead of its study's favourite is too small (docs/guide/race.md).
+    """Ends the fit when the recipe is too unlikely to finish ahead of its study's favourite (docs/guide/race.md).
 
-    For a script of one's own, beside `Evaluate` and `RunLog`: after each evaluation the journals of all runs in the
-    study's folder are looked at, and the joint forecast of their rewards at the budget. Runs whose folders are there
-    before the first look decide by the same evaluations, and so alike; one that begins later looks at rivals that the
-    others did not see. A stopped run ends as by Lightning's `EarlyStopping` (`trainer.should_stop`), is saved, and can
-    be continued with `fit(ckpt_path=...)` without this callback. Each look is in `race.jsonl` in the run's directory.
-    Where the journals cannot be compared a warning says why, and no look is taken. Runs of one label are seeds of one
-    recipe and do not race each other; a warning says so of those that nothing else tells apart.
+    Use it in your own script, together with `Evaluate` and `RunLog`. After an evaluation it takes a look: it reads the
+    journals of all runs in the study's folder and jointly forecasts their rewards at the budget.
+
+    - Runs whose folders exist before the first look use the same evaluations and reach the same decisions. A run that
+      starts later compares itself with rivals that the others did not consider.
+    - A stopped run ends as with Lightning's `EarlyStopping` (`trainer.should_stop`) and is saved. To continue it, call
+      `fit(ckpt_path=...)` without this callback.
+    - Each look is written to `race.jsonl` in the run's directory. If the journals cannot be compared, a warning says
+      why, and no look is taken.
+    - Runs with the same label are seeds of one recipe and do not race each other. A warning is logged if all runs have
+      the same label, or two runs with this run's label have its seed too.
 
     Args:
-        study: folder that holds the directories of all runs that race, this one's among them.
-        budget: compute of one run at which the best recipe is wanted, in the unit of `axis`.
-        p_ahead: chance below which the recipe is stopped.
-        looks: at so many looks in a row.
+        study: folder that contains the directories of all racing runs, including this one's.
+        budget: compute per run at which recipes are compared, in the unit of `axis`.
+        p_ahead: probability of finishing ahead below which the recipe is stopped.
+        looks: number of consecutive looks below `p_ahead` before it is stopped.
         first: share of the budget at which the first look is taken.
-        growth: compute grows by this factor from one look to the next.
-        dry_run: look, write down and say what would be done, and stop nothing.
-        metric, axis: of the evaluations; None for the first set's pass rate and the default axis of the device.
-        loss: the most that all stops together may be expected to cost, as a share of the reward's scale; 1: no limit.
+        growth: factor by which compute grows from one look to the next.
+        dry_run: take, record and report looks, but never stop the run.
+        metric, axis: metric and compute axis of the evaluations; None for the first set's pass rate and the device's
+            default axis.
+        loss: limit on the total expected loss of reward from all stops, as a share of the reward's scale; 1 for no
+            limit.
 
     Raises:
-        ConfigurationError: a value out of range; at the start of a fit, no `RunLog`, or one outside of the folder.
+        ConfigurationError: a value is out of range; at the start of a fit, there is no `RunLog`, or it is outside the
+            folder.
     """
 
     def __init__(
@@ -80,7 +87,7 @@ class Race(Recorder):
         if not found:
             raise ConfigurationError("Race: needs a RunLog beside it, whose journals it reads; add RunLog(run_dir)")
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return  # nothing is written then, and so there is nothing to look at
+            return  # fast_dev_run writes no journal to look at
         try:
             self._observer = RunObserver(self.study, found[0].run_dir, self.rules, self._metric, self._axis)
         except UserError as error:
@@ -89,11 +96,11 @@ class Race(Recorder):
             log.warning("race: %s", self._observer.damaged)
 
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Note a new evaluation: the next step then looks whether the run is still in the race."""
+        """Record a new evaluation, so that the next step takes a look."""
         self._due = self._due or kind == "eval"
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Look at the study's journals after an evaluation; rank 0's view decides for all ranks."""
+        """Take a look at the study's journals after an evaluation; rank 0 decides for all ranks."""
         if self._observer is None:
             return
         why = self._observer.look() if self._due else None
