@@ -185,6 +185,7 @@ def _begin_anew(module: Parts) -> None:
     module.critic = None
     if module.continuation.failure is None:  # else the run resumes from a checkpoint, and keeps its reference
         module.reference_model.forget()
+    # The choices are reused across fits, so drop the running statistics of normalization.
     for row in (module.choices, module.recipe.choices):
         row.normalization.forget()
     module.loss_scale = LossScale(acts=module.choices.precision.policy == "fp16")

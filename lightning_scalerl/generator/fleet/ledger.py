@@ -69,7 +69,7 @@ class Ledger:
     def assign(self, slots: Mapping[Any, int]) -> list[tuple[Any, GroupRequest]]:
         """Assign waiting groups, the oldest first, each to the engine with most free slots.
 
-        A group is never split. A group that does not fit waits here, so that the next engine with room can take it.
+        A group is never split. Groups wait here while no engine has a free slot, so that any engine can take them.
 
         Args:
             slots: for each engine that is up, the number of rollouts that it decodes together.

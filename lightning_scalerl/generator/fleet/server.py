@@ -113,9 +113,8 @@ class Server:
         except OSError as error:  # raised by `poll`
             raise ParentGoneError from error
         finally:
-            if (
-                self._aside is not None
-            ):  # closed here, or the garbage collector would restore the rollouts in flight later
+            # Exit explicitly: otherwise the garbage collector would restore the rollouts in flight at some later time.
+            if self._aside is not None:
                 self._aside.__exit__(None, None, None)
 
     def _step(self) -> None:
@@ -163,6 +162,7 @@ class Server:
         elif what == "back":
             assert self._aside is not None
             self._aside.__exit__(None, None, None)
+            # Drop unreported rollouts of the other work: the trainer no longer waits for them.
             self._finished, self._aside = [], None
             self._say("reply", None)
         elif what == "state":

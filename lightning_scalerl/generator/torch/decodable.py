@@ -122,10 +122,8 @@ def _same_rotation(config: Any) -> int | None:
     """Return the length up to which rotary positions are fixed; None if they do not depend on sequence length."""
     given = getattr(config, "rope_parameters", None) or {}
     lengths = []
-    for rope in (
-        given,
-        *(part for part in given.values() if isinstance(part, Mapping)),
-    ):  # some configurations have one entry per layer type
+    # Some configurations have one entry per layer type.
+    for rope in (given, *(part for part in given.values() if isinstance(part, Mapping))):
         kind = str(rope.get("rope_type"))
         if kind == "longrope":
             lengths.append(rope.get("original_max_position_embeddings"))

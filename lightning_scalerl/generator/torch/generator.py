@@ -278,6 +278,7 @@ class TorchGenerator:
             number = min(self._slots.most - self._slots.active, request.completions - started)
             limit = request.limit(self.sampling.max_new_tokens)
             self._slots.occupy(request, started, number, entry.keys_values, entry.uniform, limit)
+            # All rollouts of a prompt sample their first token from the same logits.
             logits += [entry.logits] * number
             entry.started += number
             if entry.started == request.completions:

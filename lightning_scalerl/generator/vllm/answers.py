@@ -96,6 +96,7 @@ class Answer:
         self.tokens += len(tokens)
         if self.tokens > self.limit:
             raise WrongAnswerError(f"has sampled more tokens than asked for, {self.tokens} of at most {self.limit}")
+        # A stop token must be the last token of the whole answer, across parts.
         if tokens:
             if any(token in self.stop_tokens for token in (self._last, *tokens[:-1])):
                 raise WrongAnswerError("goes on behind a token that ends the completion")

@@ -118,9 +118,11 @@ class VLLMServerGenerator(InFlight):
         self._run = secrets.token_hex(4)
         self._number = count()
         self._running: dict[str, _Stream] = {}
+        # Version counters of the published tensors, to detect changes in place before a checkpoint.
         self._changes: dict[str, int] = {}
         self._asleep = False
         self._healthy = time.monotonic()
+        # Close connection and sender again if any later step fails.
         with ExitStack() as undo:
             self._connection = Connection(address, token or "")
             undo.callback(self._connection.close)
@@ -169,6 +171,7 @@ class VLLMServerGenerator(InFlight):
         """
         # With clear_cache, vLLM keeps the requests but drops and recomputes their keys and values.
         self._call("POST", "/pause", mode="keep", clear_cache=str(recompute_kv).lower())
+        # Collect what was sampled under the old weights; the next `step` returns it.
         self._ahead.append(self._advance(0.0, refill=False))
         # Restart rollouts without a token, so that the new weights also compute the keys and values of their prompts.
         self._abort([name for name, stream in self._running.items() if not stream.received], "restart")
@@ -313,6 +316,7 @@ class VLLMServerGenerator(InFlight):
             del self._running[event.name]
             each = stream.each
             reason = "stop" if stream.over == "stop" else event.reason
+            # We ended this request ourselves: its rollout continues in a new one.
             if reason == "abort" and stream.over:
                 self._waiting.appendleft(each)
             elif reason not in ("stop", "length"):
@@ -338,6 +342,7 @@ class VLLMServerGenerator(InFlight):
         for token, logprob in zip(event.tokens, event.logprobs, strict=True):
             if stream.over == "stop":
                 return
+            # A request's first token comes from its prefill, which is counted at the request's end.
             if stream.received:
                 length = len(each.sequence)
                 decoded.add(length - 1, length, self._windows)

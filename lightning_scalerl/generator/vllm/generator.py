@@ -142,6 +142,7 @@ class VLLMGenerator(InFlight):
             each = self._running[output.request_id]
             (completion,) = output.outputs
             length = len(each.sequence)
+            # The first token of a request comes from its prefill.
             if completion.token_ids and not each.computed:
                 prefill.add(min(output.num_cached_tokens or 0, length), length, self._windows)
                 prefilled += 1

@@ -378,6 +378,7 @@ class EngineSender:
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
             host = own_address(address)
+            # Pick any free port; NCCL binds it again.
             with socket.create_server((host, 0)) as free:
                 port = free.getsockname()[1]
             init_info = NCCLTrainerInitInfo(
