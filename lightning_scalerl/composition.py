@@ -298,7 +298,7 @@ def _valid_keys(error: Exception, folders: Folders, overrides: Sequence[str]) ->
     node: Any
     try:
         node = compose(others if len(others) < len(overrides) else [], folders)
-    except ConfigurationError:  # another mistake among them is reported first
+    except ConfigurationError:  # the other overrides are wrong too: use the default keys
         node = compose([], folders)
     path: list[str] = []
     wrong = ""

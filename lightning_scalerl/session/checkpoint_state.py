@@ -98,7 +98,7 @@ def load_state(module: Parts, checkpoint: dict[str, Any]) -> None:
     check_identity(identity(module), checkpoint.get(IDENTITY), trainer.ckpt_path)
     module.records.latest = dict(checkpoint.get("scalerl_metrics", {}))
     steps = checkpoint["scalerl"]["stream"]["completed_steps"]
-    # Lightning restores its counters later, but an evaluation that is still due needs the step earlier.
+    # Set the step now: Lightning restores its counters only after the evaluation that may still be due.
     count_from(trainer, steps)
     update = checkpoint.get("scalerl_update")
     if update is not None:

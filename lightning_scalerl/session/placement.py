@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def read_whole_model(module: Parts) -> None:
-    """Load the weights of a streamed model if this Trainer needs the whole model on each rank."""
+    """Load the whole model on each rank if `streamed` was requested but this Trainer cannot stream it."""
     if not is_blank(module.policy):
         return
     if not isinstance(module.trainer.strategy, ShardedStrategy):

@@ -68,7 +68,7 @@ class Guard:
             threading.Thread(target=self._end_idle, args=(float(os.environ[IDLE]),), daemon=True).start()
 
     def _end_idle(self, seconds: float) -> None:
-        """End the server after this long without a request; a connected run requests `/health` every second."""
+        """End the server after `seconds` without a request; a connected run requests `/health` every second."""
         while (left := self._asked + seconds - time.monotonic()) > 0:
             time.sleep(left)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -140,7 +140,7 @@ class Sampling:
             each.looked = True
             if not self.settings.thinking_ended(list(tokens)):
                 phrase = list(self.settings.phrase[: limit - len(tokens)])
-                # Forced tokens are not sampled: they count in neither loss nor ratio, so their log-probability is 0.
+                # Forced tokens are not sampled and count in neither loss nor ratio: record 0 as log-probability.
                 each.append(phrase, [0.0] * len(phrase), version, forced=True)
         return len(tokens) >= limit
 
