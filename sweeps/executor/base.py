@@ -1,6 +1,6 @@
 """Interface of executors, which start members of a study, follow them, and report how they ended.
 
-Those of this machine are in `local`, that of a SLURM cluster in `slurm`.
+`local` has the executors of this machine, `slurm` the executor of a SLURM cluster.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from sweeps.process import ended_with
 
 @dataclass(frozen=True)
 class Launch:
-    """A member to be started, or to be found again.
+    """A member to start, or to follow again after a restart.
 
     Attributes:
         run, run_dir: identity of the member, and its folder.
         spent: number of retries so far, by kind of failure.
         excluded: names of nodes that it must not run on.
-        submission, job: submission and scheduler's id of an attempt to be found again; None for a new one.
-        unanswered: earlier submissions that the scheduler may have taken without an answer; their jobs are unwanted.
-        layout: nodes and ranks on each (`RunSpec.layout`); None for the executor's own settings.
+        submission, job: submission and job id of an attempt to follow again; None for a new attempt.
+        unanswered: earlier submissions that got no answer. They may have been accepted; their jobs are unwanted.
+        layout: number of nodes and of ranks per node (`RunSpec.layout`); None for the executor's own settings.
     """
 
     run: str
@@ -43,12 +43,12 @@ class Outcome:
 
     Attributes:
         run: identity of the member.
-        exit_code: exit code of the process (86: it hung and ended itself; 87: asked to stop, it has saved itself), or
-            minus the number of the signal that killed it.
-        kind: kind of failure (`sweeps.executor.failure.KINDS`); None where the exit code alone tells.
+        exit_code: exit code of the process, or minus the number of the signal that killed it. 86: the member hung
+            and ended itself. 87: it was asked to stop, and saved a checkpoint first.
+        kind: kind of failure (`sweeps.executor.failure.KINDS`); None if the exit code is all that is known.
         reason: the failure in words; None where the executor does not know it.
         node: node to blame for the failure; None if none is.
-        earlier: whether it had ended before the executor that adopted it first looked.
+        earlier: True if the member had already ended when the executor that adopted it polled for the first time.
     """
 
     run: str
@@ -60,16 +60,16 @@ class Outcome:
 
     @property
     def how(self) -> str:
-        """Text on the end from the exit code alone, such as "killed by SIGKILL" or "exit code 1"."""
+        """Describe the end by the exit code alone, such as "killed by SIGKILL" or "exit code 1"."""
         return ended_with(self.exit_code)
 
 
 class Executor(Protocol):
     """Protocol of an executor, which starts members and reports which have ended.
 
-    `outlives` is True if members go on when the process that started them ends: then they are submitted under a
-    name, and can be found again by it. What every executor keeps to is tests/sweeps/executor/test_contract.py: another
-    engine is a module here, and a line there.
+    `outlives` is True if members keep running when the process that started them ends. They are then submitted under
+    a name by which a later process finds them again. tests/sweeps/executor/test_contract.py states the contract of all
+    executors.
     """
 
     outlives: bool
@@ -78,31 +78,31 @@ class Executor(Protocol):
         """Return how many members from the front of `waiting` may be submitted now, in one batch; 0 for none."""
 
     def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
-        """Start members under a name that is used once; job by run, empty if they cannot be taken now."""
+        """Start members under a name that is used once. Return job by run, empty if they cannot be accepted now."""
 
     def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
-        """Follow members that an earlier process started; job by run, for those that were really submitted."""
+        """Follow members that an earlier process started. Return job by run, for members that were really submitted."""
 
     def poll(self, timeout_s: float) -> list[Outcome]:
-        """Members that have ended since the last call; waits up to `timeout_s` for the first."""
+        """Return members that have ended since the last call; waits up to `timeout_s` for the first."""
 
     def stop(self, runs: Sequence[str], reason: str) -> None:
         """Ask members to save and end at the next step boundary; their outcome is then of kind `stopped`.
 
-        A queued member never begins. One that this executor does not follow is ignored.
+        A queued member never begins. Members that this executor does not follow are ignored.
         """
 
     def running(self) -> list[str]:
-        """Members submitted and not ended."""
+        """Return the members that are submitted and have not ended."""
 
     def queued(self) -> frozenset[str]:
-        """Members of `running` that are still queued."""
+        """Return the members of `running` that are still queued."""
 
     def settled(self) -> bool:
-        """Return whether the executor knows of every started member whether it still runs."""
+        """Return True if the state of every started member, running or ended, is known."""
 
     def close(self) -> None:
-        """End what does not outlive this process."""
+        """End the members that do not outlive this process."""
 
 
 def load_entry(name: str) -> Any:

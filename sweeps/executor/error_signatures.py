@@ -1,7 +1,8 @@
 """Patterns by which failures are classified: errnos, names of exceptions, and messages of libraries and drivers.
 
-Texts are parts of messages as they are printed, whatever their case. Each has its source: a public thread, a manual or
-the program that prints it. By name, for no library must be imported to look at its errors.
+Texts are parts of messages as they are printed, compared without case. Each has its source: a public thread, a manual
+or the program that prints it. Exceptions are matched by name, so that no library must be imported to recognise its
+errors.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class Signatures:
 
     Attributes:
         texts: part of a message -> where it was seen.
-        types: names of exceptions; of its bases, the most derived that is named anywhere counts.
+        types: names of exceptions. Of an exception's type and bases, the most derived one that any kind names decides.
         errnos: error numbers of an OSError.
         of: the texts count only in exceptions of this type.
         in_logs: whether the texts also count in the log of a process that ended without an exception.
@@ -30,10 +31,10 @@ class Signatures:
     in_logs: bool = False
 
 
-# An error that shows the signs of several kinds is of the first: out of memory before the NCCL error that it became,
-# a GPU that failed on one rank before the others' wait for it.
+# The first kind that matches wins. Out of memory therefore comes before the NCCL error that it causes, and a failed GPU
+# before the collective timeout that it causes on other ranks.
 SIGNATURES: Mapping[str, Signatures] = {
-    # What looks like the hardware's or the network's and is the program's or its configuration's.
+    # Errors that look like a hardware or network failure but come from the program or its configuration.
     "error": Signatures(
         texts={
             "an illegal memory access was encountered": "pytorch#21819",
@@ -43,14 +44,14 @@ SIGNATURES: Mapping[str, Signatures] = {
             "out of shared memory": "pytorch#5040 (a Bus error of a worker)",
         },
         types=(
-            # The hub has answered: not there, not allowed, not valid.
+            # The hub has answered: missing, forbidden or invalid.
             *("RepositoryNotFoundError", "GatedRepoError", "DisabledRepoError", "RevisionNotFoundError"),
             *("EntryNotFoundError", "RemoteEntryNotFoundError", "BadRequestError", "HFValidationError"),
             "OfflineModeIsEnabled",
         ),
     ),
     "disk_full": Signatures(
-        # torch writes files through its own streams, whose errors carry the number in words only.
+        # torch writes files through its own streams, whose errors state the errno only in words.
         texts={"No space left on device": "strerror(ENOSPC)", "Disk quota exceeded": "strerror(EDQUOT)"},
         errnos=(errno.ENOSPC, errno.EDQUOT),
     ),
@@ -69,8 +70,9 @@ SIGNATURES: Mapping[str, Signatures] = {
             "Unable to determine the device handle for GPU": "NVIDIA/open-gpu-kernel-modules#387",
             "Timeout waiting for RPC from GSP": "NVIDIA's Xid 119, in the kernel's log",
             "Invalid access of peer GPU memory over nvlink or a hardware error": "ultralytics#24536",
-            # CUDA's manual names the program first; but the kernels here are torch's, whose own faults have the texts
-            # above, and threads end with another card: pytorch#74235, opendatalab/MinerU#426. Elsewhere it shows.
+            # CUDA's manual suspects the program first. But the kernels here are torch's, whose faults show the texts
+            # above, and threads about this error end with a replaced card: pytorch#74235, opendatalab/MinerU#426.
+            # If it is the program after all, the retry on another node fails too.
             "unspecified launch failure": "pytorch#74235",
             "CUDA unknown error": "pytorch#49327",
             "CUDA error: unknown error": "pytorch#170045 (Cuda failure 999)",
@@ -102,12 +104,12 @@ SIGNATURES: Mapping[str, Signatures] = {
             "Remote I/O error": "strerror(EREMOTEIO)",
             "Transport endpoint is not connected": "strerror(ENOTCONN): a FUSE file system whose server is gone",
             "Cannot send after transport endpoint shutdown": "strerror(ESHUTDOWN): Lustre; whamcloud/iml#230",
-            # srun's words for a task that read a mapped file which its node can no longer read.
+            # srun prints this when a task has mapped a file that its node can no longer read.
             ": Bus error": "srun; pytorch#26009",
         },
         errnos=(
             *(errno.ESTALE, errno.EIO, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN),
-            *(errno.ETIMEDOUT, errno.EHOSTDOWN),  # of a file; see `shown_by`
+            *(errno.ETIMEDOUT, errno.EHOSTDOWN),  # only with a file name; see `shown_by`
         ),
         in_logs=True,
     ),
@@ -125,7 +127,7 @@ SIGNATURES: Mapping[str, Signatures] = {
         of=RuntimeError,
         in_logs=True,
     ),
-    # Another rank of the job is gone; its own end says why, if it could.
+    # Another rank of the job is gone; its own error explains why, if it left one.
     "killed": Signatures(
         texts={
             "connection closed by peer": "gloo",
@@ -141,7 +143,7 @@ SIGNATURES: Mapping[str, Signatures] = {
         types=("LeaseLostError", "CommandKilledError"),
         of=RuntimeError,
     ),
-    # The scheduler has lost sight of a job, and started it again.
+    # The scheduler lost contact with a job and started a second copy.
     "duplicate": Signatures(types=("DuplicateRunError",)),
     "network": Signatures(
         texts={
@@ -174,7 +176,7 @@ SIGNATURES: Mapping[str, Signatures] = {
     ),
 }
 
-# Another rank's end as it looks from here: that rank's own word counts more.
+# Kinds that report the end of another rank. That rank's own error takes precedence.
 OF_A_PEER = frozenset({"killed", "collective"})
 
 _KIND_OF_TYPE = {name: kind for kind, signs in SIGNATURES.items() for name in signs.types}
@@ -183,11 +185,11 @@ _LOW = {kind: tuple(text.lower() for text in signs.texts) for kind, signs in SIG
 
 
 def shown_by(error: BaseException) -> str | None:
-    """Classify an exception by itself, its causes left aside; None if no pattern matches."""
+    """Classify one exception without its causes; None if no pattern matches."""
     text = str(error).lower()
     if any(words in text for words in _LOW["error"]):
         return "error"
-    # The names of HTTP libraries say more than the number that the system gave them.
+    # The exception names of HTTP libraries are more specific than the errno.
     kind = next((_KIND_OF_TYPE[name] for name in _names(type(error)) if name in _KIND_OF_TYPE), None)
     if isinstance(error, OSError) and kind in (None, "network"):
         of_a_socket = error.errno in (errno.ETIMEDOUT, errno.EHOSTDOWN) and error.filename is None
@@ -201,7 +203,7 @@ def shown_by(error: BaseException) -> str | None:
 
 
 def _names(of: type[BaseException]) -> Iterator[str]:
-    """Names of a type and its bases, without a base ConnectionError: its subclasses are classified by errno."""
+    """Names of a type and its bases. A base ConnectionError is left out: its subclasses are classified by errno."""
     return (cls.__name__ for cls in of.__mro__ if cls is of or cls is not ConnectionError)
 
 

@@ -1,7 +1,7 @@
-"""Why a member ended without being done, and whether trying again can help.
+"""Kinds of failure of a member, and whether a retry can help.
 
-A reason is one of `KINDS`. Preemption, a time limit and a lost node say nothing about the recipe: the member goes on
-from its checkpoint. An error in the recipe's own code fails the same way again.
+A failure has one of `KINDS`. Preemption, a time limit and a lost node do not depend on the recipe: the member continues
+from its checkpoint. An error in the recipe's own code would recur.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from sweeps.errors import UserError
 from sweeps.executor.error_signatures import shown_by
 
-# kind: (in words, attempts after the first; None is as many as it takes)
+# kind: (description, retries allowed by default; None for no limit)
 KINDS: Mapping[str, tuple[str, int | None]] = {
     "error": ("an error of the program or its configuration", 0),
     "out_of_memory": ("out of memory", 1),
@@ -35,18 +35,18 @@ KINDS: Mapping[str, tuple[str, int | None]] = {
     "outgrown": ("the budget grew while the job ran", 3),
 }
 
-# After these, the next attempt keeps off the node.
+# After these failures the next attempt avoids the node.
 BLAMES_NODE = frozenset({"node", "killed", "launch", "hang", "gpu", "storage", "collective"})
 
-# A host that ran out of memory gets this much more at the next attempt.
+# Factor on the requested host memory at the next attempt after running out of it.
 MEMORY_GROWTH = 1.5
 
-# Attempts that may end without a single new checkpoint before a chain of jobs is given up.
+# Attempts without a new checkpoint after which a chain of jobs is given up.
 MAX_IDLE_ATTEMPTS = 5
 
 
 def retries(given: Mapping[str, int | None] | None = None) -> dict[str, int | None]:
-    """The number of attempts after the first, by kind; `given` changes the defaults.
+    """Return the number of attempts after the first, by kind; `given` changes the defaults.
 
     Raises:
         UserError: an unknown kind, or a number below 0.
@@ -71,7 +71,7 @@ def may_retry(policy: Mapping[str, int | None], kind: str, spent: Mapping[str, i
         policy: number of retries allowed, by kind; None for no limit.
         kind: kind of this failure.
         spent: number of retries so far, by kind.
-        excused: number of attempts that failed in this way, this one included, through the fault of a node.
+        excused: number of failures of this kind that are blamed on a node, this one included. They do not count.
     """
     limit = policy.get(kind, 0)
     return limit is None or (limit > 0 and spent.get(kind, 0) - excused < limit)
@@ -80,7 +80,8 @@ def may_retry(policy: Mapping[str, int | None], kind: str, spent: Mapping[str, i
 def kind_of(error: BaseException) -> str:
     """Classify an exception that ended a member, by the outermost in its chain that `shown_by` recognises.
 
-    A stated cause can make a failure of the network one of the program: the hub has answered, or is not to be asked.
+    An explicit cause (`raise from`) can turn a network failure into an error of the program: the hub has answered, or
+    offline mode forbids the request.
     """
     found: str | None = None
     for each, stated in _chain(error):
@@ -91,7 +92,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
-    """Yield an exception and those it came from, each with whether every link up to it is an explicit `raise from`."""
+    """Yield an exception and its causes. The flag is True while every link so far is an explicit `raise from`."""
     seen: list[BaseException] = []
     each: BaseException | None = error
     stated = True

@@ -20,7 +20,7 @@ from sweeps.run.activity import HUNG_CODE
 from sweeps.run.interruption import RunInterruptedError, ask_to_stop, stop_asked
 from sweeps.run.journal import LOG_FILE
 
-# The exit code of a member that has stopped because its study asked it to.
+# Exit code of a member that stopped because its study asked it to.
 STOPPED_CODE = 87
 
 
@@ -29,12 +29,12 @@ class LocalExecutor:
 
     Args:
         entry: `module:function`, called in the member's process with its run directory; an exception is a failure.
-        max_parallel: number of members that run at a time.
+        max_parallel: number of members that run at the same time.
         threads: CPU threads of each member. With more threads than cores, members slow each other down tenfold.
-        preload: modules that are imported once, in the server that members are forked from.
+        preload: modules that are imported once, in the server process that members are forked from.
 
     Raises:
-        UserError: a number that is not 1 or more.
+        UserError: `max_parallel` or `threads` is not a whole number of 1 or more.
     """
 
     outlives = False
@@ -51,7 +51,7 @@ class LocalExecutor:
         self._run_dirs: dict[str, Path] = {}
 
     def next_batch(self, waiting: Sequence[Launch]) -> int:
-        """Return as many as there are free slots up to `max_parallel`."""
+        """Return the number of waiting members that fit into free slots (`max_parallel`)."""
         return min(len(waiting), self._max_parallel - len(self._processes))
 
     def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
@@ -79,13 +79,13 @@ class LocalExecutor:
         return [_outcome(run, process.exitcode, self._run_dirs.pop(run)) for run, process in ended]
 
     def stop(self, runs: Sequence[str], reason: str) -> None:
-        """Write a stop file for each member, which it looks for at its step boundaries."""
+        """Write a stop file for each member, which checks for it at step boundaries."""
         for run in runs:
             if run in self._processes:
                 ask_to_stop(self._run_dirs[run], reason)
 
     def running(self) -> list[str]:
-        """Members whose processes have not been seen to end."""
+        """Return the members whose processes have not been reported as ended."""
         return list(self._processes)
 
     def queued(self) -> frozenset[str]:
@@ -106,10 +106,10 @@ class LocalExecutor:
 
 
 class InProcessExecutor:
-    """Executor that runs members in this process, one by one, for a debugger; their output is not kept.
+    """Executor that runs members in this process, one by one, for a debugger; their output is not captured.
 
     Args:
-        entry: `module:function`, called with a member's directory; an exception ends everything.
+        entry: `module:function`, called with a member's directory; an exception ends the whole study.
     """
 
     outlives = False
@@ -146,7 +146,7 @@ class InProcessExecutor:
         self._waiting = [each for each in self._waiting if each.run not in runs]
 
     def running(self) -> list[str]:
-        """Members that are queued, or stopped with an outcome that `poll` has not returned yet."""
+        """Return the members that are queued, and those whose outcome of kind `stopped` `poll` has not returned yet."""
         return [*(member.run for member in self._waiting), *(outcome.run for outcome in self._stopped)]
 
     def queued(self) -> frozenset[str]:
@@ -158,7 +158,7 @@ class InProcessExecutor:
         return True
 
     def close(self) -> None:
-        """Do nothing, for no member runs beside this process."""
+        """Do nothing: members run inside this process."""
 
 
 def _outcome(run: str, exit_code: int, run_dir: Path) -> Outcome:
@@ -168,7 +168,7 @@ def _outcome(run: str, exit_code: int, run_dir: Path) -> Outcome:
 
 
 def _use_threads(count: int) -> None:
-    """Set the CPU threads of this process, and of torch where the server has imported it already."""
+    """Set the CPU threads of this process, also in torch if the server has already imported it."""
     for name in THREADS:
         os.environ[name] = str(count)
     if (torch := sys.modules.get("torch")) is not None:
@@ -179,19 +179,19 @@ def _member(entry: str, run_dir: str, threads: int) -> None:
     """Run one member in its own process, with stdout and stderr in its log."""
     die_with_parent()
     _use_threads(threads)
-    # For its owner alone: what members and their libraries print there nobody has looked through.
+    # Readable by the owner only: members and their libraries may print secrets.
     descriptor = os.open(Path(run_dir) / LOG_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     with os.fdopen(descriptor, "a", buffering=1, encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        # The server's standard output may be no terminal: a killed member's last lines would stay in its buffer.
+        # stdout is block-buffered unless it is a terminal: a killed member's last lines would be lost in the buffer.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)
         try:
             load_entry(entry)(Path(run_dir))
         except RunInterruptedError as error:
             print(f"stopped: {error}", flush=True)
-            # Not at once: what its libraries share with other processes is given back on the way out.
+            # Not os._exit: exit handlers release what libraries share with other processes.
             raise SystemExit(STOPPED_CODE if stop_asked(Path(run_dir)) else 1) from None
         except BaseException:
             sys.stdout.flush()

@@ -1,9 +1,7 @@
-"""Attempt records of a run: each job writes one small file on when it began and how it ended.
+"""Attempt records of a run: each job writes one small file about when it began and how it ended.
 
 `runs/<identity>/attempts/<job>-<restart>-<submission>.jsonl` has a line when the attempt begins and one when it ends.
-One writer a file: two copies of a job on two nodes never append to the same one.
-
-Attempts are ordered by a counter and not by time: nodes' clocks may be minutes apart.
+Each file has one writer: two copies of a job on two nodes never append to the same file.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ class Attempt:
         submission, job, restart: name of the submission, SLURM's id of the job, and its restart count: a requeued job
             keeps its id.
         node: name of the node, as SLURM knows it.
-        began, ended: seconds by the node's own clock, for people; `ended` is None for one that runs or was killed.
+        began, ended: seconds by the node's own clock, for display; `ended` is None while it runs, or if it was killed.
         step: step of the checkpoint that it resumed from; -1 if it started from nothing.
-        outcome: `finished`, `failed`, `interrupted` (saved, and asked to be requeued), `stopped` (saved, to stay), or
-            None.
+        outcome: `finished`, `failed`, `interrupted` (saved, and asked to be requeued), `stopped` (saved, no requeue),
+            or None.
         kind, reason: why it failed or was interrupted.
-        culprit: the node of the rank that failed, if that was another than the one that writes.
-        number: one more than the largest of the run's attempts when this one began; 0 in files of earlier versions.
+        culprit: the node of the rank that failed, if that is not the node of rank 0, which writes this record.
+        number: one more than the largest number among the run's attempts at its begin; 0 in files of earlier versions.
     """
 
     submission: str
@@ -87,7 +85,7 @@ class AttemptLog:
         self._write({"ended": self._clock(), "outcome": outcome, "kind": kind, "reason": reason and redact(reason)})
 
     def follower_failed(self, rank: int, kind: str, reason: str) -> None:
-        """Record that a rank other than rank 0 has failed, in a file of its own, for each file has one writer."""
+        """Record that a rank other than rank 0 failed, in a separate file because each file has one writer."""
         said = {"ended": self._clock(), "outcome": "failed", "kind": kind, "reason": redact(reason)}
         said["culprit"] = self._who["node"]
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,10 +111,10 @@ def attempts(run_dir: Path) -> list[Attempt]:
         except OSError:
             continue
         for said in lines:
-            # A job that was started again without SLURM counting it: the later attempt counts.
+            # SLURM may start a job again without counting the restart: the later attempt counts.
             entry = dict(said) if "began" in said else {**entry, **said}
         if entry.get("kind") in OF_A_PEER or "outcome" not in entry:
-            entry |= _of_followers(path)  # the rank that failed first knows why
+            entry |= _of_followers(path)  # the rank that failed first has the cause
         if "began" in entry:
             with suppress(TypeError, ValueError):
                 attempt = Attempt(**entry)
@@ -125,9 +123,10 @@ def attempts(run_dir: Path) -> list[Attempt]:
 
 
 def _in_order(found: Sequence[Attempt]) -> list[Attempt]:
-    """Sort attempts by number, a job's starts by SLURM's restart count: a start may not have seen another's file yet.
+    """Sort attempts by number, and the starts of one job by SLURM's restart count.
 
-    Without numbers sort by the jobs' ids, which grow, then by that count.
+    The count is needed because a start may not have seen the file of the one before. Attempts without numbers are
+    sorted by job id, which grows, then by the count.
     """
     newest: dict[tuple[str, str], int] = {}
     keyed = []

@@ -1,4 +1,4 @@
-"""Why a job has ended: from SLURM's view of it, the job's own record, and the logs that it left."""
+"""Why a job ended: from SLURM's view of it, the job's own record, and its logs."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ _KIND_OF_STATE = {
     "REVOKED": "cancelled",
 }
 
-# How slurmd tells of a task that was killed for its memory where the job's state does not say so.
+# Messages of slurmd about a task that was killed for its memory, for when the job's state does not show it.
 _OUT_OF_MEMORY = re.compile(r"(?i)exceeded (job |step )?memory limit|oom[-_ ]?kill|out of memory")
 
-# How srun names the node of a task that was killed; tasks that exited by themselves came after.
+# srun's message with the node of a task that was killed. Tasks that exited by themselves failed as a consequence.
 _TASK_DIED = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (?!Exited)")
 
-# slurmctld was down while a job began, or a node refused its launch: SLURM requeues the job and holds it, for ever.
+# slurmctld was down while a job began, or a node refused its launch: SLURM requeues the job and holds it indefinitely.
 _LAUNCH_FAILED = "launch failed requeued held"
 
-# These failures are reported even of a member that was asked to stop.
+# These failures are reported even for a member that was asked to stop.
 _OWN_FAULT = frozenset({"error", "out_of_memory", "disk_full"})
 
 
 @dataclass
 class FollowedJob:
-    """A job that this process waits for.
+    """A job that this process follows until it ends.
 
     Attributes:
         launch, submission, job: the member, the name of its submission, and SLURM's id of the job.
         info: the scheduler's newest view of the job; None if it has none.
-        missing_since: executor's clock when the queue first lacked the job; None while it lists it.
-        suspect: whether the job had ended at the last look; SLURM may still requeue it.
+        missing_since: time of the executor's clock when the queue first lacked the job; None while it is listed.
+        suspect: True if the job had ended at the last poll; SLURM may still requeue it.
     """
 
     launch: Launch
@@ -60,11 +60,11 @@ class FollowedJob:
     info: JobInfo | None = None
     missing_since: float | None = None
     suspect: bool = False
-    seen: bool = True  # in the queue and not over, since this process follows it
+    seen: bool = True  # the queue has listed it, not ended, since this process follows it
 
 
 class JobEndings:
-    """Judge of ended jobs by what they left in the study's folder, each submission's files listed once a look.
+    """Classify ended jobs by the files in the study's folder. Each submission folder is listed once per poll.
 
     Args:
         study: the study's folder.
@@ -75,11 +75,11 @@ class JobEndings:
         self._artifacts: dict[str, JobArtifacts] = {}
 
     def forget(self) -> None:
-        """Have the files of submissions listed anew, for jobs write more of them."""
+        """Drop the listings of submission folders, because running jobs add files."""
         self._artifacts.clear()
 
     def left_by(self, submission: str) -> JobArtifacts:
-        """Return the files of a submission's jobs, as they were when they were first asked for."""
+        """Return the files of a submission's jobs, as of the first call since `forget`."""
         if submission not in self._artifacts:
             self._artifacts[submission] = JobArtifacts(self._study, submission)
         return self._artifacts[submission]
@@ -92,7 +92,7 @@ class JobEndings:
         return not began and not self.left_by(member.submission or "").starts(info.job)
 
     def last_attempt(self, each: FollowedJob, outcome: bool = False) -> Attempt | None:
-        """Return the record of a job's newest start; None if it left none, or (with `outcome`) none of its end."""
+        """Return the record of a job's newest start; None without one, or (with `outcome`) if its end is not recorded."""
         own = [
             attempt
             for attempt in attempts(each.launch.run_dir)
@@ -100,12 +100,12 @@ class JobEndings:
         ]
         if not own or (outcome and own[-1].outcome is None):
             return None
-        # A later start of the job that never came to the member must not be judged by what the earlier one said.
+        # A later start that never reached the member must not be judged by the record of an earlier start.
         newest = max(self.left_by(each.submission).starts(each.job), default=0)
         return own[-1] if own[-1].restart >= newest else None
 
     def outcome(self, each: FollowedJob, nodes: int) -> Outcome:
-        """Judge a job on so many nodes that has ended, by scheduler, attempt record, logs and journal."""
+        """Classify an ended job that had this many nodes, by scheduler, attempt record, logs and journal."""
         logs = self.left_by(each.submission).logs(each.job)
         attempt = self.last_attempt(each)
         kind, reason = why_ended(
@@ -116,7 +116,8 @@ class JobEndings:
             self.left_by(each.submission).handed_over(each.job),
         )
         if kind is None:
-            # If the journal says otherwise, it cannot be read, or the job had read a budget that was raised since.
+            # The job finished but the journal is not done: it is unreadable, or the budget was raised after the job
+            # read it.
             run, run_dir = each.launch.run, each.launch.run_dir
             steps = budget_of(run_dir)
             if (steps is None or not is_done(run_dir, steps, run)) and (wrong := trouble(run_dir, run)):
@@ -124,22 +125,23 @@ class JobEndings:
             where = attempt.node if attempt else None
             return Outcome(each.launch.run, 0, "outgrown", KINDS["outgrown"][0], where)
         if kind not in _OWN_FAULT and (asked := stop_asked(each.launch.run_dir)):
-            return Outcome(each.launch.run, 1, "stopped", asked)  # whatever has ended it: it is not to go on
+            # a study's request to stop wins: the member must not be retried
+            return Outcome(each.launch.run, 1, "stopped", asked)
         return Outcome(each.launch.run, 1, kind, reason, _to_blame(each, attempt, nodes, logs))
 
 
 def _to_blame(each: FollowedJob, attempt: Attempt | None, nodes: int, logs: Sequence[Path]) -> str | None:
-    """Return the node to exclude from the next attempt; of several, the one that a rank or srun names, or None."""
+    """Return the node to exclude from the next attempt. For a job of several nodes: the one named by a rank or srun."""
     if nodes > 1:
         if attempt is not None and (attempt.culprit or attempt.kind in ("gpu", "storage")):
-            return attempt.culprit or attempt.node  # the rank that failed has said where it was
+            return attempt.culprit or attempt.node  # the failed rank recorded its node
         died = _TASK_DIED.search(last_words(logs, lines=100))
         return died[1] if died else None
     return attempt.node if attempt else (each.info.node or None if each.info else None)
 
 
 def launch_failed(info: JobInfo) -> bool:
-    """Return whether SLURM holds the job in the queue for ever after it failed to launch it."""
+    """Return True if SLURM failed to launch the job and now holds it in the queue indefinitely."""
     return info.state in QUEUED and _LAUNCH_FAILED in info.reason.replace("_", " ")
 
 
@@ -152,13 +154,13 @@ def why_ended(
 ) -> tuple[str | None, str | None]:
     """Return kind and reason of a job's failure, both None if its member finished.
 
-    The scheduler's state, the job's own last word and its log are put together: a Python error and an empty node look
-    alike to SLURM, and a job that was killed had no last word.
+    All three sources are needed: a Python error and a lost node look alike to SLURM, and a killed job writes no record
+    of its end.
 
     Args:
         info: the scheduler's view of the job; None if it does not know it.
         attempt: the job's own record; None if the member never began.
-        last_words: reads the last lines of the batch log; called only if needed, as `logs`.
+        last_words: reads the last lines of the batch log; like `logs`, it is called only if needed.
         logs: reads the end of the logs of the batch script and of every rank.
         handed_over: whether the job has the pickle that submitit starts from.
     """
@@ -206,24 +208,24 @@ def last_words(logs: Sequence[Path], lines: int = 5) -> str:
     return " / ".join(said_lines[-lines:])[-2000:]
 
 
-# What native code prints when it gives up is long: a stack of each thread.
+# Enough for the crash output of native code, which prints a stack for each thread.
 _LOG_TAIL = 1 << 16
 
 
 def end_of_logs(logs: Sequence[Path], run_dir: Path, submission: str, job: str) -> str:
-    """Return the end of the logs of a job's last start, those of the batch script and of every rank."""
+    """Return the end of the logs of a job's last start: of the batch script and of every rank."""
     said = [_tail(path)[0] for path in logs]
     starts = [each.restart for each in attempts(run_dir) if (each.job, each.submission) == (job, submission)]
     for path in [run_dir / LOG_FILE, *sorted(run_dir.glob("log.rank*.txt"))] if starts else []:
         text, whole = _tail(path)
         _, found, own = text.rpartition(log_mark(submission, job, max(starts)))
-        # A log without the mark is of other attempts, unless the mark is out of sight by now.
+        # Without the mark in view the log belongs to other attempts, unless the tail may have cut the mark off.
         said.append(own if found or not whole else "")
     return "\n".join(said)
 
 
 def _tail(path: Path) -> tuple[str, bool]:
-    """Return the end of a log, and whether that is the whole of it."""
+    """Return the end of a log, and whether that is the whole log."""
     try:
         with path.open("rb") as handle:
             size = handle.seek(0, 2)

@@ -1,4 +1,4 @@
-"""Executor for SLURM clusters: members become jobs that outlive the process which submitted them."""
+"""Executor for SLURM clusters: members become jobs that outlive the process that submitted them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from sweeps.run.interruption import ask_to_stop
 
 _log = logging.getLogger(__name__)
 
-# Accounting lags behind the queue: what it says about a job that left the queue is waited for this long.
+# Accounting lags behind the queue: wait this long for its record of a job that left the queue.
 _ACCOUNTING_S = 15.0
 
-# Reasons for which a job waits for ever unless somebody changes it.
+# Reasons for which a job never starts unless it is changed.
 _NEVER_RUNS = (
     *("PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "Held", "held", "DependencyNeverSatisfied"),
     *("MaxWall", "MaxNodePerJob", "MaxCpuPerJob", "MaxMemPerLimit", "MaxGRESPerJob"),
 )
 
-# SLURM itself requeues a job after these; a moment later it may be pending again.
+# After these states SLURM itself may requeue the job; shortly after it may be pending again.
 _MAY_COME_BACK = frozenset({"NODE_FAIL", "BOOT_FAIL", "PREEMPTED"})
 
 
@@ -36,8 +36,7 @@ _MAY_COME_BACK = frozenset({"NODE_FAIL", "BOOT_FAIL", "PREEMPTED"})
 class ClusterExecutor:
     """Submits members as job arrays and follows them by the scheduler's queue.
 
-    Holds the jobs that it follows, a `Submitter`, which hands members over, and `JobEndings`, which says why a job has
-    ended.
+    Holds the jobs that it follows, a `Submitter`, which submits members, and `JobEndings`, which classifies ended jobs.
 
     Args:
         study: the study's folder, on a file system that all nodes see.
@@ -76,10 +75,10 @@ class ClusterExecutor:
         return self._submitter.next_batch(waiting)
 
     def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
-        """Submit members as one job, or one array; empty if the scheduler cannot take them now.
+        """Submit members as one job, or one array; empty if the scheduler cannot accept them now.
 
         Raises:
-            UserError: it will never take them; nothing of this batch was submitted.
+            UserError: the scheduler will never accept them; nothing of this batch was submitted.
         """
         job = self._submitter.submit(submission, members)
         if job is None:
@@ -93,11 +92,11 @@ class ClusterExecutor:
     def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
         """Follow jobs that an earlier controller submitted.
 
-        A job whose id was written down is followed, whatever the scheduler knows of it now. One that was about to
-        be submitted is looked for by the name of its submission.
+        A job whose id was recorded is followed, even if the scheduler no longer lists it. If the id was not recorded,
+        because the controller died while submitting, the job is searched by the name of its submission.
 
         Raises:
-            UserError: the scheduler does not answer, so nobody knows whether it took what was being submitted.
+            UserError: the scheduler does not answer, so it is unknown whether it accepted the interrupted submission.
         """
         found: dict[str, str | None] = {}
         self._submitter.abandoned.update(name for member in members for name in member.unanswered)
@@ -119,7 +118,7 @@ class ClusterExecutor:
             assert member.submission is not None
             left = self._endings.left_by(member.submission)
             place = left.place(member.run)
-            # A job that came and went before its id was written down is known by the log it left.
+            # A job that ended before its id was recorded is identified by its log file.
             job = ids.get(member.submission) or left.id()
             if job is None or place is None:
                 self._submitter.abandoned.add(member.submission)
@@ -129,13 +128,13 @@ class ClusterExecutor:
             if self._endings.was_refused(queue.get(name), member):
                 continue
             if (info := queue.get(name)) is not None and info.state in QUEUED:
-                complete(left.folder, {name: member.run_dir})  # its submission may have ended in between
+                complete(left.folder, {name: member.run_dir})  # the controller may have died before it wrote the pickle
             found[member.run] = name
             self._followed[member.run] = FollowedJob(member, member.submission, name, seen=False)
         return found
 
     def stop(self, runs: Sequence[str], reason: str) -> None:
-        """Write a stop file for each member, read at its step boundaries, and cancel jobs that are still queued."""
+        """Write a stop file for each member, which it reads at step boundaries, and cancel queued jobs."""
         asked = [self._followed[run] for run in runs if run in self._followed]
         for each in asked:
             ask_to_stop(each.launch.run_dir, reason)
@@ -144,15 +143,15 @@ class ClusterExecutor:
     # --- following ---------------------------------------------------------------------------------------
 
     def running(self) -> list[str]:
-        """Members whose jobs have not ended."""
+        """Return the members whose jobs have not ended."""
         return list(self._followed)
 
     def queued(self) -> frozenset[str]:
-        """Members whose jobs are queued, for the first time or after a requeue."""
+        """Return the members whose jobs are queued, for the first time or after a requeue."""
         return frozenset(run for run, each in self._followed.items() if each.info is None or each.info.state in QUEUED)
 
     def settled(self) -> bool:
-        """Return whether the last query of the queue was answered and left the state of no job in doubt."""
+        """Return True if the last query of the queue was answered and the state of every job is known."""
         looked = self._last_look > float("-inf") and not self._silent
         return looked and not any(each.missing_since is not None or each.suspect for each in self._followed.values())
 
@@ -174,7 +173,7 @@ class ClusterExecutor:
                 _log.warning("cluster: the scheduler does not answer; jobs that run go on, and are asked for again")
             self._silent = True
             for each in self._followed.values():
-                each.missing_since = None  # silence is no sign that a job is gone
+                each.missing_since = None  # no answer does not mean that a job is gone
             return []
         self._silent = False
         self._endings.forget()
@@ -184,7 +183,7 @@ class ClusterExecutor:
         held: list[str] = []
         for each in self._followed.values():
             info = queue.get(each.job)
-            if info is None or not info.name.endswith(each.submission):  # an id that was given out again
+            if info is None or not info.name.endswith(each.submission):  # another job that got the same id
                 gone.append(each)
             else:
                 each.missing_since, each.info = None, info
@@ -210,7 +209,7 @@ class ClusterExecutor:
         return outcomes
 
     def _add_exit_codes(self, failed: Sequence[FollowedJob]) -> None:
-        """Add the exit codes of failed jobs, for a job that left no other record of why it ended."""
+        """Add the exit codes of failed jobs, for jobs that left no other record of why they ended."""
         known = self.scheduler.exit_codes([each.job for each in failed]) if failed else {}
         for each in failed:
             if each.info is not None:
@@ -225,7 +224,7 @@ class ClusterExecutor:
             )
 
     def _left_the_queue(self, gone: Sequence[FollowedJob]) -> list[FollowedJob]:
-        """Return those of the jobs missing from the queue that have ended, or are lost after `lost_after_s`."""
+        """Return the jobs missing from the queue that have ended, or that are lost after `lost_after_s`."""
         if not gone:
             return []
         now = self.clock()
@@ -239,14 +238,14 @@ class ClusterExecutor:
                 each.info = info
                 ended.append(each)
             elif self._endings.last_attempt(each, outcome=True) is not None and missing_s >= _ACCOUNTING_S:
-                ended.append(each)  # it said itself how it ended; accounting may be switched off
+                ended.append(each)  # the job recorded its end; accounting may be switched off
             elif missing_s >= self.settings.lost_after_s:
                 each.info = None
                 ended.append(each)
         return ended
 
     def _cancel_abandoned(self, queue: Mapping[str, JobInfo]) -> None:
-        """Cancel jobs of submissions that were given up as lost and turn up in the queue after all."""
+        """Cancel jobs of submissions that were given up as lost but appear in the queue later."""
         late = {
             info.job.split("_")[0]
             for info in queue.values()

@@ -1,12 +1,12 @@
 """Hand a submission over to SLURM by submitit: one job, or one array, that runs `job.run_member` for each member.
 
-`python -m sweeps.executor.slurm.handover` does so in a process of its own, which reads a `Request` and prints what came
-of it, both as JSON. There submitit's sbatch gets an environment without SLURM's options and a limit on its time, and
-what has begun is ended although the controller is killed.
+`python -m sweeps.executor.slurm.handover` does so in a separate process, which reads a `Request` and prints the result,
+both as JSON. There sbatch gets an environment without SLURM's options and a timeout, and a submission that has begun is
+completed even if the controller is killed.
 
-submitit calls sbatch first and gives its pickles their names afterwards. A job that was taken by a submission which
-ended in between, or whose answer was lost, is without; `complete` gives it one as long as it is in the queue. One that
-starts without waits for a minute and fails, which counts for nothing (`half_submitted`).
+submitit calls sbatch first and writes the job's pickle under its final name afterwards. The pickle is missing if the
+submission dies in between, or if sbatch's answer is lost. `complete` writes it while the job is queued. A job that
+starts without a pickle waits for a minute and fails as `half_submitted`, which does not use up a retry.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def submit(request: Request) -> str:
     """Submit members through submitit and return the id of their job or array.
 
     Raises:
-        submitit.core.utils.FailedJobError: sbatch has failed; its message is what sbatch said.
+        submitit.core.utils.FailedJobError: sbatch failed; the message is sbatch's.
     """
     return _submit(_executor(request), request.members)
 
 
 def _executor(request: Request) -> SlurmExecutor:
-    """Return submitit's executor; what is wrong with the request is an error here, before sbatch is called."""
-    from submitit import SlurmExecutor  # late: only a cluster's login node needs it, and it looks for srun
+    """Return submitit's executor; an invalid request raises here, before sbatch is called."""
+    from submitit import SlurmExecutor  # imported late: only the login node needs it, and it looks for srun
 
     executor = SlurmExecutor(request.folder, python=request.python)
     executor.update_parameters(**request.parameters)
@@ -72,14 +72,14 @@ def _executor(request: Request) -> SlurmExecutor:
 def _submit(executor: SlurmExecutor, members: Sequence[str]) -> str:
     jobs = executor.map_array(run_member, members)
     script = jobs[0].paths.submission_file
-    script.chmod(0o600)  # it holds the user's own commands
-    for link in script.parent.glob(".*.sh"):  # to it, by the name that it had before; what a refusal has left
+    script.chmod(0o600)  # it contains the user's own commands
+    for link in script.parent.glob(".*.sh"):  # links to the script under its temporary name, left after a refusal
         link.unlink()
     return jobs[0].job_id.split("_")[0]
 
 
 def complete(folder: Path, jobs: Mapping[str, Path]) -> None:
-    """Write the pickles that jobs still lack, as submitit would have, if the disk takes them.
+    """Write the pickles that jobs still lack, as submitit would have. Errors of the disk are ignored.
 
     Args:
         folder: folder of the submission.
@@ -88,7 +88,7 @@ def complete(folder: Path, jobs: Mapping[str, Path]) -> None:
     from submitit import SlurmJob
     from submitit.helpers import DelayedSubmission
 
-    with suppress(OSError):  # a job that stays without one is tried again
+    with suppress(OSError):  # a job without a pickle is retried
         for job, member in jobs.items():
             path = SlurmJob[None](folder, job).paths.submitted_pickle
             if not path.exists():
@@ -103,20 +103,20 @@ def pickle_of(job: str) -> str:
 
 
 def main() -> int:
-    """Submit the request on stdin; print `{"job": id}`, or what sbatch said, or that nobody knows what became of it."""
+    """Submit the request on stdin. Print `{"job": id}`, or sbatch's refusal, or that the result is unknown."""
     request = Request(**json.load(sys.stdin))
     executor = _executor(request)
     try:
         answer = {"job": _submit(executor, request.members)}
     except Exception as error:
         answer = _answer(error)
-    with suppress(BrokenPipeError):  # whoever asked is gone, and finds the job by the submission's name
+    with suppress(BrokenPipeError):  # the controller is gone; its successor finds the job by the submission's name
         print(json.dumps(answer), flush=True)
     return 0
 
 
 def _answer(error: Exception) -> dict[str, str]:
-    """Return what sbatch said if it has ended with an error; nobody knows what became of anything else."""
+    """Return sbatch's message if it exited with an error; after any other exception the result is unknown."""
     cause = error.__cause__
     if isinstance(cause, subprocess.CalledProcessError):
         return {"refused": cause.stderr or cause.output or f"exit code {cause.returncode}"}

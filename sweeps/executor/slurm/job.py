@@ -1,10 +1,10 @@
 """Entry point on a compute node: runs one member of a submission as one SLURM task.
 
-submitit calls `run_member` for each task of an array and each rank of a job; batch scripts of earlier versions, which
-may wait in a queue for long, call `python -m sweeps job <folder of the submission>`. The signals are ours alone:
-SLURM's warning (SIGUSR2, sent before a time limit or a preemption) and SIGTERM leave a note, the run saves itself at
-its next clean border, and the batch script requeues the job. The handlers of submitit and of Lightning would end it in
-the middle of a step, and requeue as well.
+submitit calls `run_member` for each task of an array and each rank of a job. Batch scripts of earlier versions, which
+may still be queued, call `python -m sweeps job <folder of the submission>`. This module handles SLURM's warning
+(SIGUSR2, sent before a time limit or a preemption) and SIGTERM itself: they set a flag, the run saves a checkpoint at
+the next step boundary, and the batch script requeues the job. The handlers of submitit and of Lightning would end the
+run in the middle of a step, and requeue it as well.
 """
 
 from __future__ import annotations
@@ -46,34 +46,34 @@ MANIFEST_FILE = "submission.json"
 REQUEUE_VARIABLE = "SCALERL_REQUEUE_FILE"
 BEGAN_VARIABLE = "SCALERL_BEGAN"
 
-# The exit code of a member that ran out of disk, and so may not be able to say it in any file.
+# Exit code of a member that ran out of disk space, and so may be unable to record the failure in a file.
 DISK_FULL_CODE = errno.ENOSPC
 
-# A file that was written before the job was submitted may still be on its way through a network file system.
+# Timeout for a file written before submission to become visible through a network file system.
 _VISIBLE_S = 60.0
-# How much earlier than asked SLURM may send its warning.
+# Seconds by which SLURM may send its warning earlier than requested.
 _EARLY_S = 75.0
 
 
 def run_member(run_dir: str) -> NoReturn:
     """Run a member in the job that submitit has started, and end the process.
 
-    Pickles of jobs that wait in a queue hold this function by its name, `sweeps.executor.slurm.job.run_member`: it is
-    never to be renamed or moved. It returns nothing for submitit to pickle; what becomes of a member is in its folder.
+    Pickles of queued jobs refer to this function as `sweeps.executor.slurm.job.run_member`: never rename or move it.
+    It returns nothing for submitit to pickle; results of a member are in its folder.
     """
     with _signals_are_ours():
         _end_process(_run(submission_folder(), Path(run_dir)))
 
 
 def run(arguments: list[str]) -> NoReturn:
-    """Run the member that this task of an earlier version's batch script stands for, and end the process."""
+    """Run the member of this task of an earlier version's batch script, and end the process."""
     with _signals_are_ours():
         _end_process(_run(Path(arguments[0])))
 
 
 @contextmanager
 def _signals_are_ours() -> Iterator[None]:
-    """Note signals that ask this process to stop, in place of submitit's handlers, which would requeue the job."""
+    """Record signals that ask this process to stop. Replaces submitit's handlers, which would requeue the job."""
     with interruption.on_signals([signal.SIGUSR2, signal.SIGTERM]):
         signal.signal(signal.SIGCONT, signal.SIG_DFL)
         yield
@@ -87,7 +87,7 @@ def _end_process(code: int) -> NoReturn:
 
 
 def _run(folder: Path, run_dir: Path | None = None) -> int:
-    """Run a member of the submission in a folder, by default that of this task's index; return the exit code."""
+    """Run the member in `run_dir`, by default that of this task's array index; return the exit code."""
     began = time.time()
     try:
         manifest = _wait_for(folder / MANIFEST_FILE)
@@ -110,7 +110,7 @@ def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float) -> int:
     """Run the member as rank 0, which writes the attempt record, and return the exit code."""
     log = AttemptLog(run_dir, manifest["submission"], job_id(), restart_count(), node_name())
     step = checkpoint_step(run_dir)
-    # Read before ours is begun, which would count as one that ended without a checkpoint.
+    # Read before this attempt is recorded, or it would count as one that ended without a checkpoint.
     earlier = attempts(run_dir)
     try:
         log.begin(step)
@@ -124,7 +124,7 @@ def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float) -> int:
             print(reason, flush=True)
             log.end("failed", "gave_up", reason)
             return 1
-        if asked := stop_asked(run_dir):  # while the job waited
+        if asked := stop_asked(run_dir):  # asked while the job was queued
             log.end("stopped", "stopped", asked)
             return 0
         _check_gpu()
@@ -136,12 +136,13 @@ def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float) -> int:
             return 0
         return _interrupted(manifest, log, earlier, began, str(error))
     except BaseException as error:
-        # Everything that is known is said before anything else can go wrong; one may fail and not the other.
+        # Write the record and the traceback separately: either may fail, for example on a full disk.
         kind = kind_of(error)
         reason = first_line(error)
-        if kind == "killed" and step_tasks() > 1:  # alone it has lost something else: its command, its lease
+        # a single task was not killed by a peer: it lost its command or its lease
+        if kind == "killed" and step_tasks() > 1:
             reason = "another rank of the job died; its log is log.rank<number>.txt"
-        with suppress(OSError):  # a full disk takes no last words; the exit code is one
+        with suppress(OSError):  # with a full disk the exit code is the only record
             log.end("failed", kind, reason)
         with suppress(OSError):
             print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
@@ -154,7 +155,7 @@ def _interrupted(
     manifest: Mapping[str, Any], log: AttemptLog, earlier: list[Attempt], began: float, reason: str
 ) -> int:
     """Record an interruption of a saved run, ask the batch script for a requeue, and return the exit code."""
-    # SLURM warns with one signal of a time limit and of a preemption: the time tells which it was.
+    # SLURM sends the same signal before a time limit and before a preemption. The time tells them apart.
     kind = "time_limit" if time.time() >= _end(manifest, began) - manifest["signal_delay_s"] - _EARLY_S else "preempted"
     limit = manifest["max_num_timeout"]
     reached = 1 + sum(attempt.job == job_id() and attempt.kind == "time_limit" for attempt in earlier)
@@ -167,7 +168,7 @@ def _interrupted(
     try:
         log.end("interrupted", kind, reason)
         print(f"scalerl: saved ({reason}); asking for a requeue", flush=True)
-    except OSError as error:  # saved all the same
+    except OSError as error:  # the checkpoint was saved nevertheless
         code = DISK_FULL_CODE if kind_of(error) == "disk_full" else 1
     if marker := os.environ.get(REQUEUE_VARIABLE):
         with suppress(OSError):
@@ -176,16 +177,17 @@ def _interrupted(
 
 
 def _end(manifest: Mapping[str, Any], began: float) -> float:
-    """Time at which the job's limit is reached by this node's clock, which may be minutes from slurmctld's.
+    """Return the time at which the job's limit is reached, by this node's clock.
 
-    Newer SLURM versions give start and end by slurmctld's clock, of which only the difference is used. `began` is the
-    start of this process, for a batch script of an earlier version; it is later than that of the job, by its set-up.
+    Newer SLURM versions give start and end by slurmctld's clock, which may be minutes off; only their difference is
+    used. `began` is the start of this process. It is used for batch scripts of earlier versions and is later than the
+    start of the job, by the set-up commands.
     """
     return float(os.environ.get(BEGAN_VARIABLE) or began) + (length_s() or manifest["timeout_min"] * 60)
 
 
 def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int) -> int:
-    """Run the member as another rank than 0: it only trains, and records nothing unless it fails first."""
+    """Run the member as a rank other than 0. It only trains, and records nothing unless it fails first."""
     try:
         _check_gpu()
         load_entry(manifest["entry"])(run_dir)
@@ -193,7 +195,7 @@ def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int) -> int:
         return 0
     except BaseException as error:
         print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
-        # That rank 0 has failed, or is gone, is not this one's doing.
+        # Not blamed on this rank if rank 0 has failed or is gone.
         if not getattr(error, "leave_journal", False) and (kind := kind_of(error)) not in OF_A_PEER:
             log = AttemptLog(run_dir, manifest["submission"], job_id(), restart_count(), node_name())
             with suppress(OSError):
@@ -203,7 +205,7 @@ def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int) -> int:
 
 
 def idle_attempts(earlier: list[Attempt], step: int) -> int:
-    """Count the latest attempts in a row that began at this checkpoint and ended without a new one."""
+    """Count the most recent attempts in a row that began at this checkpoint and ended without a new one."""
     count = 0
     for attempt in reversed(earlier):
         if attempt.step != step or attempt.outcome not in (None, "interrupted"):
@@ -219,7 +221,7 @@ def checkpoint_step(run_dir: Path) -> int:
 
 
 def _check_gpu() -> None:
-    """Check for a GPU before a model is loaded, if the job asks for one; training checks again with the driver."""
+    """Check for a GPU before a model is loaded, if the job asks for one. Training checks again through the driver."""
     if REQUIRED in os.environ:
         check_gpu()
 
@@ -237,7 +239,7 @@ def _wait_for(path: Path) -> dict[str, Any]:
 
 
 def _log_to(path: Path) -> None:
-    """Redirect stdout and stderr to the run's log by file descriptor, so that native code's output goes there too."""
+    """Redirect stdout and stderr to the run's log by file descriptor, so that output of native code is included."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(log, 1)

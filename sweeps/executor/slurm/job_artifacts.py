@@ -1,4 +1,4 @@
-"""Files in the folder of a submission: its manifest, and start markers and logs of its jobs. Listed once."""
+"""Files in the folder of a submission: its manifest, and the start markers and logs of its jobs."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class JobArtifacts:
         return self._logs.get(job, [])
 
     def handed_over(self, job: str) -> bool:
-        """Return whether a job has its pickle; those of earlier versions need none, and have another script."""
+        """Return True if a job has its pickle. Batch scripts of earlier versions (submit.sh) do not need one."""
         return not self._names or pickle_of(job) in self._names or "submit.sh" in self._names
 
     def id(self) -> str | None:
-        """Return the id of the job or array by the names of its logs; None if it has left none."""
+        """Return the id of the job or array by the names of its logs; None if there are none."""
         return next((match[0] for job in self._logs if (match := re.match(r"\d+", job))), None)
 
     def place(self, run: str) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""Access to SLURM: submit, query and cancel jobs. A missing answer is never taken for a state."""
+"""Access to SLURM: submit, query and cancel jobs. A missing answer is never interpreted as a state."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from sweeps.process import kill_group
 _log = logging.getLogger(__name__)
 
 QUEUED = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"})
-# States after which a job does nothing more; with --requeue SLURM itself starts some of these again.
+# Final states; with --requeue SLURM itself restarts jobs in some of them.
 ENDED = frozenset(
     {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY"}
     | {"DEADLINE", "SPECIAL_EXIT", "REVOKED"}
 )
 
 _COMMAND_TIMEOUT_S = 60
-# Of a submission beyond sbatch's: two files a member, on a slow file system.
+# Additional time per member of a submission, to write two files on a slow file system.
 _FILES_OF_A_MEMBER_S = 0.1
-# Ids in one argument: Linux takes 128 KiB.
+# Number of ids in one argument: Linux allows 128 KiB.
 _AT_A_TIME = 2000
-# Defaults of SLURM's commands. sbatch takes its own for stronger than what the script says, and hands all of them on:
-# srun, squeue and scontrol read theirs again inside the job. submitit's choose the signal that its jobs get.
+# Variables with defaults of SLURM's commands. They override options in the batch script, and sbatch passes them all to
+# the job, where srun, squeue and scontrol read theirs again. submitit's variables choose the signal for its jobs.
 _FOREIGN = ("SUBMITIT_", "SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_", "SCONTROL_")
-# Where SLURM is, and who asks: no defaults.
+# Exceptions, which are not defaults: the location and the credentials of SLURM.
 _KEPT = frozenset({"SLURM_CONF", "SLURM_JWT"})
-# Where the launcher's key has another name than SBATCH_<KEY>; None where the launcher itself says it.
+# The launcher's key, where it is not the rest of the name SBATCH_<KEY>; None where the launcher sets the option itself.
 _KEY_OF: Mapping[str, str | None] = {
     "SBATCH_JOB_NAME": "name",
     "SBATCH_TIMELIMIT": "timeout_min",
@@ -50,7 +50,7 @@ _KEY_OF: Mapping[str, str | None] = {
 }
 # Set by SLURM itself inside a job.
 _OF_A_JOB = ("SBATCH_CPU_BIND", "SBATCH_MEM_BIND")
-# What sbatch says when the same submission may succeed later. The first kind may have been accepted all the same.
+# Messages of sbatch after which the same submission may succeed later. With `_NO_ANSWER` it may have been accepted.
 _NO_ANSWER = re.compile(
     r"(?i)unable to contact slurm|connection refused|connection reset|timed out|zero bytes|communications? (error|fail)"
     r"|transport endpoint|slurmctld.*(down|not respond)|controller.*not respond"
@@ -59,7 +59,7 @@ _NOT_NOW = re.compile(
     r"(?i)job submit limit|submitjob|temporarily unable to accept|resource temporarily unavailable|max.*job.*limit"
     r"|standby mode|partition not available|slurm_?db.*connection|too many jobs|(qos|assoc)\w*(max|grp)\w*job"
 )
-# Limits that no waiting changes, under the same words as those that it does.
+# Limits that waiting does not lift, although their messages match `_NOT_NOW`.
 _NEVER = re.compile(r"(?i)(qos|assoc)\w*(maxwall|(max|min)\w*perjob|maxnode\w*|min\w+)")
 _ARRAY_TOO_LARGE = re.compile(r"(?i)invalid job array specification")
 
@@ -80,8 +80,8 @@ class RefusedError(Exception):
     """Error: the scheduler did not accept a submission.
 
     Attributes:
-        later: the same may succeed later.
-        uncertain: there was no answer; it may have been taken.
+        later: the same submission may succeed later.
+        uncertain: there was no answer; the submission may have been accepted.
         too_large: the array has more tasks than the cluster allows.
     """
 
@@ -104,7 +104,7 @@ class Scheduler(Protocol):
         ...
 
     def exit_codes(self, jobs: Sequence[str]) -> dict[str, str]:
-        """Return exit code and signal of ended jobs, as `28:0` or `0:9`; jobs that nobody knows are left out."""
+        """Return exit code and signal of ended jobs, as `28:0` or `0:9`; unknown jobs are left out."""
         ...
 
     def accounted(self, jobs: Sequence[str]) -> dict[str, JobInfo]:
@@ -116,19 +116,19 @@ class Scheduler(Protocol):
         ...
 
     def cancel(self, jobs: Sequence[str], waiting_only: bool = False) -> None:
-        """Cancel jobs; with `waiting_only` those that have not begun, and no others."""
+        """Cancel jobs; with `waiting_only` only those that have not begun."""
         ...
 
 
 class Slurm:
-    """SLURM scheduler by its command-line tools in PATH, also for clusters federated with this one.
+    """SLURM scheduler through its command-line tools in PATH, also for clusters federated with this one.
 
     Args:
-        clusters: names with commas between them, as sbatch takes them; the own one if empty. Ids of jobs are unique
-            among those of a federation.
+            clusters: comma-separated names, as sbatch takes them; empty for the local cluster. Job ids are unique
+                within a federation.
 
-    Raises:
-        UserError: the commands are not there.
+        Raises:
+            UserError: the commands are not in PATH.
     """
 
     def __init__(self, clusters: str = "") -> None:
@@ -168,7 +168,7 @@ class Slurm:
 
     def queue(self) -> dict[str, JobInfo] | None:
         """Query squeue for this user's jobs in all states; None on a timeout or error."""
-        # The name comes last: it alone may hold a separator, being another program's.
+        # The name comes last: names of other programs' jobs may contain the separator.
         own = ["-u", str(os.getuid())]
         command = ["squeue", *self._where, "-h", "-a", "-r", "--states=all", *own, "-o", "%i|%T|%N|%r|%j"]
         try:
@@ -180,7 +180,7 @@ class Slurm:
         return {info.job: info for line in done.stdout.splitlines() if (info := _queue_line(line))}
 
     def exit_codes(self, jobs: Sequence[str]) -> dict[str, str]:
-        """Query squeue for exit codes, then sacct for the rest: accounting learns of them later, or never."""
+        """Query squeue for exit codes, then sacct for the remaining jobs: accounting has them later, or never."""
         found = {}
         fields = ["-O", "JobArrayID:40,exit_code:20"]
         said = ""
@@ -212,7 +212,7 @@ class Slurm:
         return {info.job: info for line in done.stdout.splitlines() for info in _account_line(line)}
 
     def array_limit(self) -> int:
-        """Read MaxArraySize from scontrol; 1001, SLURM's own default, if it does not say."""
+        """Read MaxArraySize from scontrol; default 1001, as in SLURM."""
         try:
             said = _run(["scontrol", "show", "config"]).stdout
         except subprocess.TimeoutExpired:
@@ -222,16 +222,17 @@ class Slurm:
         return max(1, int(match[1]) if match else 1001)
 
     def cancel(self, jobs: Sequence[str], waiting_only: bool = False) -> None:
-        """Cancel jobs with scancel; an error or timeout is ignored, for callers ask again."""
+        """Cancel jobs with scancel; an error or timeout is ignored, because callers retry."""
         if jobs:
-            with suppress(subprocess.TimeoutExpired):  # as silent as the others; what is seen again is asked again
+            # errors are ignored; a job that is still there is cancelled at the next poll
+            with suppress(subprocess.TimeoutExpired):
                 _run(["scancel", *self._where, *(["--state=PENDING"] if waiting_only else []), *jobs])
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for SLURM's commands: this process's, without SLURM's own option variables.
 
-    Inside another job its variables would be taken for options, and a site's or user's defaults would hide jobs.
+    Inside another job, its variables would be read as options; defaults of a site or user would hide jobs.
     """
     return {name: value for name, value in environment.items() if not name.startswith(_FOREIGN) or name in _KEPT}
 
@@ -244,9 +245,8 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _handed_over(request: Request) -> dict[str, str]:
-    """Run `handover` and return its answer: the job's id, or words as `refused`, or as `unclear` if it may be taken.
-
-    In a session of its own, and left to itself when this process is interrupted: what it has begun is soon done.
+    """Run `handover` and return its answer: the job's id, or a message as `refused` or `unclear` (result unknown).
+    It runs in its own session and finishes even if this process is interrupted; it does not take long.
     """
     with subprocess.Popen(
         [sys.executable, "-m", handover.__name__],
@@ -262,24 +262,24 @@ def _handed_over(request: Request) -> dict[str, str]:
             limit_s = _COMMAND_TIMEOUT_S + _FILES_OF_A_MEMBER_S * len(request.members)
             out, err = process.communicate(json.dumps(asdict(request)), timeout=limit_s)
         except subprocess.TimeoutExpired:
-            kill_group(process.pid)  # sbatch with it
+            kill_group(process.pid)  # sbatch is in this group
             return {"unclear": "sbatch: no answer"}
     try:
         answer: dict[str, str] = json.loads(out.splitlines()[-1])
     except (ValueError, IndexError):
-        # Killed it was in the middle; an exception has ended it before it has called sbatch.
+        # If handover was killed, the result is unknown. An exception ends it only before it calls sbatch.
         words = (err.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
         return {"unclear" if process.returncode < 0 else "refused": f"submitit: {words}"}
     return answer
 
 
 def _ignored(environment: Mapping[str, str], keys: Collection[str], options: Collection[str]) -> list[str]:
-    """Return variables that would have set options of sbatch but are not passed on, each with the key to use instead.
+    """Return variables that set options of sbatch but are not passed on, each with the key to use instead.
 
     Args:
         environment: environment variables of this process.
-        keys: names of the launcher's keys that equal sbatch's own.
-        options: those that the batch script sets already, which are not listed.
+        keys: the launcher's keys that have the same name as sbatch's options.
+        options: options that the batch script sets anyway; their variables are not listed.
     """
     said = []
     for name in sorted(environment):
@@ -308,7 +308,7 @@ def _account_line(line: str) -> list[JobInfo]:
 
 
 def _tasks(job: str) -> list[str]:
-    """Expand the one accounting line of tasks that have not started, such as `12_[1-3,5%2]`, into their ids."""
+    """Expand the accounting line of tasks that have not started, such as `12_[1-3,5%2]`, into their ids."""
     match = re.fullmatch(r"(\d+)_\[([\d,-]+)(?:%\d+)?\]", job)
     if match is None:
         return [job]

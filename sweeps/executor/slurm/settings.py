@@ -9,30 +9,30 @@ from typing import Any
 
 from sweeps.errors import UserError
 
-# What sbatch is asked for, under the names of the stock launcher, hydra-submitit-launcher.
+# Options for sbatch, under the keys of Hydra's standard launcher, hydra-submitit-launcher.
 RESOURCES = (
     *("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name", "stderr_to_stdout"),
-    # from here on those that are for SLURM alone
+    # the following are for SLURM only
     *("partition", "qos", "comment", "constraint", "exclude", "nodelist", "exclusive", "gres", "cpus_per_gpu"),
     *("gpus_per_task", "mem_per_gpu", "mem_per_cpu", "account", "dependency", "mail_type", "mail_user", "wckey"),
     *("signal_delay_s", "array_parallelism", "additional_parameters", "srun_args", "clusters"),
 )
 
 
-# The stock launcher's, without a meaning here: everything lies in the study's folder.
+# A key of hydra-submitit-launcher that is ignored here: all files are in the study's folder.
 _UNUSED = ("submitit_folder",)
 
 
 @dataclass(frozen=True)
 class JobSettings:
-    """Settings by which a cluster runs members as jobs.
+    """Settings of a cluster's jobs, each of which runs a member.
 
     Attributes:
-        resources: options of the jobs under the stock launcher's keys (hydra-submitit-launcher), see `RESOURCES`.
+        resources: options of the jobs under the keys of hydra-submitit-launcher, see `RESOURCES`.
         setup, teardown: shell commands of the batch script before and after the member.
         python: command by which a job starts Python: a path, or a container's command that ends in one; None for this
             interpreter.
-        require_gpu: whether a job that asks for GPUs and sees none fails, and its node is excluded.
+        require_gpu: if True, a job that asks for GPUs and sees none fails, and its node is excluded.
         max_num_timeout: number of times that a member's job may reach its time limit; None for no limit.
         array_size: largest number of members in one array; None for what the cluster allows.
         poll_s: seconds between two queries of the queue.
@@ -51,12 +51,12 @@ class JobSettings:
 
     @property
     def timeout_min(self) -> int:
-        """Time limit of a job in minutes, 60 if not given."""
+        """Time limit of a job in minutes; default 60."""
         return int(self.resources.get("timeout_min") or 60)
 
     @property
     def needs_gpu(self) -> bool:
-        """Return whether a job that sees no GPU must fail: it asks for one, and `require_gpu` is set."""
+        """Return True if a job that sees no GPU must fail: it asks for one, and `require_gpu` is set."""
         return self.require_gpu and asks_for_gpus(self.resources)
 
     @property
@@ -66,15 +66,15 @@ class JobSettings:
 
     @property
     def signal_delay_s(self) -> int:
-        """Seconds before its time limit at which a job gets the warning signal, 120 if not given."""
+        """Seconds before its time limit at which a job gets the warning signal; default 120."""
         return int(self.resources.get("signal_delay_s") or 120)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> JobSettings:
-        """Make checked settings from the launcher's keys, those of the stock launcher and our own mixed.
+        """Make checked settings from the launcher's keys: those of hydra-submitit-launcher and our own.
 
         Raises:
-            UserError: a value that cannot work; what would.
+            UserError: a value that cannot work; the message has one that would.
         """
         rest = {key: value for key, value in given.items() if value is not None and key not in _UNUSED}
         try:
@@ -97,7 +97,7 @@ class JobSettings:
         return settings
 
     def given(self) -> dict[str, Any]:
-        """Return the settings as the flat mapping of keys from which `of` makes them again."""
+        """Return the settings as a flat mapping of keys, the inverse of `of`."""
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "resources"}
         return {**self.resources, **{key: list(v) if isinstance(v, tuple) else v for key, v in own.items()}}
 
@@ -105,7 +105,7 @@ class JobSettings:
         """Check that the settings can work, before anything is submitted.
 
         Raises:
-            UserError: which cannot, and what would.
+            UserError: the first setting that cannot work; the message has a value that would.
         """
         unknown = sorted(set(self.resources) - set(RESOURCES))
         if unknown:
@@ -147,11 +147,11 @@ class JobSettings:
                 raise UserError(f"cluster: {name} is {value!r}; it must be a whole number from {least} on, or null")
 
 
-# Options by which jobs are found again, or that would take them where nobody looks.
+# Options that the executor sets itself to find its jobs and their logs again.
 _OURS = frozenset({"array", "clusters", "cluster", "M", "output", "error", "job-name", "open-mode", "signal"})
 
 
-# Settings that sbatch would misunderstand, or fail at later than now.
+# Settings that sbatch would misinterpret, or reject later than now.
 _KINDS_OF_SETTING: tuple[tuple[str, Any, str], ...] = (
     ("signal_delay_s", int, "a whole number of seconds"),
     ("array_parallelism", int, "a whole number"),
@@ -164,7 +164,7 @@ _KINDS_OF_SETTING: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-# Options of sbatch that ask for GPUs; for the others a value says so: gres=gpu:2.
+# Options of sbatch that always ask for GPUs. For those of `_ASK_FOR_ANYTHING` it depends on the value: gres=gpu:2.
 _ASK_FOR_GPUS = frozenset({"gpus", "gpus_per_node", "gpus_per_task", "gpus_per_socket"})
 _ASK_FOR_ANYTHING = frozenset({"gres", "tres_per_node", "tres_per_task", "tres_per_job"})
 
@@ -177,13 +177,13 @@ def asks_for_gpus(resources: Mapping[str, Any]) -> bool:
 
 
 def with_layout(resources: Mapping[str, Any], layout: tuple[int, int] | None) -> dict[str, Any]:
-    """Return the resources of a job with ranks laid out so: a task for each, and a GPU where GPUs are asked for.
+    """Return the resources of a job with this layout: one task per rank, and a GPU per rank if GPUs are requested.
 
-    More GPUs a node than ranks stay: a live driver's generators run on them.
+    If a node has more GPUs than ranks, their number is kept: the generators of a live driver run on the others.
 
     Args:
         resources: options of the jobs, see `RESOURCES`.
-        layout: nodes, and ranks on each; None for those of the resources.
+        layout: number of nodes, and of ranks per node; None for those of the resources.
     """
     if layout is None:
         return dict(resources)

@@ -1,14 +1,14 @@
-"""A submission: members frozen together under a name that is used once, and what submitit is asked for.
+"""A submission: members frozen together under a name that is used once, and the request to submitit.
 
-What a job needs lies in `<study>/jobs/<submission>/` before it is submitted, but for the pickle that submitit names
-after the job's id; `handover` says what becomes of a job without.
+Everything that a job needs is written to `<study>/jobs/<submission>/` before it is submitted, except the pickle, which
+submitit names after the job's id. `handover` describes what happens to a job without a pickle.
 
     submission.json   members in the order of the array's tasks, the entry, limits, the code's commit
-    code.diff         what the working tree had beyond that commit
+    code.diff         uncommitted changes of the working tree
     <job>_submission.sh   the batch script, written by submitit
     <job>_submitted.pkl   a name, `sweeps.executor.slurm.job.run_member`, and the folder of the member
-    started-<job>-<restart>   left by the batch script each time it starts
-    <job>_<rank>_log.out   what SLURM, the set-up commands and srun had to say; members have logs of their own
+    started-<job>-<restart>   written by the batch script each time it starts
+    <job>_<rank>_log.out   output of SLURM, the set-up commands and srun; members have logs of their own
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ JOBS_DIR = "jobs"
 DIFF_FILE = "code.diff"
 STARTED = "started-"
 
-# Our keys that SLURM, and so submitit's executor for it, calls otherwise; all others keep their names.
+# Keys with other names in SLURM, and therefore in submitit's executor; all other keys are the same.
 _NAME_OF = {"timeout_min": "time", "mem_gb": "mem", "tasks_per_node": "ntasks_per_node"}
 
 
 def new_folder(study: Path, submission: str) -> Path:
-    """Make the folder of a submission, mode 0700, for its scripts are run as its owner.
+    """Make the folder of a submission, with mode 0700 because its scripts run as the owner.
 
     Raises:
         UserError: the path has a character that SLURM would interpret.
@@ -66,7 +66,7 @@ def freeze(
     threads: int,
     title: str,
 ) -> Request:
-    """Write what a submission's jobs need and return what is to be submitted.
+    """Write the files that a submission's jobs need and return the request for submitit.
 
     Args:
         folder: folder of the submission.
@@ -75,7 +75,7 @@ def freeze(
         settings: resources and limits.
         entry: `module:function`, called with a member's directory.
         threads: CPU threads of a member's process.
-        title: first part of the job's name, for people; see `harmless`.
+        title: first part of the job's name, for display; see `harmless`.
     """
     manifest = {
         "submission": submission,
@@ -90,7 +90,7 @@ def freeze(
         "code": freeze_code(folder),
     }
     write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=1), mode=0o600)
-    # The name ends with the submission's: by that its jobs are found again in the queue (`executor`).
+    # The name ends with the submission's, by which its jobs are found in the queue (`executor`).
     asked = parameters(folder, settings, threads, f"{harmless(title)}-{submission}")
     return Request(str(folder), tuple(str(member.run_dir.resolve()) for member in members), asked, settings.python)
 
@@ -102,13 +102,13 @@ def parameters(folder: Path, settings: JobSettings, threads: int, job_name: str)
         folder: folder of the submission.
         settings: resources, limits, the user's own commands.
         threads: CPU threads of a member's process.
-        job_name: name of the jobs, of characters that SLURM takes.
+        job_name: name of the jobs, only with characters that SLURM accepts.
     """
     given = {key: value for key, value in settings.resources.items() if value is not None}
     several = int(given.get("nodes", 1)) * int(given.get("tasks_per_node", 1)) > 1
     of_submitit = {_NAME_OF.get(key, key): value for key, value in given.items() if key not in ("name", "clusters")}
     return {
-        "wckey": None,  # submitit's own would be refused where such keys are registered
+        "wckey": None,  # submitit's default is refused where such keys are registered
         "stderr_to_stdout": True,
         **of_submitit,
         **({"mem": _memory(given["mem_gb"])} if "mem_gb" in given else {}),
@@ -116,17 +116,17 @@ def parameters(folder: Path, settings: JobSettings, threads: int, job_name: str)
         "time": settings.timeout_min,
         "signal_delay_s": settings.signal_delay_s,
         "additional_parameters": {
-            # Whatever signal submitit was told to use: NCCL may take USR1.
+            # Set explicitly, because a user may have set another signal for submitit; NCCL may use USR1.
             "signal": f"USR2@{settings.signal_delay_s}",
-            # Not every site lets a user requeue unless the job says so.
+            # Some sites allow a requeue only if the job asks for it.
             "requeue": True,
             **({"clusters": settings.clusters} if settings.clusters else {}),
             **(given.get("additional_parameters") or {}),
         },
         "srun_args": [
-            # One process of several that dies leaves the others waiting for it.
+            # If one of several processes dies, the others would wait for it.
             *(["--kill-on-bad-exit=1"] if several else []),
-            # A step does not inherit this from its job.
+            # A job step does not inherit this from its job.
             *([f"--cpus-per-task={given['cpus_per_task']}"] if given.get("cpus_per_task") else []),
             *map(str, given.get("srun_args") or []),
         ],
@@ -136,34 +136,35 @@ def parameters(folder: Path, settings: JobSettings, threads: int, job_name: str)
 
 
 def _memory(gigabytes: float) -> str:
-    """Format memory for sbatch, which takes whole numbers only: GB, or MB for a fraction."""
+    """Format memory for sbatch, which accepts only whole numbers: in GB, or in MB for a fraction."""
     return f"{int(gigabytes)}GB" if gigabytes == int(gigabytes) else f"{int(gigabytes * 1024)}MB"
 
 
 def _before(folder: Path, threads: int, commands: Sequence[str]) -> list[str]:
-    """Return the commands of a batch script before the member starts, the user's own among them."""
+    """Return the commands of a batch script before the member starts, including the user's."""
     where = shlex.quote(str(folder))
     return [
-        # By the clock of this node, on which the first rank runs too.
+        # By the clock of this node, which also runs the first rank.
         f"export {BEGAN_VARIABLE}=$(date +%s)",
         f"export OMP_NUM_THREADS={threads} MKL_NUM_THREADS={threads}",
         f"export {REQUEUE_VARIABLE}={where}/requeue-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}",
-        # A task of an array by its own name: the last one bears the array's id, by which all of them would be meant.
+        # Name a task of an array explicitly: SLURM_JOB_ID of the last task is the array's id, which would mean all of
+        # them.
         "scalerl_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
         "scalerl_job=${scalerl_job:-$SLURM_JOB_ID}",
-        # Which start of the job this is: one that ends before the member begins leaves nothing else behind.
+        # Record this start of the job. If it ends before the member begins, this file is the only trace.
         f"touch {where}/{STARTED}$scalerl_job-${{SLURM_RESTART_COUNT:-0}}",
         *commands,
-        # Whatever the user's own commands switch on, a member that fails does not end the script: a requeue is to come.
+        # The user's commands may have set -e or a trap: a failing member must not end the script before the requeue.
         "set +e; trap - ERR",
     ]
 
 
 def _after(commands: Sequence[str]) -> list[str]:
-    """Return the commands of a batch script after the member has ended: the user's own, then a requeue if asked for.
+    """Return the commands of a batch script after the member has ended: the user's, then a requeue if it was requested.
 
-    A requeue ends the script. They run on the node, outside of any container. A job that was cancelled meanwhile is no
-    longer RUNNING, and stays cancelled.
+    The commands run on the node, outside of any container. A requeue ends the script. A job that was cancelled
+    meanwhile is no longer RUNNING, and stays cancelled.
     """
     return [
         "scalerl_status=$?",
@@ -183,7 +184,7 @@ def _after(commands: Sequence[str]) -> list[str]:
 
 
 def freeze_code(folder: Path) -> dict[str, Any]:
-    """Record the code's provenance: return its commit, and write uncommitted changes to `code.diff`, redacted."""
+    """Return the code's commit, and write uncommitted changes to `code.diff`, redacted."""
     here = checkout()
     if here is None:
         return {"commit": None}

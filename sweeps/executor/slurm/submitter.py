@@ -1,4 +1,4 @@
-"""Members handed to SLURM in arrays that it takes, and what is made of its refusals."""
+"""Submission of members to SLURM in arrays of an accepted size, and the handling of refusals."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from sweeps.executor.slurm.submission import freeze, new_folder
 _log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 300.0
-# Retry of a member of which another copy was running: after so many minutes, then twice as many, up to the last.
+# Minutes until the retry of a member of which another copy was running. They double each time, up to the second value.
 _FIRST_LOOK_MIN, _LAST_LOOK_MIN = 10, 240
 
 
 @dataclass
 class _Pause:
-    """Backoff: the time from which the scheduler may be asked to take a submission again."""
+    """Backoff after a refusal: time of the next attempt to submit."""
 
     until: float = 0.0
     length_s: float = 0.0
@@ -45,7 +45,7 @@ class _Pause:
 
 @dataclass
 class Submitter:
-    """Submits members as jobs or arrays: how many at a time, and how long to wait after a refusal.
+    """Submits members as jobs or arrays: chooses how many at a time, and how long to wait after a refusal.
 
     Args:
         study, scheduler, settings, entry, threads, title, clock: as of `ClusterExecutor`.
@@ -58,7 +58,7 @@ class Submitter:
     threads: int
     title: str
     clock: Callable[[], float]
-    # Names of submissions that were given up as lost, which the scheduler may have taken all the same.
+    # Names of submissions that were given up as lost, but that the scheduler may have accepted.
     abandoned: set[str] = field(default_factory=set, init=False)
     _pause: _Pause = field(default_factory=_Pause, init=False)
     _chunk: int | None = field(default=None, init=False)
@@ -77,10 +77,10 @@ class Submitter:
         return size
 
     def submit(self, submission: str, members: Sequence[Launch]) -> str | None:
-        """Submit members as one job, or one array, and return its id; None if the scheduler cannot take them now.
+        """Submit members as one job, or one array, and return its id; None if the scheduler cannot accept them now.
 
         Raises:
-            UserError: it will never take them; nothing of this batch was submitted.
+            UserError: the scheduler will never accept them; nothing of this batch was submitted.
         """
         self.abandoned.update(name for member in members for name in member.unanswered)
         try:
@@ -116,7 +116,7 @@ class Submitter:
         try:
             return self.scheduler.submit(request)
         except RefusedError as refusal:
-            # With failed nodes excluded or memory raised no node may be left: then retry with the original request.
+            # With failed nodes excluded or memory raised, no node may be left: retry with the original request.
             if members[0].excluded and not refusal.later:
                 everywhere = self._resources(replace(members[0], excluded=()))
             elif not refusal.later and resources != (plain := with_layout(self.settings.resources, members[0].layout)):
@@ -127,14 +127,14 @@ class Submitter:
             return self._submit(folder, submission, members, everywhere)
 
     def _refused(self, refusal: RefusedError, submission: str, size: int) -> str | None:
-        """Handle a refusal: return the job's id if it was taken after all, None to try later, or raise."""
+        """Handle a refusal: return the job's id if it was accepted after all, None to try later, or raise."""
         if refusal.too_large and size > 1:
             self._most = self._chunk = max(1, size // 2)
             return None
         if not refusal.later:
             raise UserError(f"cluster: {said(str(refusal))}")
         if refusal.uncertain:
-            # It may have been taken although nothing came back: then it is in the queue under its name.
+            # It may have been accepted although the answer was lost. Then the queue lists it by its name.
             queue = self.scheduler.queue()
             if queue is not None and (job := ids_in(queue).get(submission)):
                 return job
@@ -151,13 +151,13 @@ class Submitter:
         return None
 
     def _resources(self, launch: Launch) -> dict[str, Any]:
-        """Return a member's resources: ranks, more memory after running out, failed nodes excluded, a later begin."""
+        """Return a member's resources, with its layout, excluded nodes, and memory and delay grown by its failures."""
         resources = with_layout(self.settings.resources, launch.layout)
         grown = launch.spent.get("out_of_memory", 0)
         if grown and resources.get("mem_gb"):
             resources["mem_gb"] = resources["mem_gb"] * MEMORY_GROWTH**grown
         if waits := launch.spent.get("duplicate", 0):
-            # Another copy is at work: to look again costs an allocation for a while, so the pauses grow.
+            # Another copy is running. Each retry costs an allocation for a while, so the delays grow.
             begin = f"now+{min(_FIRST_LOOK_MIN * 2 ** (waits - 1), _LAST_LOOK_MIN)}minutes"
             resources["additional_parameters"] = {**(resources.get("additional_parameters") or {}), "begin": begin}
         if launch.excluded:
@@ -178,7 +178,7 @@ def _remove(folder: Path) -> None:
 
 
 def said(message: str) -> str:
-    """Return sbatch's refusal followed by a remedy, a specific one where the message is known."""
+    """Return sbatch's refusal with a remedy, a specific one where the message is known."""
     low = message.lower()
     for words, remedy in _REMEDIES:
         if all(word in low for word in words):
