@@ -1,7 +1,7 @@
-"""Compute of other trainers' runs: steps, tokens, device hours, or FLOPs from a model's size and its tokens.
+"""Compute of other trainers' runs: steps, tokens, device hours, or FLOPs from the model's size and its tokens.
 
-One axis a study: the journal's header names it (`axis`) and says how it was measured (`compute_is`), and journals that
-differ in it are not fitted together.
+A study has one axis. The journal's header has its name (`axis`) and how it was measured (`compute_is`). Journals that
+differ in either are not fitted together.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from sweeps.errors import UserError
 from sweeps.run.files import read_json
 
 AXIS_OF = {"steps": STEPS, "tokens": TOKENS, "device_hours": DEVICE_HOURS, "flops": FLOPS}
-# In place of the number of parameters: the trainer has counted FLOPs itself.
+# Given instead of the number of parameters: the trainer counts FLOPs itself.
 COUNTED = "counted"
-# A multiplication and an addition a parameter and token, forward; twice that backward.
+# Forward: a multiplication and an addition per parameter and token. Backward: twice that.
 FLOPS_A_TOKEN = 6
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Measure of a member's compute, by what its trainer logs or by the clock.
+    """Measure of a member's compute: a metric that its trainer logs, or wall-clock time.
 
     Attributes:
         unit: `steps`, `tokens`, `device_hours` or `flops`.
-        column: metric that holds tokens, or seconds for device hours; None for the step, or the clock of the command.
-        per_step: whether the column holds what each step took, and is summed.
-        restarts: whether the column begins again from 0 in a resumed run.
-        factor: compute of one unit of what is counted.
-        counted: whether the column holds FLOPs as the trainer counts them.
+        column: metric with tokens, FLOPs, or seconds (for device hours). None: the step itself, or wall-clock time.
+        per_step: True if the column has the amount of each step, to be summed.
+        restarts: True if the column starts again from 0 in a resumed run.
+        factor: compute per unit of the column or the clock.
+        counted: True if the column holds FLOPs as the trainer counts them.
     """
 
     unit: str
@@ -49,12 +49,12 @@ class Compute:
 
     @property
     def on_clock(self) -> bool:
-        """Return whether the time is counted for which the command runs."""
+        """Return True if compute is the time for which the command runs."""
         return self.unit == "device_hours" and self.column is None
 
     @property
     def text(self) -> str:
-        """Return how compute is measured, in words: it is printed, and journals that differ in it are not compared."""
+        """Describe in words how compute is measured. It is printed; journals that differ in it are not compared."""
         if self.unit == "steps":
             return "steps, which are an order and no compute: recipes may differ in what a step costs"
         counted = f"{'the sum of ' if self.per_step else ''}{self.column}"
@@ -74,10 +74,10 @@ def compute_of(given: Mapping[str, Any], folder: Path) -> Compute:
 
     Args:
         given: the settings, with all keys.
-        folder: that a path in them is seen from.
+        folder: base of relative paths in them.
 
     Raises:
-        UserError: an unknown unit, or something that it needs and that is not there.
+        UserError: an unknown unit, or a missing setting that the unit needs.
     """
     unit, column = given["unit"], given["column"]
     if unit not in AXIS_OF:
@@ -113,16 +113,16 @@ def _positive(field: str, value: Any) -> float:
 
 
 def parameters_of(path: Path) -> float:
-    """Count the parameters of a decoder by its configuration: those that a token passes, the output layer included.
+    """Count the parameters of a decoder from its configuration: those that multiply a token, output layer included.
 
-    Of a mixture of experts those are counted that are active. Norms, biases and the look-up of embeddings are left out,
-    which multiply nothing or little.
+    In a mixture of experts only the active experts count. Norms, biases and the embedding lookup are left out: they
+    multiply little or nothing.
 
     Args:
-        path: a `config.json` as transformers writes it, or the folder that holds one.
+        path: a `config.json` as transformers writes it, or the folder that contains one.
 
     Raises:
-        UserError: there is none, or it lacks what the count needs.
+        UserError: the file is missing, or lacks a value that the count needs.
     """
     file = path / "config.json" if path.is_dir() else path
     config = read_json(file)
@@ -141,6 +141,6 @@ def parameters_of(path: Path) -> float:
     active = int(config.get("num_experts_per_tok") or 1)
     if "num_experts_per_tok" in config:
         inner = int(config.get("moe_intermediate_size") or inner)
-    # Gated: SiLU and its like multiply two projections up, and one down.
+    # Gated activations (SiLU and similar) have two projections up and one down.
     gated = 3 if str(config.get("hidden_act", "silu")) in ("silu", "swish", "gelu_pytorch_tanh") else 2
     return float(layers * (attention + active * gated * width * inner) + words * width)

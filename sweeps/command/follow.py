@@ -1,9 +1,9 @@
-"""A command's metrics as records of a journal: each step once, whatever happens to the command.
+"""A command's metrics as records of a journal: each step is recorded once, even if the command or member is killed.
 
-A step is recorded once it is whole: a later one was logged, or the command has ended. What an attempt logs again after
-it has gone back to a checkpoint follows a `resume` record, which voids what was there. What is lost when a member is
-killed is nothing: the metrics lie where the command writes them, and the next attempt reads on from there. A look costs
-what has been logged since the last one.
+A step is recorded once it is complete: a later step was logged, or the command has ended. When an attempt resumes from
+a checkpoint and logs steps again, a `resume` record voids the old ones. Nothing is lost when a member is killed: the
+metrics are in the command's own files, and the next attempt continues reading them. A poll costs time proportional to
+the amount logged since the last one.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from sweeps.run.fields import MOST_WHOLE
 from sweeps.run.journal import Journal, JournalView
 from sweeps.source.text import listed, short
 
-# Of a log whose last evaluations are overdue: so many times the longest distance between two of them.
+# Evaluations are overdue after this multiple of the longest distance between two of them.
 _OVERDUE = 3.0
 
 
 class MetricsError(UserError):
-    """Error in a command's metrics: a column that is not there, or steps that went back; the message names it."""
+    """Error in a command's metrics: a missing column, or steps that went back; the message names it."""
 
 
 @dataclass
 class _Fresh:
-    """What an attempt has logged so far.
+    """Metrics that an attempt has logged so far.
 
     Attributes:
         latest: by column and step, the value that was logged last.
         waiting: steps with values that are not recorded yet.
-        newest: the largest step; newest_compute: the largest that has compute.
-        column: of compute, in the order of logging; `counter` has taken the first `counted` of it.
+        newest: the largest step; newest_compute: the largest step that has compute.
+        column: rows of the compute column, in the order of logging; `counter` has processed the first `counted` of
+            them.
     """
 
     latest: dict[str, dict[float, float]] = field(default_factory=dict)
@@ -54,10 +55,10 @@ class _Fresh:
     counted: int = 0
 
     def take(self, name: str, rows: Sequence[tuple[float, float]], compute: Compute, where: str) -> None:
-        """Take rows of a column.
+        """Add rows of a column.
 
         Raises:
-            MetricsError: a step is no whole number, or none that a run can have.
+            MetricsError: a step is not a whole number, or too large.
         """
         latest = self.latest.setdefault(name, {})
         for step, value in rows:
@@ -82,16 +83,16 @@ class Follower:
     """Writer of a member's journal from its command's metrics.
 
     Args:
-        journal: open for writing; the header is there.
-        earlier: the journal as earlier attempts have left it; None if it has just been begun.
-        command: whose metrics they are.
-        source: of them.
-        resume: facts for a `resume` record.
-        clock: seconds, replaceable in tests.
+            journal: open for writing, with its header written.
+            earlier: the journal as earlier attempts left it; None if it is new.
+            command: the command that logs the metrics.
+            source: reader of the metrics.
+            resume: facts for a `resume` record.
+            clock: seconds, replaceable in tests.
 
-    Attributes:
-        began_anew: whether this attempt is to begin from zero, for no checkpoint is there to go on from.
-        again: whether the command has been started before.
+        Attributes:
+            began_anew: True if this attempt starts from step 0, because there is no checkpoint to continue from.
+            again: True if the command was started before.
         last_step: the newest step in the journal, -1 before the first.
     """
 
@@ -107,7 +108,7 @@ class Follower:
         self._journal, self._command, self._source, self._clock = journal, command, source, clock
         self._axis = command.compute.axis
         records = [] if earlier is None else earlier.records
-        # By step, what compute the journal has for it.
+        # Compute in the journal, by step.
         self._spent: dict[int, float] = {r.step: r.metrics.get(self._axis, 0.0) for r in records}
         self._wasted = max((r.metrics.get("compute/wasted_device_hours", 0.0) for r in records), default=0.0)
         self._eval_steps = {r.step for r in records if r.kind == "eval"}
@@ -118,15 +119,16 @@ class Follower:
         self._holes = [] if earlier is None else list(earlier.holes)
         self._resume_facts = dict(resume or {})
         self.last_step = max(self._spent, default=-1)
-        # Of this attempt: what the source held before it, the step that it goes on from, with compute and clock there,
-        # the step and clock of the last look, and the values that were recorded by step.
+        # State of this attempt. `_before`: columns in the source before it started. `_goes_on`: the last recorded step
+        # before it. `_begin`: step, compute and clock at which it starts to count. `_seen`: step and clock at the last
+        # poll. `_taken`: the recorded values by step.
         self._before: dict[str, Column] = {}
         self._goes_on: int | None = None
         self._begin = 0.0, 0.0, 0.0
         self._seen = 0.0, 0.0
         self._taken: dict[int, dict[str, float]] = {}
-        self._lowest = 0  # of the steps that were recorded
-        # What this attempt has logged, how far each column was read for it, and of which version of the source.
+        self._lowest = 0  # smallest recorded step
+        # What this attempt has logged, the number of rows read of each column, and the version of the source for both.
         self._fresh = _Fresh()
         self._read: dict[str, int] = {}
         self._cut_back: float | None = None
@@ -136,11 +138,11 @@ class Follower:
 
     @property
     def has_logged(self) -> bool:
-        """Return whether this attempt has logged a step."""
+        """Return True if this attempt has logged a step."""
         return bool(self._taken)
 
     def catch_up(self) -> None:
-        """Record what an earlier attempt has logged and its member, killed, has not recorded; then begin this one.
+        """Record metrics that an earlier attempt logged but its killed member did not record; then begin this attempt.
 
         Raises:
             UserError: as `update`.
@@ -155,7 +157,7 @@ class Follower:
         self._start(self.last_step)
         if other and went_back and any(step < first for step in self._spent):
             self._go_back(first, max(self._spent))
-        elif other:  # logged when the step had been recorded
+        elif other:  # values that were logged after their step had been recorded
             self._record_ended({name: [row for row in rows if row[0] in other] for name, rows in newest.items()}, True)
         self._count_on(newest)
         last, begin = self.last_step, self._begin[0]
@@ -164,7 +166,7 @@ class Follower:
             for name, rows in newest.items()
         }
         if steps := sorted({int(step) for rows in behind.values() for step, _ in rows if step > last}):
-            # What an attempt has logged whose member had not recorded from where it went on.
+            # A killed member may not have recorded the `resume` of its attempt: find the gap that it left.
             if (end := self._end_of_hole(last, steps)) is not None:
                 self._journal.resume(end, **self._resume_facts)
                 self._leave_hole(last, end)
@@ -175,7 +177,7 @@ class Follower:
         self._start(self.last_step)
 
     def _differing(self, columns: Mapping[str, Column]) -> set[int]:
-        """Return the steps for which the journal has other values than these, or lacks some of them."""
+        """Return the steps whose values in the journal differ from these, or are incomplete."""
         named = [(column, f"eval/{name}/pass_rate") for name, column in self._command.rewards.items()]
         named += [(column, f"train/{column}") for column in self._command.keep]
         return {
@@ -186,7 +188,7 @@ class Follower:
         }
 
     def _count_on(self, newest: Mapping[str, Column]) -> None:
-        """Let compute count on from where the journal has it, in a column that began from zero with its attempt."""
+        """Continue compute from the journal's value, for a column that restarts from zero in each attempt."""
         compute = self._command.compute
         if not compute.restarts:
             return
@@ -196,7 +198,7 @@ class Follower:
             self._begin = step, self._spent[int(step)] - value * compute.factor, self._begin[2]
 
     def _record_ended(self, columns: Mapping[str, Column], late: bool) -> None:
-        """Record what an attempt that has ended has logged; `late`: at steps that the journal is beyond."""
+        """Record the metrics of an attempt that has ended; `late`: at steps before the journal's last one."""
         fresh = _Fresh()
         for name, column in columns.items():
             fresh.take(name, column, self._command.compute, self._source.title)
@@ -205,28 +207,28 @@ class Follower:
         self._record(fresh, final=True, ended=True, late=late)
 
     def _start(self, step: int) -> None:
-        """Begin to count compute and recorded steps behind this one."""
+        """Start to count compute and to record steps after this one."""
         now = self._clock()
         self._begin = float(max(step, 0)), self._spent.get(step, 0.0), now
         self._seen = self._begin[0], now
         self._taken = {}
 
     def update(self, ending: Ending = Ending.OPEN) -> bool:
-        """Record the steps that are whole now; return whether there were any.
+        """Record the steps that are complete now; return whether there were any.
 
         Args:
-            ending: other than `OPEN` once the command has ended, so that nothing follows its last step.
+            ending: other than `OPEN` once the command has ended, so that its last step is complete.
 
         Raises:
-            MetricsError: a column is not there (any more), the run has begun again from zero, or the source of a
-                command that has ended cannot be read; nothing is voided.
+            MetricsError: a column is missing or has disappeared, the run has started again from zero, or the source
+                cannot be read after the command has ended. No record is voided.
         """
         final = ending is not Ending.OPEN
         self._source.ending = ending
         try:
             found = self._source.read()
         except UserError as error:
-            if not final:  # half of it may be written
+            if not final:  # it may be half written
                 return False
             raise MetricsError(f"command.metrics.source: {error}") from error
         if found.rows != self._rows:
@@ -236,14 +238,14 @@ class Follower:
         return self._record(self._fresh, final)
 
     def _take(self, found: Found) -> None:
-        """Take what was logged since the last look: of this attempt is what lies behind what was there before it."""
+        """Add the rows logged since the last poll: those after the rows that were there before this attempt."""
         if found.version != self._version:
             self._version, self._fresh, self._read, self._cut_back = found.version, _Fresh(), {}, None
         if self.began_anew and any(len(found.columns.get(name, ())) < len(c) for name, c in self._before.items()):
-            self._before = {}  # begun again, with a log of its own
+            self._before = {}  # the attempt started a new log
         unread = {name: column for name, column in found.columns.items() if name not in self._read}
         same = {name: _common(self._before.get(name, []), column) for name, column in unread.items()}
-        # A log that was cut back to a checkpoint: from the first step at which it is another one all is this attempt's.
+        # If a log was cut back to a checkpoint, all rows from the first differing step belong to this attempt.
         others = [c[same[n]][0] for n, c in unread.items() if same[n] < min(len(c), len(self._before.get(n, [])))]
         self._cut_back = min([*others, *([] if self._cut_back is None else [self._cut_back])], default=None)
         for name, column in unread.items():
@@ -252,7 +254,7 @@ class Follower:
                 while at and column[at - 1][0] >= self._cut_back:
                     at -= 1
             elif at == len(column) < len(self._before.get(name, [])):
-                continue  # nothing was logged since
+                continue  # no new rows
             self._read[name] = at
         for name, at in self._read.items():
             rows = found.columns.get(name, [])[at:]
@@ -264,7 +266,7 @@ class Follower:
         needed = dict.fromkeys(self._command.rewards.values(), "metrics.reward")
         if self._command.compute.column is not None:
             needed[self._command.compute.column] = "compute.column"
-        if found.rows < self._rows:  # a file that was begun again
+        if found.rows < self._rows:  # the file was started again
             self._columns = set()
         self._rows = found.rows
         for name, setting in needed.items():
@@ -276,28 +278,28 @@ class Follower:
                     f"command.{setting}: {short(name)} was in {self._source.title} up to step {self.last_step} and is "
                     f"there no more; {where}; the journal has what was there"
                 )
-            if final and found.rows != self._rows_before:  # else this attempt has logged nothing
+            if final and found.rows != self._rows_before:  # otherwise this attempt has logged nothing
                 raise MetricsError(
                     f"command.{setting}: no column {short(name)} in {self._source.title}; {where}; name one of these"
                 )
         self._columns |= set(found.columns)
 
     def _record(self, fresh: _Fresh, final: bool, ended: bool = False, late: bool = False) -> bool:
-        """Record the whole steps of this attempt, or of an earlier one that has `ended`; see `_record_ended`."""
+        """Record the complete steps of this attempt, or of an earlier one that has `ended`; see `_record_ended`."""
         if not fresh.waiting:
             return False
         whole = list(fresh.waiting)
         newest = fresh.newest
         if not final:
             if self._command.compute.column is not None:
-                # Compute at a step that was logged apart from it lies between two that have it.
+                # A step without compute of its own is interpolated, so it needs a later step with compute.
                 newest = fresh.newest_compute
             whole = [step for step in whole if step < newest]
-        # Once recorded, a step is recorded again if it has got other values since: they were logged late, or again.
+        # A recorded step is recorded again if its values have changed: they were logged late, or again.
         new = sorted(step for step in whole if self._taken.get(step) != fresh.at(step))
         first = not ended and not self._taken
         if first and self.again and not final and len(new) == 1 and self._is_far(new):
-            return False  # one more step shows at which distances it logs
+            return False  # wait for one more step, which shows the distance between logged steps
         fresh.waiting.difference_update(whole)
         if not new:
             return False
@@ -330,7 +332,7 @@ class Follower:
         return True
 
     def _go_on(self, new: Sequence[int]) -> None:
-        """Write from which step this attempt goes on, by the first steps that it has logged."""
+        """Record the step from which this attempt continues, derived from the first steps that it has logged."""
         if self._goes_on is not None:
             self._go_back(new[0], self._goes_on, new)
         elif self.again and (end := self._end_of_hole(-1, new)) is not None:
@@ -338,10 +340,10 @@ class Follower:
             self._leave_hole(-1, end)
 
     def _end_of_hole(self, last: int, new: Sequence[int]) -> int | None:
-        """Return the last step that the journal lacks between its `last` one and `new` ones; None if it lacks none.
+        """Return the last step of the gap between the journal's `last` step and the `new` ones; None without a gap.
 
-        It lacks some if the distance is larger than any other, between steps in the journal and between new ones; what
-        a machine that lost power has lost of the metrics is found so.
+        There is a gap if the distance is larger than all others, between steps in the journal and between new ones.
+        This detects metrics that were lost when a machine lost power.
         """
         known = sorted(self._spent)
         pairs = [(a, b) for a, b in pairwise(known) if not any(a < first <= b for first, _ in self._holes)]
@@ -349,12 +351,12 @@ class Follower:
         return new[0] - usual if usual is not None and new[0] - max(last, 0) > usual else None
 
     def _is_far(self, new: Sequence[int]) -> bool:
-        """Return whether new steps may leave a hole, as far as the journal's own distances say."""
+        """Return True if there may be a gap before the new steps, judged by the distances in the journal."""
         last = max((step for step in self._spent if step < new[0]), default=-1)
         return len(self._spent) < 2 or self._end_of_hole(last, new) is not None
 
     def _leave_hole(self, last: int, end: int) -> None:
-        """Note the hole behind step `last`; compute that is counted from there goes on at the pace so far."""
+        """Note the gap after step `last`. Compute that is counted continues at the average pace so far."""
         print(
             f"warning: {self._source.title}: no records of steps {max(last, 0) + 1} to {end}: they are lost", flush=True
         )
@@ -365,10 +367,9 @@ class Follower:
             self._seen = float(end), self._seen[1]
 
     def _go_back(self, first: int, reached: int, new: Sequence[int] = ()) -> None:
-        """Write from which step an attempt goes on, by the first that it has logged, and void what was `reached`.
-
+        """Record the step from which an attempt continues, by its first logged step; void records up to `reached`.
         Raises:
-            MetricsError: from the beginning, though it was to resume.
+            MetricsError: it started from the beginning although it should resume.
         """
         kept = [step for step in self._spent if step < first]
         if not kept and not self.began_anew:
@@ -387,7 +388,7 @@ class Follower:
             self._leave_hole(step, end)
 
     def _spent_by(self, step: int) -> float:
-        """Return compute by a step that the journal is beyond."""
+        """Interpolate compute at a step before the journal's last one."""
         steps = sorted(self._spent)
         return float(np.interp(step, steps, [self._spent[at] for at in steps]))
 
@@ -402,15 +403,15 @@ class Follower:
             fresh.counter.add(fresh.column[fresh.counted :])
             fresh.counted = len(fresh.column)
             return fresh.counter.at(steps)
-        if ended:  # of an attempt that is gone nobody knows the time any more
+        if ended:  # the running time of a past attempt is unknown
             return [base] * len(steps)
-        # Between two looks time is shared out by steps.
+        # Time between two polls is divided evenly over the steps.
         (at, then), now = self._seen, self._clock()
         self._seen = float(newest), now
         return [float(base + (np.interp(s, [at, newest], [then, now]) - began) * compute.factor) for s in steps]
 
     def fill_to(self, step: int) -> None:
-        """Record a step that the command has made and not logged, with the compute of the last one."""
+        """Record a step that the command has reached without logging it, with the compute of the last logged step."""
         spent = self._spent[self.last_step]
         self._journal.record(
             "train", step, {self._axis: float(step) if self._command.compute.unit == "steps" else spent}
@@ -419,7 +420,7 @@ class Follower:
         self.last_step = max(self.last_step, step)
 
     def overdue(self) -> str | None:
-        """Return why the reward counts as gone: logged at much smaller distances than it is missing now; else None."""
+        """Return an error message if the reward has not been logged for much longer than usual; else None."""
         steps = sorted(self._eval_steps)
         longest = max((b - a for a, b in pairwise(steps)), default=0)
         if not longest or self.last_step - steps[-1] <= _OVERDUE * longest:
@@ -432,11 +433,11 @@ class Follower:
 
 
 class Counter:
-    """Compute by step from a column that counts it; between two steps that have it, it is interpolated.
+    """Compute by step from a column that counts it; steps without a value are interpolated.
 
     Args:
-        compute: how the column is meant.
-        begin: the step at which the run has last begun or resumed, and compute by then.
+        compute: meaning of the column.
+        begin: the step at which the run last began or resumed, and the compute at that step.
         where: source of the column, for messages.
     """
 
@@ -447,10 +448,10 @@ class Counter:
         self._sum = 0.0
 
     def add(self, rows: Sequence[tuple[float, float]]) -> None:
-        """Take rows that were logged since.
+        """Add rows that were logged since the last call.
 
         Raises:
-            MetricsError: a counter that has begun again from zero, or goes back.
+            MetricsError: the counter has restarted from zero, or decreases.
         """
         ordered = True
         for step, value in rows:
@@ -465,7 +466,7 @@ class Counter:
             for step in sorted(self._latest):
                 at.append(step)
                 values.append(self._next(self._latest[step], values[-1], step))
-            order = np.argsort(at, kind="stable")  # a step may lie before the one that the run goes on from
+            order = np.argsort(at, kind="stable")  # a step may be before the one from which the run resumed
             self._at, self._values = [at[n] for n in order], [values[n] for n in order]
 
     def _append(self, step: float, value: float) -> None:
@@ -502,10 +503,10 @@ def _not_resumed(first: int, last: int) -> MetricsError:
 
 
 def _newest_attempt(columns: Mapping[str, Column]) -> tuple[dict[str, Column], bool]:
-    """Return what the newest of several attempts has logged into one log, and whether there were several.
+    """Return the rows of the newest of several attempts in one log, and whether there were several.
 
-    Where steps went back another attempt has begun. A column in which they did not may lack the newest attempt's: what
-    it has beyond the others is of an earlier one.
+    A new attempt begins where steps go back. A column that never goes back may lack rows of the newest attempt; its
+    rows outside of the range of the others belong to an earlier attempt.
     """
     parts = {name: column[_begins_at(column) :] for name, column in columns.items()}
     again = [name for name, part in parts.items() if len(part) < len(columns[name])]
@@ -525,6 +526,6 @@ def _begins_at(column: Column) -> int:
 
 
 def _common(before: Column, now: Column) -> int:
-    """Return how many values at the beginning are the same."""
+    """Return the number of equal rows at the beginning of two columns."""
     most = min(len(before), len(now))
     return next((n for n in range(most) if before[n] != now[n]), most)

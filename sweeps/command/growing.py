@@ -1,8 +1,8 @@
-"""A log of JSON lines or CSV that grows: each look reads what was appended since the last one.
+"""Incremental reader of a JSON-lines or CSV log: each poll reads only the data appended since the last one.
 
-What is taken from a row is what `sweeps.source.raw` takes from the whole file, so that a log read bit by bit gives the
-same metrics as one read at once (a property test holds the two together). A file that cannot be read so (quotes in CSV,
-another character set, a log of another form) says so, and is read whole by the readers of `sweeps.source`.
+It takes the same values from a row as `sweeps.source.raw` does from the whole file, so that both give the same metrics
+(a property test compares them). Files that cannot be read line by line (CSV with quotes, another encoding, another
+format) raise `UnfitError`; the readers of `sweeps.source` then read them as a whole.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from sweeps.source.raw import STEP_COLUMNS, step_column
 # Values of one metric with their steps, in the order of logging.
 Column = list[tuple[float, float]]
 _BLOCK_BYTES = 1 << 20
-_MARK_BYTES = 4096  # before the place where reading goes on, by which the file is known again
+_MARK_BYTES = 4096  # bytes before the read position that are compared to recognise the file
 _BOM = b"\xef\xbb\xbf"
 
 
 class Ending(Enum):
-    """State of a log's last line, if nothing ends it.
+    """State of a log's last line if it has no newline.
 
-    OPEN: it is being written. TORN: its writer has ended somehow: an object that is whole counts, numbers that may lack
-    digits do not. WHOLE: its writer has ended well, and it counts.
+    OPEN: it is still being written. TORN: its writer has ended abnormally. A complete JSON object counts; a CSV line
+        does
+    not, because digits may be missing. WHOLE: its writer has ended normally, and the line counts.
     """
 
     OPEN = "open"
@@ -44,11 +45,11 @@ class Ending(Enum):
 
 @dataclass(frozen=True)
 class Cut:
-    """Place in a file where a process that was killed has left half a line, and another goes on writing.
+    """Position in a file where a killed process left half a line and another process continues to write.
 
     Attributes:
-        at: offset of the first byte behind.
-        before: digest of the bytes before it, by which the file is known to be the same.
+        at: offset of the first byte after it.
+        before: digest of the bytes before it, to check that the file is the same.
     """
 
     at: int
@@ -56,7 +57,7 @@ class Cut:
 
     @classmethod
     def of(cls, path: Path) -> Cut | None:
-        """Return the cut at the end of a file; None if a line ends there, or there is no file."""
+        """Return the cut at the end of a file; None if the file ends with a newline, is empty or does not exist."""
         try:
             with path.open("rb", buffering=0) as handle:
                 size = handle.seek(0, os.SEEK_END)
@@ -67,31 +68,31 @@ class Cut:
 
 
 class UnfitError(Exception):
-    """Raised for a log that is not to be read line by line."""
+    """Raised for a log that cannot be read line by line."""
 
 
 class Rows:
-    """Metrics in rows, by column and in the order of logging, as rows become known.
+    """Metrics by column in the order of logging, built row by row.
 
     Args:
         wanted: columns whose values are kept.
-        step: column of the step; None for a tracker's usual name.
+        step: name of the step column; None for a tracker's usual name.
     """
 
     def __init__(self, wanted: Sequence[str], step: str | None) -> None:
         self._step = step
         self._wanted = tuple(wanted)
         self._kept = frozenset([*(STEP_COLUMNS if step is None else [step]), *wanted])
-        self._column: str | None = None  # the column of the step
-        # Of the columns that may hold the step and of those that are wanted: row and value.
+        self._column: str | None = None  # name of the step column
+        # Row number and value, for the possible step columns and the wanted ones.
         self._cells: dict[str, list[tuple[int, float]]] = {}
         self.names: dict[str, None] = {}
         self.columns: dict[str, Column] = {}
         self.count = 0
-        self.version = 0  # one more whenever columns do not only grow
+        self.version = 0  # incremented whenever columns change other than by growing
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take the next row of the log."""
+        """Add the next row of the log."""
         at, self.count = self.count, self.count + 1
         found = {}
         for name in self._kept & row.keys():
@@ -113,7 +114,7 @@ class Rows:
                     self.columns[name].append((found[self._column], found[name]))
 
     def _part_again(self) -> None:
-        """Make the columns anew: a name has come that goes before the one that was taken for the step."""
+        """Rebuild the columns: a new column has a name that takes precedence as the step."""
         self.version += 1
         steps = dict(self._cells.get(self._column or "", ()))
         for name, column in self.columns.items():
@@ -121,20 +122,20 @@ class Rows:
 
     @property
     def has_steps(self) -> bool:
-        """Return whether one of the columns is that of the step."""
+        """Return True if the log has a step column."""
         return self._column is not None
 
 
 class GrowingLog:
-    """Reader of a log of JSON lines or CSV that goes on where it was.
+    """Reader of a log of JSON lines or CSV that continues at its last position.
 
-    Where the file is another one than before, or shorter, or no longer holds what was read last, it is read anew.
+    If the file was replaced, has shrunk or no longer contains what was read last, it is read again from the beginning.
 
     Args:
         path: the file.
         new_rows: makes an empty table.
-        lenient: whether lines that are no JSON are somebody's words, as on standard output; else they are damage.
-        cuts: where torn lines end.
+        lenient: True if lines that are not JSON are other output, as on standard output; else they count as damaged.
+        cuts: positions where torn lines end.
     """
 
     def __init__(
@@ -149,15 +150,15 @@ class GrowingLog:
     def _begin(self) -> None:
         self._versions += self.rows.version + 1
         self.rows = self._new_rows()
-        self.left_out = 0  # lines that are damaged
-        self._offset = 0  # behind the last line that was taken
+        self.left_out = 0  # number of damaged lines
+        self._offset = 0  # end of the last complete line
         self._mark = b""
         self._first = True
         self._take: Callable[[bytes], None] = self._take_object if self._is_json else self._take_header
 
     @property
     def version(self) -> int:
-        """Number that changes whenever the columns do not only grow."""
+        """Number that changes whenever the columns change other than by growing."""
         return self._versions + self.rows.version
 
     @property
@@ -165,10 +166,10 @@ class GrowingLog:
         return self._lenient or self._path.suffix.lower() != ".csv"
 
     def update(self, ending: Ending) -> None:
-        """Read what was appended since the last look.
+        """Read the data appended since the last poll.
 
         Raises:
-            UnfitError: it is a log to be read whole.
+            UnfitError: the log must be read as a whole.
             OSError: it cannot be read.
         """
         with self._path.open("rb", buffering=0) as handle:
@@ -178,7 +179,7 @@ class GrowingLog:
                 self._begin()
                 self._check()
                 self._file = file
-            # At the end once more from the beginning: something before the mark may have been written anew.
+            # At the end read once more from the beginning: something before the mark may have been rewritten.
             elif ending is not Ending.OPEN:
                 self._begin()
             cuts = sorted(cut.at for cut in self._cuts if _digest(_before(handle, cut.at)) == cut.before)
@@ -193,20 +194,20 @@ class GrowingLog:
         if ending is not Ending.OPEN:
             if rest:
                 self._take_line(rest, cuts, ending)
-            self._file = None  # whoever goes on with it may end that line otherwise
+            self._file = None  # a next attempt may complete that line differently
 
     def _check(self) -> None:
-        """Check that the file is none that a reader of its own knows by its name.
+        """Check that the file is not one for which `sweeps.source` has a special reader, by its name.
 
         Raises:
-            UnfitError: it is.
+            UnfitError: it is one.
         """
         logger = self._path.name == csv_logger.FILE and (self._path.parent / csv_logger.BESIDE).is_file()
         if logger or (self._path.name == JOURNAL_FILE and journals.is_journal(self._path)):
             raise UnfitError
 
     def _take_line(self, line: bytes, cuts: Sequence[int], ending: Ending = Ending.WHOLE) -> None:
-        """Take a line, or the two that a cut makes of it."""
+        """Process a line, or the two that a cut makes of it."""
         for cut in cuts:
             if self._offset < cut < self._offset + len(line):
                 self._take_torn(line[: cut - self._offset])
@@ -217,7 +218,7 @@ class GrowingLog:
             self._take(line)
 
     def _take_torn(self, line: bytes) -> None:
-        """Take a line of which the end may be lost: an object shows whether it is whole, numbers do not."""
+        """Process a line that may be incomplete: a JSON object shows whether it is complete, CSV numbers do not."""
         if self._is_json:
             self._take(line)
         else:
@@ -228,7 +229,7 @@ class GrowingLog:
         if not line.strip():
             return
         if not self._lenient and b"\0" in line:
-            raise UnfitError  # left by a crash: what stands behind it may be whole
+            raise UnfitError  # left by a crash; the text after it may be a complete row
         row = None
         if line.lstrip().startswith(b"{"):
             try:
@@ -249,7 +250,7 @@ class GrowingLog:
         self.rows.add(row)
 
     def _take_of_verl(self, line: bytes) -> None:
-        """Take a line of verl's file logger: {"step": 10, "data": {...}}."""
+        """Process a line of verl's file logger: {"step": 10, "data": {...}}."""
         self._first = False
         if not line.strip():
             return
@@ -287,10 +288,10 @@ def _of_verl(row: Any) -> bool:
 
 
 def _cells(line: bytes) -> list[str]:
-    """Return the cells of a line of CSV without quotes.
+    """Split a line of CSV without quotes into cells.
 
     Raises:
-        UnfitError: there are some, or it is no text as most have it.
+        UnfitError: it has quotes, control characters or an encoding other than UTF-8.
     """
     line = line.removesuffix(b"\r")
     if any(mark in line for mark in (b'"', b"\r", b"\0")):

@@ -1,7 +1,7 @@
 """Types of all settings of a study of commands, checked before any of them is used.
 
-One table instead of a check where each setting is read: a value of another type never reaches code that would fail on
-it with an error of Python's own.
+One table replaces a check at each place of use. A value of a wrong type never reaches code that would fail with one of
+Python's own errors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from sweeps.errors import UserError
 
-_LARGEST = 2**64  # of whole numbers: no trainer takes a larger seed or budget, and JSON readers round them
+_LARGEST = 2**64  # limit of whole numbers: no trainer takes a larger seed or budget, and JSON readers round them
 _LONGEST_NAME = 255  # bytes of a folder's name
 
 
@@ -21,7 +21,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_column(value: Any) -> bool:
-    """Return whether a value names a column: a text, or a number, for a table's header may hold those."""
+    """Return True if a value can name a column: a text, or a number, because headers of tables may contain numbers."""
     return isinstance(value, str | int | float) and not isinstance(value, bool) and value != ""
 
 
@@ -75,8 +75,8 @@ def _none(value: Any) -> bool:
     return value is None
 
 
-# By dotted key: whether a value is good, and what to give instead. A group comes before its settings. What is not
-# listed is checked by `RaceSettings`, `Patience`, or where its size matters.
+# By dotted key: the check of a value, and what to give instead. A group comes before its settings. Settings that are
+# not listed are checked by `RaceSettings`, by `Patience`, or where their size matters.
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "command": (_is_group, "a group of settings"),
     "command.line": (_or(_is_text, _list_of(_is_scalar)), "a command line, or a list of words"),
@@ -126,13 +126,13 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_kinds(config: Mapping[str, Any]) -> None:
-    """Check that every setting is there and of its type, and that all values can be written down.
+    """Check that every setting is present and of its type, and that all values can be serialized.
 
     Args:
         config: resolved configuration of a member.
 
     Raises:
-        UserError: the first that is not; the field, the value, and what to give.
+        UserError: the first setting that fails; with field, value, and what to give.
     """
     for key, value in _leaves(config):
         _check_plain(key, value)
@@ -141,7 +141,7 @@ def check_kinds(config: Mapping[str, Any]) -> None:
         part: Any = config
         for group in groups:
             part = part[group]
-        if part is None:  # a group that may be left out
+        if part is None:  # an optional group
             continue
         if name not in part:
             raise UserError(f"{key}: was taken away; give {wanted}")
@@ -150,7 +150,7 @@ def check_kinds(config: Mapping[str, Any]) -> None:
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every plain value in a configuration, and every key, with the dotted key that it stands at."""
+    """Yield every plain value and every key of a configuration, each with its dotted key."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             below = f"{key}.{name}" if key else str(name)
@@ -164,7 +164,7 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _check_plain(key: str, value: Any) -> None:
-    """Check that a value can stand in a command line, an environment variable and a JSON file."""
+    """Check that a value can be passed in a command line, an environment variable and a JSON file."""
     if not _is_scalar(value):
         raise UserError(f"{key!a}: {_shown(value)} must be a text, a number, true, false or null")
     if isinstance(value, int) and abs(value) >= _LARGEST:
@@ -183,7 +183,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for a message: printable, on one line, and not too long."""
+    """Format a value for a message: printable, on one line, and shortened."""
     if isinstance(value, int) and abs(value) >= _LARGEST:
         return f"a whole number of {value.bit_length()} bits"
     text = ascii(value) if isinstance(value, str) and not _is_unicode(value) else repr(value)

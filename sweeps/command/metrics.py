@@ -1,4 +1,4 @@
-"""A command's metrics as they are now: read where they lie, and only what has changed since the last look."""
+"""Incremental reader of a command's metrics: each poll reads only new data."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from sweeps.run.files import sync
 from sweeps.source.log import Log
 from sweeps.source.raw import no_steps, read_logs
 
-# Files that are read line by line as they grow; of all others the whole is read when they have changed.
+# Files that are read line by line as they grow; all others are read as a whole when they have changed.
 _BY_LINE = (".jsonl", ".ndjson", ".csv")
 
 
 @dataclass(frozen=True)
 class Found:
-    """Metrics of a source: by column, in the order of logging; names of all columns, and rows.
+    """Metrics of a source: by column, in the order of logging; names of all columns, and the number of rows.
 
-    While `version` is the same, columns only grow. left_out: lines that are damaged, and were passed over.
+    While `version` is the same, columns only grow. left_out: number of damaged lines that were skipped.
     """
 
     columns: Mapping[str, Column]
@@ -31,15 +31,15 @@ class Found:
 
 
 class Source:
-    """Reader of a command's metrics, read anew only where they have changed.
+    """Incremental reader of a command's metrics.
 
     Args:
-        command: names the source and the columns.
-        run_dir: the member's folder, where its standard output is kept.
-        cuts: where attempts that were killed have left half a line in the file, see `seal`.
+            command: names the source and the columns.
+            run_dir: the member's folder, where its standard output is stored.
+            cuts: positions in the file where killed attempts left half a line, see `seal`.
 
-    Attributes:
-        ending: what is to be thought of a last line that nothing ends.
+        Attributes:
+            ending: how to treat a last line without a newline.
     """
 
     def __init__(self, command: Command, run_dir: Path, cuts: Sequence[Cut] = ()) -> None:
@@ -49,26 +49,27 @@ class Source:
         self._stamp: object = None
         self._found = Found({})
         self._log: GrowingLog | None = None
-        self._log_of, self._log_version = "", -1  # the file that it reads, and the version of what it has found
-        self._unfit = ""  # a file that is not read line by line
+        # the file of `_log`, and the version of its rows that was returned last
+        self._log_of, self._log_version = "", -1
+        self._unfit = ""  # a file that cannot be read line by line
         self.ending = Ending.OPEN
         wanted = [*command.rewards.values(), *command.keep, command.compute.column or ""]
         self._wanted = [name for name in dict.fromkeys(wanted) if name]
 
     @property
     def title(self) -> str:
-        """The source as messages name it."""
+        """The source's name in messages."""
         return "standard output" if self._stdout else self._command.source
 
     @property
     def left_out(self) -> int:
-        """Number of damaged lines that were passed over."""
+        """Number of damaged lines that were skipped."""
         return self._found.left_out
 
     def seal(self) -> Cut | None:
-        """End half a line that a killed process has left: what the next one appends is a line of its own.
+        """Terminate half a line that a killed process left, so that the next process appends a new line.
 
-        Standard output is ours, and gets the line's end. Of a file of the command's the place is returned, to be kept.
+        Standard output is our file, and gets a newline. A file of the command is not changed; the position is returned.
         """
         if self._command.remote or self._command.is_pattern:
             return None
@@ -81,16 +82,16 @@ class Source:
         return None
 
     def sync(self) -> None:
-        """Return once all that the command has logged into files is on the disk."""
+        """Return once everything that the command has logged to files is on the disk."""
         place = None if self._command.remote else newest(self._path) if self._command.is_pattern else self._path
         for path in [] if place is None else _files(Path(place)):
             sync(path)
 
     def read(self) -> Found:
-        """Return the metrics as they are now; empty before there are any.
+        """Return the current metrics; empty before there are any.
 
         Raises:
-            UserError: the source is there and cannot be read.
+            UserError: the source exists but cannot be read.
         """
         if self._command.remote:
             self._found = self._of(read_logs(self._command.source, self._command.step))
@@ -104,7 +105,7 @@ class Source:
         return self._found
 
     def _by_line(self, place: str) -> Found | None:
-        """Return the metrics of a log that is read line by line; None for another one."""
+        """Return the metrics of a log that is read line by line; None for other files."""
         path = Path(place)
         if place == self._unfit or not (self._stdout or path.suffix.lower() in _BY_LINE) or not path.is_file():
             return None
@@ -116,7 +117,7 @@ class Source:
         except UnfitError:
             self._unfit = place
             return None
-        except OSError:  # it was taken away this very moment
+        except OSError:  # deleted since the check above
             return self._found
         rows = self._log.rows
         if rows.count and not rows.has_steps:
@@ -144,7 +145,7 @@ class Source:
 
 
 def _stamps(path: Path) -> list[tuple[str, int, int]]:
-    """Return names, sizes and times of a file, or of all below a folder: what changes when something is written."""
+    """Return names, sizes and times of a file, or of all files below a folder, to detect changes."""
     stamps = []
     for each in _files(path):
         try:

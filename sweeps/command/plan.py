@@ -1,8 +1,8 @@
-"""Specifications of members that are commands: identity, label and what is checked before anything is started.
+"""Specifications of members that are commands: identity, label, and checks before anything is started.
 
-A recipe's identity is that of its command: its words, environment and files with all values filled in but the seed, the
-budget and the member's folder, and the content of the files that it names (its script). Where it runs, how it is
-followed and how long it trains are in no identity.
+A recipe's identity consists of its command's words, environment and files with all values filled in except the seed,
+the budget and the member's folder, and of the content of the files that the command names (its script). Where it runs,
+how it is followed and how long it trains are not part of an identity.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from sweeps.run.files import parse_line
 from sweeps.run.journal import CONFIG_FILE, JOURNAL_FILE, LOG_FILE, SEMANTICS_FILE
 from sweeps.run.spec import SPEC_FILE, RunSpec, make_spec
 
-# Files that a command names are read for its identity up to this size: a script, a configuration, no weights.
+# Named files up to this size are read for the identity: scripts and configurations, but not weights.
 MOST_BYTES = 1 << 26
 ABSENT = "absent"
-# Files in a member's folder that a command's would take the place of.
+# Files of this project in a member's folder, which a command's files must not replace.
 KEPT = frozenset({JOURNAL_FILE, CONFIG_FILE, SEMANTICS_FILE, LOG_FILE, SPEC_FILE, STDOUT_FILE, "command.json"})
 
 
 @dataclass(frozen=True)
 class Composed:
-    """A member's configuration, and what it was made of.
+    """A member's configuration and its origin.
 
     Attributes:
         config: all values, resolved.
-        plain: the same without the command line's overrides: what the user's file says.
-        overrides: of the command line.
+        plain: the same without the command line's overrides: the user's file.
+        overrides: overrides of the command line.
     """
 
     config: Mapping[str, Any]
@@ -47,12 +47,12 @@ class Composed:
 
 
 def make_specs(members: Sequence[Composed], name: str, folder: Path, folders: Sequence[str]) -> list[RunSpec]:
-    """Check members that are commands, and make their specifications.
+    """Check members that are commands and make their specifications.
 
     Args:
         members: composed configurations.
-        name: of the user's file, which a recipe without a departure is called.
-        folder: that holds the file; paths are seen from there.
+        name: stem of the user's file; the label of members without overrides.
+        folder: folder of that file; base of relative paths.
         folders: see `RunSpec`.
 
     Raises:
@@ -93,10 +93,10 @@ def make_specs(members: Sequence[Composed], name: str, folder: Path, folders: Se
 
 
 def _check_measure(runs_dir: Path, measures: set[str]) -> None:
-    """Check that the runs that are in the study already measure compute as the new ones will.
+    """Check that existing runs of the study measure compute in the same way as the new ones.
 
     Raises:
-        UserError: one measures it in another way.
+        UserError: a run measures it differently.
     """
     for path in sorted(runs_dir.glob(f"*/{JOURNAL_FILE}")):
         try:
@@ -105,7 +105,7 @@ def _check_measure(runs_dir: Path, measures: set[str]) -> None:
         except OSError:
             continue
         there = header.get("compute_is")
-        if "adopted" in header:  # their unit is checked, and these words are taken over, once the launch is checked
+        if "adopted" in header:  # the launch checks their unit later, and then takes this text over
             continue
         if there is not None and there not in measures:
             raise UserError(
@@ -115,12 +115,12 @@ def _check_measure(runs_dir: Path, measures: set[str]) -> None:
 
 
 def resolved(spec: RunSpec, run_dir: Path) -> Command:
-    """Return the command of a member, for its folder."""
+    """Return the command of a member that runs in this folder."""
     return command_of(spec.config, run_dir.resolve(), spec.run)
 
 
 def _settled(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the configuration with the command's folder as an absolute path, and the files that it names."""
+    """Return the configuration with absolute paths, the texts of templates, and the digests of files that it names."""
     command, compute = config["command"], config["command"]["compute"]
     with naming("command.folder"):
         place = (folder / (command["folder"] or ".")).resolve()
@@ -136,10 +136,10 @@ def _settled(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def named_files(command: Command, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digests of the files that a command's words name, by the name in the word, and of those it lists.
+    """Return digests of the files that the command's words or `command.identity` name, by name.
 
     Raises:
-        UserError: a file that the configuration lists is not there.
+        UserError: a file listed in `command.identity` does not exist.
     """
     found: dict[str, str] = {}
     for word in command.words[1:]:
@@ -173,10 +173,10 @@ def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(config: Mapping[str, Any]) -> None:
-    """Check what a member's process would find out too late.
+    """Check for errors that would otherwise show only in a member's process.
 
     Raises:
-        UserError: a number out of range, a value that is used nowhere, or a file that its template does not make.
+        UserError: a number out of range, an unused value, or a template whose filled form is not valid.
     """
     seed = config.get("seed")
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -221,7 +221,7 @@ def _check_form(name: str, text: str) -> None:
             import yaml
 
             yaml.safe_load(text)
-    except Exception as error:  # of three parsers
+    except Exception as error:  # each parser has its own exceptions
         said = " ".join(str(error).split())
         raise UserError(
             f"command.files.{name}: with its values filled in it is not {name.rpartition('.')[2]} ({said})"
@@ -229,7 +229,7 @@ def _check_form(name: str, text: str) -> None:
 
 
 def _departures(config: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, str]:
-    """Return the user's values that are not those of his file, in the order of his file."""
+    """Return the user's values that differ from those of the file, in the order of the file."""
     theirs = flat(own_values(plain))
     return {
         key: as_text(value)
@@ -239,7 +239,7 @@ def _departures(config: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str
 
 
 def _own_label(config: Mapping[str, Any]) -> str | None:
-    """Return the label as the user's file words it; None if it does not."""
+    """Return the label from the template in the user's file; None without one."""
     label = config.get("label")
     if label is None:
         return None
@@ -249,7 +249,7 @@ def _own_label(config: Mapping[str, Any]) -> str | None:
 
 
 def _label(config: Mapping[str, Any], plain: Mapping[str, Any], name: str) -> str:
-    """Return the label of the recipe that departs from the user's file in nothing."""
+    """Return the label of the recipe without overrides."""
     if config.get("label") is None:
         return name
     values = flat(own_values(plain))

@@ -1,4 +1,4 @@
-"""Execution of a member that is a command: started, followed into a journal of ours, stopped when asked, and judged."""
+"""Run a member that is a command: start it, record its metrics in a journal, stop it on request, and judge its end."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ from sweeps.run.spec import RunSpec
 from sweeps.run.writer import sole_writer
 
 LOCK_FILE = ".command.lock"
-ATTEMPT_FILE = "command.json"  # what was started, and how often
-# Between two looks at the metrics, and how many times as long as a look takes.
+ATTEMPT_FILE = "command.json"  # the newest attempt: the words that were started, and the number of attempts
+# Minimum seconds between two polls of the metrics, and that interval as a multiple of a poll's duration.
 _LOOK_S, _LOOK_FACTOR, _REMOTE_LOOK_S = 0.5, 10.0, 30.0
-# Between two looks for a request to stop.
+# Seconds between two checks for a request to stop.
 _HEED_S = 0.5
 _TAIL_BYTES = 8192
 _NUMBER = re.compile(r"\d+")
 
 
 class CommandFailedError(UserError, RuntimeError):
-    """Error of a command: it ended in another way than as done; the message says how, and its last words."""
+    """Error of a command that ended without being done; the message has the cause and the last line of its output."""
 
 
 class CommandKilledError(CommandFailedError):
-    """Error of a command that was killed by a signal that this process has not sent."""
+    """Error of a command that was killed by a signal that this process did not send."""
 
 
 def run_member(run_dir: Path, progress: bool = False) -> None:
-    """Run the command of the member frozen in `run_dir`, and follow its metrics into the member's journal.
+    """Run the command of the member frozen in `run_dir`, and record its metrics in the member's journal.
 
     Raises:
         RunInterruptedError: the run was asked to stop, and its command has ended.
         CommandFailedError: the command failed, or ended before its budget.
-        UserError: another process is running it, its journal is another run's, or its metrics cannot be used.
+        UserError: another process is running it, the journal belongs to another run, or its metrics cannot be used.
     """
     spec = RunSpec.read(run_dir)
     with sole_writer(run_dir, spec, slurm_job.rank()) as lease:
@@ -88,14 +88,14 @@ class _Member:
         self._source = Source(self._command, run_dir, self._cuts)
         self._asked: str | None = None  # the reason for which the command was asked to stop
         self._log_at = 0
-        self._went_on_from: str | None = None  # a checkpoint
-        # Of the newest checkpoint that was recorded: path and time of change, and the step up to which it covers.
+        self._went_on_from: str | None = None  # path of the checkpoint from which the command was resumed
+        # Newest recorded checkpoint: its path and modification time, and the last step that it covers.
         self._checkpoint: tuple[str, int] | None = None
         self._covered = -1
 
     def run(self) -> None:
-        """Start the command, follow it to its end, and say in the journal how that was."""
-        # The command of a member that was killed a moment ago may be about to be killed: it writes nothing beside ours.
+        """Start the command, follow it to its end, and record the end in the journal."""
+        # The command of a member that was just killed may still be ending: wait until it cannot write any more.
         lock = locked(self._run_dir / LOCK_FILE)
         try:
             self._run(lock)
@@ -130,7 +130,7 @@ class _Member:
     # --- before it starts ----------------------------------------------------------------------------------------
 
     def _begin(self) -> JournalView | None:
-        """Check that what is there is this run's own; return its journal, None if it has none."""
+        """Check that existing files belong to this run; return its journal, None if there is none."""
         earlier = journal_or_none(self._run_dir)
         if earlier is not None and earlier.header.get("compute_is") != self._command.compute.text:
             raise UserError(
@@ -138,7 +138,7 @@ class _Member:
                 f"{earlier.header.get('compute_is')}; go back to that, or launch into a folder of its own (study=NAME)"
             )
         self._note_attempts(earlier)
-        # Standard output goes to the member's own folder.
+        # The check is not needed for standard output, which is in the member's own folder.
         others = self._command.source != STDOUT and not self._attempts
         if others and (there := self._source.read()).rows:
             raise UserError(
@@ -153,10 +153,10 @@ class _Member:
         return earlier
 
     def _note_attempts(self, earlier: JournalView | None) -> None:
-        """Count the earlier attempts, and find where they have left half a line in the metrics.
+        """Count the earlier attempts, and find the positions where they left half a line in the metrics.
 
-        The journal has both. Earlier versions have written them into the file of the newest attempt only, which shows
-        besides that there was one where the journal is lost.
+        The journal has both. Earlier versions wrote them only to the file of the newest attempt (command.json). That
+        file also shows that there was an attempt if the journal is lost.
         """
         told = read_json(self._run_dir / ATTEMPT_FILE)
         noted = [] if earlier is None else earlier.attempts
@@ -170,7 +170,7 @@ class _Member:
                         self._cuts.append(cut)
 
     def _check_begun(self, earlier: JournalView | None, checkpoint: str) -> None:
-        """Check that a checkpoint without a step before it was there when nothing had been logged.
+        """Check that a checkpoint without any earlier step was there before anything had been logged.
 
         Raises:
             UserError: it was not, so the steps before it are lost.
@@ -192,7 +192,7 @@ class _Member:
         }
 
     def _facts(self, earlier: JournalView | None) -> dict[str, Any]:
-        """Return the code provenance, with the files that the command names; warn of what has changed since."""
+        """Return the code provenance, with the files that the command names; warn of changes since the launch."""
         symbols = command_of(self._spec.config, "", only_symbols=True)
         named = named_files(symbols, self._spec.config)
         facts = {**code_facts(), "folders": {f"{self._command.folder}/{name}": text for name, text in named.items()}}
@@ -228,7 +228,7 @@ class _Member:
             command.stop_file.unlink(missing_ok=True)
         self._attempts += 1
         self._lease.check()
-        # With all that earlier attempts have logged: whoever goes on after a power cut knows where this one began.
+        # Written before the start: after a power cut the next attempt needs to know where this one began.
         cuts = {"cuts": [[cut.at, cut.before] for cut in self._cuts]} if self._cuts else {}
         journal.attempt(follower.last_step, **cuts)
         attempt = {"attempts": self._attempts, "words": words, "folder": str(command.folder), "goes_on": goes_on}
@@ -251,7 +251,7 @@ class _Member:
         self._judge(ended, follower, journal)
 
     def _follow(self, tree: Tree, follower: Follower, journal: Journal) -> Ended:
-        """Follow the command to its end; ask it to stop once this run is asked to."""
+        """Follow the command to its end; ask it to stop once this run is asked to stop."""
         wait_s, before = _LOOK_S, 0.0
         looked = time.monotonic()
         while (ended := tree.wait(min(wait_s, _HEED_S))) is None:
@@ -266,8 +266,9 @@ class _Member:
                 print(f"  step {follower.last_step} of {self._spec.steps}", flush=True)
             looked = time.monotonic()
             least_s = _REMOTE_LOOK_S if self._command.remote else _LOOK_S
-            # One slow look says nothing of the next: the first that finds a file imports its reader, for seconds on a
-            # machine that is busy, and a race would see nothing for ten times as long.
+            # A single slow poll is not representative: the first poll of a file imports its reader, which takes seconds
+            # on a busy machine, and a race would see nothing for ten times as long. So the shorter of the last two
+            # counts.
             before, lasted = looked - began, min(before, looked - began)
             wait_s = max(least_s, _LOOK_FACTOR * lasted)
         return ended
@@ -281,10 +282,9 @@ class _Member:
         tree.stop(command.stop_signal, command.stop_within_s)
 
     def _look(self, follower: Follower, journal: Journal, ending: Ending = Ending.OPEN) -> bool:
-        """Record the steps that are whole now, and a checkpoint that has changed; return whether there were any steps.
-
-        A run goes on from a checkpoint only as far as its metrics have outlived a power cut: when one has come, what
-        was logged before it is on the disk before the checkpoint is recorded.
+        """Record the steps that are complete now, and a changed checkpoint; return whether there were any steps.
+        After a power cut a run can continue from a checkpoint only if the metrics before it have survived. So metrics
+        are synced to disk before a new checkpoint is recorded.
         """
         found, before = self._command.checkpoint_stamp(), follower.last_step
         changed = found is not None and found != self._checkpoint
@@ -295,7 +295,7 @@ class _Member:
             name = Path(found[0]).name
             numbers = _NUMBER.findall(name)
             step = int(numbers[-1]) if numbers else -1
-            # One of a step that is not whole yet, or that does not say its step, covers what was there before it came.
+            # A checkpoint without a step in its name, or of an incomplete step, covers the steps before it appeared.
             covered = step if 0 <= step <= follower.last_step else min(before, follower.last_step)
             if changed or self._covered < covered == step:
                 journal.checkpoint(covered, name=name)
@@ -305,7 +305,7 @@ class _Member:
     # --- its end -------------------------------------------------------------------------------------------------
 
     def _judge(self, ended: Ended, follower: Follower, journal: Journal) -> None:
-        """Record how the run has ended, and raise where it is not done."""
+        """Record how the run has ended, and raise an error if it is not done."""
         steps, last = self._spec.steps, follower.last_step
         behind = (
             f" (it left {ended.behind} processes behind, which were ended: its own has to stay)" if ended.behind else ""
@@ -318,7 +318,7 @@ class _Member:
             if (why := follower.overdue()) is not None:
                 self._fail(journal, follower, why)
             self._lease.check()
-            if last < steps:  # so many steps were asked for, and the last are not logged
+            if last < steps:  # within `command.done.within` of the budget: the last steps are not logged
                 follower.fill_to(steps)
             journal.checkpoint(steps)
             journal.end(steps if last < steps else last, "finished")
@@ -367,7 +367,7 @@ class _Member:
         raise kind(reason)
 
     def _last_words(self) -> str:
-        """Return the last line that the command has written to its standard error, at most 300 characters."""
+        """Return the last line of the command's standard error, at most 300 characters."""
         try:
             with (self._run_dir / LOG_FILE).open("rb") as handle:
                 handle.seek(max(self._log_at, handle.seek(0, os.SEEK_END) - _TAIL_BYTES))

@@ -1,4 +1,4 @@
-"""Settings of a member that is a command, checked and with its values filled in."""
+"""Checked settings of a member that is a command, with its values filled in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sweeps.run.spec import OPERATIONAL_KEYS
 
 STDOUT = "stdout"
 STDOUT_FILE = "stdout.txt"  # in the member's folder
-# Keys of the configuration that are ours; all others are the user's values.
+# Keys of the configuration that this project uses; all others are the user's values.
 OWN_KEYS = OPERATIONAL_KEYS | {"command", "cluster", "member"}
 # Added when a study is planned: digests of the files that the command names, and the texts of its templates.
 FROZEN = ("named", "texts")
@@ -34,7 +34,7 @@ _SECTIONS = {
 DEFAULT_SET = "heldout"
 _REMOTE = ("mlflow:", "wandb:")
 _NUMBER = re.compile(r"\d+")
-# Shells, and the option behind which words of theirs stand.
+# The option of a shell that is followed by a script, and the names of shells.
 _SHELL_WORDS = re.compile(r"-[a-z]*c")
 _SHELLS = ("sh", "bash", "dash", "ksh", "zsh")
 
@@ -45,21 +45,21 @@ class Command:
 
     Attributes:
         words: of the command line.
-        files: text of each file to be written first, by its name in the member's folder.
-        env: environment variables beside those that are set.
-        folder: where it is started.
-        source: where its metrics lie: `stdout`, a path (with `*` for the newest of several) or an address.
-        is_pattern: whether the source is a path with `*`; what else a pattern may hold stands for itself.
-        step: column of the step; None for a tracker's usual name.
+        files: text of each file to write before the start, by its name in the member's folder.
+        env: environment variables in addition to those that are set.
+        folder: working directory.
+        source: location of the metrics: `stdout`, a path (with `*` for the newest of several) or an address.
+        is_pattern: True if the source is a path with `*`; other wildcards are literal.
+        step: name of the step column; None for a tracker's usual name.
         rewards: column of the reward of each evaluation set.
-        keep: other columns that are kept.
+        keep: other columns to record.
         compute: how compute is measured.
-        anew: whether an interrupted run begins again from zero.
-        add: words that are added to a command that goes on; they may hold `{checkpoint}`.
-        checkpoints: pattern of its checkpoints; None if they are not known.
-        stop_signal, stop_file: how it is asked to stop, either may be None.
-        stop_within_s: seconds until it is killed.
-        within: steps by which the last one logged may lie before the budget.
+        anew: True if an interrupted run starts again from zero.
+        add: words added to the command when it resumes; they may contain `{checkpoint}`.
+        checkpoints: pattern of its checkpoints; None if they are unknown.
+        stop_signal, stop_file: ways to ask it to stop; either may be None.
+        stop_within_s: seconds after which it is killed.
+        within: number of steps before the budget at which the last logged step may be.
     """
 
     words: tuple[str, ...]
@@ -82,7 +82,7 @@ class Command:
 
     @property
     def remote(self) -> bool:
-        """Return whether the metrics lie at an address and in no file."""
+        """Return True if the metrics are at an address instead of in a file."""
         return self.source.startswith(_REMOTE)
 
     def newest_checkpoint(self) -> str | None:
@@ -90,39 +90,39 @@ class Command:
         return newest(self.checkpoints) if self.checkpoints is not None else None
 
     def checkpoint_stamp(self) -> tuple[str, int] | None:
-        """Return path and time of change of the newest checkpoint; None if there is none."""
+        """Return path and modification time of the newest checkpoint; None if there is none."""
         path = self.newest_checkpoint()
         try:
             return None if path is None else (path, Path(path).stat().st_mtime_ns)
-        except OSError:  # it was taken away this very moment
+        except OSError:  # deleted since it was listed
             return None
 
 
 def newest(pattern: str) -> str | None:
-    """Return the path that matches a pattern with the largest numbers in it; None if none does."""
+    """Return the matching path with the largest numbers in its name; None without a match."""
     found = glob.glob(pattern)  # noqa: PTH207 (a pattern may be absolute)
     return max(found, key=lambda path: [int(number) for number in _NUMBER.findall(path)], default=None)
 
 
 def own_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's own values of a configuration."""
+    """Return the user's own values in a configuration."""
     return {key: value for key, value in config.items() if key not in OWN_KEYS}
 
 
 def command_of(config: Mapping[str, Any], run_dir: Path | str, run: str = "", only_symbols: bool = False) -> Command:
-    """Check a configuration's command and fill its values in.
+    """Check the command in a configuration and fill in its values.
 
     Args:
         config: resolved configuration of a member.
         run_dir: the member's folder.
         run: its identity.
-        only_symbols: leave seed, budget and the member's folder as placeholders: the form that identities are made of.
+        only_symbols: leave seed, budget and the member's folder as placeholders, as identities need.
 
     Raises:
         UserError: a setting that cannot be used, or a placeholder without a value.
     """
     given = _sections(config)
-    # What is no part of what a recipe is.
+    # Values that are not part of a recipe's identity.
     apart = {"seed": config["seed"], "steps": config["budget"]["steps"], "run_dir": str(run_dir), "run": run}
     if only_symbols:
         apart = {key: f"{{{key}}}" for key in apart}
@@ -141,7 +141,8 @@ def command_of(config: Mapping[str, Any], run_dir: Path | str, run: str = "", on
         options = [at for at, word in enumerate(written) if _SHELL_WORDS.fullmatch(word)]
         for word in written[options[0] + 1 : options[0] + 2] if options else ():
             check_for_shell(word, values)
-    # In a pattern the user's own stars alone are some: a folder may be called `study[1]`.
+    # Only stars of the user's pattern are wildcards: values and folders may contain special characters, as in
+    # `study[1]`.
     literal = {key: glob.escape(as_text(value)) for key, value in values.items()}
     escaped = Path(glob.escape(str(folder)))
     lies = given["metrics"]["source"]
@@ -208,15 +209,15 @@ def used_names(config: Mapping[str, Any]) -> set[str]:
 
 
 def templates(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of a configuration's templates, by the name of the file that is made of each."""
+    """Return the texts of a configuration's templates, by the name of the file that each makes."""
     return _templates(_sections(config))
 
 
 def split(field: str, line: Any) -> list[str]:
-    """Return the words of a line, as a shell parts them, or of a list.
+    """Split a line into words as a shell does; a list is returned as texts.
 
     Raises:
-        UserError: neither, or quotes that are not closed.
+        UserError: neither a line nor a list, or quotes that are not closed.
     """
     if isinstance(line, list | tuple):
         return [str(word) for word in line]
@@ -230,7 +231,7 @@ def _sections(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings under `command`, with all sections and no unknown key.
 
     Raises:
-        UserError: a key that is not known, or a section that is none.
+        UserError: an unknown key, or a section that is not a group.
     """
     given = config.get("command")
     if not isinstance(given, Mapping):
@@ -257,7 +258,7 @@ def _rewards(given: Any) -> dict[str, str]:
 
 
 def _templates(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the templates by the name of the file that is made, as they were frozen or else are."""
+    """Return the texts of the templates by the name of the file to make: frozen ones, or else read from their files."""
     if "texts" in given:
         return dict(given["texts"])
     texts = {}
@@ -281,10 +282,10 @@ def _signal(name: Any) -> signal.Signals | None:
 
 
 def written_by(commands: Sequence[tuple[str, Command]]) -> None:
-    """Check that no two members write to one place: metrics, checkpoints that each would go on from, a file to stop.
+    """Check that no two members share a place to write to: metrics, checkpoints or the stop file.
 
     Raises:
-        UserError: two do; which, and where.
+        UserError: two members do; with both names and the place.
     """
     known: dict[tuple[str, str], str] = {}
     for title, command in commands:

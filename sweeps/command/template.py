@@ -1,6 +1,6 @@
-"""Placeholders: values of a configuration that stand as `{key}` in a command's words and in templates of files.
+"""Placeholders `{key}` for values of a configuration, in a command's words and in templates of files.
 
-Other braces are left alone (`{"a": 1}`, `${HOME}`), and `{{key}}` is `{key}` as text.
+Other braces are kept (`{"a": 1}`, `${HOME}`), and `{{key}}` gives the text `{key}`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def names_in(text: str) -> list[str]:
 
 
 def filled(text: str, values: Mapping[str, Any], field: str, yaml: bool = False) -> str:
-    """Fill the placeholders of a text.
+    """Fill in the placeholders of a text.
 
     Args:
         text: with placeholders.
-        values: by dotted key; what is no text is written as YAML and JSON have it (true, null, 1e-05).
-        field: where the text stands, for the message.
-        yaml: whether the text is a YAML file: numbers are then written as YAML 1.1 has them (1.0e-05), because PyYAML
-            reads 1e-05 as a text.
+        values: by dotted key; values other than texts are written as in YAML and JSON (true, null, 1e-05).
+        field: the setting that the text comes from, for the message.
+        yaml: True for a YAML file: numbers are then written as in YAML 1.1 (1.0e-05), because PyYAML reads 1e-05 as
+            a text.
 
     Raises:
         UserError: a placeholder without a value.
@@ -54,10 +54,10 @@ def filled(text: str, values: Mapping[str, Any], field: str, yaml: bool = False)
 
 
 def check_for_shell(text: str, values: Mapping[str, Any]) -> None:
-    """Check the values that a shell is given inside of its own words, as in `bash -c "train {loss} | tee log"`.
+    """Check values that are inserted into a shell script, as in `bash -c "train {loss} | tee log"`.
 
     Raises:
-        UserError: the shell would take a part of one for something else than that value.
+        UserError: the shell would interpret part of a value.
     """
     for match in _PLACEHOLDER.finditer(text):
         name = match[2]
@@ -73,7 +73,7 @@ def check_for_shell(text: str, values: Mapping[str, Any]) -> None:
 
 
 def _quote_at(text: str) -> str:
-    """Return the quote that is open at the end of a shell's words; "" for none."""
+    """Return the quote that is open at the end of a piece of shell script; "" for none."""
     quote, at = "", 0
     while at < len(text):
         if text[at] == "\\" and quote != "'":
@@ -85,12 +85,12 @@ def _quote_at(text: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Return a value as it is written on a command line and in a configuration file."""
+    """Format a value as on a command line and in a configuration file."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values by dotted key: those inside of groups, and the groups themselves."""
+    """Return the values by dotted key, with the groups themselves and the values inside them."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         found[f"{prefix}{key}"] = value

@@ -92,7 +92,7 @@ class JobEndings:
         return not began and not self.left_by(member.submission or "").starts(info.job)
 
     def last_attempt(self, each: FollowedJob, outcome: bool = False) -> Attempt | None:
-        """Return the record of a job's newest start; None without one, or (with `outcome`) if its end is not recorded."""
+        """Return the record of a job's newest start; None without one, or (with `outcome`) without its end."""
         own = [
             attempt
             for attempt in attempts(each.launch.run_dir)
