@@ -1,4 +1,4 @@
-"""Choice of a study's decider, by its launch settings."""
+"""Choice of a study's decider from its launch settings."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from sweeps.search.settings import RaceSettings
 
 
 def decider_of(study: Study, plan: LaunchSettings) -> Decider | None:
-    """Return the decider of a study that was launched as a race; None if all its members are to be run.
+    """Return the decider of a study that was launched as a race; None if all its members are to run.
 
     Raises:
-        UserError: the settings are out of range, or the study's race was begun by others.
+        UserError: the settings are out of range, or the study's race was begun with other settings.
     """
     settings = RaceSettings.recorded(plan.race)
     if settings.mode == "none":
         return None
-    from sweeps.search.race import LiveRace  # NumPy, SciPy and the fits: only where somebody looks
+    from sweeps.search.race import LiveRace  # imports NumPy, SciPy and the fits: only for a race
 
     return LiveRace(study, settings)

@@ -15,7 +15,7 @@ from sweeps.source import load
 
 
 def how_far(runs: Iterable[tuple[str, str, float]]) -> tuple[dict[str, float], set[str]]:
-    """Return the compute that each recipe has reached, see `sweeps.decide.race.next_look`, and those whose runs failed.
+    """Return the compute that each recipe has reached (see `sweeps.decide.race.next_look`) and the failed recipes.
 
     Args:
         runs: for each run its recipe, its state (`finished`, `failed` or another) and the compute of its last
@@ -31,7 +31,7 @@ def how_far(runs: Iterable[tuple[str, str, float]]) -> tuple[dict[str, float], s
 
 
 class Journals:
-    """Journals of the members as written so far; each update reads only what is new.
+    """Journals of the members as written so far; each update reads only new data.
 
     Args:
         runs_dir: folder that holds one folder per member, named by its identity.
@@ -46,7 +46,7 @@ class Journals:
         self._states: dict[str, MemberState] = {}
 
     def watch(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> bool:
-        """Update the members that may have written: those at work now or at the last call, or with a changed state."""
+        """Update members that may have written: running now or at the last call, or with a changed state."""
         may = [
             run
             for run, state in states.items()
@@ -56,7 +56,7 @@ class Journals:
         return self.update(may)
 
     def update(self, runs: Sequence[str]) -> bool:
-        """Read what these members have appended; return whether any has new evaluations."""
+        """Read new records of these members; return whether any has new evaluations."""
         fresh = False
         for run in runs:
             run_dir = self._runs_dir / run
@@ -70,7 +70,7 @@ class Journals:
             try:
                 view = self._tails.setdefault(run, JournalTail(run_dir)).update()
             except JournalError:
-                continue  # damaged: whoever runs the study notices
+                continue  # damaged: the study's controller reports it
             known, self._views[run] = self.evaluations(run), view
             fresh = fresh or len(known) != len(self.evaluations(run))
         return fresh
@@ -80,12 +80,12 @@ class Journals:
         return self._views[run].of_kind("eval") if run in self._views else []
 
     def view(self, run: str) -> JournalView | None:
-        """Return a member's journal as it was last read; None if there is none."""
+        """Return a member's journal as last read; None if there is none."""
         return self._views.get(run)
 
     def curves(self, runs: Sequence[str], metric: str | None = None, axis: str | None = None) -> list[Curve]:
         """Make a curve per recipe from the members that have evaluations, in the order of `runs`."""
-        # Copies: recipes of one name are told apart in the headers of those that are loaded together.
+        # Copies, because `load` changes headers to make recipes with the same name distinct.
         known = {
             (self._runs_dir / run).resolve(): replace(self._views[run], header=dict(self._views[run].header))
             for run in runs

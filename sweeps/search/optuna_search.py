@@ -1,8 +1,8 @@
 """Decider of a search: Optuna proposes trials, members run as slots become free, and their curves are judged.
 
-Optuna's journal in the study's folder (`optuna.jsonl`) holds the trials. A trial is asked for, its parameters are
-drawn, its identity is written into the journal, and only then is it a member: killed at any point, the next process
-finds in the journal what was proposed, and in the ledger and the runs' own journals what has become of it.
+Optuna's journal in the study's folder (`optuna.jsonl`) stores the trials. The order is: ask for a trial, draw its
+parameters, write its identity to the journal, make it a member. After a kill at any point, the next process finds the
+proposals in that journal, and their results in the ledger and the runs' own journals.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from sweeps.search.settings import Axis, SearchSettings
 from sweeps.search.trials import TRIALS_FILE, Planner, Trials, message_of, sampling
 
 _LOW = 0.025
-# Configurations in a row that were refused before the search is.
+# Number of refused configurations in a row after which the search fails.
 _REFUSED = 10
 
 
 class Search:
     """Decider that runs a study as a search (`sweeps.launch.decider.Decider`).
 
-    Holds Optuna's side of it (`Trials`), what the members have written (`Journals`), and which trials were pruned.
+    Uses Optuna's side of it (`Trials`) and the members' journals (`Journals`), and stores which trials were pruned.
 
     Args:
         study: study whose members the trials become.
@@ -48,7 +48,7 @@ class Search:
         base: command-line overrides that all trials share.
         planned: makes members' specifications from lists of overrides.
         sampler: makes Optuna's sampler from a seed.
-        stand: of members, the run that was adopted with the values of each, if there is one, and lines on them.
+        stand: finds runs of another study to adopt: the run for each member, or None, and lines to print.
     """
 
     files: tuple[str, ...] = (TRIALS_FILE, RACE_FILE)
@@ -77,11 +77,11 @@ class Search:
     # --- what it wants -------------------------------------------------------------------------------------------
 
     def members(self, states: Mapping[str, MemberState]) -> list[RunSpec]:
-        """Tell Optuna the results of ended members and return members for new trials. See `Decider.members`."""
+        """Report results of ended members to Optuna and return members for new trials. See `Decider.members`."""
         while True:
             self._tell(states)
             asked, found = self._asked(states)
-            # A trial that was refused, or proposes what has been run, leaves its place to another.
+            # A trial that was refused, or that proposes a known run, frees its slot for another trial.
             if found or not asked:
                 return found
 
@@ -95,7 +95,7 @@ class Search:
             self._said.append(strangers)
         self._said_of_strangers = True
         new = 0 if self.trials.exhausted else min(max(0, places - len(lost)), self._settings.n_trials - asked)
-        # Found again after a kill, or asked for now: a trial has its number before it has its parameters.
+        # Trials recovered after a kill, and new ones. A trial gets its number before it gets its parameters.
         trials = [Trial(self.trials.study, each._trial_id) for each in lost]
         with sampling():
             trials += [self.trials.study.ask() for _ in range(new)]
@@ -106,7 +106,7 @@ class Search:
         return True, list({spec.run: spec for spec in found if spec.run not in states}.values())
 
     def _strangers(self, states: Mapping[str, MemberState]) -> str | None:
-        """Return a line on members that are no trial's: the end of Optuna's journal may be lost; None without any."""
+        """Return a warning on members without a trial (the end of Optuna's journal may be lost); None without any."""
         known = {each.user_attrs.get("run") for each in self.trials.study.get_trials(deepcopy=False)}
         strange = [state.title for run, state in states.items() if run not in known]
         if not strange:
@@ -120,11 +120,11 @@ class Search:
     def _specs(self, asked: Sequence[tuple[Trial, list[str]]]) -> list[RunSpec]:
         """Plan trials as members; a refused trial is recorded as failed in Optuna's journal, with its reason."""
         try:
-            # With the base first: what the trials have beyond it labels them apart.
+            # The base alone comes first, so that labels show how each trial differs from it.
             specs = self._planned([self._base, *([*self._base, *overrides] for _, overrides in asked)])[1:]
         except (OSError, PlannerLostError):
-            raise  # of no trial: whoever is asked again plans them
-        except Exception as error:  # Hydra's too, of a key or a choice that there is not
+            raise  # not the trial's fault: the next process plans it again
+        except Exception as error:  # also Hydra's errors, for an unknown key or choice
             if len(asked) > 1:
                 return [spec for each in asked for spec in self._specs([each])]
             ((trial, overrides),) = asked
@@ -144,7 +144,7 @@ class Search:
         return specs
 
     def _adopted(self, asked: Sequence[tuple[Trial, list[str]]], specs: Sequence[RunSpec]) -> list[RunSpec]:
-        """Return the members with adopted runs in the place of those that have run elsewhere to their end."""
+        """Replace members that have finished in another study by the adopted runs."""
         assert self._stand is not None
         found, _ = self._stand(specs)
         for (trial, _), spec in zip(asked, specs, strict=True):
@@ -155,21 +155,21 @@ class Search:
         return [found.get(spec.run) or spec for spec in specs]
 
     def _tell(self, states: Mapping[str, MemberState]) -> None:
-        """Tell Optuna the results of the members that have ended."""
+        """Report the results of ended members to Optuna."""
         for trial in self.trials.unfinished():
             run = str(trial.user_attrs.get("run"))
             state = states[run].state if run in states else None
             if state not in ("finished", "failed", "stopped"):
                 continue
             if state == "stopped" and run not in self._stopped():
-                continue  # asked by nobody here: it goes on when the study is launched again
+                continue  # Stopped from outside, not pruned: it resumes when the study is launched again.
             self._journals.update([run])
             for record in self._journals.evaluations(run):
                 for rate in [value for key, value in record.metrics.items() if key.endswith("/pass_rate")][:1]:
                     self.trials.study._storage.set_trial_intermediate_value(trial._trial_id, record.step, rate)
             try:
                 value = self._value(run) if state == "finished" else None
-            except UserError as error:  # an evaluation that cannot be read: of this trial, not of the search
+            except UserError as error:  # an unreadable evaluation fails its trial, not the search
                 value = None
                 self.trials.study._storage.set_trial_user_attr(trial._trial_id, "unreadable", str(error))
                 self._said.append(f"trial {trial.number} has no value: {error}")
@@ -183,7 +183,7 @@ class Search:
             )
 
     def _value(self, run: str) -> float | None:
-        """Return a run's objective, the lower 2.5% bound of A or of the reward; None if nothing was evaluated."""
+        """Return a run's objective, the lower 2.5% bound of A or of the reward; None without evaluations."""
         curves = self._journals.curves([run])
         if not curves:
             return None
@@ -199,21 +199,21 @@ class Search:
         return float(np.quantile(rewards, _LOW))
 
     def wish(self, states: Mapping[str, MemberState], at_work: Collection[str], queued: Collection[str]) -> Wish:
-        """Want all open trials at work but the pruned ones, `n_jobs` at most. See `Decider.wish`."""
+        """Want all open trials to run except pruned ones, at most `n_jobs`. See `Decider.wish`."""
         if self._settings.prune == "race":
             self._race(states, at_work)
         over = {run: why for run, why in self._stopped().items() if run in states and states[run].state != "finished"}
         said, self._said = self._said, []
-        # Whoever is launched again gives no second chance to a trial of which Optuna knows that it failed.
+        # A new launch does not retry trials that Optuna has recorded as failed.
         open_runs = {each.user_attrs.get("run") for each in self.trials.unfinished()}
         wanted = [run for run in states if run in open_runs and run not in over]
         wanted.sort(key=lambda run: (run not in at_work, states[run].state not in ("submitting", "started")))
-        return Wish(wanted[: self._settings.n_jobs], over=over, said=said)  # an earlier launch may have had more places
+        return Wish(wanted[: self._settings.n_jobs], over=over, said=said)  # an earlier launch may have had more slots
 
     # --- pruning -------------------------------------------------------------------------------------------------
 
     def _stopped(self) -> dict[str, str]:
-        """Reasons of the pruned runs, by run, read from the race record at first use."""
+        """Reasons for pruning by run, read from the race record at first use."""
         if self._pruned is None:
             record = RaceRecord.read(self._study.directory)
             self._said += [] if record.trouble is None else [f"search: {record.trouble}"]
@@ -221,12 +221,12 @@ class Search:
         return self._pruned
 
     def _race(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> None:
-        """Judge every trial at work that has reached its next look against all others, and record those pruned."""
+        """Judge each running trial that has reached its next look against all others, and record the pruned ones."""
         fresh = self._journals.watch(states, at_work)
         rules = self._settings.rules()
         try:
             curves = self._journals.curves([run for run in states if states[run].state != "failed"]) if fresh else []
-        except UserError as error:  # nobody can be compared, so nobody is pruned
+        except UserError as error:  # curves cannot be compared, so nothing is pruned
             self._said += [f"nothing is pruned: {error}"] if str(error) != self._trouble else []
             self._trouble = str(error)
             return
@@ -246,7 +246,7 @@ class Search:
                 self._stopped()[run] = why
 
     def _due(self, run: str, axis: str, levels: Sequence[float]) -> bool:
-        """Return whether a run has reached a look that it has not been judged at, and mark it as judged."""
+        """Return True if a run has reached a look at which it was not judged yet, and mark it as judged."""
         evaluated = self._journals.evaluations(run)
         if not evaluated:
             return False
@@ -258,7 +258,7 @@ class Search:
 
 
 def _seen_at_least(fit: Fit, compute: float) -> float:
-    """Lower 2.5% bound of the reward where there are too few evaluations for a fit, from the last one up to there."""
+    """Lower 2.5% bound of the reward at a compute, from the last evaluation before it. Used if a fit is impossible."""
     curve = fit.curve
     at = int(np.argmax(np.where(curve.compute <= compute, curve.compute, -np.inf)))
     error = 0.0 if curve.sd is None or not np.isfinite(curve.sd[at]) else float(curve.sd[at])

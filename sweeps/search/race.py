@@ -1,14 +1,15 @@
 """Decider of a live race: takes looks while the study runs, and stops runs of recipes that will not be best.
 
-Decisions are those of `sweeps.decide.race`: they rest on the evaluations up to a look's compute, whoever looks, and
-when. Each look is in `race.jsonl` before anything is stopped for it, and a later process goes on from there.
+The decisions are made by `sweeps.decide.race`. They depend only on the evaluations up to a look's compute, not on the
+process that takes the look or on the time. Each look is written to `race.jsonl` before anything is stopped because of
+it, and a later process continues from there.
 
-    race.jsonl   {"kind": "members", "runs": [...]}, who races, in their order, for whoever goes on with it;
-                 {"kind": "race", "rules", "axis", "metric", ...}, and a {"kind": "look", ...} a look. Earlier versions
-                 also wrote {"kind": "freed", ...}, runs that spared compute paid for; it is ignored.
+    race.jsonl   {"kind": "members", "runs": [...]}: the racing members in order, for a process that continues the race;
+                 {"kind": "race", "rules", "axis", "metric", ...}; and one {"kind": "look", ...} per look. Earlier
+                 versions also wrote {"kind": "freed", ...}, runs that spared compute paid for; it is ignored.
 
-A folder that launches share may hold several races: what follows a line of members is theirs. Every line ends with its
-checksum (`sweeps.run.files`); lines of earlier versions have none.
+A folder that launches share may contain several races: the lines after a line of members belong to those members. Every
+line ends with its checksum (`sweeps.run.files`); lines of earlier versions have none.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from sweeps.search.journals import Journals, how_far
 from sweeps.search.race_log import RACE_FILE, RaceRecord
 from sweeps.search.settings import RaceSettings
 
-# Share of its steps after which a run has shown what a step costs.
+# Fraction of its steps after which a run's compute per step is considered known.
 _SHOWN = 0.1
-# A member whose job has waited in the cluster's queue for so long is waited for no further: others give it their place.
+# Seconds after which a race stops waiting for a member queued on a cluster, and gives its slot to others.
 _QUEUED_S = 120.0
-# Tolerance on a compute: sums of steps' compute may fall short of a level by rounding.
+# Tolerance on compute: sums of steps' compute may fall short of a level by rounding.
 _ABOUT = 1 - 1e-9
 
 
 class LiveRace:
     """Decider that runs a study as a race (`sweeps.launch.decider.Decider`).
 
-    Holds the race's record and what the members have written (`Journals`).
+    Stores the race's record and reads the members' journals (`Journals`).
 
     Args:
         study: study whose members race.
@@ -49,7 +50,7 @@ class LiveRace:
         clock: monotonic seconds, replaceable in tests.
 
     Raises:
-        UserError: the study's race was begun by other rules.
+        UserError: the study's race was begun with other rules.
     """
 
     files: tuple[str, ...] = (RACE_FILE,)
@@ -61,7 +62,8 @@ class LiveRace:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._study, self._settings, self._clock = study, settings, clock
-        # A launch races its own members; whoever goes on with the folder, those that the newest race has written down.
+        # A new launch races its own members. A process that continues the folder races those that the newest race
+        # recorded.
         newest = RaceRecord.read(study.directory).members
         here = [spec.run for spec in study.specs]
         self._members = [run for run in newest if run in here] if study.gathered and newest is not None else here
@@ -77,12 +79,12 @@ class LiveRace:
         self._queued_since: dict[str, float] = {}
         self._over = False  # no further look will be taken
         self._seen: object = None
-        self._worked = False  # a member has been at work since this process looks
-        self._ended: list[str] = []  # what was said of the end
+        self._worked = False  # a member has run since this process started
+        self._ended: list[str] = []  # lines last printed about the end
         self._wish = Wish()
 
     def _check_rules(self) -> None:
-        """Check that the race in the folder, if it has begun, was begun by the same rules."""
+        """Check that a race that has begun in the folder has the same rules."""
         begun = self._record.rules
         if begun is None:
             return
@@ -104,8 +106,8 @@ class LiveRace:
             self._write({"kind": "members", "runs": self._members})
             self._told_members = True
         self._queued_since = {run: self._queued_since.get(run, now) for run in states if run in queued}
-        # Those whose jobs will soon begin. A member that an earlier process left behind is none of them: it needs a
-        # place, and those that are ahead of it would run to their end before it has one.
+        # Members whose jobs will begin soon. A member that an earlier process left unfinished has no job yet and is not
+        # among them: it needs a slot, which it would get only after the members ahead of it had finished.
         due = {run for run, since in self._queued_since.items() if now - since < _QUEUED_S}
         ended = {run for run, state in states.items() if state.state in ("finished", "failed")}
         fresh = self._journals.watch(states, at_work)
@@ -125,7 +127,7 @@ class LiveRace:
         return self._wish
 
     def _own(self, states: Mapping[str, MemberState]) -> dict[str, MemberState]:
-        """Select the states of racing members: others may share the folder."""
+        """Select the states of racing members: other members may share the folder."""
         return {run: states[run] for run in self._members if run in states}
 
     def _wanted(
@@ -134,15 +136,15 @@ class LiveRace:
         ended: Collection[str],
         placed: Collection[str],
     ) -> tuple[list[str], dict[str, str], dict[str, str]]:
-        """Return the members to run, in order of urgency, those to wait and those to stop, both with their reasons.
+        """Return the members to run, most urgent first, and those to pause and those to stop, both with their reasons.
 
         Args:
             states: states of the members that race.
-            ended: those that have finished or failed.
-            placed: those that are at work or soon will be.
+            ended: members that have finished or failed.
+            placed: members that run or soon will.
         """
         order = {run: at for at, run in enumerate(states)}
-        # What has failed goes on where whoever launches it anew wants it; nobody waits for it.
+        # Failed members are wanted too, in case a new launch retries them, but the others do not wait for them.
         open_runs = [run for run in states if states[run].state != "finished"]
         open_runs.sort(key=lambda run: (self._reached.get(run, 0.0), order[run]))
         if not self._live:
@@ -166,7 +168,7 @@ class LiveRace:
         return [run for run in open_runs if run not in over and run not in later], later, over
 
     def _border(self, racing: Sequence[str]) -> float | None:
-        """Return the compute that all must reach before any goes further; None if the budget is not known yet."""
+        """Return the compute that all must reach before any continues beyond it; None while the budget is unknown."""
         if self._record.rules is None:
             return None
         border = self._record.rules.first * self._record.rules.budget
@@ -182,11 +184,11 @@ class LiveRace:
     # --- what it sees --------------------------------------------------------------------------------------------
 
     def _curves(self) -> list[Curve]:
-        """Make the curves so far, in the study's order and not that of arrival: floating-point sums depend on it."""
+        """Make the curves so far in the study's order, not by arrival: floating-point sums depend on the order."""
         return self._journals.curves(self._members, self._record.metric, self._record.axis)
 
     def _cost(self, run: str) -> float | None:
-        """Estimate a run's compute to its last step from its first tenth; None before an evaluation there."""
+        """Estimate a run's compute at its last step from its first tenth; None if it has no evaluation after that."""
         axis, steps = self._record.axis, self._specs[run].steps
         for record in self._journals.evaluations(run) if axis is not None else []:
             if record.step >= _SHOWN * steps:
@@ -199,7 +201,8 @@ class LiveRace:
         """Take the looks that are due; return lines to print."""
         try:
             curves = self._curves()
-        except UserError as error:  # an evaluation without the metric or the axis: no look, but no end of the study
+        # an evaluation lacks the metric or the axis: no look is taken, but the study continues
+        except UserError as error:
             said, self._trouble = [] if str(error) == self._trouble else [f"race: no look: {error}"], str(error)
             return said
         if not curves:
@@ -227,7 +230,7 @@ class LiveRace:
         return [f"race: {line}" for line in said]
 
     def _begin(self, states: Mapping[str, MemberState], ended: Collection[str], curves: Sequence[Curve]) -> list[str]:
-        """Fix the race's budget and rules, once the budget is known, and record them; return a line to print."""
+        """Fix and record the race's budget and rules once the budget is known; return a line to print."""
         budget, source = self._settings.budget, "given"
         if budget is None:
             known = {run: self._cost(run) for run in states}
@@ -259,7 +262,7 @@ class LiveRace:
         return now
 
     def _end(self, states: Mapping[str, MemberState], over: Collection[str], at_work: Collection[str]) -> list[str]:
-        """Describe the race's result once no member races any more: ranking, winner, and compute saved."""
+        """Describe the result once no member races any more: ranking, winner, and compute saved."""
         self._worked = self._worked or bool(at_work)
         racing = [run for run in self._members if run in states and run not in over and states[run].state != "finished"]
         given_up = self._worked and all(states[run].state == "failed" for run in racing)
@@ -268,7 +271,7 @@ class LiveRace:
             return []
         try:
             curves = self._curves()
-        except UserError:  # it has been said
+        except UserError:  # printed before
             return []
         spared = self._spared(states)
         full = rules.budget * sum(run in states for run in self._members)
@@ -285,7 +288,7 @@ class LiveRace:
         return []
 
     def _spared(self, states: Mapping[str, MemberState]) -> float:
-        """Return the compute saved, or in a dry run to be saved, on the racing members of stopped recipes."""
+        """Return the compute saved (in a dry run: that would be saved) on racing members of stopped recipes."""
         record, spared = self._record, 0.0
         assert record.rules is not None
         started: dict[str, float] = {}
@@ -301,13 +304,13 @@ class LiveRace:
                 if states[run].state == "finished":
                     spent = record.rules.budget
                 elif mode != "live" or started.get(run, at) > at:
-                    # A dry run stopped nothing, and a launch without a race has let it go on.
+                    # A dry run stopped nothing, or a later launch without a race continued the run.
                     spent = max(spent, self._reached.get(run, 0.0))
-                # Else as the look has it: how far it came before it was really stopped is a matter of time.
+                # Otherwise count the look's compute: how much further it ran before it stopped depends on timing.
             spared += max(0.0, record.rules.budget - spent)
         return spared
 
 
 def _same(before: str | None, why: str) -> str:
-    """Keep the reason given first: with a changed one the controller would ask the member to stop again."""
+    """Keep the first reason: a changed reason would make the controller ask the member to stop again."""
     return before or why

@@ -1,4 +1,4 @@
-"""The record of a study's race, as `sweeps.search.race` and `sweeps.search.optuna_search` write it."""
+"""The record of a study's race, written by `sweeps.search.race` and `sweeps.search.optuna_search`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class RaceRecord:
         rules, axis, metric: rules of the race, compute axis and reward; None before it has begun.
         looks: the looks taken.
         mode: `live` or `dry_run`, as of the last look.
-        pruned: for each pruned trial of a search, by run, the reason.
+        pruned: reason by run, for each pruned trial of a search.
         taken: for each look, its time in seconds and its mode.
-        members: identities of the racing members, in their order; None where an earlier version began the race.
+        members: identities of the racing members, in their order; None if an earlier version began the race.
         damaged: numbers, from 1, of the lines that are torn or damaged.
     """
 
@@ -44,7 +44,7 @@ class RaceRecord:
 
     @classmethod
     def read(cls, study: Path, members: Collection[str] | None = None) -> RaceRecord:
-        """Read the record of the study in a folder; an empty one if there was no race. Damaged lines are left out.
+        """Read the record of the study in a folder; empty if there was no race. Damaged lines are left out.
 
         Args:
             study: folder of the study.
@@ -56,14 +56,14 @@ class RaceRecord:
         for number, entry in lines:
             try:
                 sound.append(_Line.of(entry))
-            except (ValueError, TypeError, UserError):  # of no kind that was ever written
+            except (ValueError, TypeError, UserError):  # not a kind of line that any version wrote
                 damaged.append(number)
         if members is None:
             members = next((line.runs for line in reversed(sound) if line.runs is not None), None)
         found, theirs = cls(damaged=tuple(sorted(damaged))), False
         for line in sound:
             if line.runs is not None:
-                # Launches may share a folder: all lines up to the next of this kind are of these members' race.
+                # Launches may share a folder: the lines up to the next line of members belong to this race.
                 theirs = members is not None and not set(members) & set(line.runs)
                 found = found if theirs else replace(found, members=line.runs)
             elif not theirs:
@@ -72,7 +72,7 @@ class RaceRecord:
 
     @property
     def trouble(self) -> str | None:
-        """One sentence on the damaged lines of the record; None if there are none."""
+        """One sentence on the damaged lines of the record; None without any."""
         if not self.damaged:
             return None
         named = ", ".join(map(str, self.damaged))
@@ -88,7 +88,7 @@ class RaceRecord:
 
     @property
     def sentence(self) -> str:
-        """One sentence on the race's budget, stopped recipes and looks, or the pruned trials, and on what is lost."""
+        """One sentence on the race's budget, stopped recipes and looks, or the pruned trials, and on damaged lines."""
         return "; ".join(filter(None, [self._course, self.trouble]))
 
     @property
@@ -109,10 +109,10 @@ class RaceRecord:
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of the record, checked: its kind, its fields, and what they were read to.
+    """A checked line of the record: its kind, its fields, and the values parsed from them.
 
     Attributes:
-        runs: of a line of members, their identities; None for other lines.
+        runs: identities in a line of members; None for other lines.
     """
 
     kind: object
@@ -126,7 +126,7 @@ class _Line:
         """Check the fields of a line.
 
         Raises:
-            ValueError, TypeError, UserError: one is missing, of another kind or out of range.
+            ValueError, TypeError, UserError: a field is missing, of another type or out of range.
         """
         kind = entry.get("kind")
         if kind == "members":
@@ -145,7 +145,7 @@ class _Line:
         return cls(kind, entry)
 
     def added_to(self, found: RaceRecord) -> RaceRecord:
-        """Return the record with this line."""
+        """Return the record with this line added."""
         entry = self.entry
         if self.rules is not None:
             return replace(found, rules=self.rules, axis=entry["axis"], metric=entry["metric"])

@@ -1,8 +1,9 @@
-"""Race without a decider: a run watches its rivals and decides by itself when to stop.
+"""Race without a decider: a run watches its rivals and decides for itself when to stop.
 
-For runs that are started one by one, without a decider. Runs whose folders exist before the first look take the same
-looks at the same evaluations, and so decide alike; one that begins later has more rivals than the others saw. No run
-pauses for another: each goes on, and takes a look once all runs that exist have reached its compute.
+For runs that are started one by one, without a controller. Runs whose folders exist before the first look take the same
+looks at the same evaluations, and so decide alike. A run that begins later sees more rivals than the others did. Runs
+do
+not pause for each other: each continues, and takes a look once all existing runs have reached its compute.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from sweeps.search.race_log import RACE_FILE
 
 
 class RunObserver:
-    """Observer for one run that takes a race's looks at its folder, and appends them to `race.jsonl` in its directory.
+    """Takes a race's looks for one run, and appends them to `race.jsonl` in its directory.
 
     Args:
-        study: folder that holds the folders of all runs, this one among them; later ones do not take part yet.
-        run_dir: folder of the run that watches.
-        rules: when looks are taken and recipes stopped.
-        metric, axis: reward and compute to compare by, see `sweeps.source.load`; None for the defaults.
+            study: folder that contains the folders of all runs, this one included; runs that begin later join later.
+            run_dir: folder of this run.
+            rules: when looks are taken and recipes stopped.
+            metric, axis: reward and compute to compare by, see `sweeps.source.load`; None for the defaults.
 
-    Raises:
-        UserError: the run is not in the folder, the folder is itself a run, or other rules were looked by before.
+        Raises:
+            UserError: the run is not in the folder, the folder is itself a run, or earlier looks used other rules.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class RunObserver:
         for number, line in lines:
             try:
                 begun = Rules.of_json(line["rules"])
-            except (KeyError, TypeError, ValueError, UserError):  # not of this version
+            except (KeyError, TypeError, ValueError, UserError):  # written by another version
                 begun = None
             self._rules = rules if begun is None else rules.going_on(begun)
             if self._rules != begun:
@@ -69,8 +70,9 @@ class RunObserver:
     def look(self) -> str | None:
         """Take the looks that are due; return why this run's recipe is stopped, or None.
 
-        Where evaluations cannot be compared no look is taken, and `trouble` has the reason: a rival's journal must not
-        end this run. `namesakes` is a warning if other runs share this one's label, for they are no rivals; else None.
+        If evaluations cannot be compared, no look is taken and `trouble` has the reason: a rival's journal must not end
+        this run. `namesakes` is a warning if other runs have the same label as this one and so are not rivals; else
+        None.
         """
         run_dirs = find_runs(self._study)
         names = {str(run_dir.resolve().relative_to(self._study)): run_dir for run_dir in run_dirs}
@@ -94,7 +96,7 @@ class RunObserver:
             for name, view in views.items()
         )
         while isinstance(found := next_look(curves, self._rules, reached, self._looks, failed=failed), Look):
-            # On disk before anything follows from it: a run that is resumed begins with the looks that are there.
+            # Written before the run acts on it, so that a resumed run starts from the recorded looks.
             line = {"rules": self._rules.to_json(), "look": found.to_json()}
             append_lines(self._path, [line], durable=True, checksum=True)
             self._looks.append(found)
@@ -103,7 +105,7 @@ class RunObserver:
         return next((look.why(str(mine), self._rules) for look in self._looks if mine in look.stopped), None)
 
     def _share_a_label(self, views: Mapping[str, JournalView]) -> str | None:
-        """Return a note on runs that do not race because of a common label: all runs, or two with the same seed."""
+        """Warn of runs that do not race because of a common label: all runs have it, or two with the same seed."""
         name = str(self._run_dir.relative_to(self._study))
         told = {each: (str(view.header.get("recipe", each)), view.header.get("seed")) for each, view in views.items()}
         if name not in told:

@@ -29,8 +29,8 @@ class Axis:
     Attributes:
         key: dotted key of the configuration.
         choices: values as texts of the command line; empty for a range.
-        low, high: ends of the range, both inclusive; a range of integers if both are.
-        log: whether the range is searched on a logarithmic scale.
+        low, high: ends of the range, both inclusive; if both are integers, so are the values.
+        log: True if the range is searched on a logarithmic scale.
     """
 
     key: str
@@ -49,7 +49,7 @@ class Axis:
 
     @property
     def first(self) -> str:
-        """Its first value, as an override of the command line."""
+        """The axis' first value, as an override of the command line."""
         return f"{self.key}={self.choices[0] if self.choices else repr(self.low)}"
 
     def __str__(self) -> str:
@@ -67,17 +67,17 @@ class SearchSettings:
     """Settings of a search over a space by Optuna.
 
     Args:
-        n_trials: number of trials, those of earlier launches into the same folder included.
-        n_jobs: number of trials that run at a time.
-        objective: value that is maximized: the lower bound (2.5%) of the `reward` at the budget, or of the `asymptote`
-            where it is identifiable, and of the reward where it is not.
+        n_trials: number of trials, including those of earlier launches into the same folder.
+        n_jobs: number of trials that run at the same time.
+        objective: value to maximize. `reward`: the lower bound (2.5%) of the reward at the budget. `asymptote`: that of
+            the asymptote if it is identifiable, otherwise that of the reward.
         budget: compute of one run at which rewards are compared; None for that of the run's own last evaluation.
         prune: `none`; or `race`, to stop a trial whose chance of ending ahead of the favourite is below `p_ahead`.
         p_ahead, first: see `sweeps.decide.rules.Rules`.
         seed: random seed of the sampler.
 
     Raises:
-        UserError: one of them is out of range.
+        UserError: a setting is out of range.
     """
 
     n_trials: int = 20
@@ -112,9 +112,9 @@ class SearchSettings:
         return cls(**_known(cls, "hydra.sweeper", given))
 
     def rules(self) -> Rules:
-        """Return the rules by which trials are pruned; without a budget they are for a compute of 1."""
+        """Return the rules for pruning trials; without a budget, for a compute of 1."""
         budget = 1.0 if self.budget is None else float(self.budget)
-        # Trials come one by one: each is judged alone, and there is no sum to limit.
+        # Trials come one by one and are judged individually, so there is no total loss to limit.
         return Rules(budget, float(self.p_ahead), first=float(self.first), loss=NO_LIMIT)
 
 
@@ -124,14 +124,14 @@ class RaceSettings:
 
     Args:
         mode: `none`; `dry_run`, which takes and records looks but stops nothing; or `live`.
-        budget: compute of one run at which the best recipe is wanted; None for the least compute that any member will
-            have spent at the end of its steps, estimated once each has taken a tenth of them.
+        budget: compute of one run at which the best recipe is wanted. None: the smallest compute that any member will
+            have spent at the end of its steps, estimated once each has completed a tenth of them.
         p_ahead, looks, first, growth, loss: see `sweeps.decide.rules.Rules`.
-        ahead: where not all members can run at once, factor of compute between the borders at which members wait for
-            each other.
+        ahead: if not all members can run at once, the factor between successive compute levels at which members wait
+            for each other.
 
     Raises:
-        UserError: one of them is out of range.
+        UserError: a setting is out of range.
     """
 
     mode: str = "none"
@@ -151,15 +151,15 @@ class RaceSettings:
         if not 1 < self.ahead < float("inf"):
             raise UserError(f"race.ahead: {self.ahead!r} must be a factor above 1")
         with _named("race"):
-            # `Rules` checks the values; a budget that is not known yet does not matter to the others.
+            # `Rules` checks the values; its other checks do not depend on the budget, which may be unknown yet.
             self.rules(self.budget if self.budget is not None else 1.0)
 
     @classmethod
     def of(cls, given: Any) -> RaceSettings:
-        """Make the settings from a configuration's value; None stands for no race.
+        """Make the settings from a configuration's value; None means no race.
 
         Raises:
-            UserError: no mapping, an unknown key, or a value out of range.
+            UserError: not a mapping, an unknown key, or a value out of range.
         """
         if given is None:
             return cls()
@@ -171,7 +171,7 @@ class RaceSettings:
 
     @classmethod
     def recorded(cls, given: Any) -> RaceSettings:
-        """Make the settings that a study was launched with, as `of`; a key that was removed since is ignored.
+        """Make the settings that a study was launched with, like `of`; a key that was removed since is ignored.
 
         Raises:
             UserError: as `of`.
@@ -196,7 +196,7 @@ def _check_choices(settings: Any, where: str, **valid: Sequence[str]) -> None:
 
 
 def _check_numbers(settings: Any, where: str, *names: str) -> None:
-    """Check that the settings of these names are numbers; None is valid where it is the default."""
+    """Check that these settings are numbers; None is valid where it is the default."""
     for name in names:
         value = getattr(settings, name)
         absent = value is None and getattr(type(settings), name) is None

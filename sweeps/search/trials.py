@@ -24,13 +24,13 @@ TRIALS_FILE = "optuna.jsonl"
 _NAME = "search"
 _REMEDY = "restore the file, or move it away to ask for the trials anew: what their runs have is taken over"
 
-# Trials on which a sampler is tried: more than most of them draw at random before they look at what was told.
+# Number of trials to test a sampler with: more than most samplers draw at random before they use results.
 _REHEARSED = 12
 
-# A lock on Optuna's journal that nobody releases for so long has no owner: it is held for one write.
+# A lock on Optuna's journal is held for one write; held unchanged for this long, its owner is dead.
 _LOCK_GRACE_S = 1.0
 
-# The journal holds how far these have come in a sequence that their seed alone decides.
+# Samplers with a sequence that depends only on the seed; the journal has the position in it.
 _NUMBERED = (optuna.samplers.GridSampler, optuna.samplers.QMCSampler)
 
 Planner = Callable[[Sequence[Sequence[str]]], list[RunSpec]]
@@ -65,7 +65,8 @@ class Trials:
     def study(self) -> optuna.Study:
         """Optuna's study in the journal, opened at first use, when this process holds the study's lease."""
         if self._study is None:
-            optuna.logging.set_verbosity(optuna.logging.ERROR)  # what it says of a rehearsal is no news
+            # its messages on the trial run below would confuse users
+            optuna.logging.set_verbosity(optuna.logging.ERROR)
             self._rehearse()
             optuna.logging.set_verbosity(optuna.logging.WARNING)
             path = self._directory / TRIALS_FILE
@@ -77,24 +78,24 @@ class Trials:
             except UserError:
                 if any("run" in each.user_attrs for each in found.get_trials(deepcopy=False)):
                     raise
-                path.unlink()  # every trial was refused: there is nothing that this one could be mixed with
+                path.unlink()  # all trials were refused, so there are no results that this search could be mixed with
                 found = _opened(path)
                 self._check_same(found)
             found.sampler = self._sampler(self._settings.seed)
             if not isinstance(found.sampler, _NUMBERED):
-                # A sampler's own state is not kept: another process draws on, and does not draw the same again.
+                # The sampler's state is not stored: use another seed, so that a new process does not repeat the draws.
                 found.sampler = self._sampler(self._settings.seed + len(found.trials))
             found.stop = self._no_more  # type: ignore[method-assign]
             self._study = found
         return self._study
 
     def _rehearse(self) -> None:
-        """Try the sampler on the space in memory, before any run is paid for.
+        """Test the sampler on the space in memory, before any run is paid for.
 
-        Most samplers show only once they sample that they do not fit the space, or lack a package.
+        Most samplers report only when they sample that they do not fit the space, or that a package is missing.
 
         Raises:
-            UserError: what it says.
+            UserError: the sampler's message.
         """
         made = self._sampler(self._settings.seed)
         if not isinstance(made, optuna.samplers.BaseSampler):
@@ -127,7 +128,7 @@ class Trials:
             if now != then:
                 self._refuse(f"{name}: {now}", then)
         if base.run != begun["run"]:
-            # What is no part of a run may differ: where it runs, where it is tracked.
+            # Settings that are not part of a run's identity may differ, such as where it runs or is tracked.
             here = [each for each in shared if each not in begun["shared"]]
             there = [each for each in begun["shared"] if each not in shared]
             same = "none" if here or there else "the same words, which stand for something else"
@@ -141,19 +142,19 @@ class Trials:
 
     @property
     def exhausted(self) -> bool:
-        """True once the sampler has said that it has nothing more to propose."""
+        """True once the sampler has reported that it has no more proposals."""
         return self.study.user_attrs.get("exhausted") == _named(self.study.sampler)
 
     def _no_more(self) -> None:
-        """Record that the sampler has nothing more to propose; replaces `optuna.Study.stop`."""
+        """Record that the sampler has no more proposals; replaces `optuna.Study.stop`."""
         self.study.set_user_attr("exhausted", _named(self.study.sampler))
 
     def unfinished(self) -> list[FrozenTrial]:
-        """Return the trials that Optuna has no result of yet."""
+        """Return the trials without a result in Optuna's journal."""
         return self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
 
     def suggested(self, trial: Trial) -> list[str]:
-        """Return a trial's proposal as overrides; asked again, a trial gives the same values."""
+        """Return a trial's proposal as overrides; a repeated call returns the same values."""
         overrides = []
         for axis in self._space:
             value: Any
@@ -162,7 +163,7 @@ class Trials:
             elif isinstance(axis.low, int) and isinstance(axis.high, int):
                 value = trial.suggest_int(axis.key, axis.low, axis.high, log=axis.log)
             else:
-                # As many digits as anybody reads: they are part of the recipe's label.
+                # Rounded to six digits, because the values are part of the recipe's label.
                 value = f"{trial.suggest_float(axis.key, axis.low, axis.high, log=axis.log):.6g}"
             overrides.append(f"{axis.key}={value}")
         return overrides
@@ -188,10 +189,10 @@ class Trials:
 
 
 class _Journal(BaseJournalBackend):
-    """File of Optuna's journal, an operation a line with its checksum, under the lock that Optuna's own file has.
+    """File of Optuna's journal: one operation per line with its checksum, under the same lock as Optuna's own backend.
 
-    Optuna, a dashboard of its own among others, reads it as its own. Operations build on those before them, so a
-    damaged line is an error and not left out.
+    Optuna's own backend can read it, for example in a dashboard. Operations build on earlier ones, so a damaged line is
+    an error and is not skipped.
 
     Args:
         path: path of the file.
@@ -200,7 +201,7 @@ class _Journal(BaseJournalBackend):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = JournalFileSymlinkLock(str(path))
-        self._ends = {0: 0}  # by number of operations, where they end in the file
+        self._ends = {0: 0}  # offset in the file after each number of operations
         path.touch()
 
     def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
@@ -237,17 +238,17 @@ def _opened(path: Path) -> optuna.Study:
         return optuna.create_study(storage=storage, study_name=_NAME, direction="maximize", load_if_exists=True)
     except (UserError, OSError):
         raise
-    except Exception as error:  # of Optuna, on operations that do not fit together
+    except Exception as error:  # Optuna's, for inconsistent operations
         raise UserError(f"{path}: no journal of a search ({message_of(error)}); {_REMEDY}") from error
 
 
 @contextmanager
 def sampling() -> Iterator[None]:
-    """Context manager: turn what a sampler raises, on the space or a missing package, into a UserError."""
+    """Context manager: turn a sampler's exceptions, about the space or a missing package, into a UserError."""
     try:
         yield
     except OSError:
-        raise  # of the journal
+        raise  # from the journal
     except Exception as error:
         raise UserError(
             f"hydra.sweeper.sampler: {message_of(error)}; give one that fits the space (values of a grid as on the "
@@ -270,10 +271,10 @@ def _shown(value: Any) -> str:
 
 
 def _break_stale_lock(path: Path) -> None:
-    """Remove the lock (a link, `optuna.jsonl.lock`) that a killed process has left: Optuna itself waits 30 s for it.
+    """Remove the lock (a link, `optuna.jsonl.lock`) of a killed process, for which Optuna would wait 30 s.
 
-    Whoever runs the study alone writes there, and this process does; who only looks at the trials (a dashboard) holds
-    the lock for the time of one write, and is waited for.
+    Only the process that runs the study writes for long, and that is this one. Other users of the trials, such as a
+    dashboard, hold the lock for one write, which is waited for.
     """
     lock = path.with_name(path.name + ".lock")
 
@@ -294,7 +295,7 @@ def _break_stale_lock(path: Path) -> None:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Cut off a torn last line, as a power cut leaves it: Optuna would append behind it."""
+    """Cut off a torn last line, which a power cut may leave: Optuna would append to it."""
     whole = path.read_bytes() if path.exists() else b""
     if whole and not whole.endswith(b"\n"):
         os.truncate(path, whole.rfind(b"\n") + 1)
