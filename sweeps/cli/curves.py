@@ -1,7 +1,7 @@
-"""The way that all commands about curves share: check the options, read the sources, fit every recipe once.
+"""Common steps of all commands about curves: check the options, read the sources, fit every recipe once.
 
-Sources are read before anything that fits, ranks or draws is imported, so that a wrong file fails at once. This is
-where a command enters `sweeps.fit` to fit; what it decides and prints is computed from the fits returned here.
+Sources are read before anything that fits, ranks or draws is imported, so that a wrong file fails at once. Commands
+call `sweeps.fit` only through this module; their results are computed from the fits returned here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_window(options: argparse.Namespace) -> None:
 
 
 def check_place(path: Path) -> None:
-    """Check before the fits that the output file can be written; the probe file and folders are removed again.
+    """Check that the output file can be written, before the fits. The probe file and folders are removed again.
 
     Raises:
         UserError: the file cannot be written.
@@ -45,7 +45,7 @@ def check_place(path: Path) -> None:
     made: list[Path] = []
     try:
         if path.exists():
-            if path.is_dir() or path.is_file():  # a pipe is opened once, when there is something to say
+            if path.is_dir() or path.is_file():  # a pipe can be opened only once, for the output
                 path.open("ab").close()
             return
         made = [folder for folder in path.parents if not folder.exists()]
@@ -61,10 +61,10 @@ def check_place(path: Path) -> None:
 
 
 def check_figure(options: argparse.Namespace) -> Path | None:
-    """Check before the fits that the figure of `-o` has a known format and can be written; None without one.
+    """Check before the fits that the figure of `-o` has a known format and can be written; None without `-o`.
 
     Raises:
-        UserError: an unknown format, or a place that cannot be written.
+        UserError: an unknown format, or a path that cannot be written.
     """
     if options.output is None:
         return None
@@ -92,7 +92,7 @@ def fit_options(options: argparse.Namespace) -> FitOptions:
 def load_sources(
     options: argparse.Namespace, x: str | None = None, read: Callable[[Path], JournalView] = read_journal
 ) -> LoadedStudy:
-    """Read the sources of a command, along another compute axis than `--x` if one is given."""
+    """Read the sources of a command. `x` replaces the compute axis of `--x`."""
     factors = [name for name in (options.size, *options.group) if name is not None]
     return load(
         options.sources,
@@ -109,7 +109,7 @@ def load_sources(
 
 
 def shown_study(options: argparse.Namespace) -> LoadedStudy:
-    """Check the window, read the sources, and print how those were read that are not ours."""
+    """Check the window, read the sources, and print how sources of other programs were interpreted."""
     check_window(options)
     study = load_sources(options)
     for line in study.shown:
@@ -118,7 +118,7 @@ def shown_study(options: argparse.Namespace) -> LoadedStudy:
 
 
 def fit_all(curves: Sequence[Curve], options: argparse.Namespace, workers: int | None = None) -> list[Fit]:
-    """Fit every recipe of the sources, with the method that the options name."""
+    """Fit every recipe of the sources with the method of the options."""
     if getattr(options, "method", "posterior") == METHOD:
         from sweeps.fit.published import fit_literal
 
@@ -132,13 +132,13 @@ def fit_all(curves: Sequence[Curve], options: argparse.Namespace, workers: int |
 
 
 def fitted(options: argparse.Namespace) -> tuple[LoadedStudy, list[Fit]]:
-    """Read the sources and fit every recipe once, for all that the command then computes."""
+    """Read the sources and fit every recipe once, for all results of the command."""
     study = shown_study(options)
     return study, fit_all(study.curves, options)
 
 
 def margin(options: argparse.Namespace) -> float | None:
-    """Return `--margin`, else the margin that the only source was launched with; None where neither is known."""
+    """Return `--margin`, else the margin that the only source was launched with; None if neither is known."""
     if options.margin is not None or len(options.sources) != 1:
         given: float | None = options.margin
         return given

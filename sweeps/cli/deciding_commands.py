@@ -1,7 +1,7 @@
 """Commands that decide between recipes: rank, plan, compare, effects, race.
 
-Each reads and fits (`sweeps.cli.curves`), lets `sweeps.decide` compute one result, and prints it as JSON or as the text
-that `sweeps.report` makes of it.
+Each command reads and fits (`sweeps.cli.curves`), lets `sweeps.decide` compute one result, and prints it as JSON or as
+text made by `sweeps.report`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def rank_command(options: argparse.Namespace) -> int:
 
 
 def ranked(options: argparse.Namespace, fits: Sequence[Fit], workers: int) -> Ranking:
-    """Rank the fitted recipes as the options ask; with what `--json` prints beside the table only if it is asked."""
+    """Rank the fitted recipes by the options; details that only `--json` prints are computed only for it."""
     from sweeps.decide.rank import rank
 
     return rank(
@@ -82,7 +82,7 @@ def _axes(options: argparse.Namespace, study: LoadedStudy) -> list[str] | None:
 
 
 def _by_axis(options: argparse.Namespace, axes: Sequence[str], fits: Sequence[Fit]) -> ByAxis:
-    """Rank on every axis; `fits` are reused for the axis that they are along, the others are fitted here."""
+    """Rank on every axis; `fits` are reused for their own axis, the other axes are fitted here."""
     from sweeps.decide.by_axis import by_axis
 
     own = fits[0].curve.axis
@@ -123,7 +123,7 @@ def plan_command(options: argparse.Namespace) -> int:
 
 
 def planned(options: argparse.Namespace, study: LoadedStudy, fits: Sequence[Fit]) -> tuple[Plan, list[str | None]]:
-    """Plan as the options ask; return the plan, and the command of each next step where one is known."""
+    """Plan by the options; return the plan, and for each next step its command, or None if it is not known."""
     from sweeps.decide.plan import Factors, make_plan
     from sweeps.launch.resume_command import command
 
@@ -183,7 +183,7 @@ def compare_command(options: argparse.Namespace) -> int:
 def compared(
     options: argparse.Namespace, study: LoadedStudy, fits: Sequence[Fit], recipes: Sequence[str]
 ) -> Comparisons:
-    """Compare two named recipes, or all others with the one named or with the baseline."""
+    """Compare two named recipes, or all others with the named one or the baseline."""
     from sweeps.decide.pairwise import compare
     from sweeps.source.held_out import passes_by
 
@@ -198,7 +198,7 @@ def compared(
 
 
 def _sources_and_recipes(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the words into sources and up to two recipes after them: words that are no existing path and no URL."""
+    """Split the words into sources and at most two recipes after them: words that are neither a path nor a URL."""
     sources = list(words)
     named: list[str] = []
     while len(sources) > 1 and len(named) < 2 and _is_recipe(sources[-1]):
@@ -211,7 +211,7 @@ def _is_recipe(word: str) -> bool:
 
 
 def _pairs(named: Sequence[str], fits: Sequence[Fit]) -> list[tuple[str, str]]:
-    """Return the pairs to compare: the two named, else all others against the one named or against the baseline.
+    """Return the pairs to compare: the two named recipes, else all others with the named one or the baseline.
 
     Raises:
         UserError: there is no recipe to compare with.
@@ -250,7 +250,7 @@ def effects_command(options: argparse.Namespace) -> int:
     from sweeps.report.comparison_text import effects_text
 
     print(effects_text(grid))
-    notes = grid.notes if grid.effects else ()  # else they are the answer, and printed
+    notes = grid.notes if grid.effects else ()  # else the notes are the answer and are printed
     warn([*notes, *(f"{recipe}: nothing can be read off it; left out" for recipe in grid.left)])
     return 0
 

@@ -1,4 +1,4 @@
-"""Design of a study before it runs: its cost, and the differences that it will resolve (`scalerl plan --design`)."""
+"""Design of a study before it runs: its cost, and the differences that it can resolve (`scalerl plan --design`)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ FORMS = ("text", "json")
 
 
 def show_design(launch: Launch, form: object, like: str | None, margin: float | None) -> None:
-    """Print the cost of a planned study, and the comparisons that it will resolve if an earlier study is given.
+    """Print the cost of a planned study, and with an earlier study the differences that it can resolve.
 
     Args:
         launch: the cost of the planned study.
-        form: of `FORMS`.
-        like: the earlier study by whose fits comparisons are predicted; None for none.
-        margin: recipes within this are the same, in reward units.
+        form: one of `FORMS`.
+        like: earlier study whose fits predict the comparisons; None for none.
+        margin: recipes within this distance count as equal, in reward units.
 
     Raises:
         UserError: an unknown form, or an earlier study that cannot be read.

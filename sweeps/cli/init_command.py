@@ -1,4 +1,4 @@
-"""The command `scalerl init`: a folder of one's own with a task, a reward, a recipe, a study and a batch script."""
+"""The command `scalerl init`: makes the user's own folder with a task, a reward, a recipe, a study and a batch script."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent / "own_folder"
 
 
 def init_command(options: argparse.Namespace) -> int:
-    """Copy the folder that runs as it is, and say what to type next (`scalerl init`)."""
+    """Copy a folder that runs without changes, and print the next commands (`scalerl init`)."""
     folder = Path(options.folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: is there already; give the name of a new or an empty folder")

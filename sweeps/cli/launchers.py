@@ -1,7 +1,7 @@
 """The Hydra launchers: a `--multirun` grid becomes a study, run on this machine, in this process, or on a cluster.
 
-All members are composed, checked and identified before the first one starts. What an earlier launch of the same
-sweep has finished is adopted; what it has under way on a cluster is followed; the rest goes on from its checkpoints.
+All members are composed, checked and identified before the first one starts. If an earlier launch of the same sweep
+exists, its finished members are adopted, its jobs on a cluster are followed, and all others resume from checkpoints.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from sweeps.search.deciders import decider_of
 from sweeps.search.settings import Axis, RaceSettings, SearchSettings
 
 _TRIED_EARLY = 4  # members that are composed before anything heavy is imported
-STOCK = "submitit_slurm"  # the stock launcher of SLURM, whose keys mean the same here
-SEARCH_JOBS = 8  # trials of a search at a time on a cluster
+STOCK = "submitit_slurm"  # Hydra's standard launcher for SLURM; its keys have the same meaning here
+SEARCH_JOBS = 8  # parallel trials of a search on a cluster
 
 
 def gpu_here() -> bool:
-    """Return whether members started on this machine will find an NVIDIA GPU, judged by device files alone."""
+    """Return whether members started on this machine will find an NVIDIA GPU, judged only by device files."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
@@ -51,16 +51,17 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
     """Runs a grid as a study, on this machine.
 
     Args:
-        planner: `module:function`, from override lists and the user's folders to run specs; checks everything.
-        entry: `module:function`, runs one member from its directory.
-        preload: modules imported once for all members.
+            planner: `module:function`, which turns override lists and the user's folders into checked run specs.
+            entry: `module:function`, runs one member from its directory.
+            preload: modules imported once for all members.
 
-    A sweeper that has files to keep with the study gives their texts in `files`: they are written once a launch is
-    accepted (members checked, the study's lease held, the first members taken), so that a refused one changes nothing.
+        A sweeper stores files with the study by setting their texts in `files`. They are written once a launch is
+        accepted (members checked, the study's lease held, the first members submitted), so that a refused launch
+        changes nothing.
     """
 
     kind = "local"
-    starts_ranks = False  # of a member: on this machine it is one process
+    starts_ranks = False  # members on this machine are single processes
 
     def __init__(self, planner: str, entry: str, preload: Sequence[str] = (), **settings: Any) -> None:
         self._planner = planner
@@ -77,7 +78,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         }
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Store Hydra's context, and MLflow's address as given: a member's stored configuration has no login in it."""
+        """Store Hydra's context, and MLflow's address as given: members' stored configurations have logins removed."""
         self._context, self._config = hydra_context, config
         self._folders = [*user_folders(config.hydra), *study_files(config.hydra)]
         self._tracking = OmegaConf.select(config, "mlflow.uri")
@@ -85,8 +86,8 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             self._understood = f"hydra/launcher={STOCK} is understood as cluster=slurm"
 
     def plan(self, config: Mapping[str, Any]) -> LaunchSettings:
-        """Make the launch settings from the configuration that members share and the launcher's own settings."""
-        # Imported late, for it needs NumPy: Hydra imports this module at every start, also to report a typing error.
+        """Make the launch settings from the members' common configuration and the launcher's own settings."""
+        # Imported late because it needs NumPy: Hydra imports this module at every start, even to report a typing error.
         from sweeps.curve import default_axis
 
         return LaunchSettings(
@@ -102,23 +103,23 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         )
 
     def _race(self, given: Any) -> dict[str, Any]:
-        """Return the checked settings under `race` as a dict; empty if there is no race."""
+        """Return the checked settings under `race` as a dict; empty without a race."""
         settings = RaceSettings.of(given)
         if settings.mode != "none" and self._settings.get("detach"):
             raise UserError(f"race.mode: {settings.mode} needs this process to look; leave --detach away")
         return dict(settings.__dict__) if settings.mode != "none" else {}
 
     def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        """Compose and check the members in another process, so that this one need not import what training needs."""
+        """Compose and check the members in another process, so that this one does not import torch and Lightning."""
         if self._shared:
             self._compose_some(override_lists)
         return plan_apart(self._planner, override_lists, self._folders, self._shared)
 
     def _compose_some(self, override_lists: Sequence[Sequence[str]]) -> None:
-        """Let Hydra refuse a key or a choice before the server of processes imports what training needs.
+        """Let Hydra report a wrong key or choice before the slow imports of the server process.
 
-        Composing costs a third of a second, those imports a dozen: the first few members that bring words of their own
-        are tried here, the planner composes them all.
+        Composing takes a third of a second, those imports a dozen seconds. Only the first few members with new
+        overrides are composed here; the planner composes all of them.
         """
         seen: set[str] = set()
         tried = 0
@@ -129,22 +130,22 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             seen.update(words)
 
     def _search_planner(self) -> AbstractContextManager[Callable[[Sequence[Sequence[str]]], list[RunSpec]]]:
-        """Return a planner that stays up for a search: to import its modules anew would outlast some trials."""
+        """Return a planner whose process stays up during a search: new imports would take longer than some trials."""
         return Planner(self._planner, self._folders, self._shared)
 
     @property
     def _shared(self) -> tuple[str, ...] | None:
-        """Modules preloaded for both planner and members; None where members do not run as forks on this machine."""
+        """Modules preloaded for both planner and members; None if members are not forked on this machine."""
         return self._preload
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Plan and check the grid, then run the members that are not done.
+        """Plan and check the grid, then run the members that are not finished.
 
         Raises:
             UserError: a member that cannot run; nothing is started then.
-            MemberFailedError: after all others are done, if some member failed.
+            MemberFailedError: after all others have ended, if some member failed.
         """
-        # Where a member runs is no part of what it is.
+        # The cluster is not part of a member's identity.
         lists = [[each for each in overrides if not each.startswith("cluster=")] for overrides in job_overrides]
         specs = self.planned(lists)
         self._check_ranks(specs)
@@ -162,7 +163,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         return [_job_return(spec, overrides) for spec, overrides in zip(specs, job_overrides, strict=True)]
 
     def _count_adopted(self, study: Study) -> None:
-        """Let runs of others that the study has adopted stand for the members whose values they have."""
+        """Replace members by the adopted runs with the same values."""
         if not any(state.adopted for state in study.ledger.fold().values()):
             return
         from sweeps.launch.adopted import count_adopted
@@ -171,10 +172,10 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         self._takes = [*self._takes, *notes]
 
     def _check_ranks(self, specs: Sequence[RunSpec]) -> None:
-        """Check that members which ask for several ranks are launched where ranks are started.
+        """Check that members with several ranks are launched where ranks can be started.
 
         Raises:
-            UserError: one asks for them, and a member on this machine is one process.
+            UserError: a member asks for several ranks, but members on this machine are single processes.
         """
         for spec in specs:
             nodes, ranks = spec.layout or (1, 1)
@@ -186,7 +187,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
                 )
 
     def _designed(self, specs: Sequence[RunSpec], directory: Path, settings: Mapping[str, Any]) -> bool:
-        """Check `launch.max_device_hours` and print the design if asked to; return whether that was all to be done.
+        """Check `launch.max_device_hours` and print the design if requested; return True if nothing else is to be done.
 
         Raises:
             UserError: the launch takes more device hours, or a setting is invalid.
@@ -198,7 +199,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         launch = launch_of(specs, directory, settings.get("like"), settings.get("rate"), elsewhere)
         check_hours(launch, settings.get("max_device_hours"))
         if (form := settings.get("design")) is None:
-            # Said when the launch is accepted: a refusal is one line.
+            # Printed once the launch is accepted, so that a refusal is a single line.
             cautions = dict.fromkeys(line for spec in specs for line in spec.cautions)
             takes = launch.sentences(asked=settings.get("rate") is not None)
             self._takes = [*takes, *cautions] if launch.left else takes
@@ -219,16 +220,16 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
 
         Args:
             base: overrides that all trials share.
-            space: what is varied.
-            settings: of `SearchSettings`; `n_jobs` may be None.
+            space: axes to search.
+            settings: those of `SearchSettings`; `n_jobs` may be None.
             sampler: makes Optuna's sampler from a seed.
 
         Raises:
-            UserError: as `launch`; or a setting is out of range.
+            UserError: as in `launch`; or a setting is out of range.
             MemberFailedError: after all others have ended, if trials failed and none finished.
         """
         lists = [[each for each in base if not each.startswith("cluster=")]]
-        # A value that the file leaves open is known of a trial alone; any will do to see what the trials share.
+        # A value that the file leaves open (`???`) is set only by trials. Any value will do to check the common part.
         (spec,) = self.planned([[*lists[0], *(axis.first for axis in space if _is_open(self._config, axis.key))]])
         self._check_ranks([spec])
         plan = self.plan(spec.config)
@@ -250,7 +251,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
 
         stand = None
         if "command" in spec.config and any(state.adopted for state in study.ledger.fold().values()):
-            count_adopted(directory, [spec], _measured)  # they measure as the trials do from now on, or are refused
+            count_adopted(directory, [spec], _measured)  # trials measure compute as the adopted runs do, or are refused
             stand = partial(stand_ins, directory, measured=_measured)
         with self._search_planner() as planned:
             search = Search(
@@ -264,7 +265,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             )
             states = self._run(study, plan, search)
         if any(state.state == "finished" for state in states.values()):
-            show_results(study.directory, plan.tracking)  # trials that failed are part of a search
+            show_results(study.directory, plan.tracking)  # failed trials are part of a search
         else:
             report_failures(study, states, "more trials, by a larger hydra.sweeper.n_trials, propose others")
             if refusals := search.trials.refusals():
@@ -272,7 +273,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         print(search.trials.sentence(), file=sys.stderr)
 
     def _run(self, study: Study, plan: LaunchSettings, search: Decider | None = None) -> dict[str, MemberState]:
-        """Prepare the launch and run it; show the results of a study that is done, unless it is a search."""
+        """Prepare the launch and run it; show the results of a finished study, unless it is a search."""
         prepared: Controller | None = None
         # A later process needs the settings to continue the study.
         files = {study.directory / LAUNCH_FILE: plan.text(), **self.files}
@@ -304,10 +305,10 @@ class SlurmStudyLauncher(StudyLauncher):
     _shared = None
 
     def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        """Compose and check the members, but look for SLURM's commands first: composing takes a dozen seconds.
+        """Compose and check the members, but check for SLURM's commands first: composing takes a dozen seconds.
 
         Raises:
-            UserError: they are not there, and not the design alone is asked for.
+            UserError: the commands are missing, and more than the design is requested.
         """
         if OmegaConf.select(self._config, "launch.design") is None:
             try:
@@ -331,13 +332,13 @@ class SlurmStudyLauncher(StudyLauncher):
 
 
 class DebugStudyLauncher(StudyLauncher):
-    """Runs a grid as a study in this process, one member after the other: for a debugger."""
+    """Runs a grid as a study in this process, one member after the other, for a debugger."""
 
     kind = "debug"
     _shared = None
 
     def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        """Compose and check the members in this process, where a debugger sees it."""
+        """Compose and check the members in this process, so that a debugger can step through it."""
         specs: list[RunSpec] = load_entry(self._planner)(override_lists, self._folders)
         return specs
 
@@ -346,8 +347,8 @@ class DebugStudyLauncher(StudyLauncher):
 
 
 def _lost_by_pauses(specs: Sequence[RunSpec], plan: LaunchSettings) -> list[str]:
-    """Return a warning where a race will pause members whose commands cannot resume; none elsewhere."""
-    specs = [spec for spec in specs if "adopted" not in spec.config]  # they are at work nowhere
+    """Return a warning if a race will pause members whose commands cannot resume; else an empty list."""
+    specs = [spec for spec in specs if "adopted" not in spec.config]  # adopted runs are not running anywhere
     lost = [spec for spec in specs if (spec.config.get("command") or {}).get("resume", {}).get("anew")]
     at_once = not plan.outlives and plan.max_parallel >= len(specs)
     if plan.race.get("mode") != "live" or at_once or not lost:
@@ -360,7 +361,7 @@ def _lost_by_pauses(specs: Sequence[RunSpec], plan: LaunchSettings) -> list[str]
 
 
 def _axis(config: Mapping[str, Any]) -> str | None:
-    """Return the compute axis of members that are commands; None for members of ours."""
+    """Return the compute axis of members that are commands; None for this project's own members."""
     if "command" not in config:
         return None
     from sweeps.command.compute import AXIS_OF
@@ -369,7 +370,7 @@ def _axis(config: Mapping[str, Any]) -> str | None:
 
 
 def _measured(spec: RunSpec) -> tuple[str, str, str]:
-    """Return the compute axis of a member that is a command, how it is measured, and the reward of its first set."""
+    """Return a command member's compute axis, how compute is measured, and the reward of its first evaluation set."""
     from sweeps.command.settings import command_of
 
     command = command_of(spec.config, "", spec.run)
@@ -377,7 +378,7 @@ def _measured(spec: RunSpec) -> tuple[str, str, str]:
 
 
 def _is_open(config: DictConfig, key: str) -> bool:
-    """Return whether a configuration leaves a value open (`???`)."""
+    """Return True if a configuration leaves a value open (`???`)."""
     group, _, name = key.rpartition(".")
     part = OmegaConf.select(config, group, throw_on_missing=False) if group else config
     return isinstance(part, DictConfig) and OmegaConf.is_missing(part, name)

@@ -1,10 +1,10 @@
 """Entry point and argument parser of the console script `scalerl`.
 
-Exit codes: 0 done (a refusal to name an asymptote is an answer), 1 a failure with one line that names the problem and
-the remedy, 2 wrong usage.
+Exit codes: 0 success (declining to name an asymptote is also an answer), 1 a failure, with one line that has the
+problem and the remedy, 2 wrong usage.
 
-Light on purpose: what a command computes with is imported when it runs, so that help, a typing error and a missing
-file are answered at once. tests/sweeps/cli/test_quick.py counts what is imported.
+This module imports little: each command's modules are imported when it runs, so that help, a typing error and a missing
+file are answered at once. tests/sweeps/cli/test_quick.py checks the imports.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from sweeps.fit.points import R0Mode
 
 Handler = Callable[[argparse.Namespace], int]
-# Adds a command: its name, what runs it, a summary, an example.
+# Adds a command, given its name, handler, summary and example.
 Command = Callable[[str, Handler, str, str], argparse.ArgumentParser]
-# Modules whose commands fit and decide, and start no member.
+# Modules of commands that fit and decide, but start no members.
 CALCULATING = ("fitting_commands", "deciding_commands", "showing_commands")
 EPILOG = (
     "scalerl COMMAND --help says more, with an example. Completion of commands and options with TAB: "
@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"scalerl: {one_line(str(error))}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader (`head`, a pager) has seen enough; Python must not complain at exit either.
+        # The reader (`head`, a pager) has closed the pipe; stdout is redirected so that Python does not complain at
+        # exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _joined(arguments: Sequence[str]) -> list[str]:
-    """Join `--seed-from` with a pattern that begins with a dash, `-s(\\d+)`, which argparse takes for an option."""
+    """Join `--seed-from` and a pattern that starts with a dash, `-s(\\d+)`, which argparse would take for an option."""
     found: list[str] = []
     for word in arguments:
         if found and found[-1] == "--seed-from" and word.startswith("-") and "(" in word:
@@ -89,14 +90,14 @@ def _joined(arguments: Sequence[str]) -> list[str]:
 
 
 def _told_in_one_line() -> tuple[type[Exception], ...]:
-    """Return the exceptions reported in one line; called only after one was raised, so that success imports nothing."""
+    """Return the exceptions reported in one line. Called only after an error, so that success imports nothing."""
     from sweeps.run.lease import LeaseLostError
 
     return (UserError, LeaseLostError)
 
 
 def _no_command(word: str, names: Collection[str]) -> str:
-    """Return the message for a command that does not exist, with the one that looks like it."""
+    """Return the message for an unknown command, with the most similar name."""
     from difflib import get_close_matches
 
     near = get_close_matches(word, names, n=1)
@@ -144,7 +145,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
         added.set_defaults(handler=handler)
         return added
 
-    # Listed and completed here; `main` hands its words to Hydra as they are.
+    # Only for help and completion: `main` passes the words of `train` to Hydra unchanged.
     train = command(
         "train",
         lambda options: train_command(options.overrides),
@@ -520,7 +521,7 @@ def _add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def _steps(text: str) -> tuple[int, int | None]:
-    """Parse `N` into (N, N) and `N:M` into (N, M), M None if open."""
+    """Parse `N` into (N, N) and `N:M` into (N, M), with M None if it is omitted."""
     first, colon, last = text.partition(":")
     try:
         return int(first or 0), (int(last) if last else None) if colon else int(first)
@@ -529,7 +530,7 @@ def _steps(text: str) -> tuple[int, int | None]:
 
 
 def _add_source(parser: argparse.ArgumentParser, many: str = "+") -> None:
-    """Add the arguments on the sources to read and on how to fit them."""
+    """Add the arguments for sources and fits."""
     parser.add_argument(
         "sources",
         nargs=many,

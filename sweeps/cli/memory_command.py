@@ -1,4 +1,4 @@
-"""Command `scalerl memory`: what a run takes on each device, before compute is spent."""
+"""Command `scalerl memory`: memory of a run on each device, estimated before compute is spent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def memory_command(options: argparse.Namespace) -> int:
     """Print the memory of a run by part and device; exit code 1 if it does not fit into `--gib`.
 
     Raises:
-        UserError: overrides that do not compose, or a model whose memory cannot be foretold.
+        UserError: overrides that do not compose, or a model whose memory cannot be predicted.
     """
     require_training("scalerl memory")
     memory_of = load_entry("lightning_scalerl.member.memory:memory_of")

@@ -25,13 +25,13 @@ def print_json(value: Any) -> None:
 
 
 def warn(notes: Sequence[str]) -> None:
-    """Print warnings to stderr, so that piped stdout stays data."""
+    """Print warnings to stderr, so that a pipe gets only the data."""
     for note in notes:
         print(f"warning: {one_line(note)}", file=sys.stderr)
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: whole where stdout is no terminal, else one that fits it, the first cells coloured by state."""
+    """Print a table: complete if stdout is not a terminal, else fitted to its width with coloured states."""
     if not on_screen(sys.stdout):
         print(table([column.name for column in columns], rows))
         return
@@ -64,7 +64,7 @@ def show_chart(study: Path, tracking: str) -> None:
 
 
 def print_ranking(study: Path, fits: Sequence[Fit], ranking: Ranking) -> None:
-    """Print a ranking as the end of a study shows it; on a terminal one table that fits it, and where to see more."""
+    """Print the ranking at the end of a study; on a terminal as a fitted table, with paths of figure and report."""
     if not on_screen(sys.stdout):
         from sweeps.report.ranking_text import ranking_text
 
@@ -85,7 +85,7 @@ def print_ranking(study: Path, fits: Sequence[Fit], ranking: Ranking) -> None:
 
 
 def _figure(study: Path, fits: Sequence[Fit], ranking: Ranking) -> Path | None:
-    """Draw the study in one figure beside its runs; None where it cannot be drawn or written."""
+    """Draw the study in one figure next to its runs; None if it cannot be drawn or written."""
     path = study / "report_overlay.png"
     try:
         # Matplotlib takes a second to import.
@@ -101,7 +101,7 @@ def _figure(study: Path, fits: Sequence[Fit], ranking: Ranking) -> Path | None:
 
 def show_ranking(study: Path) -> None:
     """Fit a study and print its ranking; print a warning if it cannot be ranked yet."""
-    # Imported late, for they need SciPy.
+    # Imported late because they need SciPy.
     from sweeps.decide.rank import rank
     from sweeps.fit.fit import fit_curves
     from sweeps.launch.settings import LaunchSettings
@@ -122,7 +122,7 @@ def show_ranking(study: Path) -> None:
 
 
 def _print_summary(study: Path, ranking: Ranking) -> None:
-    """Print where a study is, what came out and the next command: its end in a pipe."""
+    """Print the study's place, its outcome and the next commands, for the end of a study in a pipe."""
     place = shlex.quote(str(study))
     print(f"study: {place}")
     print(f"ranking: {one_line(' '.join(ranking.outcome))}")

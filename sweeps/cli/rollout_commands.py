@@ -17,7 +17,7 @@ from sweeps.run.rollouts import Group, read_groups
 from sweeps.run.spec import run_folder
 from sweeps.terminal import counted
 
-# Lines of a prompt and of a completion, unless all of them are asked for.
+# Lines shown of a prompt and of a completion without --full.
 LINES = 6
 MARKS = {"abstain": "-", "error": "!"}
 
@@ -83,7 +83,7 @@ def _lines(group: Group, width: int, most: int | None) -> Iterator[str]:
 
 
 def _wrapped(text: str, indent: str, width: int, most: int | None) -> list[str]:
-    """Wrap a text to the width; beyond `most` lines keep the first ones, and the last, where answers stand."""
+    """Wrap a text to the width; beyond `most` lines keep the first ones, and the last, which usually has the answer."""
     lines = [
         piece
         for line in text.splitlines() or [""]
@@ -128,7 +128,7 @@ def noise_command(options: argparse.Namespace) -> int:
     require_training("scalerl noise")
     noise = load_entry("lightning_scalerl.member.noise:measure_noise")
     words: Sequence[str] = options.overrides
-    # The task's name may stand there by itself.
+    # The task may be given by its name alone.
     overrides = [f"task={word}" if number == 0 and "=" not in word else word for number, word in enumerate(words)]
     found: list[dict[str, Any]] = noise(options.model, overrides, options.repeats, options.trust)
     if options.json:

@@ -28,7 +28,7 @@ def report_command(options: argparse.Namespace) -> int:
     page = Path(options.output)
     check_place(page)
     study, fits = fitted(options)
-    # Matplotlib takes a second to import: only where something is drawn.
+    # Matplotlib takes a second to import: only if something is drawn.
     from sweeps.decide.rank import rank
     from sweeps.report.write import all_comparisons, histories, write_ranking_csv, write_report
 
@@ -57,7 +57,7 @@ def report_command(options: argparse.Namespace) -> int:
 
 
 def _beside(options: argparse.Namespace) -> Beside:
-    """Load, fit and rank the study of `--beside` by the options of the report's own."""
+    """Load, fit and rank the study of `--beside` with the options of the report's own."""
     from sweeps.decide.rank import rank
     from sweeps.report.page import Beside
 
@@ -67,7 +67,7 @@ def _beside(options: argparse.Namespace) -> Beside:
 
 
 def watch_command(options: argparse.Namespace) -> int:
-    """Fit again as evaluations arrive until interrupted: a live screen, or a line a snapshot (`scalerl watch`)."""
+    """Fit again as evaluations arrive, until interrupted: a live screen, or one line per snapshot (`scalerl watch`)."""
     from sweeps.decide.watch import Watch, default_path, waiting
     from sweeps.run.tail import Tails
 
@@ -106,7 +106,7 @@ def watch_command(options: argparse.Namespace) -> int:
                     last_warning = "no evaluation yet; waiting for the first"
                     warn([last_warning])
             except UserError as error:
-                # What could be read once may be unreadable while it is rewritten; at the start it is a mistake.
+                # A source may be unreadable while it is rewritten; at the start an unreadable source is an error.
                 if options.once or not started:
                     raise
                 if str(error) != last_warning:
@@ -116,12 +116,12 @@ def watch_command(options: argparse.Namespace) -> int:
                 return 0
             time.sleep(options.interval)
     except KeyboardInterrupt:
-        # How one stops watching.
+        # Ctrl-C is the normal way to stop watching.
         return 0
 
 
 def _print_news(news: News, as_json: bool) -> None:
-    """Print one snapshot on one line and flush, for stdout may be a pipe."""
+    """Print one snapshot on one line and flush, because stdout may be a pipe."""
     from sweeps.report.fit_text import snapshot_line
 
     if as_json:

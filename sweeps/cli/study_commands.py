@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from sweeps.executor.slurm.scheduler import Scheduler
     from sweeps.launch.status import MemberView
 
-ROWS = 40  # members in a table
+ROWS = 40  # maximum number of members in a table
 STATUS = (
     Column("state"), Column("recipe", soft=True), Column("seed"), Column("step", 50), Column("pass rate", 70),
     Column("attempts", 110), Column("job", 100), Column("why", 70, soft=True),
 )  # fmt: skip
 SIDES = (Column("side"), Column("where", 60, soft=True), Column("state"), Column("idle"), Column("tokens/s"))
-SILENT_S = 60.0  # without a heartbeat, after which `status` says so
-FAILURES = 3  # members that are shown at length: logs, sides, changes of code
+SILENT_S = 60.0  # seconds without a heartbeat after which `status` reports it
+FAILURES = 3  # number of members shown in detail: logs, sides, changes of code
 
 
 def train_command(overrides: Sequence[str]) -> int:
-    """Replace this process by the training process (exec), so that signals and the exit code are its own.
+    """Replace this process by the training process (exec), so that signals and the exit code are those of the training.
 
     Raises:
-        UserError: this installation only looks at curves (docs/guide/installation.md).
+        UserError: the training packages are not installed (docs/guide/installation.md).
     """
     require_training("scalerl train")
     sys.stdout.flush()
@@ -103,7 +103,7 @@ def silence(view: MemberView) -> str:
 
 
 def _scheduler(study: Path) -> Scheduler | None:
-    """Return the scheduler of the study's cluster; None if it runs on no cluster or cannot be asked from here."""
+    """Return the scheduler of the study's cluster; None without a cluster, or if it cannot be queried from here."""
     from sweeps.launch.settings import LaunchSettings
 
     try:
@@ -114,7 +114,7 @@ def _scheduler(study: Path) -> Scheduler | None:
 
 
 def adopt_command(options: argparse.Namespace) -> int:
-    """Take runs of others into a study as members, and print what became of each (`scalerl adopt`)."""
+    """Adopt other programs' runs into a study as members, and print the result for each (`scalerl adopt`)."""
     from sweeps.launch.adoption import adopt
 
     done = adopt(
@@ -209,7 +209,7 @@ def collect_command(options: argparse.Namespace) -> int:
         if not plan.outlives and not options.wait:
             warn([f"{directory} runs on one machine; --wait goes on with what is not done"])
         else:
-            # A race takes its looks only under --wait, where this process stays up to conduct it.
+            # A race takes its looks only under --wait, where this process keeps running.
             require_training("scalerl collect")
             if not options.trust:
                 check_study(study, plan)
@@ -217,7 +217,7 @@ def collect_command(options: argparse.Namespace) -> int:
             with prepare_study(study, plan, again=options.again, decider=decider) as prepared:
                 states = prepared.commit(detach=not options.wait)
     elif (directory / LEDGER_FILE).is_file():
-        # Its controller was gone before it could write down that a launch was accepted.
+        # Its controller died before it recorded that the launch was accepted.
         warn([f"{directory} has no {LAUNCH_FILE}; the command that launched it finds its jobs and goes on with them"])
     views = overview(directory, _scheduler(directory))
     print(f"{directory}: {counts(views)}\n")

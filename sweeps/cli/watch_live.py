@@ -1,4 +1,4 @@
-"""The live screen of `scalerl watch`: this thread reads, `sweeps.decide.live_ranking` fits, and rich draws."""
+"""The live screen of `scalerl watch`: the main thread reads, `sweeps.decide.live_ranking` fits, and rich draws."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from sweeps.run.tail import Tails
 from sweeps.source import LoadedStudy
 from sweeps.source.places import Place
 
-# Seconds between two looks at the files, and how many times as long as one look took of this process.
+# Minimum seconds between two polls of the files, and that interval as a multiple of a poll's CPU time.
 LOOK_S, REST = 1.0, 15.0
-ASK_S = 30.0  # between two questions to a scheduler
-_NO_NEWS = (": no evaluation yet", "the run has not started writing")  # ends of warnings that the members' states say
+ASK_S = 30.0  # seconds between two queries of a scheduler
+# warnings with these ends repeat the members' states
+_NO_NEWS = (": no evaluation yet", "the run has not started writing")
 
 
 class _Reader:
     """Reads states and evaluations; the newest are in `study` and `screen`.
 
     Args:
-        options: of the command.
+            options: options of the command.
 
-    Raises:
-        UserError: the sources cannot be read, and it is not that there is nothing in them yet.
+        Raises:
+            UserError: the sources cannot be read, although they are not just empty yet.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -64,7 +65,7 @@ class _Reader:
         self.look()
 
     def look(self) -> None:
-        """Read what has changed; whatever cannot be read now stays as it was last seen, with a warning."""
+        """Read new data; what cannot be read now keeps its last state, with a warning."""
         trouble: list[str] = []
         with _noting(trouble):
             self._load()
@@ -93,17 +94,17 @@ class _Reader:
         )
 
     def _load(self) -> None:
-        """Read the sources if they have changed; those of which that is not known, after each `--interval`."""
+        """Read the sources if they have changed; if changes cannot be detected, once per `--interval`."""
         state = sources_state(self._options.sources)
         if state is None and self.study.curves and time.monotonic() - self._loaded < self._options.interval:
             return
         if state is None or state != self._state:
             self._loaded = time.monotonic()
             self.study = load_sources(self._options, read=self._journals)
-            self._state = state  # only now: what failed is tried again
+            self._state = state  # set only now, so that a failed read is retried
 
     def _time_left(self, views: Sequence[MemberView]) -> float | None:
-        """Estimate the time until the last member ends, at the pace at which this process sees them go on."""
+        """Estimate the seconds until the last member ends, from the progress that this process has observed."""
         now = time.monotonic()
         left = {view.run: max(0, view.steps - (view.step or 0)) for view in views if view.steps is not None}
         running = {view.run: view for view in views if view.state == "running" and view.run in left}
@@ -124,13 +125,13 @@ def watch_live(options: argparse.Namespace, path: Path | None) -> int:
     """Show the live screen until Ctrl-C; the last state stays on the terminal.
 
     Args:
-        options: of the command.
+        options: options of the command.
         path: file for snapshots; None for none.
 
     Raises:
         UserError: the sources cannot be read.
     """
-    # Drawn on a terminal only.
+    # Imported late: only this screen needs them.
     from rich.console import Console
     from rich.live import Live
 
@@ -138,7 +139,8 @@ def watch_live(options: argparse.Namespace, path: Path | None) -> int:
     fits = LiveRanking(fit_options(options), path, reader.margin)
     fits.start()
     console = Console(highlight=False)
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # gives the terminal back first
+    # exits through the `with` below, which restores the terminal
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     try:
         with Live(
             console=console,
@@ -152,13 +154,13 @@ def watch_live(options: argparse.Namespace, path: Path | None) -> int:
                 reader.look()
                 time.sleep(max(LOOK_S, REST * (time.thread_time() - begin)))
     except KeyboardInterrupt:
-        pass  # how one stops watching
+        pass  # Ctrl-C is the normal way to stop watching
     console.print(_screen(reader, fits))
     return 0
 
 
 def _screen(reader: _Reader, fits: LiveRanking, height: int | None = None) -> Screen:
-    """Return the screen with the newest ranking, and what the fits warn of."""
+    """Return the screen with the newest ranking and the warnings of the fits."""
     screen = reader.screen
     departed = [f"{recipe}: {warning}" for recipe, warning in fits.departed.items() if warning]
     return replace(
@@ -187,7 +189,7 @@ def _of_view(view: MemberView, rewards: tuple[float, ...]) -> Member:
 
 @contextmanager
 def _noting(trouble: list[str]) -> Iterator[None]:
-    """Turn an error of reading into a line of trouble: a file may be half written, or just moved away."""
+    """Turn a read error into a warning: a file may be half written, or just moved away."""
     try:
         yield
     except (UserError, OSError) as error:
@@ -198,4 +200,4 @@ def _scheduler(folder: Path) -> Scheduler | None:
     try:
         return LaunchSettings.scheduler_of(folder)
     except UserError:
-        return None  # it cannot be asked from here: states are those of the jobs' own records
+        return None  # it cannot be queried from here: states come from the jobs' own records
