@@ -1,7 +1,7 @@
-"""Configurations without a file in `conf/`: the part `scalerl_axes` of `train.yaml`, and variants of one choice.
+"""Configurations without a file in `conf/`: the part `scalerl_axes` of `train.yaml`, and variants with one choice.
 
-`scalerl_axes` is every axis at its neutral choice, where it has one. Hydra imports the modules of this namespace before
-it composes anything, whichever program has started it.
+`scalerl_axes` sets every axis to its neutral choice, if it has one. Hydra imports the modules of this namespace before
+it composes anything, in every program.
 """
 
 from hydra.core.config_store import ConfigStore

@@ -19,16 +19,16 @@ from sweeps.search.settings import Axis
 
 
 class ScaleRLOptunaSweeper(ScaleRLSweeper):
-    """Sweeper that has Optuna search the swept space, selected by `hydra/sweeper=scalerl_optuna`.
+    """Sweeper that lets Optuna search the swept space, selected by `hydra/sweeper=scalerl_optuna`.
 
-    Values with commas between them, `choice(...)` and `range(...)` are categories; `interval(a, b)` is a range of
-    numbers, of whole ones as `int(interval(a, b))`, searched by ratio as `tag(log, interval(a, b))`.
+    Comma-separated values, `choice(...)` and `range(...)` are categories. `interval(a, b)` is a range of numbers,
+    `int(interval(a, b))` a range of whole numbers, `tag(log, interval(a, b))` a range on a logarithmic scale.
 
     Args:
-        params: the space, beside what the command line sweeps.
-        sampler: of Optuna, by its `_target_`; it is given the argument `seed`.
-        rows: of an experiment that is a grid; refused.
-        settings: as of `sweeps.search.settings.SearchSettings`.
+        params: the space, in addition to what the command line sweeps.
+        sampler: Optuna's sampler, by its `_target_`; it is given the argument `seed`.
+        rows: rows of an experiment that is a grid; refused.
+        settings: those of `sweeps.search.settings.SearchSettings`.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ScaleRLOptunaSweeper(ScaleRLSweeper):
         """Parse the overrides into fixed ones and a search space, and have the launcher run the search.
 
         Raises:
-            UserError: a launcher that is not ours, rows, nothing to search, or settings that are out of range.
+            UserError: a launcher that is not ours, rows, nothing to search, or settings out of range.
         """
         if self.rows:
             raise UserError(

@@ -25,11 +25,11 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
     and checks all of them too, before anything runs, and faster.
 
     Args:
-        max_batch_size: members a launch; None for all in one.
+        max_batch_size: members per launch; None for all in one.
         params: the grid, as in Hydra.
-        rows: lists of overrides; the grid is run with each of them in turn, so that a study can hold members that are
-            no product of a few keys. Of a key that is given more than once a row's value wins over the grid's, and the
-            command line's over both.
+        rows: lists of overrides. The grid is run with each of them in turn, so that a study can have members that are
+            not a product of a few keys. If a key is given more than once, a row's value overrides the grid's, and the
+            command line's overrides both.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
     def sweep(self, arguments: list[str]) -> list[object]:
         """Launch the grid in batches, as Hydra does, but write nothing before the launcher has accepted the members.
 
-        For a launcher that is not ours the study's directory is made first, as by Hydra, readable by its owner alone.
+        If the launcher is not ours, the study's directory is made first, as by Hydra, readable only by its owner.
         """
         if not isinstance(self.launcher, StudyLauncher):
             if _checked(self.rows) != [[]]:
@@ -79,12 +79,12 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
         return results
 
     def launchers_of_ours(self) -> str:
-        """Return how a launcher of ours is asked for, by the files of the group `cluster`, the user's among them."""
+        """Describe how to select one of our launchers, by the files of the group `cluster`, including the user's."""
         names = self.hydra_context.config_loader.get_group_options("cluster")
         return f"a launcher of ours: cluster={' or '.join(names)}"
 
     def kept(self) -> dict[Path, str]:
-        """Return the redacted text of `multirun.yaml`, for its owner alone: a set-up command may hold a secret."""
+        """Return the redacted text of `multirun.yaml` by path. Only the owner may read it: it may hold a secret."""
         return {Path(self.config.hydra.sweep.dir) / "multirun.yaml": OmegaConf.to_yaml(self.config)}
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
@@ -97,7 +97,8 @@ def without_secrets(config: DictConfig) -> DictConfig:
     given: Any = config.hydra.overrides
     plain["hydra"]["overrides"] = {of: [redact_override(word) for word in given[of]] for of in given}
     if name := config.hydra.job.get("override_dirname"):
-        # It joins all overrides with commas: mask each by its key, for a value alone does not show that it is a secret.
+        # It joins all overrides with commas. Mask each by its key, because a value alone does not show that it is a
+        # secret.
         for word in (*given.task, *given.hydra):
             name = name.replace(word, redact_override(word))
         plain["hydra"]["job"]["override_dirname"] = redact(name)

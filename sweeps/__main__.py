@@ -1,6 +1,6 @@
-"""`python -m sweeps` is `scalerl`; `python -m sweeps job FOLDER` is what batch scripts of earlier versions call.
+"""`python -m sweeps` is `scalerl`; `python -m sweeps job FOLDER` is called by batch scripts of earlier versions.
 
-Scripts that wait in a queue outlive the version that wrote them: this name stays.
+Queued scripts may be older than this version, so this name must stay.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parallel map: one function over many items, on several processes; and a clean end of pools at SIGTERM."""
+"""Parallel map of a function over items with several processes, and a clean end of pools at SIGTERM."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def cores() -> int:
 def mapped(work: Callable[[T], R], items: Sequence[T], workers: int = 1) -> list[R]:
     """Return `work(item)` for every item, in order; results do not depend on the number of workers.
 
-    With more than one, work, items and results must be picklable, and a script that calls this must guard its main
-    part by `if __name__ == "__main__"`, for every worker imports it afresh.
+    With more than one worker, work, items and results must be picklable, and a script that calls this must guard its
+    main part by `if __name__ == "__main__"`, because every worker imports it again.
     """
     workers = min(workers, len(items) // _LEAST)
     if workers < 2:
         return [work(item) for item in items]
-    # Fresh processes: a fork would copy the locks of whatever threads the caller runs.
+    # Spawned, not forked: a fork would copy locks held by the caller's threads.
     with (
         exit_on_sigterm(),
         ProcessPoolExecutor(workers, get_context("spawn"), initializer=multiply_on_one_thread) as pool,
@@ -46,15 +46,15 @@ def mapped(work: Callable[[T], R], items: Sequence[T], workers: int = 1) -> list
 def exit_on_sigterm() -> Iterator[None]:
     """Context manager: SIGTERM raises SystemExit inside, as Ctrl-C raises KeyboardInterrupt.
 
-    By default SIGTERM ends a process at once. The semaphores of its pools are left over then, and Python's resource
-    tracker warns of them on standard error. An existing handler stays in place.
+    By default SIGTERM ends a process at once. The semaphores of its pools then remain, and Python's resource tracker
+    prints warnings about them on standard error. An existing handler stays in place.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
 
     def leave(number: int, frame: object) -> NoReturn:
-        signal.signal(number, signal.SIG_DFL)  # a second one does not wait for the clean-up
+        signal.signal(number, signal.SIG_DFL)  # a second signal ends the process without waiting for the clean-up
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, leave)

@@ -1,14 +1,15 @@
-"""Child processes that end with their parent: started, heard, and ended politely and then by force.
+"""Child processes that end with their parent. They can be started, observed, asked to stop, and killed.
 
-`Tree` is a command with all that it starts. A guard stands between the command and this process: this file, run as a
-script without site packages, so that it starts in 30 ms. It reads a JSON object per line on standard input. When
-standard input ends, the parent is gone, and the guard kills everything at once, before another process takes over.
+`Tree` is a command with all the processes that it starts. A guard process is between the command and this process. It
+is this file, run as a script without site packages, so that it starts in 30 ms. It reads one JSON object per line on
+standard input. At the end of standard input the parent is gone, and the guard kills everything at once, before another
+process takes over.
 
-    in   {"words": [...], "env": {...}, "folder": "...", "out": "path or null"}     null: on our standard error
-    in   {"stop": 15, "within_s": 60}          send the signal (null: none), and kill everything after so long
+    in   {"words": [...], "env": {...}, "folder": "...", "out": "path or null"}     null: our standard error
+    in   {"stop": 15, "within_s": 60}          send the signal (null: none), and kill everything after this time
     out  {"started": 4711} or {"failed": "..."}
-    out  {"ended": 0, "behind": 3, "left": 2, "killed": false}     exit code, or minus the signal's number; processes
-                                            that it left behind, and those of them that did not end when they were asked
+    out  {"ended": 0, "behind": 3, "left": 2, "killed": false}     exit code, or minus the signal's number; number of
+                                            processes that outlived the command, and of those that had to be killed
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_SUBREAPER, _DEATH_SIGNAL = 36, 1  # of prctl
+_SUBREAPER, _DEATH_SIGNAL = 36, 1  # options of prctl
 _PROC = Path("/proc")
-_LEFT_S = 2.0  # what the command leaves behind may end itself for so long
+_LEFT_S = 2.0  # seconds for which processes that outlive the command may end by themselves
 
 
 def ended_with(code: int) -> str:
-    """Return an exit code in words, such as "exit code 1"; minus a signal's number is "killed by SIGKILL"."""
+    """Describe an exit code, such as "exit code 1"; minus a signal's number is "killed by SIGKILL"."""
     if code >= 0:
         return f"exit code {code}"
     names = {number.value: number.name for number in signal.Signals}
@@ -47,7 +48,7 @@ def ended_with(code: int) -> str:
 
 
 def end(process: BaseProcess, *signals: tuple[float, signal.Signals]) -> None:
-    """Wait for the end of a child process; after so many seconds each, send it the next signal."""
+    """Wait for the end of a child process; after each timeout in seconds, send it the next signal."""
     for timeout_s, number in signals:
         process.join(timeout_s)
         if process.exitcode is None and process.pid is not None:
@@ -60,11 +61,11 @@ def die_with_parent(started_by: int | None = None) -> None:
 
     Args:
         started_by: process whose thread started this one; Linux then kills even a process that hangs. None for a child
-            of `multiprocessing`, which may be forked from a server: a thread watches the process that asked for it.
+            of `multiprocessing`, whose parent may be a server: a thread then watches the process that requested it.
     """
     if started_by is not None:
         _prctl(_DEATH_SIGNAL, signal.SIGKILL)
-        # It may have gone before prctl, and then no signal comes.
+        # The parent may have ended before prctl; then no signal arrives.
         if os.getppid() != started_by:
             os._exit(1)
         return
@@ -75,7 +76,7 @@ def die_with_parent(started_by: int | None = None) -> None:
 
     def watch() -> None:
         connection.wait([parent.sentinel])
-        # Not sys.exit, which would end this thread alone.
+        # Not sys.exit, which would end only this thread.
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
@@ -90,7 +91,7 @@ def forkserver(preload: Sequence[str]) -> ForkServerContext:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    # Libraries read it when they are imported. A server computes nothing; each member sets its own number.
+    # Libraries read these when they are imported. The server computes nothing; each member sets its own number.
     for name in THREADS:
         os.environ[name] = "1"
     return context
@@ -106,8 +107,8 @@ def kill_group(leader: int) -> None:
 class Ended:
     """End of a command: exit code, or minus the number of the signal that killed it.
 
-    left: processes that it left behind, which were killed; killed: whether it had to be killed when asked to stop;
-    behind: processes that were at work when it ended, those that ended themselves when asked among them.
+    left: number of processes that outlived the command and were killed. killed: True if the command itself was killed
+    after a request to stop. behind: number of processes that outlived the command, killed or not.
     """
 
     code: int
@@ -117,14 +118,14 @@ class Ended:
 
     @property
     def how(self) -> str:
-        """Text on the end, such as "exit code 1"."""
+        """Describe the end, such as "exit code 1"."""
         return ended_with(self.code)
 
 
 def locked(path: Path) -> int | None:
-    """Return a descriptor that locks a file, once what an earlier process has started under its lock has ended.
+    """Lock a file and return its descriptor. Waits until every process started under an earlier lock has ended.
 
-    None where the file system has no locks.
+    Returns None if the file system has no locks.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -136,14 +137,15 @@ def locked(path: Path) -> int | None:
 
 
 class Tree:
-    """A command that runs, with all the processes that it starts.
+    """A running command, with all the processes that it starts.
 
-    Context manager: on its way out, and when this process dies in whatever way, everything is killed.
+    Context manager: when it exits, or this process dies in any way, everything is killed.
 
     Args:
-        words, env, folder: of the command.
-        out: file that its standard output is appended to; None for this process's standard error, where its own goes.
-        lock: descriptor of a lock that is held until all of the command has ended, whatever becomes of this process.
+        words, env, folder: command line, environment variables and working directory.
+        out: file to which its standard output is appended; None for this process's standard error, where its standard
+            error goes too.
+        lock: descriptor of a lock that is held until the whole command has ended, even if this process dies.
 
     Raises:
         ChildProcessError: it cannot be started.
@@ -186,16 +188,16 @@ class Tree:
         self._guard.wait()
 
     def stop(self, number: signal.Signals | None, within_s: float) -> None:
-        """Ask the command to stop by a signal (None: it was asked otherwise); what is left after so long is killed."""
+        """Send the command a signal to stop (None: it got another request); kill what remains after `within_s`."""
         self._tell({"stop": number, "within_s": within_s})
 
     def wait(self, timeout_s: float) -> Ended | None:
-        """Wait for the end of the command, at most so long; return None while it runs."""
+        """Wait up to `timeout_s` for the end of the command; return None while it runs."""
         said = self._hear(timeout_s)
         if said is None:
             return None
         if not said:
-            # Somebody has killed the guard: its session has the command, and what is known of it.
+            # The guard was killed from outside. The command runs in its session; nothing else is known about it.
             kill_group(self._guard.pid)
             return Ended(-signal.SIGKILL, 0, False)
         return Ended(said["ended"], said["left"], said["killed"], said["behind"])
@@ -206,7 +208,7 @@ class Tree:
             self._guard.stdin.write(json.dumps(what).encode() + b"\n")
 
     def _hear(self, timeout_s: float | None) -> dict[str, Any] | None:
-        """Return the guard's next line; None if there is none within the time, empty if it has ended without one."""
+        """Return the guard's next line; None if none arrives in time, an empty dict if it has ended without one."""
         assert self._guard.stdout is not None
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while b"\n" not in self._rest:
@@ -226,7 +228,7 @@ class Tree:
 
 
 def _guard() -> None:
-    """Start the command that standard input names, and follow it to its end."""
+    """Start the command given on standard input, and follow it to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     wake, woken = os.pipe()
@@ -264,7 +266,8 @@ def _guard() -> None:
             block = os.read(0, 65536)
             if not block:
                 _kill_all()
-                if not _PROC.is_dir():  # descendants are not known here; this process is among the session's
+                # without /proc descendants are unknown; this kills the session, including this process
+                if not _PROC.is_dir():
                     kill_group(0)
                 return
             *lines, rest = (rest + block).split(b"\n")
@@ -289,7 +292,7 @@ def _in_the_child() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call Linux's prctl; elsewhere what a command leaves behind is known by its process group alone."""
+    """Call Linux's prctl. On other systems, processes that outlive a command are known only by its process group."""
     if sys.platform == "linux":
         import ctypes
 
@@ -297,12 +300,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _say(what: dict[str, object]) -> None:
-    with suppress(OSError):  # nobody may be left to hear it
+    with suppress(OSError):  # the reader may be gone
         os.write(1, json.dumps(what).encode() + b"\n")
 
 
 def _descendants() -> list[int]:
-    """Return the processes below this one; those whose parents have ended are its children."""
+    """Return all processes below this one; orphans among them have become its children (subreaper)."""
     parents: dict[int, list[int]] = {}
     for process in _PROC.iterdir() if _PROC.is_dir() else ():
         if process.name.isdigit():
@@ -322,9 +325,9 @@ def _descendants() -> list[int]:
 
 
 def _end_rest() -> int:
-    """Let what the command has left behind end for a moment, kill what does not, and return how many were killed."""
+    """Give processes that outlive the command a moment to end, kill the others, and return how many were killed."""
     deadline = time.monotonic() + _LEFT_S
-    asked: set[int] = set()  # once each: to many programs a second request means at once
+    asked: set[int] = set()  # signal each only once: many programs take a second signal as a request to end at once
     while (left := _descendants()) and time.monotonic() < deadline:
         for process in set(left) - asked:
             _send(process, signal.SIGTERM)
@@ -335,7 +338,7 @@ def _end_rest() -> int:
 
 
 def _kill_all(but: int | None = None) -> None:
-    """Kill every process below this one, again until there is none: they may start others meanwhile."""
+    """Kill every process below this one, repeatedly until there are none: they may start others meanwhile."""
     while left := [process for process in _descendants() if process != but]:
         for process in left:
             _send(process, signal.SIGKILL)
@@ -348,7 +351,7 @@ def _send(process: int, number: int) -> None:
 
 
 def _reap(wait_s: float, but: int | None = None) -> None:
-    """Take the ended children off the list, `but` one whose end another call is to see."""
+    """Reap ended children, except `but`, whose end another call waits for."""
     time.sleep(wait_s)
     for process in _children():
         if process != but:

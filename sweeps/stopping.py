@@ -1,19 +1,19 @@
-"""A race for anybody's training loop: it reports its evaluations into a study's folder, and is told when it may stop.
+"""Races for any training loop: it reports its evaluations to a study's folder, and learns when it may stop.
 
     from sweeps.stopping import should_stop
 
     if should_stop("outputs/mine", recipe="grpo", seed=0, step=step, reward=reward, compute=tokens, budget=2e9):
         break
 
-Each run writes a journal of its own (`runs/<identity>/metrics.jsonl`), and reads those of all others: members of a
-launched study, adopted runs, other loops, on any machine that sees the folder. The looks are those of a live race
-(`sweeps.decide.race`), by the same posterior and rules, and are kept in `race.jsonl` beside the journal.
-`race_callback` is the same for transformers' Trainer and TRL's trainers. Neither needs torch here.
+Each run writes its own journal (`runs/<identity>/metrics.jsonl`) and reads those of all others: members of a launched
+study, adopted runs, other loops, on any machine that sees the folder. The looks are those of a live race
+(`sweeps.decide.race`), with the same posterior and rules; they are stored in `race.jsonl` next to the journal.
+`race_callback` does the same for transformers' Trainer and TRL's trainers. Neither needs torch here.
 
-What is wrong from the beginning (a budget out of range, other rules than before, another process's run) raises at the
-first call. Later faults never reach the loop: each is said once in a warning of `logging`, what was to be written is
-written with the next call, and the answer is "go on". A call waits for the answer for `wait_s` at most; one that takes
-longer is given by the next.
+Errors that exist from the beginning (a budget out of range, rules that differ from earlier ones, another process's run)
+raise at the first call. Later errors never reach the loop: each is logged once as a warning, data that could not be
+written is written with the next call, and the answer is None (continue). A call waits at most `wait_s` for its answer;
+a later call returns an answer that takes longer.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ from sweeps.source.journals import compared_by
 log = logging.getLogger(__name__)
 
 WAIT_S = 10.0
-_LAST_S = 60.0  # for what is still to be written when a run ends
-# Compute of a loop that does not say in what it counts.
+_LAST_S = 60.0  # seconds for pending writes when a run ends
+# Compute axis of a loop that does not give one.
 SPENT = "compute/spent"
 
 
 class RacingRun:
-    """One run of somebody's loop in a study's folder: its journal, and the looks of the race that it is in.
+    """One run of a user's loop in a study's folder: its journal, and the looks of its race.
 
-    One process writes a run: of several ranks, call it on one and tell the others its answer.
+    A run is written by one process. With several ranks, call it on one of them and broadcast its answer.
 
     Args:
         study: the study's folder, new or existing.
-        recipe, seed: label of the recipe that it runs, shared by its seeds, and the seed.
-        budget: compute of one run at which the best recipe is wanted; None for that of the study's own race.
+        recipe, seed: label of the recipe, shared by its seeds, and the seed.
+        budget: compute of one run at which the best recipe is wanted; None for the budget of the study's own race.
         p_ahead, looks, first, growth, loss: see `sweeps.decide.rules.Rules`; only with a budget.
-        axis: what compute counts, as a journal names it (`compute/tokens`); None for the study's, else steps where no
-            compute is given.
-        members: number of runs that must be there before a look is taken; a look cannot judge whom it does not know.
+        axis: compute axis as a journal names it (`compute/tokens`). None for the study's axis, or steps if no compute
+            is given.
+        members: number of runs that must exist before a look is taken, because a look judges only existing runs.
         wait_s: seconds that one call waits for its answer.
 
     Raises:
-        UserError: a value out of range, a study that is compared by another axis, other rules than this run had
-            before, or a member of this label and seed that somebody else writes.
+        UserError: a value out of range, a study that is compared by another axis, rules that differ from this run's
+            earlier ones, or a member of this label and seed that another process writes.
     """
 
     def __init__(
@@ -117,21 +117,22 @@ class RacingRun:
         self._changed = threading.Condition()
         self._pending: list[tuple[int, float, dict[str, float]]] = []
         self._ending: tuple[str, str | None] | None = None
-        self._asked = self._answered = 0  # calls so far, and the last one whose answer is known
+        self._asked = self._answered = 0  # number of calls so far, and of calls whose answer is known
         self._why: str | None = None
         self._told: set[str] = set()
         self._thread: threading.Thread | None = None
         self._reached = (-1, 0.0)  # step and compute of the newest evaluation
 
     def _compared(self, axis: str | None) -> tuple[str | None, str]:
-        """Return the axis and reward by which the study's runs are compared; no axis where nothing says it yet."""
+        """Return the axis and reward by which the study's runs are compared; the axis is None while it is unknown."""
         for other in find_runs(self.study):
             view = journal_or_none(other)
             if view is not None and view.of_kind("eval"):
                 theirs, metric = compared_by([view])
                 if axis not in (None, theirs):
                     raise UserError(f"axis: {axis}, and the runs in {self.study} are compared by {theirs}; count alike")
-                # Of one axis: runs that say different things of it are not compared.
+                # Runs of one axis are compared only if they measure it in the same way, so take over the existing
+                # description.
                 self._measured = view.header.get("compute_is") if view.header.get("axis") == theirs else None
                 return theirs, metric
         return axis, METRIC
@@ -139,13 +140,13 @@ class RacingRun:
     def should_stop(
         self, step: int, reward: float, compute: float | None = None, reward_se: float | None = None
     ) -> str | None:
-        """Record an evaluation; return why the run is to be stopped, or None to go on.
+        """Record an evaluation; return why the run is to be stopped, or None to continue.
 
         Args:
             step: optimizer steps so far.
-            reward: of held-out prompts at this step.
-            compute: spent so far, cumulative over resumes; None to count steps.
-            reward_se: standard error of the reward, where it is known.
+            reward: reward on held-out prompts at this step.
+            compute: compute spent so far, cumulative over resumes; None to count steps.
+            reward_se: standard error of the reward, if known.
         """
         if self.axis is None:
             self.axis = STEPS if compute is None else SPENT
@@ -156,7 +157,7 @@ class RacingRun:
         try:
             spent, reward = float(step) if compute is None else float(compute), float(reward)
             bad = not (math.isfinite(spent) and spent >= 0 and math.isfinite(reward) and 0 <= int(step) <= MOST_WHOLE)
-        except (TypeError, ValueError, OverflowError):  # nothing of this may end a training
+        except (TypeError, ValueError, OverflowError):  # no error of this may end a training
             bad, spent = True, math.nan
         if bad:
             self._warn(f"step {step}: reward {reward} at compute {compute} is no evaluation, and was not recorded")
@@ -168,8 +169,8 @@ class RacingRun:
         return self._answer(self._wait_s)
 
     def end(self, status: str = "finished", reason: str | None = None) -> None:
-        """Record the end of the run, after which no look waits for it; `status` is `finished` or `failed`."""
-        if self._why is None:  # else it has been recorded with its reason
+        """Record the end of the run, so that no look waits for it; `status` is `finished` or `failed`."""
+        if self._why is None:  # else the end was recorded with its reason
             with self._changed:
                 self._ending = status, reason
             self._answer(_LAST_S)
@@ -177,7 +178,7 @@ class RacingRun:
             self._lease.release()
             self._holds = False
 
-    # --- what is done beside the loop ------------------------------------------------------------------------------
+    # --- background thread -----------------------------------------------------------------------------------------
 
     def _answer(self, wait_s: float) -> str | None:
         with self._changed:
@@ -191,7 +192,7 @@ class RacingRun:
             return self._why
 
     def _work(self) -> None:
-        """Write what is pending and look, until everything that was asked is answered."""
+        """Write pending records and take looks until all calls are answered."""
         while True:
             with self._changed:
                 asked = self._asked
@@ -201,7 +202,7 @@ class RacingRun:
             try:
                 self._write()
                 why = self._look()
-            except Exception as error:  # nothing of this may end a training
+            except Exception as error:  # no error of this may end a training
                 why = None
                 self._warn(f"not done now, tried again with the next call ({type(error).__name__}: {error})")
             with self._changed:
@@ -210,19 +211,19 @@ class RacingRun:
                 self._changed.notify_all()
 
     def _write(self) -> None:
-        """Append what is pending to the journal, on the disk when this returns."""
+        """Append pending records to the journal; they are on the disk when this returns."""
         with self._changed:
             pending, ending = list(self._pending), self._ending
         if not pending and ending is None:
             return
         if not self._holds:
-            # Also where a lock does not reach: a holder that died is silent for as long.
+            # This long, because some file systems have no locks: there a dead holder is detected only by its silence.
             self._lease.acquire(EXPIRY_S + BEAT_S)
             self._holds = True
         self._lease.check()
         view = journal_or_none(self.run_dir)
         if view is None and not pending:
-            return  # it has ended without an evaluation
+            return  # it ended without an evaluation
         journal = Journal(self.run_dir)
         try:
             if view is None:
@@ -230,7 +231,7 @@ class RacingRun:
                 view = JournalView(journal.path, {})
             last = max((record.step for record in view.records), default=-1)
             if pending and (pending[0][0] <= last or view.status != "running"):
-                # It goes on from a checkpoint: what was recorded beyond is void, and written again.
+                # The loop resumed from a checkpoint: records after it are void and are written again.
                 last = max((r.step for r in view.records if r.step < pending[0][0]), default=-1)
                 journal.resume(last)
             for step, spent, metrics in pending:
@@ -247,7 +248,7 @@ class RacingRun:
             self._ending = None if self._ending == ending else self._ending
 
     def _falls(self, view: JournalView, step: int, spent: float) -> bool:
-        """Return whether compute is less than at an earlier step, which is told: a counter that began again."""
+        """Return True, with a warning, if compute is less than at an earlier step because a counter started again."""
         before = [(r.step, r.metrics.get(self.axis or "", 0.0)) for r in view.records if r.step < step]
         at, reached = max([*before, *([self._reached] if self._reached[0] < step else [])], default=(-1, 0.0))
         if spent < reached:
@@ -262,7 +263,7 @@ class RacingRun:
         return {**known, "axis": self.axis, "compute_is": self._measured or self.axis, "loop": True}
 
     def _look(self) -> str | None:
-        """Take the looks that are due; return why this run is stopped, and record that it has ended then."""
+        """Take the looks that are due; return why this run is stopped, and then also record its end."""
         if self._why is not None or len(find_runs(self.study)) < self._members:
             return None
         began = time.monotonic()
@@ -281,7 +282,7 @@ class RacingRun:
         return why
 
     def _warn(self, said: str) -> None:
-        """Say a fault, once."""
+        """Log a warning, once."""
         if said not in self._told:
             self._told.add(said)
             log.warning("race: %s seed %d: %s", self.recipe, self.seed, said)
@@ -291,7 +292,7 @@ def _rules_of(study: Path) -> Rules:
     """Return the rules of a study's own race.
 
     Raises:
-        UserError: it has none whose budget is known.
+        UserError: it has no race with a known budget.
     """
     rules = RaceRecord.read(study).rules
     if rules is None:
@@ -315,12 +316,12 @@ def should_stop(
     reward_se: float | None = None,
     **settings: Any,
 ) -> str | None:
-    """Record an evaluation of a run in a study's folder; return why the run is to be stopped, or None to go on.
+    """Record an evaluation of a run in a study's folder; return why the run is to be stopped, or None to continue.
 
     Args:
         study, recipe, seed: see `RacingRun`.
         step, reward, compute, reward_se: see `RacingRun.should_stop`.
-        settings: `budget` and others of `RacingRun`, taken by the first call for a run.
+        settings: `budget` and other arguments of `RacingRun`, used by the first call for a run.
 
     Raises:
         UserError: at the first call for a run, see `RacingRun`.
@@ -332,7 +333,7 @@ def should_stop(
 
 
 def finished(study: str | Path, recipe: str, seed: int, status: str = "finished", reason: str | None = None) -> None:
-    """Record that a run has ended, so that no look waits for it; of one that never reported nothing is recorded."""
+    """Record that a run has ended, so that no look waits for it; a run that never reported is ignored."""
     run = _RUNS.pop((Path(study).resolve(), str(recipe), int(seed)), None)
     if run is not None:
         run.end(status, reason)
@@ -340,12 +341,12 @@ def finished(study: str | Path, recipe: str, seed: int, status: str = "finished"
 
 # --- transformers ----------------------------------------------------------------------------------------------
 
-# What the callback can count, by name: the axis in the journal.
+# Axis in the journal, for each kind of compute that the callback can count.
 COUNTED = {"tokens": TOKENS, "flops": FLOPS, "steps": STEPS, "device_hours": DEVICE_HOURS}
 
 
 class _RaceEvents:
-    """Events of transformers' Trainer at which a run reports, and is told to stop; see `race_callback`."""
+    """Events of transformers' Trainer at which a run reports and may be stopped; see `race_callback`."""
 
     def __init__(self, run: Mapping[str, Any], metric: str, compute: str) -> None:
         self._about, self._metric, self._compute = dict(run), metric, compute
@@ -356,7 +357,7 @@ class _RaceEvents:
         self._missing = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Join the study, so that what is wrong is said before anything is trained."""
+        """Join the study, so that errors are raised before any training."""
         self._began = time.monotonic()
         if state.is_world_process_zero:
             self._run = RacingRun(**self._about, axis=COUNTED[self._compute])
@@ -365,7 +366,7 @@ class _RaceEvents:
             self._hours = before[-1].metrics.get(DEVICE_HOURS, 0.0) if before else 0.0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Report a reward that was logged, and ask whether the run goes on; all ranks get the answer of the first."""
+        """Report a logged reward, and ask whether to stop; rank 0 broadcasts the answer to all ranks."""
         logs = logs or {}
         self._tokens = next(
             (float(logs[key]) for key in ("eval_num_tokens", "num_tokens") if key in logs), self._tokens
@@ -401,12 +402,12 @@ class _RaceEvents:
         return counted or None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Keep to the answer: whatever else is at work in the Trainer may have set it back."""
+        """Repeat the answer, because other callbacks of the Trainer may have reset it."""
         if self._why is not None:
             control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Record the end of the run, unless the race has ended it."""
+        """Record the end of the run, unless the race has stopped it."""
         if self._run is not None and self._why is None:
             self._run.end()
 
@@ -420,18 +421,18 @@ def race_callback(
     compute: str = "tokens",
     **settings: Any,
 ) -> Any:
-    """Make a callback for transformers' Trainer, and so TRL's, that ends a training which will not be the best.
+    """Make a callback for transformers' Trainer (and so TRL's) that ends a training which will not be the best.
 
-    The Trainer's process of rank 0 reports and asks, and the others get its answer. A stopped run is saved.
+    The Trainer's rank 0 reports and asks, and the other ranks get its answer. A stopped run is saved.
 
     Args:
         study, recipe, seed, budget: see `RacingRun`.
-        metric: name of the reward among what is logged: `eval_reward` of TRL, or any other.
-        compute: `tokens` (`num_tokens` of TRL, else those that the Trainer counts), `flops`, `steps` or `device_hours`.
-        settings: more of `RacingRun`.
+        metric: name of the logged reward: `eval_reward` in TRL, or any other.
+        compute: `tokens` (TRL's `num_tokens`, else the Trainer's count), `flops`, `steps` or `device_hours`.
+        settings: other arguments of `RacingRun`.
 
     Raises:
-        UserError: transformers is not installed, or it cannot count so.
+        UserError: transformers is not installed, or `compute` is unknown.
     """
     require("transformers", "race_callback")
     if compute not in COUNTED:

@@ -1,4 +1,4 @@
-"""Terminal display: a bar, a line every `EVERY_S` seconds where there is no terminal, and tables that fit one."""
+"""Terminal output: a progress bar (without a terminal, a line every `EVERY_S` seconds), and tables that fit."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-# Seconds between two lines where there is no terminal: a log file that is read afterwards needs no more.
+# Seconds between two lines without a terminal: enough for a log file that is read afterwards.
 EVERY_S = 30.0
 
-_KEPT_BYTES = 1 << 16  # of lines that nobody has read yet
+_KEPT_BYTES = 1 << 16  # limit of text that is buffered until the reader continues
 
 
 def open_streams() -> None:
-    """Make standard output and standard error writable, whatever the process was started with.
+    """Make standard output and standard error writable, however the process was started.
 
-    A stream that was closed (`>&-`) writes nowhere: Python has None in its place, and the next file that is opened
-    would take its descriptor, and with it what a child process prints. A character that the stream's encoding lacks,
-    such as half of a surrogate pair in the name of a file, is written as an escape.
+    If a stream is closed (`>&-`), Python sets it to None, and the next file that is opened would get its descriptor and
+    the output of child processes. Such a stream is replaced by one that discards its output. Characters that the
+    stream's encoding lacks, such as half of a surrogate pair in a file name, are written as escapes.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -45,12 +45,13 @@ def open_streams() -> None:
 
 
 class NeverBlocking:
-    """Non-blocking writer to a stream whose reader may be slow or gone for good.
+    """Non-blocking writer to a stream whose reader may be slow or gone.
 
-    Text that a pipe has no room for is buffered until the next write: the newest `_KEPT_BYTES`, the rest is dropped.
+    Text that does not fit into a pipe is buffered until the next write, up to the newest `_KEPT_BYTES`; older text is
+    dropped.
 
     Args:
-        stream: text; one without a file descriptor of its own is written to as it is.
+        stream: text stream; if it has no file descriptor, it is written to directly.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -63,7 +64,7 @@ class NeverBlocking:
             self._poll.register(self._descriptor, select.POLLOUT)
 
     def write(self, text: str) -> None:
-        """Write as much as the pipe has room for; buffer the rest, and drop its oldest lines beyond the limit."""
+        """Write as much as fits into the pipe; buffer the rest, and drop its oldest lines beyond the limit."""
         if self._poll is None:
             self._stream.write(text)
             return
@@ -78,15 +79,15 @@ class NeverBlocking:
 class Bar:
     """Progress bar: steps done of the total, a status text, and the estimated time left.
 
-    The first step is not part of the estimate: it also loads and compiles.
+    The first step does not count for the estimate, because it includes loading and compiling.
 
     Args:
-        what: is being done, such as "training".
-        total: steps.
-        done: steps done before, which say nothing of how fast this process is.
-        stream: where to; stderr, so that what is piped stays data.
-        every_s: seconds between lines, where there is no terminal.
-        clock: injected.
+        what: description of the work, such as "training".
+        total: total number of steps.
+        done: steps done before this process, which do not count for its speed.
+        stream: output stream; stderr by default, so that piped stdout contains only data.
+        every_s: seconds between lines without a terminal.
+        clock: monotonic seconds, replaceable in tests.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Bar:
     def update(self, done: int, *parts: str) -> None:
         """Show the number of steps done so far, and parts of a status text, the most important first.
 
-        Without any part those of the last update stay; on a narrow terminal the end of the text is cut off.
+        Without parts, those of the last update stay. On a narrow terminal the end of the text is cut off.
         """
         status = ", ".join(map(one_line, parts)) or self._task.fields["status"]
         self._progress.update(self._task.id, completed=done, status=status)
@@ -142,7 +143,7 @@ class Bar:
             self._write()
 
     def _write(self) -> None:
-        """Write a line on the progress, where there is no terminal."""
+        """Write a progress line if there is no terminal."""
         self._written_s = self._clock()
         if not self._progress.disable:
             return
@@ -155,7 +156,7 @@ class Bar:
 
 
 def device_time(hours: float) -> str:
-    """Return device hours as "3.20 device hours", or in minutes or seconds where that would be 0.00."""
+    """Format device hours as "3.20 device hours", or in minutes or seconds if that would be 0.00."""
     for unit, one in (("hours", 1.0), ("minutes", 60.0)):
         if hours * one >= 0.1:
             return f"{hours * one:.2f} device {unit}"
@@ -163,7 +164,7 @@ def device_time(hours: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a count with its noun: `1 group`, `3 groups`."""
+    """Format a count with its noun: `1 group`, `3 groups`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
@@ -182,22 +183,22 @@ def duration(seconds: float) -> str:
 
 
 def on_screen(stream: TextIO) -> bool:
-    """Return whether lines can be drawn anew on a stream: it is no pipe, no log and no TERM=dumb."""
+    """Return True if lines on a stream can be redrawn: it is a terminal, and TERM is not dumb."""
     return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def one_line(text: str) -> str:
-    """Replace unprintable characters, line breaks among them, by spaces, whatever a message quotes."""
+    """Replace unprintable characters, including line breaks, by spaces."""
     return "".join(ch if ch.isprintable() else " " for ch in text)
 
 
 def sparkline(values: Sequence[float], low: float, high: float, width: int) -> str:
-    """Return at most `width` characters for a curve, its first and last value among them, on a scale from low to high.
+    """Draw a curve with at most `width` characters, including its first and last value, on a scale from low to high.
 
     Args:
-        values: in order.
-        low, high: ends of the scale, which curves to be compared share.
-        width: number of characters for a whole curve; fewer values take one each.
+        values: values in order.
+        low, high: ends of the scale, shared by curves to be compared.
+        width: maximum number of characters; fewer values take one each.
     """
     count = min(width, len(values))
     kept = [values[at * (len(values) - 1) // max(1, count - 1)] for at in range(count)]
@@ -210,10 +211,10 @@ class Column:
     """A column of a table for a terminal.
 
     Attributes:
-        name: its head.
-        least: width of the terminal from which the column is shown.
-        soft: whether its cells are cut off where there is too little room for all columns.
-        right: whether its cells are aligned to the right.
+        name: its header.
+        least: minimum width of a terminal that shows the column.
+        soft: True if its cells may be cut off to make room for other columns.
+        right: True if its cells are aligned to the right.
     """
 
     name: str
@@ -222,12 +223,12 @@ class Column:
     right: bool = False
 
 
-# A cell of a table: its text, text and style, or something of rich's.
+# A cell of a table: its text, its text and style, or a rich renderable.
 Cell: TypeAlias = "str | tuple[str, str] | RenderableType"
 
 
 def fitted(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int) -> Table:
-    """Make a table for a terminal `width` cells wide, one line a row; columns that no row fills are left out."""
+    """Make a table for a terminal of `width` cells, one line per row; empty columns are left out."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""The command `scalerl init`: makes the user's own folder with a task, a reward, a recipe, a study and a batch script."""
+"""The command `scalerl init`: makes a user's folder with a task, a reward, a recipe, a study and a batch script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranking of a study that is watched, made in a thread of its own, so that a screen waits for no fit."""
+"""Ranking of a watched study in a background thread, so that the screen does not wait for fits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sweeps.fit.fit import Fit
     from sweeps.fit.points import FitOptions
 
-# Seconds between two rankings, and how many times as long as one took: the fits take a share of one core.
+# Minimum seconds between two rankings, and the pause as a multiple of a ranking's duration, to limit the CPU share.
 LEAST_S, SHARE = 5.0, 2.0
 _NICE = 10  # members may train on this machine
 
@@ -28,14 +28,14 @@ class LiveRanking(Thread):
     Args:
         options: options of every fit.
         path: file for snapshots, see `sweeps.decide.watch`; None for none.
-        margin: recipes whose A lies within this are tied; None for the default.
+        margin: recipes whose A differ by less are tied; None for the default.
 
     Attributes:
         ranking: the newest ranking; None before the first.
         ranked_s: when it was made, by `time.monotonic`.
-        evaluations: number of evaluations that it rests on.
+        evaluations: number of evaluations that it is based on.
         departed: warnings of the recipes that have departed from their forecasts.
-        trouble: why there is no ranking yet, or no further one; "" if there is none.
+        trouble: why there is no ranking yet, or no newer one; "" if there is no problem.
     """
 
     def __init__(self, options: FitOptions, path: Path | None, margin: float | None) -> None:
@@ -51,18 +51,18 @@ class LiveRanking(Thread):
         self.trouble = ""
 
     def give(self, curves: Sequence[Curve]) -> None:
-        """Give the newest curves, to be ranked next; the same list again changes nothing."""
+        """Set the newest curves to rank next; the same list again changes nothing."""
         if curves and curves is not self._curves:
             self._curves = curves
             self._new.set()
 
     def run(self) -> None:
-        """Rank the newest curves, then follow them until there are others, for ever."""
-        # Imported here: the screen appears before what fits has been imported.
+        """Rank the newest curves, then follow them until new ones arrive; runs forever."""
+        # Imported here, so that the screen appears before the slow imports.
         from sweeps.decide.watch import Watch
         from sweeps.source import LoadedStudy
 
-        os.nice(_NICE)  # on Linux of this thread alone
+        os.nice(_NICE)  # on Linux this affects only this thread
         watch = Watch(LoadedStudy, (), self._options, self._path)
         while self._new.wait():
             self._new.clear()
@@ -78,7 +78,7 @@ class LiveRanking(Thread):
                         self.departed = {**self.departed, curve.recipe: news.warning or ""}
             except UserError as error:
                 self.trouble = str(error)
-            except Exception as error:  # the screen goes on, and says so
+            except Exception as error:  # the screen keeps running and shows it
                 self.trouble = f"the curves cannot be ranked: {type(error).__name__}: {error}"
             time.sleep(max(0.0, again - time.monotonic()))
 

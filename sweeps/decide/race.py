@@ -1,13 +1,13 @@
 """Racing: early stopping of recipes that will not be best at the budget.
 
-A look is taken at growing compute, the same for all. At each, every recipe still in the race is fitted to its
-evaluations up to that compute and no further, so that a decision depends on the evaluations alone and not on when
-anybody looked: a race repeated, or taken up by another process, decides the same. A recipe is stopped when its chance
-of ending ahead of the favourite has been small at several looks in a row, and what all stops together are expected to
-cost is within a limit: chances that are small each add up over many recipes, which may err together. Both are read off
-joint draws of the reward at the budget (`sweeps.decide.standing.joint_rewards`), in which what may not be named keeps
-all its width; so nothing is stopped for a forecast that nobody could make. `benchmarks/racing` holds it against halving
-and others.
+Looks are taken at growing levels of compute, the same for all recipes. At each look every recipe still in the race is
+fitted to its evaluations up to that level only. So a decision depends on the evaluations alone, not on the time of the
+look: a race that is repeated, or continued by another process, decides the same. A recipe is stopped if its chance of
+ending ahead of the favourite was small at several looks in a row, and if the expected cost of all stops together is
+within a limit: many small chances add up, and the forecasts of recipes may err together. Both numbers come from joint
+draws of the reward at the budget (`sweeps.decide.standing.joint_rewards`). A recipe whose asymptote cannot be named
+keeps its full uncertainty in them, so nothing is stopped because of a forecast that the data do not support.
+`benchmarks/racing` compares this rule with halving and others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sweeps.run import fields
 from sweeps.run.journal import JournalView
 from sweeps.terminal import counted
 
-# Tolerance on a compute: sums of steps' compute may fall short of a level by rounding.
+# Tolerance on compute: sums of steps' compute may fall short of a level by rounding.
 _ABOUT = 1 - 1e-9
 
 
@@ -73,11 +73,11 @@ class Look(AsJson):
 
     Attributes:
         compute: compute up to which evaluations count, in the curves' unit.
-        favourite: recipe of the highest expected reward at the budget, which has the least expected loss.
-        chances: of every recipe still in the race.
+        favourite: recipe with the highest expected reward at the budget, which has the least expected loss.
+        chances: chances of every recipe still in the race.
         stopped: recipes that this look stops.
-        loss: by how much the best of these is expected to exceed the best of those left at the budget, on average over
-            the draws where it does and 0 where it does not; as a share of the reward's scale.
+        loss: expected amount by which the best stopped recipe exceeds the best remaining one at the budget (0 in draws
+            where it does not), as a share of the reward's scale.
     """
 
     compute: float
@@ -95,7 +95,7 @@ class Look(AsJson):
         """Read a look back from the JSON that `to_json` wrote.
 
         Raises:
-            ValueError: a field is of another kind, or names a recipe that has no chances in it.
+            ValueError: a field is of another type, or names a recipe without chances in the look.
         """
         chances = tuple(Chance.of_json(each) for each in fields.groups(entry, "chances"))
         favourite, stopped = fields.text(entry, "favourite"), fields.texts(entry, "stopped")
@@ -105,7 +105,7 @@ class Look(AsJson):
         return cls(fields.number(entry, "compute"), favourite, chances, stopped, loss)
 
     def why(self, recipe: str, rules: Rules) -> str:
-        """Why it stops a recipe, in words."""
+        """Explain in words why this look stops a recipe."""
         at, first = self.of(recipe), self.of(self.favourite)
         again = f"; so at {at.below} looks in a row" if at.below > 1 else ""
         return (
@@ -120,7 +120,7 @@ class Runner(AsJson):
 
     Attributes:
         stopped_at: compute at which its runs are stopped; None while it is in the race.
-        p_best, p_ahead, R: see `Chance`, at the last look that it took part in; None before the first.
+        p_best, p_ahead, R: see `Chance`, from its last look; None before the first.
         spent: compute of all its runs together, counted up to where the race stops them.
         reason: its state in words.
     """
@@ -136,10 +136,10 @@ class Runner(AsJson):
 
 @dataclass(frozen=True)
 class Race(AsJson):
-    """A race as far as the evaluations go.
+    """State of a race after all evaluations so far.
 
     Attributes:
-        rules, unit: when recipes are stopped, and the unit of compute.
+        rules, unit: rules of the race, and the unit of compute.
         looks, runners: the looks taken, and every recipe's state.
         leader: favourite of the last look; None before the first.
         full: compute of all runs to the budget. saved: the part of it that stopped runs do not spend.
@@ -175,16 +175,16 @@ def run_race(
 ) -> Race:
     """Run the race over all evaluations so far, from its first look.
 
-    A look is taken once every recipe in the race has been evaluated up to its compute, or has ended, or has failed.
+    A look is taken once every recipe in the race has been evaluated up to its compute, has ended, or has failed.
 
     Args:
         curves: one curve per recipe.
         rules: when looks are taken and recipes stopped.
         options: options of every fit; `max_compute` also ends the race there.
-        ended: recipes whose runs will not go on, so that no look waits for them.
+        ended: recipes whose runs will not continue, so that no look waits for them.
         workers: number of processes that share the fits of a look.
-        failed: recipes whose runs have all failed; no look beyond their last evaluation judges them.
-        lost: seeds whose runs have failed, by recipe; no look waits for them while other seeds of the recipe go on.
+        failed: recipes whose runs have all failed; looks beyond their last evaluation do not judge them.
+        lost: failed seeds by recipe; no look waits for them while other seeds of the recipe continue.
 
     Raises:
         UserError: fewer than two recipes.
@@ -196,7 +196,8 @@ def run_race(
         curve.recipe: math.inf if curve.recipe in ended else _reached(curve, lost.get(curve.recipe, ()))
         for curve in curves
     }
-    # Of a recipe that has failed its furthest run counts: looks judge it up to there, and none waits for more.
+    # A recipe whose runs have all failed counts up to its furthest run: looks judge it up to there and wait for no
+    # more.
     reached |= {curve.recipe: float(curve.compute.max()) for curve in curves if curve.recipe in failed}
     looks: list[Look] = []
     while isinstance(
@@ -214,7 +215,7 @@ class RunStates:
     """States of the runs behind the curves, as far as a race needs to know them.
 
     Attributes:
-        ended: recipes of which no run goes on.
+        ended: recipes without a running run.
         failed: recipes whose runs have all failed.
         lost: seeds whose runs have failed, by recipe.
     """
@@ -225,12 +226,12 @@ class RunStates:
 
 
 def run_states(curves: Sequence[Curve], runs: Sequence[JournalView]) -> RunStates:
-    """Return how the runs behind the curves stand; curves of sources without journals have ended."""
-    by_label: dict[str, dict[str, str]] = {}  # by recipe and seed, the run's status
+    """Return the states of the runs behind the curves; curves of sources without journals have ended."""
+    by_label: dict[str, dict[str, str]] = {}  # the run's status by recipe and seed
     for view in runs:
         by_label.setdefault(str(view.header.get("recipe")), {})[str(view.header.get("seed"))] = view.status
     recipes = [curve.recipe for curve in curves]
-    # With --size and --group a label goes on behind the recipe's.
+    # With --size and --group a curve's label has more text after the recipe's label.
     states = {recipe: by_label.get(recipe, by_label.get(recipe.split(" ")[0], {})) for recipe in recipes}
     return RunStates(
         ended=tuple(recipe for recipe, by_seed in states.items() if "running" not in by_seed.values()),
@@ -251,18 +252,18 @@ def next_look(
     workers: int = 1,
     failed: Collection[str] = (),
 ) -> Look | tuple[str, ...]:
-    """Return the look that follows those taken, or the recipes that it waits for; an empty tuple if the race is over.
+    """Return the next look, or the recipes that it waits for; an empty tuple if the race is over.
 
     Args:
         curves: curves of the recipes that have evaluations; stopped recipes are ignored.
         rules: when looks are taken and recipes stopped.
-        reached: for every recipe of the race, the compute up to which all its runs have been evaluated; infinite where
-            none will go further.
+        reached: for every recipe of the race, the compute up to which all its runs have been evaluated; infinite if
+            none will continue.
         looks: the looks taken so far.
         options: options of every fit; `max_compute` also ends the race there.
         workers: number of processes that share the fits.
-        failed: recipes whose runs have all failed. Beyond the compute they reached they are neither waited for nor
-            judged: they may be launched again.
+        failed: recipes whose runs have all failed. Beyond the compute that they reached they are neither waited for
+            nor judged, because they may be launched again.
     """
     options = options or FitOptions()
     stopped = {name for look in looks for name in look.stopped}
@@ -281,13 +282,13 @@ def next_look(
         if sum(_between(curve, first, level) for curve in known) < 2:
             continue  # nothing to compare yet
         if looks and not any(_between(curve, last, level) for curve in known):
-            continue  # nothing new: it would count what was seen already a second time
+            continue  # nothing new: the look would count the same evidence twice
         return look_at(curves=known, level=level, rules=rules, options=options, taken=looks, workers=workers)
     return ()
 
 
 def result(curves: Sequence[Curve], rules: Rules, stopped: Mapping[str, Look]) -> list[str]:
-    """Describe how a race that is over has ended, in lines: the ranking at its budget, and the winner if there is one.
+    """Describe the result of a finished race, in lines: the ranking at its budget, and the winner if there is one.
 
     Args:
         curves: curves of the recipes that were not stopped, with all their evaluations.
@@ -322,7 +323,7 @@ def _between(curve: Curve, last: float, level: float) -> bool:
 
 
 def _reached(curve: Curve, lost: Collection[str]) -> float:
-    """Compute that all seeds of a recipe have reached, failed ones (`lost`) left out unless all have failed."""
+    """Return the compute that all seeds of a recipe have reached; failed seeds (`lost`) count only if all failed."""
     ends = {str(label): float(curve.compute[curve.seed == label].max()) for label in np.unique(curve.seed)}
     return min([end for label, end in ends.items() if label not in lost] or ends.values())
 
@@ -346,7 +347,7 @@ def look_at(
         workers: number of processes that share the fits.
     """
     options = replace(options or FitOptions(), max_compute=level)
-    # Cut, not only fitted in a window: the reward's scale and how far seeds lie apart are told from all points.
+    # Cut the data instead of fitting in a window: the reward's scale and the spread of seeds use all points.
     known = [each for each in curves if _between(each, options.min_compute or 0.0, level)]
     seen = with_shared_scale([each.take(each.compute <= level) for each in known])
     fits = fit_curves(seen, options, workers)
@@ -355,11 +356,11 @@ def look_at(
 
 
 def judged(level: float, fits: Sequence[Fit], draws: Sequence[Array], rules: Rules, taken: Sequence[Look] = ()) -> Look:
-    """Make the look that follows those `taken`, from joint draws of the reward at the budget, (K,) a fit."""
+    """Make the look after those `taken`, from joint draws of the reward at the budget: one array (K,) per fit."""
     below = {each.recipe: each.below for each in taken[-1].chances} if taken else {}
     lost = sum(look.loss for look in taken)
     p_best = best_chances(draws)
-    # Of the least expected loss; but what nobody can forecast is no measure for others.
+    # The favourite has the least expected loss. Recipes that cannot be forecast are not considered if others can.
     known = [within(fit, rules.budget) for fit in fits]
     worth = [values.mean() if of or not any(known) else -np.inf for of, values in zip(known, draws, strict=True)]
     first = int(np.argmax(worth))
@@ -378,7 +379,7 @@ def judged(level: float, fits: Sequence[Fit], draws: Sequence[Array], rules: Rul
                 below=row,
             )
         )
-    # The least likely first: where not all may be stopped, those that could still come out ahead stay.
+    # Least likely first: if the limit does not allow all stops, the recipes with the best chances stay.
     due = sorted(
         (at for at, each in enumerate(chances) if each.below >= rules.looks), key=lambda at: chances[at].p_ahead or 0.0
     )
@@ -390,13 +391,13 @@ def judged(level: float, fits: Sequence[Fit], draws: Sequence[Array], rules: Rul
 
 
 def _affordable(draws: Sequence[Array], due: Sequence[int], scale: float, limit: float) -> tuple[int, float]:
-    """Return how many of the recipes due, from the first on, may be stopped together, and what that will likely cost.
+    """Return how many of the recipes due, counted from the first, may be stopped together, and the expected loss.
 
     Args:
-        draws: joint draws of the reward at the budget, (K,) a recipe; at least one recipe is not due.
-        due: places of the recipes that might be stopped.
+        draws: joint draws of the reward at the budget, one array (K,) per recipe; at least one recipe is not due.
+        due: indices of the recipes that might be stopped.
         scale: width of the reward's scale.
-        limit: on the cost, as a share of the scale.
+        limit: upper limit of the loss, as a share of the scale.
     """
     if not due:
         return 0, 0.0
@@ -410,7 +411,7 @@ def _affordable(draws: Sequence[Array], due: Sequence[int], scale: float, limit:
 
 
 def _told(curves: Sequence[Curve], rules: Rules, looks: Sequence[Look], waits_for: tuple[str, ...]) -> Race:
-    """Assemble the race from its looks: every recipe's state, the compute saved, and one sentence."""
+    """Assemble the race from its looks: every recipe's state, the compute saved, and a summary sentence."""
     stopped = {name: look for look in looks for name in look.stopped}
     runners = [_runner(curve, rules, looks, stopped.get(curve.recipe)) for curve in curves]
     leader = looks[-1].favourite if looks else None

@@ -1,10 +1,10 @@
-"""Planning in a separate process, so that the memory of what it imports, torch among it, is freed at its end.
+"""Planning in a separate process, so that the memory of its imports, such as torch, is freed when it ends.
 
-A controller follows its study for days and needs none of that. Composing and checking members takes a minute at most,
-and whatever the user's own choices import besides.
+A controller follows its study for days and does not need them. Composing and checking members takes at most a minute,
+plus the imports of the user's own choices.
 
-Where members run on this machine, the process is forked from the server that their processes are forked from
-(`executor.local`): what both need is imported once. Elsewhere it is a new interpreter, and nothing stays behind.
+If members run on this machine, the process is forked from the same server as theirs (`executor.local`), so that common
+modules are imported once. Otherwise it is a new interpreter, and nothing remains of it.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from sweeps.parallel import exit_on_sigterm
 from sweeps.process import die_with_parent, end, ended_with, forkserver
 from sweeps.run.spec import RunSpec
 
-# The process has got the Ctrl-C as well, unless that was sent to this one alone: first its own clean-up.
+# Ctrl-C usually reaches that process too: first wait for its own clean-up, unless only this process got the signal.
 _AFTER_CTRL_C = ((2.0, signal.SIGINT), (3.0, signal.SIGKILL))
-_EXIT_S = 30.0  # after its answer, for what the libraries that it loaded do at the end
+_EXIT_S = 30.0  # after its answer, for exit handlers of its libraries
 EXIT_CTRL_C = 130
 
 
 class PlannerLostError(UserError):
-    """Error: the planner's process ended without an answer, so the request itself may be sound."""
+    """Error: the planner's process ended without an answer, so the request itself may be valid."""
 
 
 class Planner:
     """Planner in a separate process that takes any number of requests until it is closed.
 
-    What it prints is seen here, Ctrl-C reaches it, and it ends when this process does. While it is open SIGTERM raises
+    Its output appears here, Ctrl-C reaches it, and it ends when this process does. While it is open, SIGTERM raises
     SystemExit in this process.
 
     Args:
         planner: `module:function`, called with override lists and the user's folders; it returns run specs.
         folders: the user's configuration folders.
-        preload: modules of the server that members on this machine are forked from, and the planner with them; None
-            where members run elsewhere, for a new interpreter.
+        preload: modules of the server that the planner and the members on this machine are forked from; None for a new
+            interpreter, if members run elsewhere.
     """
 
     def __init__(self, planner: str, folders: Sequence[str], preload: Sequence[str] | None = None) -> None:
@@ -65,11 +65,11 @@ class Planner:
             self.close()
 
     def __call__(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        """Ask for the members of these override lists.
+        """Plan the members of these override lists.
 
         Raises:
             PlannerLostError: the process was killed, or ended without an answer.
-            Exception: whatever the planner raises; a note says where.
+            Exception: any exception of the planner; a note has its traceback.
         """
         try:
             if self._child is None or self._connection is None:
@@ -93,9 +93,9 @@ class Planner:
         return planned
 
     def close(self) -> None:
-        """Let the process end, and wait for it."""
+        """Close the connection, so that the process ends, and wait for it."""
         try:
-            self._end((_EXIT_S, signal.SIGKILL))  # a thread that nobody has ended
+            self._end((_EXIT_S, signal.SIGKILL))  # it may hang in a thread that was not ended
         except BaseException:
             self._end(*_AFTER_CTRL_C)
             raise
@@ -109,7 +109,7 @@ class Planner:
         return child, ours
 
     def _end(self, *signals: tuple[float, signal.Signals]) -> None:
-        """Let the process end; after so many seconds each, send it the next signal."""
+        """Let the process end; after each timeout in seconds, send it the next signal."""
         if self._connection is not None:
             self._connection.close()
         if self._child is not None:
@@ -129,7 +129,7 @@ def plan_apart(
 
 
 def _serve(connection: Connection[Any, Any], planner: str, folders: list[str]) -> None:
-    """Answer requests in the child; it ends with its parent, and only a request can be interrupted."""
+    """Answer requests in the child. It ends with its parent; Ctrl-C interrupts it only during a request."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(EOFError, ConnectionError):  # the other end was closed
@@ -143,7 +143,7 @@ def _answer(planner: str, override_lists: list[list[str]], folders: list[str]) -
     try:
         planned: list[RunSpec] = load_entry(planner)(override_lists, folders)
         return planned
-    except KeyboardInterrupt:  # whoever started this process says so
+    except KeyboardInterrupt:  # the parent process reports it
         os._exit(EXIT_CTRL_C)
     except BaseException as error:
         told = "in the planner's process:\n" + traceback.format_exc()

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from sweeps.curve import Curve
     from sweeps.decide.rank import Ranking
 
-# Order of the members' states: what needs somebody first, what is over last.
+# Order of the members' states: those that need attention first, ended ones last.
 STATES = ("failed", "cancelled", "running", "ended", "stopped", "queued", "waiting", "finished", "")
 _CURVE = 16  # characters of a sparkline
-SURE, OUT = 0.95, 0.05  # P(best) from which, and below which, a recipe is coloured
-_TALL = 20  # lines of a terminal from which there is room for several sentences and warnings
-ROWS = 40  # members that are printed when the screen is left
+SURE, OUT = 0.95, 0.05  # P(best) at or above which, and below which, a recipe is coloured
+_TALL = 20  # minimum height of a terminal, in lines, for several sentences and warnings
+ROWS = 40  # members that are printed when the screen is closed
 
 _RANKING = (
     Column("rank", 40, right=True), Column("recipe", soft=True), Column("P(best)", right=True), Column("A", right=True),
@@ -41,10 +41,10 @@ class Member:
     """One run as the screen shows it.
 
     Attributes:
-        state: see `sweeps.launch.status.MemberView`; "" for a run of a source that says none.
+        state: see `sweeps.launch.status.MemberView`; "" if the source does not report it.
         step, steps: newest step and budget; None where not known.
         rewards: evaluations so far, in order.
-        note: why it failed or waits, or since when nothing was heard of it.
+        note: why it failed or waits, or the time since its last heartbeat.
     """
 
     recipe: str
@@ -65,11 +65,11 @@ class Screen:
         left_s: estimated seconds until the last member ends; None where not known.
         curves: mean over seeds of each recipe's rewards, in order.
         ranking: newest ranking; None before the first.
-        ranked_s: its age in seconds.
-        behind: number of evaluations that have come since.
+        ranked_s: age of the ranking in seconds.
+        behind: number of evaluations since the ranking.
         waiting: why there is no ranking yet.
-        warnings: of departures, and on the sources; the most important first.
-        height: lines of the terminal; None where it is printed for good, when it is left.
+        warnings: departures from forecasts, and problems of the sources; the most important first.
+        height: lines of the terminal; None for the final print when the screen is closed.
     """
 
     title: str
@@ -84,7 +84,7 @@ class Screen:
     height: int | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw what is above the tables, then the rows of both for which there is room."""
+        """Draw the header, then as many rows of both tables as fit."""
         width, height = options.max_width, self.height
         most = None if height is None else 3 if height >= _TALL else 1
         outcome = self.waiting or "fitting for the first time" if self.ranking is None else self.ranking.sentence
@@ -96,7 +96,7 @@ class Screen:
         members = sorted(self.members, key=lambda member: STATES.index(member.state))
         room = len(places) + ROWS
         if height is not None:
-            room = max(2, height - len(lines) - 4)  # the heads of both tables, a blank line, and "and 3 more"
+            room = max(2, height - len(lines) - 4)  # the headers of both tables, a blank line, and "and 3 more"
             places = places[: max(room // 2, room - len(members))]
         shown = members[: room - len(places)]
         yield from lines
@@ -116,7 +116,7 @@ class Screen:
         return Text.assemble((one_line(self.title), "bold"), "  ", told)
 
     def _age(self) -> list[Text]:
-        """Return how old the ranking is, and at which compute its rewards are."""
+        """Return the ranking's age, and the compute of its rewards."""
         if self.ranking is None:
             return []
         since = f", {counted(self.behind, 'evaluation')} since" if self.behind > 0 else ""
@@ -126,12 +126,12 @@ class Screen:
 
 
 def ranking_table(ranking: Ranking, curves: Mapping[str, tuple[float, ...]], width: int) -> Table:
-    """Return a ranking as the screen and the end of a study show it; `curves` are the recipes' mean rewards."""
+    """Return a ranking as shown on the screen and at the end of a study; `curves` are the recipes' mean rewards."""
     return fitted(_RANKING, _places(ranking, curves), width)
 
 
 def mean_curve(curve: Curve) -> tuple[float, ...]:
-    """Return the mean reward of a recipe's seeds at their first, second, ... evaluation."""
+    """Return the mean reward over a recipe's seeds at their first, second, ... evaluation."""
     by_place: dict[int, list[float]] = defaultdict(list)
     for seed in dict.fromkeys(curve.seed.tolist()):
         for place, reward in enumerate(curve.reward[curve.seed == seed].tolist()):
@@ -140,7 +140,7 @@ def mean_curve(curve: Curve) -> tuple[float, ...]:
 
 
 def _places(ranking: Ranking, curves: Mapping[str, tuple[float, ...]]) -> list[list[Cell]]:
-    """Return the rows of the ranking; of recipes that may not be ranked, first the one that is best most probably."""
+    """Return the rows of the ranking; recipes without a rank follow, those with the highest P(best) first."""
     rewards = {} if ranking.rewards is None else {row.recipe: row.R.value for row in ranking.rewards.rows}
     names, scale = shortened(list(curves)), _scale(curves.values())
     last = len(ranking.ranking) + 1
@@ -164,7 +164,7 @@ def _places(ranking: Ranking, curves: Mapping[str, tuple[float, ...]]) -> list[l
 
 
 def _rows(shown: Sequence[Member], members: Sequence[Member]) -> list[list[Cell]]:
-    """Return the rows of the members that are shown, with the names and the scale of all."""
+    """Return the rows of the members shown, with the names and the scale of all members."""
     names = shortened(list(dict.fromkeys(member.recipe for member in members)))
     scale = _scale(member.rewards for member in members)
     rows: list[list[Cell]] = []
