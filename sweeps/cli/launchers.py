@@ -51,13 +51,13 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
     """Runs a grid as a study, on this machine.
 
     Args:
-            planner: `module:function`, which turns override lists and the user's folders into checked run specs.
-            entry: `module:function`, runs one member from its directory.
-            preload: modules imported once for all members.
+        planner: `module:function`, which turns override lists and the user's folders into checked run specs.
+        entry: `module:function`, runs one member from its directory.
+        preload: modules imported once for all members.
 
-        A sweeper stores files with the study by setting their texts in `files`. They are written once a launch is
-        accepted (members checked, the study's lease held, the first members submitted), so that a refused launch
-        changes nothing.
+    A sweeper stores files with the study by setting their texts in `files`. They are written once a launch is
+    accepted (members checked, the study's lease held, the first members submitted), so that a refused launch
+    changes nothing.
     """
 
     kind = "local"

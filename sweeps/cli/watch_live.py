@@ -37,10 +37,10 @@ class _Reader:
     """Reads states and evaluations; the newest are in `study` and `screen`.
 
     Args:
-            options: options of the command.
+        options: options of the command.
 
-        Raises:
-            UserError: the sources cannot be read, although they are not just empty yet.
+    Raises:
+        UserError: the sources cannot be read, although they are not just empty yet.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:

@@ -83,16 +83,16 @@ class Follower:
     """Writer of a member's journal from its command's metrics.
 
     Args:
-            journal: open for writing, with its header written.
-            earlier: the journal as earlier attempts left it; None if it is new.
-            command: the command that logs the metrics.
-            source: reader of the metrics.
-            resume: facts for a `resume` record.
-            clock: seconds, replaceable in tests.
+        journal: open for writing, with its header written.
+        earlier: the journal as earlier attempts left it; None if it is new.
+        command: the command that logs the metrics.
+        source: reader of the metrics.
+        resume: facts for a `resume` record.
+        clock: seconds, replaceable in tests.
 
-        Attributes:
-            began_anew: True if this attempt starts from step 0, because there is no checkpoint to continue from.
-            again: True if the command was started before.
+    Attributes:
+        began_anew: True if this attempt starts from step 0, because there is no checkpoint to continue from.
+        again: True if the command was started before.
         last_step: the newest step in the journal, -1 before the first.
     """
 

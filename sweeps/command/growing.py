@@ -34,8 +34,7 @@ class Ending(Enum):
     """State of a log's last line if it has no newline.
 
     OPEN: it is still being written. TORN: its writer has ended abnormally. A complete JSON object counts; a CSV line
-        does
-    not, because digits may be missing. WHOLE: its writer has ended normally, and the line counts.
+    does not, because digits may be missing. WHOLE: its writer has ended normally, and the line counts.
     """
 
     OPEN = "open"

@@ -34,12 +34,12 @@ class Source:
     """Incremental reader of a command's metrics.
 
     Args:
-            command: names the source and the columns.
-            run_dir: the member's folder, where its standard output is stored.
-            cuts: positions in the file where killed attempts left half a line, see `seal`.
+        command: names the source and the columns.
+        run_dir: the member's folder, where its standard output is stored.
+        cuts: positions in the file where killed attempts left half a line, see `seal`.
 
-        Attributes:
-            ending: how to treat a last line without a newline.
+    Attributes:
+        ending: how to treat a last line without a newline.
     """
 
     def __init__(self, command: Command, run_dir: Path, cuts: Sequence[Cut] = ()) -> None:

@@ -25,13 +25,13 @@ class RunObserver:
     """Takes a race's looks for one run, and appends them to `race.jsonl` in its directory.
 
     Args:
-            study: folder that contains the folders of all runs, this one included; runs that begin later join later.
-            run_dir: folder of this run.
-            rules: when looks are taken and recipes stopped.
-            metric, axis: reward and compute to compare by, see `sweeps.source.load`; None for the defaults.
+        study: folder that contains the folders of all runs, this one included; a look includes all runs that exist then.
+        run_dir: folder of this run.
+        rules: when looks are taken and recipes stopped.
+        metric, axis: reward and compute to compare by, see `sweeps.source.load`; None for the defaults.
 
-        Raises:
-            UserError: the run is not in the folder, the folder is itself a run, or earlier looks used other rules.
+    Raises:
+        UserError: the run is not in the folder, the folder is itself a run, or earlier looks used other rules.
     """
 
     def __init__(

@@ -124,11 +124,11 @@ class Slurm:
     """SLURM scheduler through its command-line tools in PATH, also for clusters federated with this one.
 
     Args:
-            clusters: comma-separated names, as sbatch takes them; empty for the local cluster. Job ids are unique
-                within a federation.
+        clusters: comma-separated names, as sbatch takes them; empty for the local cluster. Job ids are unique
+            within a federation.
 
-        Raises:
-            UserError: the commands are not in PATH.
+    Raises:
+        UserError: the commands are not in PATH.
     """
 
     def __init__(self, clusters: str = "") -> None:
