@@ -131,8 +131,7 @@ class RacingRun:
                 theirs, metric = compared_by([view])
                 if axis not in (None, theirs):
                     raise UserError(f"axis: {axis}, and the runs in {self.study} are compared by {theirs}; count alike")
-                # Runs of one axis are compared only if they measure it in the same way, so take over the existing
-                # description.
+                # Runs of one axis are compared only if they measure it in the same way, so take over the description.
                 self._measured = view.header.get("compute_is") if view.header.get("axis") == theirs else None
                 return theirs, metric
         return axis, METRIC

@@ -64,8 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"scalerl: {one_line(str(error))}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader (`head`, a pager) has closed the pipe; stdout is redirected so that Python does not complain at
-        # exit.
+        # The reader (`head`, a pager) closed the pipe. Redirect stdout so that Python does not complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:

@@ -42,8 +42,7 @@ class _Fresh:
         latest: by column and step, the value that was logged last.
         waiting: steps with values that are not recorded yet.
         newest: the largest step; newest_compute: the largest step that has compute.
-        column: rows of the compute column, in the order of logging; `counter` has processed the first `counted` of
-            them.
+        column: rows of the compute column, in the order of logging; `counter` has processed the first `counted`.
     """
 
     latest: dict[str, dict[float, float]] = field(default_factory=dict)

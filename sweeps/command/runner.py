@@ -302,7 +302,7 @@ class _Member:
                 self._checkpoint, self._covered = found, covered
         return recorded
 
-    # --- its end -------------------------------------------------------------------------------------------------
+    # --- after its end -------------------------------------------------------------------------------------------
 
     def _judge(self, ended: Ended, follower: Follower, journal: Journal) -> None:
         """Record how the run has ended, and raise an error if it is not done."""

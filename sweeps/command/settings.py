@@ -141,8 +141,7 @@ def command_of(config: Mapping[str, Any], run_dir: Path | str, run: str = "", on
         options = [at for at, word in enumerate(written) if _SHELL_WORDS.fullmatch(word)]
         for word in written[options[0] + 1 : options[0] + 2] if options else ():
             check_for_shell(word, values)
-    # Only stars of the user's pattern are wildcards: values and folders may contain special characters, as in
-    # `study[1]`.
+    # Only stars of the user's pattern are wildcards: values and folders may contain them too, as in `study[1]`.
     literal = {key: glob.escape(as_text(value)) for key, value in values.items()}
     escaped = Path(glob.escape(str(folder)))
     lies = given["metrics"]["source"]

@@ -196,8 +196,7 @@ def run_race(
         curve.recipe: math.inf if curve.recipe in ended else _reached(curve, lost.get(curve.recipe, ()))
         for curve in curves
     }
-    # A recipe whose runs have all failed counts up to its furthest run: looks judge it up to there and wait for no
-    # more.
+    # A recipe whose runs have all failed counts up to its furthest run: looks do not wait for more.
     reached |= {curve.recipe: float(curve.compute.max()) for curve in curves if curve.recipe in failed}
     looks: list[Look] = []
     while isinstance(

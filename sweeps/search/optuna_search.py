@@ -74,7 +74,7 @@ class Search:
         self._trouble = ""
         self._said_of_strangers = False
 
-    # --- what it wants -------------------------------------------------------------------------------------------
+    # --- members to run ------------------------------------------------------------------------------------------
 
     def members(self, states: Mapping[str, MemberState]) -> list[RunSpec]:
         """Report results of ended members to Optuna and return members for new trials. See `Decider.members`."""

@@ -62,8 +62,7 @@ class LiveRace:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._study, self._settings, self._clock = study, settings, clock
-        # A new launch races its own members. A process that continues the folder races those that the newest race
-        # recorded.
+        # A new launch races its own members. A process that continues the folder races those of the newest race.
         newest = RaceRecord.read(study.directory).members
         here = [spec.run for spec in study.specs]
         self._members = [run for run in newest if run in here] if study.gathered and newest is not None else here
@@ -96,7 +95,7 @@ class LiveRace:
                     f"{getattr(begun, name):g}; go on with that, or move {RACE_FILE} away to race anew"
                 )
 
-    # --- what it wants -------------------------------------------------------------------------------------------
+    # --- members to run ------------------------------------------------------------------------------------------
 
     def wish(self, states: Mapping[str, MemberState], at_work: Collection[str], queued: Collection[str]) -> Wish:
         """Want members that are behind first; one ahead of a look waits for the others. See `Decider.wish`."""
@@ -181,7 +180,7 @@ class LiveRace:
             return self._cost(run) is None
         return self._reached.get(run, 0.0) < border * _ABOUT
 
-    # --- what it sees --------------------------------------------------------------------------------------------
+    # --- curves and costs ----------------------------------------------------------------------------------------
 
     def _curves(self) -> list[Curve]:
         """Make the curves so far in the study's order, not by arrival: floating-point sums depend on the order."""

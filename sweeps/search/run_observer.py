@@ -1,9 +1,8 @@
 """Race without a decider: a run watches its rivals and decides for itself when to stop.
 
 For runs that are started one by one, without a controller. Runs whose folders exist before the first look take the same
-looks at the same evaluations, and so decide alike. A run that begins later sees more rivals than the others did. Runs
-do
-not pause for each other: each continues, and takes a look once all existing runs have reached its compute.
+looks at the same evaluations, and so decide alike. A run that begins later sees more rivals than the others did. No run
+pauses for another: each continues, and takes a look once all existing runs have reached its compute.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class RunObserver:
     """Takes a race's looks for one run, and appends them to `race.jsonl` in its directory.
 
     Args:
-        study: folder that contains the folders of all runs, this one included; a look includes all runs that exist then.
+        study: folder that contains the folders of all runs, this one included; later runs take part once they exist.
         run_dir: folder of this run.
         rules: when looks are taken and recipes stopped.
         metric, axis: reward and compute to compare by, see `sweeps.source.load`; None for the defaults.
@@ -71,8 +70,7 @@ class RunObserver:
         """Take the looks that are due; return why this run's recipe is stopped, or None.
 
         If evaluations cannot be compared, no look is taken and `trouble` has the reason: a rival's journal must not end
-        this run. `namesakes` is a warning if other runs have the same label as this one and so are not rivals; else
-        None.
+        this run. `namesakes` is a warning if other runs with this one's label are not rivals; else None.
         """
         run_dirs = find_runs(self._study)
         names = {str(run_dir.resolve().relative_to(self._study)): run_dir for run_dir in run_dirs}

@@ -116,8 +116,7 @@ class JobEndings:
             self.left_by(each.submission).handed_over(each.job),
         )
         if kind is None:
-            # The job finished but the journal is not done: it is unreadable, or the budget was raised after the job
-            # read it.
+            # The job finished but the journal is not done: it is unreadable, or the budget was raised since the start.
             run, run_dir = each.launch.run, each.launch.run_dir
             steps = budget_of(run_dir)
             if (steps is None or not is_done(run_dir, steps, run)) and (wrong := trouble(run_dir, run)):

@@ -148,8 +148,7 @@ def _before(folder: Path, threads: int, commands: Sequence[str]) -> list[str]:
         f"export {BEGAN_VARIABLE}=$(date +%s)",
         f"export OMP_NUM_THREADS={threads} MKL_NUM_THREADS={threads}",
         f"export {REQUEUE_VARIABLE}={where}/requeue-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}",
-        # Name a task of an array explicitly: SLURM_JOB_ID of the last task is the array's id, which would mean all of
-        # them.
+        # Name an array's task explicitly: SLURM_JOB_ID of the last task is the array's id, which means all tasks.
         "scalerl_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
         "scalerl_job=${scalerl_job:-$SLURM_JOB_ID}",
         # Record this start of the job. If it ends before the member begins, this file is the only trace.
