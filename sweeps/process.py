@@ -310,6 +310,7 @@ def _descendants() -> list[int]:
     for process in _PROC.iterdir() if _PROC.is_dir() else ():
         if process.name.isdigit():
             try:
+                # After the name in parentheses: state, parent, ... Zombies (Z) and dead processes (X) do not count.
                 fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
             except OSError:
                 continue

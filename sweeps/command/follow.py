@@ -243,6 +243,7 @@ class Follower:
         if self.began_anew and any(len(found.columns.get(name, ())) < len(c) for name, c in self._before.items()):
             self._before = {}  # the attempt started a new log
         unread = {name: column for name, column in found.columns.items() if name not in self._read}
+        # By column, the number of rows at the beginning that were there before this attempt.
         same = {name: _common(self._before.get(name, []), column) for name, column in unread.items()}
         # If a log was cut back to a checkpoint, all rows from the first differing step belong to this attempt.
         others = [c[same[n]][0] for n, c in unread.items() if same[n] < min(len(c), len(self._before.get(n, [])))]

@@ -13,6 +13,7 @@ from typing import Any
 
 from sweeps.errors import UserError
 
+# Group 1: the key of `{{key}}`, an escaped placeholder. Group 2: the key of `{key}`, but not of `${key}`.
 _PLACEHOLDER = re.compile(r"\{\{([A-Za-z_][\w.]*)\}\}|(?<!\$)\{([A-Za-z_][\w.]*)\}")
 
 

@@ -402,6 +402,7 @@ def _affordable(draws: Sequence[Array], due: Sequence[int], scale: float, limit:
         return 0, 0.0
     going = np.stack([draws[at] for at in due])
     staying = np.stack([values for at, values in enumerate(draws) if at not in due]).max(axis=0)
+    # Row n: the best of the first n + 1 recipes due, and the best of the recipes left once these are stopped.
     best_gone = np.maximum.accumulate(going)
     best_left = np.maximum.accumulate(np.vstack([staying, going[:0:-1]]))[::-1]
     losses = np.maximum(best_gone - best_left, 0.0).mean(axis=1) / scale

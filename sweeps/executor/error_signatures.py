@@ -210,6 +210,7 @@ def _names(of: type[BaseException]) -> Iterator[str]:
 def shown_in(log: str) -> tuple[str, str] | None:
     """Classify a log: the kind of failure and the first line that shows it; None if no pattern matches."""
     low = log.lower()
+    # These messages show the program's own fault, although they look like a GPU's or the network's.
     if any(words in low for words in _LOW["error"]):
         return None
     for kind, signs in SIGNATURES.items():

@@ -27,7 +27,7 @@ from sweeps.parallel import exit_on_sigterm
 from sweeps.process import die_with_parent, end, ended_with, forkserver
 from sweeps.run.spec import RunSpec
 
-# Ctrl-C usually reaches that process too: first wait for its own clean-up, unless only this process got the signal.
+# Ctrl-C usually reaches that process too, so first wait for its own clean-up. SIGINT follows in case it did not.
 _AFTER_CTRL_C = ((2.0, signal.SIGINT), (3.0, signal.SIGKILL))
 _EXIT_S = 30.0  # after its answer, for exit handlers of its libraries
 EXIT_CTRL_C = 130

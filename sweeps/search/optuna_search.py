@@ -258,7 +258,7 @@ class Search:
 
 
 def _seen_at_least(fit: Fit, compute: float) -> float:
-    """Lower 2.5% bound of the reward at a compute, from the last evaluation before it. Used if a fit is impossible."""
+    """Lower 2.5% bound of the reward at a compute, from the last evaluation up to it; for runs too short to fit."""
     curve = fit.curve
     at = int(np.argmax(np.where(curve.compute <= compute, curve.compute, -np.inf)))
     error = 0.0 if curve.sd is None or not np.isfinite(curve.sd[at]) else float(curve.sd[at])

@@ -189,6 +189,7 @@ class Slurm:
             command = ["squeue", *self._where, "-h", "-a", "-r", "--states=all", "-j", ids, *fields]
             with suppress(subprocess.TimeoutExpired):
                 said += _run(command).stdout
+        # squeue prints a wait status: the exit code in the high byte, the signal in the low 7 bits.
         for line in said.splitlines():
             match line.split():
                 case [job, status] if status.isdecimal():
