@@ -1,7 +1,7 @@
 """Specifications of members that are commands: identity, label, and checks before anything is started.
 
-A recipe's identity consists of its command's words, environment and files with all values filled in except the seed,
-the budget and the member's folder, and of the content of the files that the command names (its script). Where it runs,
+A recipe's identity consists of its command's words, environment and files, and of the content of the files that the
+command names (its script). All values are filled in except the seed, the budget and the member's folder. Where it runs,
 how it is followed and how long it trains are not part of an identity.
 """
 

@@ -2,12 +2,14 @@
 
 Looks are taken at growing levels of compute, the same for all recipes. At each look every recipe still in the race is
 fitted to its evaluations up to that level only. So a decision depends on the evaluations alone, not on the time of the
-look: a race that is repeated, or continued by another process, decides the same. A recipe is stopped if its chance of
-ending ahead of the favourite was small at several looks in a row, and if the expected cost of all stops together is
-within a limit: many small chances add up, and the forecasts of recipes may err together. Both numbers come from joint
-draws of the reward at the budget (`sweeps.decide.standing.joint_rewards`). A recipe whose asymptote cannot be named
-keeps its full uncertainty in them, so nothing is stopped because of a forecast that the data do not support.
-`benchmarks/racing` compares this rule with halving and others.
+look: a race that is repeated, or continued by another process, decides the same.
+
+A recipe is stopped on two conditions. Its chance of ending ahead of the favourite was small at several looks in a row.
+And the expected cost of all stops together is within a limit, because many small chances add up, and the forecasts of
+recipes may err together. Both numbers come from joint draws of the reward at the budget
+(`sweeps.decide.standing.joint_rewards`). A recipe whose asymptote cannot be named keeps its full uncertainty in them, so
+nothing is stopped because of a forecast that the data do not support. `benchmarks/racing` compares this with halving
+and others.
 """
 
 from __future__ import annotations
