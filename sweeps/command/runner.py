@@ -83,7 +83,7 @@ class _Member:
     def __init__(self, run_dir: Path, spec: RunSpec, lease: Lease, progress: bool) -> None:
         self._run_dir, self._spec, self._lease, self._progress = run_dir, spec, lease, progress
         self._command = resolved(spec, run_dir)
-        self._attempts = 0  # before this one
+        self._attempts = 0  # number of attempts before this one
         self._cuts: list[Cut] = []
         self._source = Source(self._command, run_dir, self._cuts)
         self._asked: str | None = None  # the reason for which the command was asked to stop

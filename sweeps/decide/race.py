@@ -7,8 +7,8 @@ look: a race that is repeated, or continued by another process, decides the same
 A recipe is stopped on two conditions. Its chance of ending ahead of the favourite was small at several looks in a row.
 And the expected cost of all stops together is within a limit, because many small chances add up, and the forecasts of
 recipes may err together. Both numbers come from joint draws of the reward at the budget
-(`sweeps.decide.standing.joint_rewards`). A recipe whose asymptote cannot be named keeps its full uncertainty in them, so
-nothing is stopped because of a forecast that the data do not support. `benchmarks/racing` compares this with halving
+(`sweeps.decide.standing.joint_rewards`). A recipe whose asymptote cannot be named keeps its full uncertainty in them.
+So nothing is stopped because of a forecast that the data do not support. `benchmarks/racing` compares this with halving
 and others.
 """
 
@@ -57,7 +57,7 @@ class Chance(AsJson):
 
     @classmethod
     def of_json(cls, entry: Mapping[str, Any]) -> Chance:
-        """Read a recipe's chances back from the JSON that `to_json` wrote; raise ValueError for other kinds."""
+        """Read a recipe's chances back from the JSON that `to_json` wrote; raise ValueError if a field is invalid."""
         bounds = fields.group(entry, "R")
         return cls(
             recipe=fields.text(entry, "recipe"),
