@@ -292,7 +292,7 @@ def _in_the_child() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call Linux's prctl. On other systems, processes that outlive a command are known only by its process group."""
+    """Call prctl on Linux. Elsewhere do nothing: a command's leftover processes are then found by their group alone."""
     if sys.platform == "linux":
         import ctypes
 

@@ -101,7 +101,7 @@ class Rendering:
         # The id is needed if the marker is a special token, because decoding then drops it from the text.
         self._marker_id = marker_id if isinstance(marker_id, int) and marker_id != tokenizer.unk_token_id else None
         self._template = self._chosen_template()
-        # By digest of a prompt, whether its text ends by opening the thinking. Needed to find a completion's answer.
+        # Maps a prompt's digest to whether the rendered prompt opens the thinking: needed to find the answer behind it.
         self._opening: dict[bytes, bool] = {}
 
     def _chosen_template(self) -> str | None:

@@ -186,7 +186,7 @@ def _changed(old: Any, new: Any) -> Any:
 
 
 def examine(config: dict[str, Any], requests: int, answers: int, report: int) -> None:
-    """Run the tests, and write the nonce or one line with the reason of the failure to the pipe `report`."""
+    """Run the tests. Write the nonce to the pipe `report` if all pass, otherwise one line that explains the failure."""
     program = Program(requests, answers)
     try:
         _examine(config, program)

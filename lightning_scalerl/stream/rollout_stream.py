@@ -254,8 +254,9 @@ class RolloutStream:
             return not self._open and not more
         left = sorted(group.oldest_version for group in self._ready)[self.groups_per_step :]
         left = sorted(left + [group.version for group in self._open.values()])
-        # With s completed steps, the n-th oldest group left out (n from 0) trains at step s + 1 + n // P at the
-        # earliest. Its deadline is v + k, hence n < P (v + k - s).
+        # Of the groups that are not in the next batch, the n-th oldest (from 0) was sampled by version v and trains at
+        # step s + 1 + n // P at the earliest (s: completed steps, P: groups per step). It must train by step v + k
+        # (k: max_staleness), so n < P (v + k - s).
         spare = mode.max_staleness - self.completed_steps
         return all(number < self.groups_per_step * (version + spare) for number, version in enumerate(left))
 

@@ -69,7 +69,7 @@ def standard_error(passed: Sequence[int], samples: int) -> float:
 
 
 class Journal:
-    """Writer of `evaluations.jsonl`, with one line per evaluation, and the compute of the run so far."""
+    """Writer of one line per evaluation to `evaluations.jsonl`, which also tracks the compute used so far."""
 
     def __init__(self, folder: Path, passes: int) -> None:
         self._file = folder / "evaluations.jsonl"

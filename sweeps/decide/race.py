@@ -94,10 +94,10 @@ class Look(AsJson):
 
     @classmethod
     def of_json(cls, entry: Mapping[str, Any]) -> Look:
-        """Read a look back from the JSON that `to_json` wrote.
+        """Create a look from the JSON that `to_json` wrote.
 
         Raises:
-            ValueError: a field is of another type, or names a recipe without chances in the look.
+            ValueError: a field has the wrong type, or `favourite` or `stopped` names a recipe that `chances` lacks.
         """
         chances = tuple(Chance.of_json(each) for each in fields.groups(entry, "chances"))
         favourite, stopped = fields.text(entry, "favourite"), fields.texts(entry, "stopped")

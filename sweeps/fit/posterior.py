@@ -128,7 +128,7 @@ def laws_of(family: Family, first: float, r0: float | None, a: float | None) -> 
 
 
 def walked(x: Array) -> Array:
-    """Return the variance at compute x, in windows, of a walk of scale 1: level far beyond the window. Any shape."""
+    """Return the variance at compute x (any shape, in windows) of a walk of scale 1. It levels off after the window."""
     return np.where(x <= 1, x, 1 - LEVELLING * np.expm1(-np.maximum(x - 1, 0) / LEVELLING))
 
 
@@ -191,7 +191,8 @@ class Futures:
         if len(self.law) >= _FOR_LINE:
             return self.take(np.arange(0, len(self.law), 4)).line(x)
         walk = self._walk_at(x, len(_WITHIN))
-        # From the window's end to `STANDING` windows later, blend into the mean that A includes.
+        # From the window's end to `STANDING` windows later, interpolate to `standing`, the mean of the walk in A: the
+        # line ends at A.
         beyond = np.clip((x - 1) / STANDING, 0, 1)
         walk = walk * (1 - beyond) + self.standing[:, None] * beyond
         return np.asarray(np.median(self._inside(self._law_at(x) + walk, x), axis=0))

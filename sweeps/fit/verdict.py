@@ -45,10 +45,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Doubt:
-    """Evidence from all laws about the points (`sweeps.fit.posterior`).
+    """Posterior evidence for and against the sigmoid, from all laws (`sweeps.fit.posterior`).
 
     Attributes:
-        p_rise: probability of a rise by more than `PLATEAU` of the scale, from the start to two windows.
+        p_rise: probability that the reward rises by more than `PLATEAU` times its scale, between compute 0 and
+            twice the window.
         p_none: posterior probability that there is no law of growth.
         rival: name of the law other than the sigmoid with the most evidence.
         ahead: log evidence by which the rival leads the sigmoid; negative if it trails.

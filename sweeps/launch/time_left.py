@@ -93,8 +93,10 @@ class TimeLeft:
         estimate = self._estimate(running, waiting)
         if estimate is None:
             return None
-        made = sum(member.last[1] - member.begin[1] for member in self._members.values() if member.last is not None)
-        work = made + sum(running.values()) + sum(steps for _, steps in waiting)
+        steps_done = sum(
+            member.last[1] - member.begin[1] for member in self._members.values() if member.last is not None
+        )
+        work = steps_done + sum(running.values()) + sum(steps for _, steps in waiting)
         if self._told is not None and abs(work - self._work) <= SAME_WORK * self._work:
             elapsed = now - self._told[0]
             expected = max(0.0, self._told[1] - elapsed)

@@ -114,7 +114,7 @@ class Tails:
     """Incremental `read_journal` for many journals, with one tail each.
 
     Args:
-        passed: by kind, the step up to which records are not wanted.
+        passed: maps a kind of record to a step; records of that kind up to and including this step are skipped.
     """
 
     def __init__(self, passed: Mapping[str, int] | None = None) -> None:
