@@ -19,12 +19,12 @@ from sweeps.cli.main import make_parser
 ROWS = ("recipe", "variant", "scale", "experiment")
 # A folder of examples for other trainers, which are copied and not chosen.
 OTHERS = "command"
-# Titles of the pages of the Python interface, by the first part of the module that a name lives in.
+# Titles of the pages of the Python interface, and the modules or rooms whose public names each has.
 API_PAGES = {
     "run": ("A run", ("module", "recipe", "optim", "data", "stream", "update", "measure", "member", "translate")),
     "callbacks": ("Callbacks", ("callbacks",)),
-    "choices": ("Choices and errors", ("choice", "choices", "checks")),
-    "tasks": ("Tasks, prompts and grading", ("task", "prompt", "verify", "rollout")),
+    "choices": ("Choices and errors", ("axes.choice", "choices", "checks")),
+    "tasks": ("Tasks, prompts and grading", ("task", "rollouts", "verify")),
     "models": ("Models and generators", ("model", "generator")),
 }
 
@@ -317,9 +317,9 @@ def _api() -> dict[str, str]:
     """Return the pages of the public names: mkdocstrings fills in signatures and docstrings."""
     pages = {}
     for page, (title, rooms) in API_PAGES.items():
-        names = {name: home for name, home in HOME_OF.items() if home.split(".")[0] in rooms}
+        names = {name: home for name, home in HOME_OF.items() if {home, home.split(".")[0]} & set(rooms)}
         pages[f"api/{page}.md"] = _api_page(title, names)
-    axes = sorted({home.split(".")[1] for home in HOME_OF.values() if home.startswith("axes.")})
+    axes = sorted({home.split(".")[1] for home in HOME_OF.values() if home.startswith("axes.")} - {"choice"})
     for axis in axes:
         names = {name: home for name, home in HOME_OF.items() if home.split(".")[:2] == ["axes", axis]}
         pages[f"api/axis_{axis}.md"] = _api_page(f"Axis {axis}", names)
