@@ -473,5 +473,5 @@ def test_live_generators_get_the_weights_again(tiny_model_path: str, tmp_path: P
 
 @pytest.mark.slow
 def test_a_folder_goes_as_one(folder: Path) -> None:
-    sizes = _files(folder.parent, told=None)  # type: ignore[arg-type]
+    sizes = _files(folder.parent, result=None)  # type: ignore[arg-type]
     assert sizes == {folder: sum(part.stat().st_size for part in folder.iterdir())}
