@@ -97,6 +97,14 @@ def forkserver(preload: Sequence[str]) -> ForkServerContext:
     return context
 
 
+def last_words(log: Path) -> str:
+    """Return the last line of a process's log, at most 300 characters of it; empty without one."""
+    with suppress(OSError):
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1].strip()[:300] if lines else ""
+    return ""
+
+
 def kill_group(leader: int) -> None:
     """Kill all processes of a group, if there are any."""
     with suppress(ProcessLookupError, PermissionError):

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_scalerl import Live
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.generator.fleet import transport
 from lightning_scalerl.generator.fleet.addresses import Address, addresses_of, blueprint_for, shares
 from lightning_scalerl.generator.fleet.fleet import Fleet
@@ -155,6 +155,17 @@ def test_a_step_is_told_its_shape_and_its_gpus(
     assert not gpus or command[command.index("--gpus") + 1] == gpus
     assert command[command.index("--max-tokens") + 1] == "22" and "--bf16-head" in command
     assert shape["architectures"] == [type(model).__name__] and shape["hidden_size"] == model.config.hidden_size
+
+
+def test_a_step_that_ends_at_once_says_why(model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where it ends while the shape is still being written to it."""
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\necho srun: error: no such node >&2\nexit 1\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(vllm_serve, "shape_of", lambda model: "x" * 2**20)  # more than a pipe holds
+    with pytest.raises(CannotGoOnError, match=r"vLLM's server ended with status 1 \(srun: error: no such node\)"):
+        vllm_serve.serve_on("n2", model, Precision("fp32"), slots=4, capacity=23, cache_gib=0.5, token=TOKEN)
 
 
 # --- what runs there -------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_scalerl.generator.fleet.wire import Line
+from sweeps.process import last_words
 
 # Longest wait for an exit status, in seconds: the kernel closes a process's connection a moment before it.
 EXIT_S = 5.0
@@ -112,10 +113,8 @@ class Child:
 
     def last_words(self) -> str:
         """Return the last line of the child's log in brackets; empty without a log."""
-        with suppress(OSError):
-            lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-            return f" ({lines[-1].strip()[:300]})" if lines else ""
-        return ""
+        words = last_words(self._log)
+        return f" ({words})" if words else ""
 
     def ask_to_stop(self) -> None:
         """Send `stop` to the child, without waiting for its end."""

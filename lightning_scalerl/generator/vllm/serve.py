@@ -34,6 +34,7 @@ from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.generator.vllm.announced import Announcement, address_in, line_of
 from lightning_scalerl.generator.vllm.engine import check_vllm, engine_settings, exact_products, save_shape, shape_of
 from lightning_scalerl.generator.vllm.plugin import BACKEND, IDLE, PARENT, TOKEN
+from sweeps.process import last_words
 from sweeps.run import slurm_job
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -91,8 +92,9 @@ class Server:
                 self.command, env=self.started_by_us(), stdin=given, stdout=said, stderr=said, start_new_session=True
             )
         if self.process.stdin is not None:
-            self.process.stdin.write(self.shape.encode() + b"\n")
-            self.process.stdin.flush()
+            with suppress(OSError):  # it has ended already: `wait` says why
+                self.process.stdin.write(self.shape.encode() + b"\n")
+                self.process.stdin.flush()
 
     def run(self, start_s: float, announcement: Announcement | None = None) -> int:
         """Start the process, print its address once it answers, and return its exit status.
@@ -152,9 +154,9 @@ class Server:
             if self.process.poll() is not None or time.monotonic() > until:
                 status = self.process.poll()
                 what = f"has not answered for {start_s:g} s" if status is None else f"ended with status {status}"
-                lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+                words = last_words(self.log)
                 self.close()
-                raise CannotGoOnError(f"generator: vLLM's server {what} ({lines[-1].strip()[:300] if lines else ''})")
+                raise CannotGoOnError(f"generator: vLLM's server {what} ({words})")
             time.sleep(0.2)
 
     def close(self) -> None:
