@@ -122,6 +122,9 @@ class CountingTask(Task):
     def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
         return {"heldout": self.pool[-3:]}
 
+    def stated(self, completion: str) -> str:
+        return completion
+
     def reward(self, prompt: Prompt, completion: str) -> float:
         return completion.count("1") / max(1, len(completion))
 

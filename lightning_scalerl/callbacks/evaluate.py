@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,8 +36,9 @@ class Evaluate(Callback):
     """Pass rate on held-out prompts before the first step, every n steps, and after the last.
 
     Each evaluation is a Lightning validation, so that EarlyStopping and ModelCheckpoint act after it. It records
-    `eval/<set>/pass_rate` with its standard error for this fixed set of prompts, and pass rates by difficulty. Its
-    compute is metered separately and is not part of any compute axis. All recipes get the same random numbers.
+    `eval/<set>/pass_rate` with its standard error for this fixed set of prompts, pass rates by difficulty, and pass@k
+    and maj@k for k = 2, 4, 8, ... up to the samples (`sweeps.run.pass_at_k`). Its compute is metered separately and is
+    not part of any compute axis. All recipes get the same random numbers.
 
     Arguments that are not given come from the recipe (its configuration group `evaluation`, which a scale may set), as
     in `scalerl train`. If the recipe does not set them either, they are 10 steps, 4 samples, seed 0 and all prompts.
@@ -168,6 +170,7 @@ class Evaluate(Callback):
             return None
         passed = torch.zeros(len(prompts), dtype=torch.float64)
         scored = torch.zeros(len(prompts), dtype=torch.float64)
+        wrong: list[Counter[str | None]] = [Counter() for _ in prompts]
         watch = ErrorWatch(run.recipe.verify)
         for submitted in tickets:
             assert submitted.ticket is not None
@@ -175,25 +178,36 @@ class Evaluate(Callback):
             watch.observe(prompts[place], outcome)
             if outcome.kind == "score":
                 scored[place] += 1
-                passed[place] += passes(run.task, outcome)
+                right = passes(run.task, outcome)
+                passed[place] += right
+                if not right:
+                    wrong[place][outcome.answer] += 1
         if not scored.any():
             why = "; ".join(watch.last_errors) or "its verifier abstains"
             raise RewardError(f"reward: no completion of held-out set {name!r} has a score ({why})")
-        return self._rates(name, prompts, passed, scored)
+        return self._rates(name, prompts, passed, scored, wrong)
 
     def _rates(
-        self, name: str, prompts: Sequence[Prompt], passed: torch.Tensor, scored: torch.Tensor
+        self,
+        name: str,
+        prompts: Sequence[Prompt],
+        passed: torch.Tensor,
+        scored: torch.Tensor,
+        wrong: Sequence[Counter[str | None]],
     ) -> dict[str, float]:
         """Return pass rates over the prompts with a score; an ungraded completion counts as not sampled."""
         graded = torch.nonzero(scored).flatten().tolist()
         rates = passed[graded] / scored[graded]
         prompts_digest = digest((prompt.text, prompt.answer) for prompt in prompts)
-        counts = (tuple(map(int, count.tolist())) for count in (passed, scored))
-        self.passes[name] = Passes(prompts_digest, *counts)
+        passed_counts, scored_counts = (tuple(map(int, count.tolist())) for count in (passed, scored))
+        self.passes[name] = Passes(prompts_digest, passed_counts, scored_counts, _wrong_answers(wrong))
         metrics = {
             f"eval/{name}/pass_rate": float(rates.mean()),
             f"eval/{name}/pass_rate_se": standard_error(rates, self.samples, scored[graded]),
         }
+        for statistic, (mean, error) in self.passes[name].at_k(self.samples).items():
+            kind, _, k = statistic.partition("@")
+            metrics |= {f"eval/{name}/{kind}@{k}": mean, f"eval/{name}/{kind}@{k}_se": error}
         if (missing := len(prompts) * self.samples - int(scored.sum())) > 0:
             metrics[f"eval/{name}/ungraded"] = missing / (len(prompts) * self.samples)
         for difficulty in sorted({prompt.difficulty for prompt in prompts} - {""}):
@@ -201,6 +215,16 @@ class Evaluate(Callback):
             if matching:
                 metrics[f"eval/{name}/pass_rate_{difficulty}"] = float(rates[matching].mean())
         return metrics
+
+
+def _wrong_answers(wrong: Sequence[Counter[str | None]]) -> tuple[tuple[int, ...], ...] | None:
+    """Return by prompt how often each different wrong answer was given, the most frequent first.
+
+    Completions without an answer are left out. None if the grader does not tell answers apart.
+    """
+    if any(None in answers for answers in wrong):
+        return None
+    return tuple(tuple(count for answer, count in answers.most_common() if answer) for answers in wrong)
 
 
 @dataclass(frozen=True)

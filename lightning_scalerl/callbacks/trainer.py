@@ -30,6 +30,7 @@ from lightning_scalerl.callbacks.progress import StepProgress
 from lightning_scalerl.checks import ConfigurationError, did_you_mean
 from lightning_scalerl.distributed.ranks import check_strategy
 from lightning_scalerl.rollouts.prompt import Prompt
+from sweeps.run.pass_at_k import sizes
 
 log = logging.getLogger("lightning.pytorch.callbacks.model_summary")  # the logger whose level the user sets
 
@@ -136,7 +137,9 @@ def _check_monitor(trainer: Trainer, callback: Any) -> None:
         ConfigurationError: the metric is never logged; the message lists valid names.
     """
     name, sets = str(callback.monitor), trainer.datamodule.task.eval_sets()  # type: ignore[attr-defined]
-    valid = [metric for set_name, prompts in sets.items() for metric in _measured(set_name, prompts)]
+    evaluation = evaluation_of(trainer)
+    samples = 1 if evaluation is None else evaluation.samples
+    valid = [metric for set_name, prompts in sets.items() for metric in _measured(set_name, prompts, samples)]
     if name.startswith("eval/"):
         unknown = name not in (*valid, "eval/weight_version", *(f"eval/{set_name}/ungraded" for set_name in sets))
     else:
@@ -148,10 +151,11 @@ def _check_monitor(trainer: Trainer, callback: Any) -> None:
         )
 
 
-def _measured(name: str, prompts: Sequence[Prompt]) -> list[str]:
-    """Return the names of a held-out set's metrics."""
+def _measured(name: str, prompts: Sequence[Prompt], samples: int) -> list[str]:
+    """Return the names of a held-out set's metrics; maj@k is among them although some verifiers have none."""
     difficulties = sorted({prompt.difficulty for prompt in prompts} - {""})
     ends = ["pass_rate", "pass_rate_se", *(f"pass_rate_{difficulty}" for difficulty in difficulties)]
+    ends += [f"{kind}@{k}{end}" for k in sizes(samples) for kind in ("pass", "maj") for end in ("", "_se")]
     return [f"eval/{name}/{end}" for end in ends]
 
 

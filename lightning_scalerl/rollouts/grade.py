@@ -45,6 +45,9 @@ class Grade:
         correct: whether the completion counts as a pass; None to derive it from the reward.
         extra: texts to record with the completion (`rollouts.jsonl`), by name.
         terms: weighted terms of a sum of several rewards, by name; empty for a single reward.
+        answer: the answer that the completion gives, in a form in which the grader's equal answers are equal texts;
+            empty if it gives none; None if the grader does not tell answers apart. Only wrong answers need it, since
+            all right ones are equal (`sweeps.run.pass_at_k`).
     """
 
     reward: float | None
@@ -53,6 +56,7 @@ class Grade:
     correct: bool | None = None
     extra: Mapping[str, str] = field(default_factory=dict)
     terms: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 class Grader(Protocol):
@@ -87,7 +91,7 @@ class Outcome:
         why: reason for an abstention or error, in one line.
         seconds: grading time of all attempts together.
         attempts: number of attempts.
-        correct, extra, terms: see `Grade`.
+        correct, extra, terms, answer: see `Grade`.
     """
 
     kind: Kind
@@ -99,6 +103,7 @@ class Outcome:
     correct: bool | None = None
     extra: Mapping[str, str] = field(default_factory=dict)
     terms: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 @dataclass(frozen=True)

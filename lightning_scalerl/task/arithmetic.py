@@ -95,3 +95,7 @@ class ArithmeticTask(PoolTask):
     def reward(self, prompt: Prompt, completion: str) -> float:
         """Return 1 if the worked digits and the answer are right, else 0."""
         return float(completion == prompt.answer)
+
+    def stated(self, completion: str) -> str:
+        """Return the whole completion: worked digits are part of the answer."""
+        return completion

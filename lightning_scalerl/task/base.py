@@ -45,6 +45,10 @@ class Task(ABC):
         An exception counts as an error of the infrastructure, never as a reward of 0.
         """
 
+    def stated(self, completion: str) -> str | None:
+        """Return the answer that a completion gives, for majority votes (`Grade.answer`); None by default."""
+        return None
+
     def grader(self) -> Grader:
         """Return the grader to send to verifier processes. The default one calls `reward`."""
         return TaskGrader(self)
@@ -97,7 +101,8 @@ class TaskGrader:
 
     def grade(self, sample: Sample) -> Grade:
         """Grade the whole completion, thinking included."""
-        return Grade(self.task.reward(sample.prompt, sample.completion))
+        completion = sample.completion
+        return Grade(self.task.reward(sample.prompt, completion), answer=self.task.stated(completion))
 
 
 @dataclass(frozen=True)

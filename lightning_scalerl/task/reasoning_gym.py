@@ -187,11 +187,11 @@ class ReasoningGymGrader:
         scorer = self.generators[row["generator"]].scorer
         answer = read_answer(sample.answer, self.answer)
         try:
-            return Grade(float(scorer.score_answer(answer, row)))
+            return Grade(float(scorer.score_answer(answer, row)), answer=answer or "")
         except (ImportError, MemoryError):
             raise
         except Exception as error:  # several scorers raise for an answer in the wrong format
-            return Grade(0.0, extra={"scorer": said(error)})
+            return Grade(0.0, extra={"scorer": said(error)}, answer=answer or "")
 
 
 def read_answer(text: str, how: str) -> str | None:

@@ -68,7 +68,16 @@ def _outcome(grade: Grade, began: float) -> Outcome:
         return Outcome("abstain", parts=parts, why=grade.why, seconds=seconds, extra=dict(grade.extra))
     reward, correct = float(grade.reward), None if grade.correct is None else bool(grade.correct)
     terms = {str(name): float(value) for name, value in grade.terms.items()}
-    return Outcome("score", reward, parts, seconds=seconds, correct=correct, extra=dict(grade.extra), terms=terms)
+    return Outcome(
+        kind="score",
+        reward=reward,
+        parts=parts,
+        seconds=seconds,
+        correct=correct,
+        extra=dict(grade.extra),
+        terms=terms,
+        answer=grade.answer,
+    )
 
 
 def _problem(grade: Grade) -> str:

@@ -69,10 +69,12 @@ class Mathematics:
             with _limited(self.cpu_s):
                 statement = stated(sample.answer)
                 if not statement.text or len(statement.text) > MAX_CHARACTERS:
-                    return Grade(0.0, {"math_unstated": 1.0})
-                return Grade(float(_same(statement.text, gold) or _equal(answer, statement)), {"math_unstated": 0.0})
+                    return Grade(0.0, {"math_unstated": 1.0}, answer="")
+                given = _answer(statement.text)
+                equal = _same(statement.text, gold) or _equal(answer, statement, given)
+                return Grade(float(equal), {"math_unstated": 0.0}, answer=None if equal else _form(statement, given))
         except (TooCostlyError, MemoryError, RecursionError, OverflowError):
-            return Grade(0.0, {"math_unstated": 0.0, "math_too_costly": 1.0})
+            return Grade(0.0, {"math_unstated": 0.0, "math_too_costly": 1.0}, answer="")
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
         """Return a right and a wrong completion."""
@@ -119,6 +121,26 @@ class Answer:
         return tuple((text, parsed) for text in texts if (parsed := _parse(text)))
 
 
+def _form(statement: Stated, answer: Answer) -> str:
+    """Return a text that is the same for equal answers: the value of a number to six digits, else the expression.
+
+    It has the answer's words as well. In prose it is the last expression, as in `_equal`.
+    """
+    import sympy
+
+    if (word := plain(answer.text)).isalpha():  # else the parser reads a product of its letters
+        return word
+    if statement.marked:
+        parsed, words = [reading for _, reading in answer.readings], answer.parts.words
+    else:
+        parsed, words = [_parse_last(in_ascii(statement.prose or statement.text))], ()
+    for value in (reading[0] for reading in parsed if reading):
+        if isinstance(value, sympy.Expr) and value.is_number and value.is_comparable:
+            return f"{float(sympy.N(value)):.6g} {' '.join(words)}".strip()
+        return f"{value} {' '.join(words)}".strip()
+    return answer.text
+
+
 def _answer(text: str) -> Answer:
     normalized = normal(text)
     return Answer(normalized, part(normalized))
@@ -148,12 +170,11 @@ def _warm() -> None:
     _parse_last("1/2")
 
 
-def _equal(gold: Answer, statement: Stated) -> bool:
+def _equal(gold: Answer, statement: Stated, answer: Answer) -> bool:
     """Compare two answers: as text, then their words, then their mathematics in every pair of readings.
 
-    If the answer is in prose, the last expression in it is compared as well.
+    If the answer is in prose, the last expression in it is compared as well. `answer` is the normalised statement.
     """
-    answer = _answer(statement.text)
     if gold.text == answer.text or (plain(gold.text) and plain(gold.text) == plain(answer.text)):
         return True
     in_prose = bool(statement.prose) or not statement.marked
@@ -243,6 +264,7 @@ def _parse(expression: str) -> Any:
     return parse(f"${latex}$", formats, parsing_timeout=None, fallback_mode="no_fallback")
 
 
+@lru_cache(maxsize=1)  # `_form` reads what `_equal` has just read
 def _parse_last(prose: str) -> Any:
     """Parse the expression that math-verify takes as the answer of a text, usually the last one."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse

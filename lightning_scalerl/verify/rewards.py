@@ -513,4 +513,5 @@ class RewardSum:
         assert first.reward is not None
         correct = float(first.reward) >= 1.0 if first.correct is None else first.correct
         reward = sum(terms.values())
-        return Grade(reward, parts, correct=correct, extra=extra, terms=terms if len(grades) > 1 else {})
+        several = terms if len(grades) > 1 else {}
+        return Grade(reward, parts, correct=correct, extra=extra, terms=several, answer=first.answer)

@@ -72,7 +72,8 @@ class ExactMatch:
 
     def grade(self, sample: Sample) -> Grade:
         """Compare the text after the thinking with the answers."""
-        return Grade(float(sample.answer.strip() in [gold.strip() for gold in golds(sample.prompt.answer)]))
+        answer = sample.answer.strip()
+        return Grade(float(answer in [gold.strip() for gold in golds(sample.prompt.answer)]), answer=answer)
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
         """Return a right completion and a wrong one."""
@@ -95,7 +96,8 @@ class QuestionAnswer:
         accepted = golds(sample.prompt.answer)
         exact = float(normalized(answer) in [normalized(gold) for gold in accepted])
         best_f1 = max((f1(answer, gold) for gold in accepted), default=0.0)
-        return Grade(best_f1 if self.partial else exact, {"f1": best_f1}, correct=bool(exact))
+        reward = best_f1 if self.partial else exact
+        return Grade(reward, {"f1": best_f1}, correct=bool(exact), answer=normalized(answer))
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
         """Return a right completion and a wrong one."""
@@ -114,7 +116,7 @@ class TruthfulAnswer:
         answer = final_answer(sample.answer)
         true = max((f1(answer, gold) for gold in sample.prompt.answer["true"]), default=0.0)
         false = max((f1(answer, wrong) for wrong in sample.prompt.answer["false"]), default=0.0)
-        return Grade(float(true > false), {"f1_true": true, "f1_false": false})
+        return Grade(float(true > false), {"f1_true": true, "f1_false": false}, answer=normalized(answer))
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
         """Return a right completion and a wrong one."""
@@ -131,7 +133,8 @@ class Choice:
 
     def grade(self, sample: Sample) -> Grade:
         """Compare the letter that the text after the thinking chooses with the answer."""
-        return Grade(float(chosen_letter(sample.answer) == str(sample.prompt.answer).strip().upper()))
+        letter = chosen_letter(sample.answer)
+        return Grade(float(letter == str(sample.prompt.answer).strip().upper()), answer=letter or "")
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
         """Return a right completion and a wrong one."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sweeps.run.files import append_lines, parse_lines
+from sweeps.run.pass_at_k import Votes, all_at_k
 
 PASSES_FILE = "passes.jsonl"
 
@@ -25,11 +26,27 @@ class Passes:
         prompts: digest of the set's prompts, in order; two runs can be paired if it is equal.
         passed: number of completions that passed, by prompt, (n,).
         scored: number of completions that could be graded, by prompt, (n,).
+        wrong: how often each different wrong answer was given, by prompt; None if the verifier does not tell answers
+            apart, or from a run of an earlier version.
     """
 
     prompts: str
     passed: tuple[int, ...]
     scored: tuple[int, ...]
+    wrong: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def votes(self) -> list[Votes]:
+        """Answers of the completions by prompt; without `wrong`, all wrong completions count as silent."""
+        wrong = self.wrong or ((),) * len(self.passed)
+        return [
+            Votes(passed, answers, scored - passed - sum(answers))
+            for passed, scored, answers in zip(self.passed, self.scored, wrong, strict=True)
+        ]
+
+    def at_k(self, samples: int) -> dict[str, tuple[float, float]]:
+        """Return pass@k, and maj@k where it is known, with standard errors, for k = 2, 4, ... up to `samples`."""
+        return all_at_k(samples, self.votes, self.wrong is not None)
 
 
 def digest(prompts: Iterable[tuple[str, object]]) -> str:
@@ -43,7 +60,14 @@ def digest(prompts: Iterable[tuple[str, object]]) -> str:
 def write_passes(run_dir: Path, step: int, sets: Mapping[str, Passes]) -> None:
     """Append an evaluation of the weights of `step`, one line per held-out set."""
     entries = [
-        {"step": step, "set": name, "prompts": passes.prompts, "passed": passes.passed, "scored": passes.scored}
+        {
+            "step": step,
+            "set": name,
+            "prompts": passes.prompts,
+            "passed": passes.passed,
+            "scored": passes.scored,
+            **({} if passes.wrong is None else {"wrong": passes.wrong}),
+        }
         for name, passes in sets.items()
     ]
     append_lines(run_dir / PASSES_FILE, entries, checksum=True)
@@ -67,5 +91,7 @@ def read_passes(run_dir: Path, name: str, steps: Sequence[int]) -> dict[int, Pas
             continue
         passed, scored = entry.get("passed"), entry.get("scored")
         if isinstance(passed, list) and isinstance(scored, list) and len(passed) == len(scored):
-            by_step[entry["step"]] = Passes(str(entry.get("prompts")), tuple(passed), tuple(scored))
+            wrong = entry.get("wrong")
+            answers = tuple(tuple(counts) for counts in wrong) if isinstance(wrong, list) else None
+            by_step[entry["step"]] = Passes(str(entry.get("prompts")), tuple(passed), tuple(scored), answers)
     return by_step

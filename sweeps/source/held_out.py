@@ -1,14 +1,43 @@
-"""Results per held-out prompt of a study's runs at a given compute, for comparisons paired by prompt."""
+"""Results per held-out prompt of a study's runs: pass@k at any k, and comparisons paired by prompt."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from sweeps.run.journal import JournalView
+from sweeps.run.pass_at_k import STATISTICS, mean_at_k
 from sweeps.run.passes import Passes, read_passes
 
 _PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
+_AT_K = re.compile(r"eval/(.+)/(pass|maj)@([1-9]\d*)")
+
+
+def with_at_k(view: JournalView, metric: str) -> JournalView:
+    """Return a run's journal with pass@k or maj@k in its evaluations, computed from `passes.jsonl` where it lacks it.
+
+    So journals of earlier versions have pass@k too, and k need not be a power of two. The pass rate is pass@1.
+
+    Args:
+        view: the run's journal.
+        metric: name of the metric, such as `eval/heldout/pass@8`; for other metrics the journal is returned as it is.
+    """
+    named = _AT_K.fullmatch(metric)
+    missing = [record for record in view.of_kind("eval") if metric not in record.metrics]
+    if named is None or not missing:
+        return view
+    set_name, statistic, k = named[1], STATISTICS[named[2]], int(named[3])
+    passes = read_passes(view.path.parent, set_name, [record.step for record in missing])
+    records = []
+    for record in view.records:
+        found = passes.get(record.step) if record.kind == "eval" and metric not in record.metrics else None
+        if found is not None and (named[2] == "pass" or found.wrong is not None):
+            result = mean_at_k(statistic, found.votes, k)
+            if result is not None:
+                record = replace(record, metrics={**record.metrics, metric: result[0], f"{metric}_se": result[1]})
+        records.append(record)
+    return replace(view, records=records)
 
 
 def passes_by(runs: Sequence[JournalView], axis: str, metric: str) -> Callable[[str, float], Mapping[str, Passes]]:

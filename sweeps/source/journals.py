@@ -15,6 +15,7 @@ from sweeps.fit.schedule import at_peak_rate
 from sweeps.run.files import parse_json
 from sweeps.run.journal import CONFIG_FILE, JournalError, JournalView, Record, finite, read_journal
 from sweeps.source.collected import ALL, Collected, CurvePoints
+from sweeps.source.held_out import with_at_k
 from sweeps.source.namesakes import tell_apart
 from sweeps.source.text import listed, short
 from sweeps.source.vocabulary import ORDER, order_warning
@@ -24,6 +25,8 @@ from sweeps.terminal import counted
 STEP = "step"
 _RATE = "train/learning_rate"
 _PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
+# Metrics between 0 and 1.
+_IS_RATE = re.compile(r"eval/.+/(pass_rate.*|(pass|maj)@\d+)")
 
 
 def is_journal(path: Path) -> bool:
@@ -45,7 +48,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
     study, asked = into.study, into.asked
     for run_dir in dict.fromkeys(path.resolve() for path in run_dirs):
         try:
-            study.runs.append(read(run_dir))
+            study.runs.append(with_at_k(read(run_dir), asked.metric or ""))
         except JournalError as error:
             # One run that has not started, or a damaged file, must not hide the rest of a sweep.
             if len(run_dirs) == 1:
@@ -77,7 +80,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
             base = view.header.get("baseline")
             points = into.points(recipe, parted, axis, name, str(view.path), None if base is None else str(base))
             points.own_seeds = True
-            if _PASS_RATE.fullmatch(name) and not view.header.get(
+            if _IS_RATE.fullmatch(name) and not view.header.get(
                 "axis"
             ):  # the metric of another trainer may be any reward
                 points.bounds = (0.0, 1.0)

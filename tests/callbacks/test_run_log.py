@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sweeps.run.journal import read_journal
+from sweeps.errors import UserError
+from sweeps.run.journal import Journal, read_journal
 from sweeps.run.passes import PASSES_FILE, Passes, digest, read_passes, write_passes
 from sweeps.source.held_out import passes_by
 from tests.helpers import fit
@@ -30,6 +31,13 @@ def test_passes_by_prompt_are_those_of_the_journal_across_a_resume(tiny_model_pa
         assert set(each.scored) == {2} and sum(each.passed) / sum(each.scored) == pytest.approx(rates[step], abs=1e-12)
     assert len({each.prompts for each in kept.values()}) == 1
     assert read_passes(tmp_path / "parts", name.split("/")[1], list(rates)) == kept
+    # pass@k and maj@k are of the same completions.
+    for record in view.of_kind("eval"):
+        recorded = {key: value for key, value in record.metrics.items() if "@" in key}
+        for statistic, (mean, error) in kept[record.step].at_k(2).items():
+            assert (recorded[f"eval/heldout/{statistic}"], recorded[f"eval/heldout/{statistic}_se"]) == (mean, error)
+        assert {key.split("/")[-1] for key in recorded} == {"pass@2", "pass@2_se", "maj@2", "maj@2_se"}
+        assert recorded["eval/heldout/pass@2"] >= recorded["eval/heldout/maj@2"]
     # By compute: the newest at or before it.
     axis = "compute/flops"
     spent = {record.step: record.metrics[axis] for record in view.of_kind("eval")}
@@ -38,6 +46,26 @@ def test_passes_by_prompt_are_those_of_the_journal_across_a_resume(tiny_model_pa
     assert found(recipe, spent[2]) == {seed: kept[2]} and found(recipe, spent[4] * 2) == {seed: kept[4]}
     assert found("another", spent[4]) == {} and found(recipe, -1.0) == {}
     assert passes_by([view], axis, "train/reward")(recipe, spent[4]) == {}
+
+
+def test_journals_of_earlier_versions_have_pass_at_k_from_their_passes(tmp_path: Path) -> None:
+    from sweeps.source import load
+
+    run = tmp_path / "run"
+    journal = Journal(run)
+    journal.header(run="run", curve="c", recipe="scalerl", seed=0)
+    passes = [Passes("p", (0, 1, 3), (4, 4, 4)), Passes("p", (0, 2, 2), (4, 4, 2)), Passes("p", (4, 2, 0), (4, 4, 0))]
+    for step, each in enumerate(passes):
+        rates = [passed / scored for passed, scored in zip(each.passed, each.scored, strict=True) if scored]
+        journal.record("eval", step, {"eval/heldout/pass_rate": sum(rates) / len(rates), "compute/flops": step + 1.0})
+        write_passes(run, step, {"heldout": each})
+    journal.close()
+    curve = load([run], metric="eval/heldout/pass@3").curves[0]
+    # 1 - C(n - c, 3) / C(n, 3); a prompt with fewer than three graded completions does not count.
+    assert curve.reward.tolist() == pytest.approx([(0 + 3 / 4 + 1) / 3, (0 + 1) / 2, (1 + 1) / 2])
+    assert curve.sd is not None and (curve.sd > 0).all() and curve.bounds == (0.0, 1.0)
+    with pytest.raises(UserError, match=r"eval/heldout/maj@3 is missing .* found eval/heldout/pass_rate"):
+        load([run], metric="eval/heldout/maj@3")
 
 
 def test_of_two_evaluations_of_a_step_the_later_counts_and_void_steps_do_not(tmp_path: Path) -> None:

@@ -493,3 +493,24 @@ def test_ten_thousand_texts_each_have_a_grade() -> None:
 )
 def test_variables_and_headings(gold: str, said: str, expected: float) -> None:
     assert reward(Mathematics(cpu_s=30.0), gold, said) == expected
+
+
+def test_equal_wrong_answers_are_equal_texts() -> None:
+    """For majority votes: mathematically equal answers vote for the same, however they are written."""
+    prompt, verifier = Prompt(prompt_id="1", text="?", answer="7"), Mathematics()
+    verifier.prepare()
+
+    def answer(text: str) -> str | None:
+        grade = verifier.grade(Sample(prompt, text, text))
+        assert grade.reward == 0.0
+        return grade.answer
+
+    for equal in (
+        (r"\boxed{1/2}", r"\boxed{0.5}", r"\boxed{\frac12}", "The answer is 0.50"),
+        (r"\boxed{x+1}", r"\boxed{1+x}"),
+        (r"\boxed{\text{Monday}}", r"\boxed{monday}"),
+    ):
+        assert len({answer(text) for text in equal}) == 1
+    different = (r"\boxed{12\text{ cm}}", r"\boxed{12\text{ m}}", r"\boxed{12.1}", r"\boxed{(1,2)}", r"\boxed{\{1,2\}}")
+    assert len({answer(text) for text in different}) == len(different)
+    assert answer("") == "" and verifier.grade(Sample(prompt, r"\boxed{7.0}", r"\boxed{7.0}")).answer is None

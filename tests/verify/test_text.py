@@ -282,3 +282,18 @@ def test_spaces_do_not_make_a_choice_slow(text: str) -> None:
     began = time.process_time()
     assert chosen_letter(text) is None
     assert time.process_time() - began < 0.2
+
+
+@pytest.mark.parametrize(
+    ("verifier", "texts"),
+    [
+        (Choice(), {"The answer is (B).": "B", "(B)": "B", "I do not know.": ""}),
+        (QuestionAnswer(), {"The answer is the  Nile.": "nile", "answer: Nile": "nile", "": ""}),
+        (ExactMatch(), {" a b ": "a b", "": ""}),
+    ],
+)
+def test_equal_wrong_answers_are_equal_texts(verifier: Grader, texts: dict[str, str]) -> None:
+    prompt = Prompt(prompt_id="1", text="?", answer="C")
+    for text, answer in texts.items():
+        outcome = attempt(verifier, Sample(prompt, text, text))
+        assert (outcome.reward, outcome.answer) == (0.0, answer)
