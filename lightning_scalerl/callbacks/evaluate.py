@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_scalerl.callbacks.base import without_tips
 from lightning_scalerl.callbacks.run import Run, run_of
-from lightning_scalerl.checks import whole_number
+from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.generator.base import Generator, GroupRequest
 from lightning_scalerl.rollouts.grade import Sample, needs_group
 from lightning_scalerl.rollouts.prompt import Prompt
@@ -21,15 +22,52 @@ from lightning_scalerl.rollouts.rollout import Rollout
 from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.prompts import PromptSet
 from lightning_scalerl.stream.random_streams import EVALUATION_STREAM
-from lightning_scalerl.task.base import passes
+from lightning_scalerl.task.base import Task, passes
+from lightning_scalerl.task.beside import TaskWithSets
 from lightning_scalerl.verify.verification import ErrorWatch, RewardError, Verifiers, submit_bundle
 from sweeps.run.passes import Passes, digest
 
+# Keys of an entry of `evaluation.sets` besides its task.
+_OF_A_SET = ("samples", "every_n_steps", "temperature", "max_new_tokens")
 # Used where neither a script nor a recipe sets a value.
 _DEFAULTS: Mapping[str, Any] = {"every_n_steps": 10, "samples": 4, "seed": 0, "prompts": None}
 # Default of `prompts`, for "not given", because None already means all prompts. A string, so that LightningCLI can save
 # it.
 _RECIPES: Literal["recipe"] = "recipe"
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Held-out sets of another task, which are only evaluated. None for the value of `Evaluate`, or of the context.
+
+    Args:
+        task: task with the prompts, their instruction and their grader; it needs no training prompts.
+        samples: completions per prompt.
+        every_n_steps: optimizer steps between evaluations; the first and the last weights are evaluated in any case.
+        temperature: sampling temperature; 0 for the most likely token.
+        max_new_tokens: longest completion in tokens, at most `context.max_new_tokens`.
+
+    Raises:
+        ConfigurationError: a value is invalid.
+    """
+
+    task: Task
+    samples: int | None = None
+    every_n_steps: int | None = None
+    temperature: float | None = None
+    max_new_tokens: int | None = None
+
+    def check(self, name: str) -> None:
+        """Check all values; `name` is that of the entry in `evaluation.sets`."""
+        field = f"evaluation.sets.{name}"
+        if not callable(getattr(self.task, "eval_sets", None)):
+            raise ConfigurationError(f"{field}.task: {type(self.task).__name__} is no task; give one of conf/task")
+        for key in ("samples", "every_n_steps", "max_new_tokens"):
+            if (value := getattr(self, key)) is not None:
+                whole_number(f"{field}.{key}", value)
+        cold = isinstance(self.temperature, int | float) and not isinstance(self.temperature, bool)
+        if self.temperature is not None and not (cold and 0 <= self.temperature < math.inf):
+            raise ConfigurationError(f"{field}.temperature: {self.temperature!r} must be a number, 0 or more")
 
 
 class Evaluate(Callback):
@@ -49,7 +87,12 @@ class Evaluate(Callback):
         seed: seed of the evaluation's sampling, combined with the run's seed. Runs with equal seeds share these random
             numbers.
         prompts: evaluate at most this many prompts of each set, the first ones; None for all.
+        sets: further held-out sets by name, of any task, with settings of their own: an `EvaluationSet`, a mapping of
+            its arguments, or a task. They do not change what a run trains on.
     """
+
+    # Left out of identities at this value, so that runs from before it existed keep theirs.
+    added: ClassVar[Mapping[str, Any]] = {"sets": {}}
 
     def __init__(
         self,
@@ -57,8 +100,10 @@ class Evaluate(Callback):
         samples: int | None = None,
         seed: int | None = None,
         prompts: int | Literal["recipe"] | None = _RECIPES,
+        sets: Mapping[str, Any] | None = None,
     ) -> None:
         without_tips()
+        self.sets = {name: _evaluation_set(name, given) for name, given in (sets or {}).items()}
         given = {"every_n_steps": every_n_steps, "samples": samples, "seed": seed}
         self._given: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if prompts != _RECIPES:
@@ -66,6 +111,7 @@ class Evaluate(Callback):
         self._taken: dict[str, Any] = {}
         self.follow({})
         self.passes: dict[str, Passes] = {}  # results of the last evaluation, by set
+        self.ends = False  # no step follows the weights that are evaluated next
         self._last_step = -1
 
     def follow(self, settings: Mapping[str, Any]) -> None:
@@ -85,14 +131,45 @@ class Evaluate(Callback):
         self._taken = {name: getattr(self, name) for name in _DEFAULTS}
 
     @property
+    def tasks(self) -> dict[str, Task]:
+        """Tasks of `sets`, by name of the entry."""
+        return {name: one.task for name, one in self.sets.items()}
+
+    def check_context(self, most: int) -> None:
+        """Check that no set wants longer completions than the generator's limit of `most` tokens.
+
+        Raises:
+            ConfigurationError: a set wants longer ones.
+        """
+        for name, one in self.sets.items():
+            if (one.max_new_tokens or 0) > most:
+                raise ConfigurationError(
+                    f"evaluation.sets.{name}.max_new_tokens: {one.max_new_tokens} is above context.max_new_tokens="
+                    f"{most}, for which the generator has room; raise that one"
+                )
+
+    @property
     def state_key(self) -> str:
         """Key of this callback's state in a checkpoint."""
         return "evaluate"
 
     def owes(self, step: int, max_steps: int, last: bool = False) -> bool:
         """Return whether an evaluation of the weights of `step` is due and not yet made; `last`: no step follows."""
-        due = last or step == 0 or step % self.every_n_steps == 0 or step == max_steps
-        return due and step != self._last_step
+        self.ends = last or step >= max_steps
+        intervals = {self.every_n_steps, *(one.every_n_steps or self.every_n_steps for one in self.sets.values())}
+        return (self.ends or any(step % every == 0 for every in intervals)) and step != self._last_step
+
+    def settings(self, task: Task) -> dict[str, EvaluationSet]:
+        """Return the settings of each held-out set of a run's task, none of them None but temperature and limit."""
+        by_set = dict.fromkeys(task.eval_sets(), EvaluationSet(task))
+        if isinstance(task, TaskWithSets):
+            by_set |= {name: self.sets[entry] for entry, names in task.names.items() for name in names}
+        return {
+            name: replace(
+                one, samples=one.samples or self.samples, every_n_steps=one.every_n_steps or self.every_n_steps
+            )
+            for name, one in by_set.items()
+        }
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Evaluate the initial weights (R0), or repeat an evaluation that was interrupted by a stop."""
@@ -122,22 +199,26 @@ class Evaluate(Callback):
         Raises:
             EvaluationStoppedError: a stop was requested. Nothing is recorded, and the evaluation is still due.
         """
-        metrics = run.ranks.share(lambda: self._measure(run))
+        metrics = run.ranks.share(lambda: self._measure(run, in_fit))
         if metrics is None:
             raise EvaluationStoppedError(f"step {run.completed_steps}: asked to stop in the middle of an evaluation")
         if in_fit:
             self._last_step = run.completed_steps
         return metrics
 
-    def _measure(self, run: Run) -> dict[str, float] | None:
+    def _measure(self, run: Run, in_fit: bool) -> dict[str, float] | None:
         """Evaluate on rank 0 while the other ranks wait. Return None if a stop is requested meanwhile."""
         # `generating` sets training's rollouts in flight aside.
         with run.meter.phase("evaluate"), run.generating() as generator, run.verifying() as verifiers:
             generator.publish(run.trained.weights(), run.completed_steps)
             metrics = {"eval/weight_version": float(run.completed_steps)}
             before = run.meter.evaluation_flops
+            step, settings, self.passes = run.completed_steps, self.settings(run.task), {}
             for number, (name, prompts) in enumerate(run.eval_sets.items()):
-                rates = self._pass_rates(name, number, prompts, run, generator, verifiers)
+                every = settings[name].every_n_steps
+                if in_fit and not self.ends and every is not None and step % every:
+                    continue
+                rates = self._pass_rates(name, number, prompts, settings[name], run, generator, verifiers)
                 if rates is None:
                     run.meter.evaluation_thrown_away(before)
                     return None
@@ -145,7 +226,14 @@ class Evaluate(Callback):
         return {**metrics, **run.meter.evaluation_metrics()}
 
     def _pass_rates(
-        self, name: str, number: int, sets: PromptSet, run: Run, generator: Generator, verifiers: Verifiers
+        self,
+        name: str,
+        number: int,
+        sets: PromptSet,
+        settings: EvaluationSet,
+        run: Run,
+        generator: Generator,
+        verifiers: Verifiers,
     ) -> dict[str, float] | None:
         """Return the metrics of one held-out set, or None if a stop is requested.
 
@@ -156,12 +244,17 @@ class Evaluate(Callback):
         # The key includes the run's seed: if all seeds had the same noise, their curves would bend alike, and a fit
         # would take the noise for the curve's shape. Recipes with the same seed share the noise, so that their
         # differences are paired.
+        # Sets of other tasks are told apart by name, so that one more of them does not change the others' numbers.
+        of_set = number if settings.task is run.task else int.from_bytes(sha256(name.encode()).digest()[:8])
+        samples = settings.samples or self.samples
         requests = [
             GroupRequest(
                 place,
                 tuple(tokens),
-                self.samples,
-                (self.seed, EVALUATION_STREAM, number, place, run.completed_steps, run.seed),
+                samples,
+                (self.seed, EVALUATION_STREAM, of_set, place, run.completed_steps, run.seed),
+                max_new_tokens=settings.max_new_tokens or 0,
+                temperature=settings.temperature,
             )
             for place, tokens in enumerate(sets.tokens[: self.prompts])
         ]
@@ -185,11 +278,12 @@ class Evaluate(Callback):
         if not scored.any():
             why = "; ".join(watch.last_errors) or "its verifier abstains"
             raise RewardError(f"reward: no completion of held-out set {name!r} has a score ({why})")
-        return self._rates(name, prompts, passed, scored, wrong)
+        return self._rates(name, samples, prompts, passed, scored, wrong)
 
     def _rates(
         self,
         name: str,
+        samples: int,
         prompts: Sequence[Prompt],
         passed: torch.Tensor,
         scored: torch.Tensor,
@@ -203,18 +297,40 @@ class Evaluate(Callback):
         self.passes[name] = Passes(prompts_digest, passed_counts, scored_counts, _wrong_answers(wrong))
         metrics = {
             f"eval/{name}/pass_rate": float(rates.mean()),
-            f"eval/{name}/pass_rate_se": standard_error(rates, self.samples, scored[graded]),
+            f"eval/{name}/pass_rate_se": standard_error(rates, samples, scored[graded]),
         }
-        for statistic, (mean, error) in self.passes[name].at_k(self.samples).items():
+        for statistic, (mean, error) in self.passes[name].at_k(samples).items():
             kind, _, k = statistic.partition("@")
             metrics |= {f"eval/{name}/{kind}@{k}": mean, f"eval/{name}/{kind}@{k}_se": error}
-        if (missing := len(prompts) * self.samples - int(scored.sum())) > 0:
-            metrics[f"eval/{name}/ungraded"] = missing / (len(prompts) * self.samples)
+        if (missing := len(prompts) * samples - int(scored.sum())) > 0:
+            metrics[f"eval/{name}/ungraded"] = missing / (len(prompts) * samples)
         for difficulty in sorted({prompt.difficulty for prompt in prompts} - {""}):
             matching = [number for number, place in enumerate(graded) if prompts[place].difficulty == difficulty]
             if matching:
                 metrics[f"eval/{name}/pass_rate_{difficulty}"] = float(rates[matching].mean())
         return metrics
+
+
+def _evaluation_set(name: str, given: Any) -> EvaluationSet:
+    """Return an entry of `evaluation.sets` as a record.
+
+    Raises:
+        ConfigurationError: the name or a value is invalid.
+    """
+    field = f"evaluation.sets.{name}"
+    if not str(name).replace("_", "").isalnum():
+        raise ConfigurationError(f"{field}: a name must be of letters, digits and _: metrics bear it")
+    if isinstance(given, Mapping):
+        unknown = [key for key in given if key not in ("task", *_OF_A_SET)]
+        if unknown or "task" not in given:
+            raise ConfigurationError(
+                f"{field}: {', '.join(map(str, unknown)) or 'no task'}; an entry is a task and perhaps "
+                f"{', '.join(_OF_A_SET)}"
+            )
+        given = EvaluationSet(**given)
+    made = given if isinstance(given, EvaluationSet) else EvaluationSet(given)
+    made.check(name)
+    return made
 
 
 def _wrong_answers(wrong: Sequence[Counter[str | None]]) -> tuple[tuple[int, ...], ...] | None:

@@ -138,8 +138,9 @@ def _check_monitor(trainer: Trainer, callback: Any) -> None:
     """
     name, sets = str(callback.monitor), trainer.datamodule.task.eval_sets()  # type: ignore[attr-defined]
     evaluation = evaluation_of(trainer)
-    samples = 1 if evaluation is None else evaluation.samples
-    valid = [metric for set_name, prompts in sets.items() for metric in _measured(set_name, prompts, samples)]
+    task = trainer.datamodule.task  # type: ignore[attr-defined]
+    samples = {} if evaluation is None else {each: one.samples or 1 for each, one in evaluation.settings(task).items()}
+    valid = [metric for each, prompts in sets.items() for metric in _measured(each, prompts, samples.get(each, 1))]
     if name.startswith("eval/"):
         unknown = name not in (*valid, "eval/weight_version", *(f"eval/{set_name}/ungraded" for set_name in sets))
     else:

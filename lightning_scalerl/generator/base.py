@@ -26,6 +26,7 @@ class GroupRequest:
         interrupt_at: for each rollout, the number of thinking tokens after which the end of thinking is forced;
             empty for never.
         max_new_tokens: token limit of this request; 0 for the generator's limit.
+        temperature: sampling temperature of this request, 0 for the most likely token; None for the generator's.
     """
 
     key: int
@@ -34,6 +35,7 @@ class GroupRequest:
     random_key: tuple[int, ...]
     interrupt_at: tuple[int, ...] = ()
     max_new_tokens: int = 0
+    temperature: float | None = None
 
     def limit(self, most: int) -> int:
         """Return the request's token limit; `most` is the generator's limit."""

@@ -41,6 +41,7 @@ from lightning_scalerl.session.placement import (
 )
 from lightning_scalerl.session.sampling import Inputs, Sampling
 from lightning_scalerl.task.base import check_curriculum
+from lightning_scalerl.task.beside import TaskWithSets
 from lightning_scalerl.update.health import HealthWatch
 from lightning_scalerl.update.loss_scale import LossScale, SkippedUpdates
 from lightning_scalerl.update.terms import terms
@@ -55,6 +56,8 @@ def supplied_choices(module: Parts) -> Sequence[Callback]:
     evaluation = evaluation_of(trainer)
     if evaluation is not None:
         evaluation.follow(recipe.evaluation)
+        evaluation.check_context(recipe.context.max_new_tokens)
+        trainer.datamodule.evaluate_beside(evaluation.tasks)  # type: ignore[attr-defined]
     check_trainer(trainer)
     without_anonymous(trainer)
     meet(trainer)
@@ -152,7 +155,8 @@ def _set_up_fit(module: Parts, inputs: Inputs, resolved: dict[str, Any]) -> None
     """Build the parts of a fit other than its policy, and continue the module's last fit if it is the same run."""
     check_curriculum(inputs.task, inputs.choices.curriculum)
     prompts = [(prompt.prompt_id, prompt.text) for prompt in inputs.task.train_prompts()]
-    meaning = {**resolved, "task": (type(inputs.task).__name__, prompts, inputs.task.identity())}
+    task = inputs.task.trained if isinstance(inputs.task, TaskWithSets) else inputs.task
+    meaning = {**resolved, "task": (type(task).__name__, prompts, task.identity())}
     steps = module.completed_steps
     goes_on = module.continuation.goes_on(meaning, steps)
     module.continuation.generator = None

@@ -160,8 +160,9 @@ def contents(parameters: Mapping[str, Any], content_of: Callable[[str, Any], Any
     """
     heldout = parameters.get("heldout")
     named = heldout.items() if isinstance(heldout, Mapping) else ()
+    train = parameters.get("train")
     return {
-        "train": content_of("task.train", parameters.get("train")),
+        "train": None if train is None else content_of("task.train", train),
         "heldout": {name: content_of(f"task.heldout.{name}", location) for name, location in named},
     }
 
@@ -209,6 +210,8 @@ def check_task(task: Any, evaluated: bool = True) -> Task:
         if not callable(getattr(task, method, None)):
             raise ConfigurationError(f"task: {type(task).__name__} has no method {description}")
     checked: Task = task
+    if not checked.train_prompts():
+        raise ConfigurationError(f"task.train: {type(task).__name__} has no training prompts; give it some")
     sets = checked.eval_sets()
     if not all(sets.values()) or (evaluated and not sets):
         raise ConfigurationError(f"task: {type(task).__name__} has no held-out prompts; pass rates need a set")

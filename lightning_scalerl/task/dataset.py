@@ -31,7 +31,7 @@ class DatasetTask(PoolTask):
     Args:
         format: format of the rows: one of `task.formats.FORMATS`, or "columns".
         train: the training rows: a `datasets.Dataset`, a list of dicts, a path, or a mapping {path, split, name,
-            revision, rows}.
+            revision, rows}. None for a task that is only evaluated (`evaluation.sets`).
         heldout: held-out rows by set name, in the same forms. Fits use the first set by default. A single set in memory
             may be given without a name and is called `heldout`. A number such as 0.1 holds out this share of the
             training prompts, chosen by the text of their questions and not by their order. None disables evaluation,
@@ -89,7 +89,14 @@ class DatasetTask(PoolTask):
         self._known: list[Known] = []
         self._notes: list[str] = []
         sets = {} if heldout is None or isinstance(heldout, float) else heldout
-        self._heldout = {str(name): self._prompts(f"task.heldout.{name}", rows) for name, rows in sets.items()}
+        only_evaluated = train is None
+        self._heldout = {
+            str(name): self._prompts(f"task.heldout.{name}", rows, remember=only_evaluated)
+            for name, rows in sets.items()
+        }
+        if only_evaluated:
+            self._train: Sequence[Prompt] = ()
+            return
         train_prompts = self._prompts("task.train", train, remember=True)
         if isinstance(heldout, float):
             train_prompts, self._heldout["heldout"] = split(train_prompts, heldout)
@@ -250,7 +257,7 @@ def _check_given(train: Any, heldout: Any, rewards: Any) -> None:
     Raises:
         ConfigurationError: one of them is missing or invalid.
     """
-    if train is None:
+    if train is None and (heldout is None or isinstance(heldout, float)):
         raise ConfigurationError("task.train: needs a value; give a file, a datasets.Dataset or a list of dicts")
     if isinstance(heldout, float):
         if not 0 < heldout < 1:

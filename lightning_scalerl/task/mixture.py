@@ -16,49 +16,66 @@ from lightning_scalerl.verify.rewards import together
 
 @dataclass(frozen=True)
 class MixtureGrader:
-    """Grader that forwards each sample to the grader of its task."""
+    """Grader that forwards each sample to the grader of its task.
+
+    Attributes:
+        graders: graders by the source of a prompt.
+        correct: whether a reward counts as a pass, by source.
+        otherwise: grader of prompts from any other source; None if there are none.
+    """
 
     graders: Mapping[str, Grader]
     correct: Mapping[str, Callable[[float], bool]]
+    otherwise: Grader | None = None
+
+    def _of(self, prompt: Prompt) -> Grader:
+        return (
+            self.graders[prompt.source] if self.otherwise is None else self.graders.get(prompt.source, self.otherwise)
+        )
+
+    @property
+    def _all(self) -> list[Grader]:
+        return [*self.graders.values(), *([] if self.otherwise is None else [self.otherwise])]
 
     def prepare(self) -> None:
         """Prepare the graders of all tasks that need it."""
-        for grader in self.graders.values():
+        for grader in self._all:
             if hasattr(grader, "prepare"):
                 grader.prepare()
 
     @property
     def longest_s(self) -> float:
         """Time limit of one grade in seconds: that of the slowest task."""
-        return max(float(getattr(grader, "longest_s", 0.0)) for grader in self.graders.values())
+        return max(float(getattr(grader, "longest_s", 0.0)) for grader in self._all)
 
     def needs_s(self, sample: Sample) -> float:
         """Return the seconds that the task's grader may need for this sample; 0 if it does not declare them."""
-        grader = self.graders[sample.prompt.source]
+        grader = self._of(sample.prompt)
         return float(grader.needs_s(sample)) if hasattr(grader, "needs_s") else 0.0
 
     @property
     def functions(self) -> Sequence[str]:
         """Names of the user's own functions among the rewards of all tasks."""
-        return [name for grader in self.graders.values() for name in getattr(grader, "functions", ())]
+        return [name for grader in self._all for name in getattr(grader, "functions", ())]
 
     def needs_group(self, prompt: Prompt) -> bool:
         """Return whether the task's grader is called with all completions of a group at once."""
-        return needs_group(self.graders[prompt.source], prompt)
+        return needs_group(self._of(prompt), prompt)
 
     def grade_group(self, samples: Sequence[Sample]) -> Sequence[Grade | Exception]:
         """Grade all completions of a group with their task's grader."""
-        source = samples[0].prompt.source
-        grades = together(self.graders[source], samples)
-        return [grade if isinstance(grade, Exception) else self._qualified(source, grade) for grade in grades]
+        prompt = samples[0].prompt
+        grades = together(self._of(prompt), samples)
+        return [grade if isinstance(grade, Exception) else self._qualified(prompt.source, grade) for grade in grades]
 
     def grade(self, sample: Sample) -> Grade:
         """Grade with the task's grader, and prefix the names of parts and terms with the task's name."""
-        source = sample.prompt.source
-        return self._qualified(source, self.graders[source].grade(sample))
+        return self._qualified(sample.prompt.source, self._of(sample.prompt).grade(sample))
 
     def _qualified(self, source: str, grade: Grade) -> Grade:
         """Apply the task's rule for a pass if the grader has not decided, and prefix names with the task's name."""
+        if source not in self.graders:
+            return grade
         if grade.correct is None and grade.reward is not None:
             grade = replace(grade, correct=self.correct[source](float(grade.reward)))
         parts, terms = (
@@ -93,7 +110,7 @@ class MixtureTask(PoolTask):
         nested = [name for name, task in self._tasks.items() if isinstance(task, MixtureTask)]
         if nested:
             raise ConfigurationError(f"task.tasks: {nested[0]} is a mixture itself; give its tasks in its place")
-        named = [set_name for name, task in self._tasks.items() for set_name in _set_names(name, task)]
+        named = [set_name for name, task in self._tasks.items() for set_name in set_names(name, task)]
         duplicates = sorted({name for name in named if named.count(name) > 1})
         if duplicates:
             raise ConfigurationError(f"task.tasks: two held-out sets would be called {duplicates[0]}; rename a task")
@@ -114,7 +131,7 @@ class MixtureTask(PoolTask):
         self._heldout = {
             set_name: [replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}", source=name) for prompt in prompts]
             for name, task in self._tasks.items()
-            for set_name, prompts in _set_names(name, task).items()
+            for set_name, prompts in set_names(name, task).items()
         }
 
         # Each task has checked its pool against its own held-out sets; check it against the other tasks' sets.
@@ -144,12 +161,7 @@ class MixtureTask(PoolTask):
     def grader(self) -> Grader:
         """Return one grader over the graders of all tasks."""
         graders = {name: task.grader() for name, task in self._tasks.items()}
-        # A bound method takes its whole task along to the verifier processes: avoid that for the default rule.
-        correct = {
-            name: _one_or_more if type(task).is_correct is Task.is_correct else task.is_correct
-            for name, task in self._tasks.items()
-        }
-        return MixtureGrader(graders, correct)
+        return MixtureGrader(graders, {name: rule_for_passes(task) for name, task in self._tasks.items()})
 
     def reward_sums(self) -> Sequence[Sequence[str]]:
         """Return the reward names in all tasks' weighted sums, prefixed with the task's name."""
@@ -184,6 +196,15 @@ def _one_or_more(reward: float) -> bool:
     return reward >= 1.0
 
 
-def _set_names(name: str, task: Task) -> dict[str, Sequence[Prompt]]:
+def rule_for_passes(task: Task) -> Callable[[float], bool]:
+    """Return the rule by which a reward of a task counts as a pass.
+
+    A bound method takes its whole task along to the verifier processes, which the default rule avoids.
+    """
+    return _one_or_more if type(task).is_correct is Task.is_correct else task.is_correct
+
+
+def set_names(name: str, task: Task) -> dict[str, Sequence[Prompt]]:
+    """Return a task's held-out sets, named after the task if it has one, else after the task and the set."""
     sets = task.eval_sets()
     return {name if len(sets) == 1 else f"{name}_{set_name}": prompts for set_name, prompts in sets.items()}

@@ -68,14 +68,14 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
         recipe, factors = _labels(view, into)
         for name, set_name in names.items():
             records = view.of_kind("eval")
-            if set_name:
-                present = [record for record in records if name in record.metrics]
-                if len(present) < len(records):
-                    absent = len(records) - len(present)
-                    study.warnings.append(f"{view.path.parent}: {absent} of {len(records)} evaluations have no {name}")
-                records = present
-                if not records:
+            # A set may be evaluated less often than others (`evaluation.sets`).
+            present = [record for record in records if name in record.metrics]
+            if set_name and len(present) < len(records):
+                absent = len(records) - len(present)
+                study.warnings.append(f"{view.path.parent}: {absent} of {len(records)} evaluations have no {name}")
+                if not present:
                     continue
+            records = present or records
             parted = {**factors, "set": set_name} if set_name else factors
             base = view.header.get("baseline")
             points = into.points(recipe, parted, axis, name, str(view.path), None if base is None else str(base))

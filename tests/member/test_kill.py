@@ -6,6 +6,7 @@ gradients are not zero and two variants are not the same run.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -21,6 +22,7 @@ from sweeps.launch.ledger import Ledger
 from sweeps.run.activity import HUNG_CODE
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, find_runs, read_journal
 from sweeps.run.progress import is_done
+from tests.callbacks.test_evaluation_sets import AIME, GSM8K, HUMANEVAL
 from tests.forked import Forked
 from tests.place import PATIENCE_S, STEPS, Deterministic, Place, deterministic, kill_group, kinds, lines, wait_until
 
@@ -104,6 +106,35 @@ def test_a_single_run_that_was_killed_continues_bit_for_bit(place: Place) -> Non
     assert read_journal(run_dir).deterministic() == expected
     gradients = [metrics["train/gradient_norm"] for kind, _, metrics in expected if kind == "train"]
     assert all(gradients)
+
+
+@pytest.mark.slow
+def test_a_run_with_evaluation_sets_of_other_formats_continues_bit_for_bit(place: Place) -> None:
+    """AIME-, HumanEval- and GSM8K-shaped sets beside a task of another format, each with settings of its own."""
+    own = {"aime": (AIME, "samples=8", "every_n_steps=4"), "humaneval": (HUMANEVAL, "samples=2", "every_n_steps=6")}
+    own["gsm8k"] = (GSM8K, "temperature=0", "max_new_tokens=4")
+    sets = []
+    for name, (rows, *settings) in own.items():
+        file, field = place.root / f"{name}.jsonl", f"evaluation.sets.{name}"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        sets += [f"+task@{field}.task={name}", f"{field}.task.train=null", f"{field}.task.instruction=''"]
+        sets += [f"{field}.task.heldout={{test:{file}}}", *(f"+{field}.{setting}" for setting in settings)]
+    overrides = place.overrides("killed", *sets)
+    (spec,) = plan_members([list(overrides)])
+    assert spec.run != plan_members([place.overrides("killed")])[0].run, "a run is its records too"
+    run_dir = place.root / "killed" / "runs" / spec.run
+    with place.command(["-m", "lightning_scalerl.train", *overrides], verifier_s=0.01) as process:
+        assert wait_until(lambda: lines(run_dir) >= 12, process), place.said()
+        kill_controller(process)
+    assert not is_done(run_dir, STEPS, run_dir.name)
+    undisturbed = run_here(place.overrides("undisturbed", *sets))
+    assert run_here(overrides) == run_dir
+    expected = read_journal(undisturbed).deterministic()
+    assert read_journal(run_dir).deterministic() == expected
+    steps = {name: [step for _, step, metrics in expected if f"eval/{name}/pass_rate" in metrics] for name in own}
+    assert steps == {"aime": [0, 4, 8, 12], "humaneval": [0, 6, 12], "gsm8k": [0, 3, 6, 9, 12]}
+    last = expected[-1][2] if expected[-1][0] == "eval" else expected[-2][2]
+    assert {"eval/aime/pass@8", "eval/humaneval/pass@2"} <= last.keys() and "eval/gsm8k/pass@2" not in last
 
 
 @pytest.mark.slow

@@ -40,14 +40,17 @@ from lightning_scalerl.model.policy import MAX_LOGITS
 
 # Number of prompts prefilled in one forward pass, ahead of the slots they will need.
 PREFILL_PROMPTS = 16
+# In place of a temperature of 0: the most likely token has all of the probability.
+COLDEST = 1e-6
 # Number of rollouts whose cache is recomputed in one forward pass.
 RECOMPUTED_ROLLOUTS = 64
 
 
-def sample_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits: Tensor, uniform: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
     """Sample by inverting the cumulative distribution, so that one uniform number decides one token.
 
-    Shapes: logits (n, V) FP32, uniform (n,) FP64 in [0, 1) -> tokens (n,), log-probabilities (n, V) FP32.
+    Shapes: logits (n, V) FP32, uniform (n,) FP64 in [0, 1), temperature a number or (n, 1) -> tokens (n,),
+    log-probabilities (n, V) FP32.
     """
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
     # FP64, because an FP32 sum over a vocabulary rounds away its rare tokens.
@@ -227,7 +230,7 @@ class TorchGenerator:
         logits, context = self._decode(decoding)
         if new_logits:
             logits = torch.cat([logits, torch.stack(new_logits)])
-        tokens, logprobs = sample_tokens(logits, self._slots.next_uniform(), self.sampling.temperature)
+        tokens, logprobs = sample_tokens(logits, self._slots.next_uniform(), self._temperature())
         forced = self._slots.append(tokens, logprobs, self._version)
         # A forced token never ends a completion: the answer follows the phrase.
         stopped = torch.isin(tokens, self._stop) & ~forced
@@ -244,6 +247,15 @@ class TorchGenerator:
             decoded_context=context,
             prefilled=prefilled,
         )
+
+    def _temperature(self) -> float | Tensor:
+        """Return the sampling temperature: one for all slots, or (active, 1) if some requests have their own."""
+        usual = self.sampling.temperature
+        own = [occupant.request.temperature for occupant in self._slots.occupants]
+        if all(temperature is None for temperature in own):
+            return usual
+        chosen = [usual if temperature is None else max(temperature, COLDEST) for temperature in own]
+        return torch.tensor(chosen, dtype=torch.float32, device=self.device).unsqueeze(1)
 
     def _holds_stop_text(self, stop_text: StopText) -> Tensor:
         """Return a mask (active,) of the rollouts whose text contains a stop text."""

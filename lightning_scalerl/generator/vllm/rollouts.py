@@ -115,8 +115,9 @@ class Sampling:
             until = min(until, max(each.request.interrupt_at[each.index], so_far + 1))
         # Include the token count in the key: a continued rollout must not draw the numbers of its beginning again.
         seed = np.random.SeedSequence((*each.request.random_key, each.index, so_far)).generate_state(1, np.uint64)
+        own = each.request.temperature
         return {
-            "temperature": self.settings.temperature,
+            "temperature": self.settings.temperature if own is None else own,
             "max_tokens": until - so_far,
             "stop_token_ids": sorted(self.settings.stop_tokens),
             "ignore_eos": True,

@@ -1,0 +1,162 @@
+"""`evaluation.sets`: sets of other tasks, evaluated by their own settings beside a run that trains on something."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_scalerl import ConfigurationError, DatasetTask, Evaluate, EvaluationSet, ResumableCheckpoint, RunLog
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
+from lightning_scalerl.generator.base import GroupRequest, SamplingSettings
+from lightning_scalerl.generator.torch.generator import TorchGenerator
+from lightning_scalerl.task.beside import TaskWithSets
+from sweeps.run.journal import read_journal
+from sweeps.run.passes import read_passes
+from tests.helpers import CountingTask, fit
+
+AIME = [{"problem": f"{n}+{n}=", "answer": str(2 * n)} for n in range(3)]
+# Its prompts are Python: comments, in the alphabet of the arithmetic model.
+HUMANEVAL = [{"prompt": f"#{n}+{n}=\n", "test": "def check(f):\n    assert f() == 1\n", "entry_point": "f",
+              "canonical_solution": "def f():\n    return 1\n"} for n in range(2)]  # fmt: skip
+GSM8K = [{"question": f"{n}+1=", "answer": f"so #### {n + 1}"} for n in range(4)]
+
+
+def sets() -> dict[str, Any]:
+    return {
+        "aime": {"task": DatasetTask("aime", None, {"2024": AIME}, "math"), "samples": 8, "every_n_steps": 3},
+        "gsm8k": EvaluationSet(DatasetTask("gsm8k", None, {"test": GSM8K}, "math"), temperature=0, max_new_tokens=2),
+        "letters": DatasetTask("columns", None, {"a": [{"prompt": "3+3=", "answer": "6"}] * 1}, "exact_match"),
+    }
+
+
+def run(model: str, place: Path, steps: int, chosen: Mapping[str, Any], resume: bool = False, every: int = 2) -> Any:
+    checkpoint = newest_checkpoint(place / "checkpoints").path if resume else None
+    callbacks = [Evaluate(every, 2, sets=chosen), RunLog(place), ResumableCheckpoint(place / "checkpoints", 1)]
+    from lightning.pytorch import Trainer
+
+    from lightning_scalerl import RolloutDataModule, ScaleRL
+    from tests.helpers import SMALL, quiet
+
+    module = ScaleRL(model, "scalerl_core", overrides=list(SMALL))
+    trainer = Trainer(max_steps=steps, callbacks=callbacks, **{**quiet(), "enable_checkpointing": True})
+    trainer.fit(module, datamodule=RolloutDataModule(CountingTask()), ckpt_path=checkpoint, weights_only=True)
+    return read_journal(place)
+
+
+@pytest.mark.slow
+def test_each_set_has_its_own_samples_and_steps_and_training_is_the_same(tiny_model_path: str, tmp_path: Path) -> None:
+    view = run(tiny_model_path, tmp_path / "sets", 5, sets())
+    evaluated = {record.step: record.metrics for record in view.of_kind("eval")}
+    assert sorted(evaluated) == [0, 2, 3, 4, 5]
+
+    def steps_of(name: str) -> list[int]:
+        return [step for step, metrics in sorted(evaluated.items()) if f"eval/{name}/pass_rate" in metrics]
+
+    assert steps_of("heldout") == steps_of("gsm8k") == steps_of("letters") == [0, 2, 4, 5]
+    assert steps_of("aime") == [0, 3, 5]  # its own interval, and the first and the last weights
+    assert {f"eval/aime/pass@{k}" for k in (2, 4, 8)} <= evaluated[3].keys() and "eval/gsm8k/pass@4" not in evaluated[0]
+    passes = read_passes(tmp_path / "sets", "aime", sorted(evaluated))
+    assert sorted(passes) == [0, 3, 5] and all(each.scored == (8, 8, 8) for each in passes.values())
+    # Sets that are only evaluated change nothing in training, nor the evaluation of the task's own set.
+    alone = run(tiny_model_path, tmp_path / "alone", 5, {})
+    ours = {record.step: record.metrics for record in view.of_kind("train")}
+    for record in alone.of_kind("train"):
+        same = {key: ours[record.step][key] for key in record.metrics if key.startswith(("train/", "compute/flops"))}
+        assert same == {key: value for key, value in record.metrics.items() if key in same}
+    for record in alone.of_kind("eval"):
+        assert record.metrics["eval/heldout/pass_rate"] == evaluated[record.step]["eval/heldout/pass_rate"]
+    assert evaluated[5]["eval_cost/flops"] > alone.of_kind("eval")[-1].metrics["eval_cost/flops"]
+
+
+def test_one_more_set_does_not_change_the_random_numbers_of_the_others(tiny_model_path: str, tmp_path: Path) -> None:
+    chosen = sets()
+    both = run(tiny_model_path, tmp_path / "both", 1, chosen, every=5)
+    one = run(tiny_model_path, tmp_path / "one", 1, {"aime": chosen["aime"]}, every=5)
+    for first, second in zip(both.of_kind("eval"), one.of_kind("eval"), strict=True):
+        assert second.metrics["eval/aime/pass_rate"] == first.metrics["eval/aime/pass_rate"]
+
+
+def test_a_request_has_its_own_temperature(tiny_model_path: str) -> None:
+    """Temperature 0 is the most likely token whatever the random numbers; others in the same batch are not touched."""
+    from lightning_scalerl.model.load import load_model
+
+    model = load_model(tiny_model_path)
+    settings = SamplingSettings(max_prompt_tokens=4, max_new_tokens=6)
+
+    def sampled(*requests: GroupRequest) -> dict[int, list[list[int]]]:
+        generator = TorchGenerator(model, Precision("fp32", True, True), settings, slots=8)
+        for request in requests:
+            generator.submit(request)
+        by_group: dict[int, list[list[int]]] = {request.key: [] for request in requests}
+        while generator.in_flight:
+            for ended in generator.step().finished:
+                by_group[ended.key].append(list(ended.rollout.tokens))
+        return by_group
+
+    warm = GroupRequest(0, (1, 2), 3, (7,))
+    cold = [GroupRequest(key, (1, 2), 2, (key,), temperature=0) for key in (1, 2)]
+    together = sampled(warm, *cold)
+    assert len({tuple(tokens) for key in (1, 2) for tokens in together[key]}) == 1
+    assert together[0] == sampled(warm)[0] and len({tuple(tokens) for tokens in together[0]}) > 1
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"a b": CountingTask()}, "evaluation.sets.a b: a name must be of letters, digits and _"),
+        (
+            {"a": {"task": CountingTask(), "prompts": 3}},
+            "evaluation.sets.a: prompts; an entry is a task and perhaps samples",
+        ),
+        ({"a": {"samples": 3}}, "evaluation.sets.a: no task; an entry is a task"),
+        ({"a": {"task": CountingTask(), "samples": 0}}, r"evaluation.sets.a.samples: 0 must be"),
+        (
+            {"a": {"task": CountingTask(), "temperature": -1}},
+            r"evaluation.sets.a.temperature: -1 must be a number, 0 or more",
+        ),
+        ({"a": 3}, r"evaluation.sets.a.task: int is no task; give one of conf/task"),
+    ],
+)
+def test_bad_entries(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        Evaluate(sets=given)
+
+
+def test_bad_sets_of_a_run(tiny_model_path: str, tmp_path: Path) -> None:
+    no_rows = DatasetTask("aime", AIME, None, "math")
+    with pytest.raises(ConfigurationError, match=r"evaluation.sets.a: its task has no held-out prompts; give"):
+        TaskWithSets(CountingTask(), {"a": no_rows})
+    with pytest.raises(ConfigurationError, match=r"evaluation.sets.heldout: there is another held-out set heldout"):
+        TaskWithSets(CountingTask(), {"heldout": CountingTask()})
+    long = {"a": EvaluationSet(CountingTask(), max_new_tokens=999)}
+    with pytest.raises(
+        ConfigurationError, match=r"evaluation.sets.a.max_new_tokens: 999 is above context.max_new_tokens="
+    ):
+        run(tiny_model_path, tmp_path, 1, long)
+    with pytest.raises(ConfigurationError, match=r"task.train: DatasetTask has no training prompts"):
+        fit(tiny_model_path, steps=1, task=DatasetTask("aime", None, {"2024": AIME}, "math"))
+
+
+def test_prompts_that_are_trained_on_too_are_reported_and_kept() -> None:
+    trained = DatasetTask(
+        "columns", [{"prompt": "1+1=", "answer": "2"}, {"prompt": "5+1=", "answer": "6"}], 0.5, "math"
+    )
+    (kept,) = trained.train_prompts()
+    rows = [{"prompt": kept.text, "answer": "?"}, {"prompt": "9+9=", "answer": "18"}]
+    task = TaskWithSets(trained, {"new": DatasetTask("columns", None, {"x": rows}, "exact_match")})
+    assert list(task.train_prompts()) == [kept] and list(task.eval_sets()) == ["heldout", "new"]
+    assert "warning: 1 of 2 prompts of the set new are trained on" in task.notes()
+    grader = task.grader()
+    from lightning_scalerl.rollouts.grade import Sample
+
+    first, second = task.eval_sets()["new"]
+    assert (
+        grader.grade(Sample(second, "18", "18")).reward == 1.0 and grader.grade(Sample(first, "x", "x")).reward == 0.0
+    )
+    (own,) = task.eval_sets()["heldout"]
+    answer = f"\\boxed{{{own.answer}}}"
+    assert grader.grade(Sample(own, answer, answer)).reward == 1.0
