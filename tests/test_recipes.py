@@ -38,7 +38,8 @@ ON_A_MODEL = [
     for name in names("experiment")
     if "override /model: path" in (ROOT / f"conf/experiment/{name}.yaml").read_text()
 ]
-REAL = [name for name in ON_A_MODEL if name != "real_model"]  # its rows are reasoning-gym's: tests/test_real_model.py
+# The rows of real_model are reasoning-gym's (tests/test_real_model.py), those of downstream are of several formats.
+REAL = [name for name in ON_A_MODEL if name not in ("real_model", "downstream")]
 ON_ITS_OWN = [name for name in names("experiment") if name not in ON_A_MODEL]
 
 
@@ -279,6 +280,33 @@ def test_an_experiment_on_real_models_plans(experiment: str, tmp_path: Path) -> 
     assert layouts["Qwen/Qwen3-0.6B"] == (1, 1)
     assert len(layouts) == 1 or layouts["Qwen/Qwen3-8B"] == (1, 8)
     assert len({json.dumps(science(spec.config)["batch"]) for spec in specs}) == 1
+
+
+@pytest.mark.slow
+def test_sets_of_other_formats_stand_beside_the_task(tmp_path: Path) -> None:
+    """experiment=downstream: each set has its own format, settings and rows, and is part of the run's identity."""
+    rows = {
+        "polaris": [{"problem": f"{n}+1?", "answer": str(n + 1), "difficulty": "3/8"} for n in range(300)],
+        "aime": [{"problem": "1+1?", "answer": "2"}],
+        "gsm8k": [{"question": "1+1?", "answer": "so #### 2"}],
+        "humaneval": [{"prompt": "#1+1\n", "test": "def check(f):\n    assert f() == 2\n", "entry_point": "f",
+                       "canonical_solution": "def f():\n    return 2\n"}],
+    }  # fmt: skip
+    files = {name: tmp_path / f"{name}.jsonl" for name in rows}
+    for name, file in files.items():
+        file.write_text("\n".join(map(json.dumps, rows[name])))
+    data = [f"task.train={files['polaris']}"]
+    for name, of in (("aime24", "aime"), ("gsm8k", "gsm8k"), ("humaneval", "humaneval")):
+        data.append(f"evaluation.sets.{name}.task.heldout={{test: {files[of]}}}")
+    specs = plan_members([[*overrides, *data] for overrides in members("downstream")])
+    assert len({spec.run for spec in specs}) == len(specs) == 4 and len({spec.curve for spec in specs}) == 2
+    sets = specs[0].config["evaluation"]["sets"]
+    assert [sets[name]["samples"] for name in ("aime24", "gsm8k", "humaneval")] == [32, 1, 8]
+    moved = tmp_path / "moved.jsonl"
+    files["aime"].rename(moved)
+    data[1] = f"evaluation.sets.aime24.task.heldout={{test: {moved}}}"
+    assert plan_members([[*members("downstream")[0], *data]])[0].run == specs[0].run, "data count by content"
+    assert plan_members([[*members("downstream")[0], *data, "evaluation.sets.aime24.samples=8"]])[0].run != specs[0].run
 
 
 @pytest.mark.parametrize(

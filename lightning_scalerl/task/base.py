@@ -211,7 +211,9 @@ def check_task(task: Any, evaluated: bool = True) -> Task:
             raise ConfigurationError(f"task: {type(task).__name__} has no method {description}")
     checked: Task = task
     if not checked.train_prompts():
-        raise ConfigurationError(f"task.train: {type(task).__name__} has no training prompts; give it some")
+        raise ConfigurationError(
+            f"task.train: needs a value; {type(task).__name__} has no training prompts, as a set in evaluation.sets has"
+        )
     sets = checked.eval_sets()
     if not all(sets.values()) or (evaluated and not sets):
         raise ConfigurationError(f"task: {type(task).__name__} has no held-out prompts; pass rates need a set")

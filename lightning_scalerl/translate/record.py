@@ -296,6 +296,8 @@ def common(run: Run, into: Translation) -> None:
     }.items():
         if acts and choices.precision.policy != "fp32" and not getattr(choices.precision, f"fp32_{part}"):
             into.lacks(f"precision.fp32_{part}", False, f"there is no rounding of it there; precision.fp32_{part}=true")
+    if beside := run.recipe.evaluation.get("sets"):
+        into.lacks("evaluation.sets", sorted(beside), "sets of other tasks are not translated; evaluation.sets={} is")
     if run.recipe.chat.stop:
         into.lacks("chat.stop", list(run.recipe.chat.stop), "texts that end a completion are not translated")
     into.note(

@@ -137,7 +137,7 @@ def test_bad_sets_of_a_run(tiny_model_path: str, tmp_path: Path) -> None:
         ConfigurationError, match=r"evaluation.sets.a.max_new_tokens: 999 is above context.max_new_tokens="
     ):
         run(tiny_model_path, tmp_path, 1, long)
-    with pytest.raises(ConfigurationError, match=r"task.train: DatasetTask has no training prompts"):
+    with pytest.raises(ConfigurationError, match=r"task.train: needs a value; DatasetTask has no training prompts"):
         fit(tiny_model_path, steps=1, task=DatasetTask("aime", None, {"2024": AIME}, "math"))
 
 

@@ -94,7 +94,7 @@ def test_a_file_beside_rows_in_memory(tmp_path: Path) -> None:
             {"train": [{"question": "2+2="}]},
             "^task.train: the rows given, row 0: no column prompt; its columns are que",
         ),
-        ({"train": None}, "^task.train: needs a value"),
+        ({"train": None, "heldout": 0.1}, "^task.train: needs a value"),
         ({"heldout": []}, r"^task.heldout: \[\] must name at least one set"),
         ({"heldout": [8]}, r"^task.heldout: \[8\] must .* arithmetic task's, as scale=tiny sets them"),
         ({"heldout": "test.jsonl"}, "^task.heldout: 'test.jsonl' must name at least one set"),

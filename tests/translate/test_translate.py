@@ -164,6 +164,7 @@ REFUSED = [
     ("verl", "length_control=penalty length_control.only_correct=false", "length_control"),
     ("verl", "async_mode=pipeline correction=behaviour", "async_mode"),
     ("trl", "async_mode=ppo_off_policy aggregation=sample epochs.count=2", "epochs"),
+    ("trl", "async_mode=ppo_off_policy aggregation=sample +evaluation.sets.a={task:{}}", "evaluation.sets"),
     ("verl", "async_mode=ppo_off_policy epochs.count=2 evaluation.every_n_steps=16", "epochs"),
     ("trl", "epochs.count=2", ""),
     ("verl", "async_mode=ppo_off_policy budget.steps=321", "budget.steps evaluation.every_n_steps"),
