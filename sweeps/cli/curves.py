@@ -21,6 +21,8 @@ from sweeps.source import LoadedStudy, load
 
 if TYPE_CHECKING:
     from sweeps.curve import Curve
+    from sweeps.decide.at_k import AtK
+    from sweeps.decide.rank import Ranking
     from sweeps.fit.fit import Fit
     from sweeps.fit.points import FitOptions
 
@@ -90,13 +92,16 @@ def fit_options(options: argparse.Namespace) -> FitOptions:
 
 
 def load_sources(
-    options: argparse.Namespace, x: str | None = None, read: Callable[[Path], JournalView] = read_journal
+    options: argparse.Namespace,
+    x: str | None = None,
+    read: Callable[[Path], JournalView] = read_journal,
+    metric: str | None = None,
 ) -> LoadedStudy:
-    """Read the sources of a command. `x` replaces the compute axis of `--x`."""
+    """Read the sources of a command. `x` replaces the compute axis of `--x`, and `metric` the reward of `--metric`."""
     factors = [name for name in (options.size, *options.group) if name is not None]
     return load(
         options.sources,
-        metric=options.metric,
+        metric=options.metric if metric is None else metric,
         x=options.x if x is None else x,
         y=options.y,
         by=options.by,
@@ -135,6 +140,16 @@ def fitted(options: argparse.Namespace) -> tuple[LoadedStudy, list[Fit]]:
     """Read the sources and fit every recipe once, for all results of the command."""
     study = shown_study(options)
     return study, fit_all(study.curves, options)
+
+
+def compared_at_k(options: argparse.Namespace, study: LoadedStudy, ranking: Ranking) -> AtK | None:
+    """Compare the ranking with that by pass@k, if every run was evaluated with several completions per prompt."""
+    from sweeps.decide.at_k import study_at_k
+
+    def curves(metric: str) -> Sequence[Curve]:
+        return load_sources(options, metric=metric).curves
+
+    return study_at_k(study, ranking, curves, lambda found: fit_all(found, options))
 
 
 def margin(options: argparse.Namespace) -> float | None:

@@ -10,7 +10,16 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sweeps.cli.curves import check_figure, fit_all, fit_options, fitted, load_sources, margin, shown_study
+from sweeps.cli.curves import (
+    check_figure,
+    compared_at_k,
+    fit_all,
+    fit_options,
+    fitted,
+    load_sources,
+    margin,
+    shown_study,
+)
 from sweeps.cli.output import print_json, warn
 from sweeps.errors import UserError
 from sweeps.source import LoadedStudy
@@ -35,11 +44,13 @@ def rank_command(options: argparse.Namespace) -> int:
     axes = _axes(options, study)
     ranking = ranked(options, fits, cores())
     ranks_by_axis = None if axes is None else _by_axis(options, axes, fits)
+    at_k = compared_at_k(options, study, ranking)
     warn([*study.warnings, *code_changes(study.runs)])
     if options.json:
-        print_json({**ranking.to_json(), "by_axis": None if ranks_by_axis is None else ranks_by_axis.to_json()})
+        by_axis, pass_at_k = (None if part is None else part.to_json() for part in (ranks_by_axis, at_k))
+        print_json({**ranking.to_json(), "by_axis": by_axis, "pass_at_k": pass_at_k})
         return 0
-    print(rank_text(ranking, ranks_by_axis))
+    print(rank_text(ranking, ranks_by_axis, at_k))
     warn(idle_variants(study.runs))
     return 0
 

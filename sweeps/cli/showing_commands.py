@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sweeps.cli.curves import check_place, check_window, fit_options, fitted, load_sources, margin
+from sweeps.cli.curves import check_place, check_window, compared_at_k, fit_options, fitted, load_sources, margin
 from sweeps.cli.output import warn
 from sweeps.errors import UserError, require
 from sweeps.parallel import cores
@@ -47,6 +47,7 @@ def report_command(options: argparse.Namespace) -> int:
         histories=histories(fits) if options.history else None,
         workers=workers,
         beside=None if options.beside is None else _beside(options),
+        at_k=compared_at_k(options, study, ranking),
     )
     written.append(write_ranking_csv(page.with_name("ranking.csv"), fits, ranking))
     warn(study.warnings)

@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from sweeps.curve import Curve
+from sweeps.decide.at_k import AtK
 from sweeps.decide.next_run import Settlement, Step
 from sweeps.decide.rank import Ranking
 from sweeps.fit.compare import Comparison
@@ -49,6 +50,7 @@ class Findings:
         commands: command to paste, by step, if this package launched the study.
         rollouts: sample completions.
         races: records of studies that were run as races or searches.
+        at_k: the ranking by pass@k beside that by pass@1.
     """
 
     sensitivity: Mapping[str, Sequence[Row]] = field(default_factory=dict)
@@ -59,6 +61,7 @@ class Findings:
     commands: Mapping[Step, str] = field(default_factory=dict)
     rollouts: Sequence[Shown] = ()
     races: Sequence[RaceRecord] = ()
+    at_k: AtK | None = None
 
 
 @dataclass(frozen=True)

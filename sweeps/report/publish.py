@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sweeps.decide.at_k import AtK, study_at_k
 from sweeps.decide.rank import Ranked, Ranking, rank
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, fit_curves
@@ -74,22 +76,35 @@ def publish(
             with tracker.reaching("removing a tag"):
                 tracker.remove_tag(member.mlflow_run_id, STOPPED_TAG)
     ranking = rank(fits, margin=LaunchSettings.margin_of(directory))
-    links = publish_into(tracker=tracker, sweep=sweep, loaded=loaded, fits=fits, ranking=ranking)
+    at_k = study_at_k(loaded, ranking, lambda metric: load([str(directory)], metric=metric).curves, fit_curves)
+    links = publish_into(tracker=tracker, sweep=sweep, loaded=loaded, fits=fits, ranking=ranking, at_k=at_k)
     ranked(fits, ranking)
     print(links)
 
 
 def publish_into(
-    tracker: Tracker, sweep: TrackedSweep, loaded: LoadedStudy, fits: Sequence[Fit], ranking: Ranking
+    tracker: Tracker,
+    sweep: TrackedSweep,
+    loaded: LoadedStudy,
+    fits: Sequence[Fit],
+    ranking: Ranking,
+    at_k: AtK | None = None,
 ) -> str:
     """Publish fits of a sweep that is already tracked; return the command and links that open chart and run list."""
     entries = {entry.recipe: entry for entry in ranking.ranking}
     labels = shortened([fit.recipe for fit in fits])
-    summaries = [summary(fit, entries.get(fit.recipe), labels[fit.recipe]) for fit in fits]
+    places = {} if at_k is None else {row.recipe: row.at_k.place for row in at_k.rows}
+    summaries = [
+        replace(summary(fit, entries.get(fit.recipe), labels[fit.recipe]), place_at_k=places.get(fit.recipe))
+        for fit in fits
+    ]
     artifacts = [path for name in ARTIFACTS if (path := sweep.directory / name).is_file()]
     table = ranking.to_json()["ranking"]
     eval_set = loaded.curves[0].metric.split("/")[1]
-    published = publish_fits(summaries, tracker, sweep, eval_set=eval_set, ranking=table, artifacts=artifacts)
+    sentence = "" if at_k is None else at_k.sentence
+    published = publish_fits(
+        summaries, tracker, sweep, eval_set=eval_set, ranking=table, artifacts=artifacts, at_k=sentence
+    )
     tracker.set_status(sweep.parent_id, "FINISHED")
     chart, runs = (ui_command(tracker.uri, link) for link in (published.link, published.ranking_link))
     lines = [f"points, curves and bands: {chart.url}", f"runs by rank:             {runs.url}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sweeps.decide.at_k import AtK
 from sweeps.decide.by_axis import ByAxis
 from sweeps.decide.rank import Ranking
 from sweeps.decide.reward import Rewards
@@ -19,11 +20,13 @@ def ranking_text(ranking: Ranking) -> str:
     return "\n".join([*lines, table(*ranking_rows(ranking))])
 
 
-def rank_text(ranking: Ranking, by_axis: ByAxis | None = None) -> str:
-    """Format the output of `scalerl rank`: the ranking, ranks on other axes, and variants against the baseline."""
+def rank_text(ranking: Ranking, by_axis: ByAxis | None = None, at_k: AtK | None = None) -> str:
+    """Format the output of `scalerl rank`: the ranking, ranks on other axes and by pass@k, variants, the baseline."""
     blocks = [ranking_text(ranking)]
     if by_axis is not None:
         blocks += [one_line(by_axis.sentence), table(*axis_rows(by_axis))]
+    if at_k is not None:
+        blocks.append(f"{one_line(at_k.sentence)}\n{table(*at_k_rows(at_k))}" if at_k.differs else at_k.sentence)
     if ranking.leave_one_out:
         heading = f"against {one_line(ranking.baseline or '')}:"
         blocks.append(f"{heading}\n{table(*leave_one_out_rows(ranking))}")
@@ -80,6 +83,19 @@ def axis_rows(by_axis: ByAxis) -> tuple[list[str], list[list[str]]]:
         rows.append(
             [recipe, *("-" if at is None else f"{at[0]}. {at[1].R.value:.3f} (P {at[1].p_best:.2f})" for at in places)]
         )
+    return head, rows
+
+
+def at_k_rows(at_k: AtK) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows of the two rankings side by side: place and reward at common compute, rank and asymptote."""
+    names = ("pass@1", f"pass@{at_k.k}")
+    head = ["recipe", *(f"{name} at {at_k.compute:.4g}" for name in names), *(f"A of {name}" for name in names)]
+    rows = []
+    for row in at_k.rows:
+        both = (row.at_1, row.at_k)
+        cells = ["-" if by.R is None else f"{by.place}. {shown(by.R, '.3f')} (P {by.p_best:.2f})" for by in both]
+        cells += ["-" if by.A is None else f"{by.rank}. {shown(by.A, '.3f')}" for by in both]
+        rows.append([row.recipe, *cells])
     return head, rows
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sweeps.curve import Curve
+from sweeps.decide.at_k import AtK
 from sweeps.decide.next_run import Choice, choice_of, comparable, settle
 from sweeps.decide.rank import Ranking
 from sweeps.errors import UserError
@@ -48,6 +49,7 @@ def write_report(
     histories: Mapping[str, Sequence[Snapshot]] | None = None,
     workers: int = 1,
     beside: Beside | None = None,
+    at_k: AtK | None = None,
 ) -> list[Path]:
     """Write the page, and next to it each figure as `<stem>_<figure>.svg`, `.png` and `.pdf`.
 
@@ -66,6 +68,7 @@ def write_report(
         histories: snapshots by recipe, from `histories`; none by default.
         workers: number of processes that share the refits, see `sweeps.parallel`.
         beside: another study to show next to this one.
+        at_k: the ranking by pass@k, to show next to `ranking`.
 
     Returns:
         Paths of the written files, the page first.
@@ -99,6 +102,7 @@ def write_report(
         commands={step: line for step, line in commands if line is not None},
         rollouts=a_few((str(view.header.get("recipe", "")), view.path.parent) for view in runs),
         races=_races(runs),
+        at_k=at_k,
     )
     figures = {
         "overlay": overlay_figure(curves, fits, ranking),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from sweeps.run.journal import JournalView
-from sweeps.run.pass_at_k import STATISTICS, mean_at_k
+from sweeps.run.pass_at_k import STATISTICS, mean_at_k, sizes
 from sweeps.run.passes import Passes, read_passes
 
 _PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
@@ -38,6 +38,30 @@ def with_at_k(view: JournalView, metric: str) -> JournalView:
                 record = replace(record, metrics={**record.metrics, metric: result[0], f"{metric}_se": result[1]})
         records.append(record)
     return replace(view, records=records)
+
+
+def metric_at_k(runs: Sequence[JournalView], metric: str) -> str | None:
+    """Return the name of pass@k for the largest k that all runs of a study have; None if there is none.
+
+    Args:
+        runs: runs of the study.
+        metric: the reward of the study; only a pass rate has pass@k.
+    """
+    named = _PASS_RATE.fullmatch(metric)
+    if named is None or not runs:
+        return None
+    most = []
+    for view in runs:
+        records = [record for record in view.of_kind("eval") if metric in record.metrics]
+        if not records:
+            return None
+        recorded = [_AT_K.fullmatch(name) for name in records[-1].metrics]
+        known = [int(each[3]) for each in recorded if each and each[2] == "pass" and each[1] == named[1]]
+        if not known:  # a journal of an earlier version
+            passes = read_passes(view.path.parent, named[1], [records[-1].step])
+            known = [k for each in passes.values() for k in sizes(max(each.scored, default=0))]
+        most.append(max(known, default=1))
+    return f"eval/{named[1]}/pass@{min(most)}" if min(most) > 1 else None
 
 
 def passes_by(runs: Sequence[JournalView], axis: str, metric: str) -> Callable[[str, float], Mapping[str, Passes]]:

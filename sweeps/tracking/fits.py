@@ -37,7 +37,8 @@ class FitSummary:
 
     `curve_x` is compute (not its logarithm), log-spaced; `band_low` and `band_high` are pass rates at these points.
     `label` is the recipe's short name in the chart. `efficiency` is the compute to 90% of the way to the asymptote that
-    tied recipes share, and `ratio` is that over the first recipe's (1 for the first).
+    tied recipes share, and `ratio` is that over the first recipe's (1 for the first). `place_at_k` is the place by
+    pass@k at common compute.
     """
 
     recipe: str
@@ -61,6 +62,7 @@ class FitSummary:
     label: str | None = None
     efficiency: float | None = None
     ratio: float | None = None
+    place_at_k: int | None = None
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics `fit/*` and `rank/*` that are known and finite."""
@@ -77,6 +79,7 @@ class FitSummary:
             RANK_KEY: self.rank,
             "rank/efficiency": self.efficiency,
             RATIO_KEY: self.ratio,
+            "rank/place_at_k": self.place_at_k,
         }
         return {key: float(v) for key, v in values.items() if v is not None and math.isfinite(v)}
 
@@ -119,11 +122,13 @@ def publish(
     eval_set: str = "heldout",
     ranking: Sequence[Mapping[str, Any]] = (),
     artifacts: Iterable[str | Path] = (),
+    at_k: str = "",
 ) -> Published:
     """Publish fits, bands, ranking and saved views of one sweep to MLflow, replacing earlier ones.
 
     New runs are complete before the earlier ones of this sweep are deleted, so a failure midway keeps the old chart.
-    The parent run gets `artifacts` (curves.png, report.html) and `ranking` as a table. The members get their recipe's
+    The parent run gets `artifacts` (curves.png, report.html), `ranking` as a table, and the sentence `at_k` on the
+    rankings by pass@1 and pass@k as the tag `rank.pass_at_k`. The members get their recipe's
     `fit/*` metrics (step: number of publications so far) and tags, for sorting.
 
     Raises:
@@ -160,7 +165,7 @@ def publish(
             tracker.client.log_artifact(sweep.parent_id, str(file))
         if ranking:
             _ranking_table(ranking, tracker, sweep)
-        tracker.set_tags(sweep.parent_id, {"scalerl.published": str(count)})
+        tracker.set_tags(sweep.parent_id, {"scalerl.published": str(count), "rank.pass_at_k": at_k or "none"})
         return _views(fits, tracker, sweep, fit_runs, members, points, keys, lines)
 
 

@@ -1,0 +1,143 @@
+"""Two rankings of one study: by pass@1, the share of right answers, and by pass@k, what k attempts reach.
+
+A recipe can lead by pass@1 and trail by pass@k: it answers more often what the model could already answer, and what it
+never answers has not become less (Yue et al. 2025, arXiv 2504.13837). So a study with several completions per held-out
+prompt is ranked by both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sweeps.as_json import AsJson
+from sweeps.curve import Curve
+from sweeps.decide.rank import Ranking, rank
+from sweeps.decide.reward import RewardRow
+from sweeps.fit.fit import Fit, Interval
+from sweeps.source import LoadedStudy
+from sweeps.source.held_out import metric_at_k
+
+
+@dataclass(frozen=True)
+class PlaceBy(AsJson):
+    """A recipe's place by one of the two metrics.
+
+    Attributes:
+        place: its place by reward at common compute, from 1; None where its reward cannot be read there.
+        R, p_best: that reward, and the probability that it is the highest.
+        rank, A: its rank by asymptote and the asymptote; None where the asymptote is not identifiable.
+    """
+
+    place: int | None
+    R: Interval | None
+    p_best: float | None
+    rank: int | None
+    A: Interval | None
+
+
+@dataclass(frozen=True)
+class Places(AsJson):
+    """A recipe's places by pass@1 and by pass@k."""
+
+    recipe: str
+    at_1: PlaceBy
+    at_k: PlaceBy
+
+
+@dataclass(frozen=True)
+class AtK(AsJson):
+    """Ranking by pass@k beside that by pass@1.
+
+    Attributes:
+        k, metric: number of attempts, and the metric's name, such as `eval/heldout/pass@8`.
+        compute: largest compute that all recipes have spent, at which rewards are compared.
+        differs: whether the order of the recipes differs, by reward there or by asymptote.
+        sentence: both orders in words.
+        rows: recipes in the order of pass@1.
+    """
+
+    k: int
+    metric: str
+    compute: float
+    differs: bool
+    sentence: str
+    rows: tuple[Places, ...]
+
+
+def at_k(by_one: Ranking, by_k: Ranking, metric: str) -> AtK | None:
+    """Compare the rankings of the same recipes by pass@1 and by pass@k; None if no reward can be read.
+
+    Args:
+        by_one: ranking by the pass rate.
+        by_k: ranking of the same runs by `metric`.
+        metric: name of the metric, which ends with `pass@k`.
+    """
+    if by_one.rewards is None or by_k.rewards is None or len(by_one.ranking) < 2:
+        return None
+    recipes = dict.fromkeys(row.recipe for row in by_one.rewards.rows)
+    recipes |= dict.fromkeys(entry.recipe for entry in by_one.ranking)
+    rows = tuple(Places(recipe, _place(by_one, recipe), _place(by_k, recipe)) for recipe in recipes)
+    both = [row for row in rows if row.at_1.place is not None and row.at_k.place is not None]
+    named = [row for row in rows if row.at_1.rank is not None and row.at_k.rank is not None]
+    differs = _order(both, "place") or _order(named, "rank")
+    k = int(metric.rpartition("@")[2])
+    firsts = by_one.rewards.rows[0], by_k.rewards.rows[0]
+    sentence = _sentence(k, firsts, differs)
+    return AtK(k=k, metric=metric, compute=by_one.rewards.compute, differs=differs, sentence=sentence, rows=rows)
+
+
+def study_at_k(
+    study: LoadedStudy,
+    ranking: Ranking,
+    curves: Callable[[str], Sequence[Curve]],
+    fit: Callable[[Sequence[Curve]], Sequence[Fit]],
+) -> AtK | None:
+    """Compare a study's ranking with that by pass@k; None if not all runs have pass@k.
+
+    Args:
+        study: the study as it was read for `ranking`.
+        ranking: its ranking by the pass rate.
+        curves: metric -> the study's curves of this metric.
+        fit: fits curves with the options of the ranking's fits.
+    """
+    metric = metric_at_k(study.runs, study.curves[0].metric) if study.curves else None
+    if metric is None or len(ranking.ranking) < 2:
+        return None
+    return at_k(ranking, rank(fit(curves(metric)), margin=ranking.margin, brief=True), metric)
+
+
+def _place(ranking: Ranking, recipe: str) -> PlaceBy:
+    rows = () if ranking.rewards is None else ranking.rewards.rows
+    place, row = next(((at, row) for at, row in enumerate(rows, 1) if row.recipe == recipe), (None, None))
+    entry = next((entry for entry in ranking.ranking if entry.recipe == recipe), None)
+    named = entry is not None and entry.rank is not None
+    return PlaceBy(
+        place=place,
+        R=None if row is None else row.R,
+        p_best=None if row is None else row.p_best,
+        rank=entry.rank if entry is not None and named else None,
+        A=entry.A if entry is not None and named else None,
+    )
+
+
+def _order(rows: Sequence[Places], what: str) -> bool:
+    """Return whether the recipes are in another order by pass@k than by pass@1, by place or by rank."""
+
+    def order(by: str) -> list[str]:
+        return [row.recipe for row in sorted(rows, key=lambda row: getattr(getattr(row, by), what))]
+
+    return order("at_1") != order("at_k")
+
+
+def _sentence(k: int, firsts: tuple[RewardRow, RewardRow], differs: bool) -> str:
+    one, many = firsts
+    if one.recipe != many.recipe:
+        return (
+            f"the two rankings differ: {one.recipe} is ahead by pass@1 (P = {one.p_best:.2f}), and {many.recipe} by "
+            f"pass@{k} (P = {many.p_best:.2f}); a gain in pass@1 alone makes right answers more frequent, and reaches "
+            "no more problems"
+        )
+    if differs:
+        return f"{one.recipe} is ahead by pass@1 and by pass@{k}; the order behind it differs"
+    return f"the order is the same by pass@1 and by pass@{k}"

@@ -1,0 +1,95 @@
+"""Rankings by pass@1 and by pass@k: `rank`, the report and MLflow show both orders and say when they differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sweeps.cli.main import main
+from sweeps.run.journal import Journal, read_journal
+from sweeps.run.passes import Passes, write_passes
+from sweeps.source.held_out import metric_at_k
+
+SAMPLES, PROMPTS = 8, 60
+
+
+def run(root: Path, recipe: str, seed: int, sharp: bool, recorded: bool = True) -> Path:
+    """A run whose pass rate rises. `sharp`: on some prompts it always passes and on the others never."""
+    random = np.random.default_rng([seed, sharp])
+    folder = root / "runs" / f"{recipe}{seed}"
+    journal = Journal(folder, clock=lambda: 0.0)
+    journal.header(run=folder.name, curve=recipe, recipe=recipe, seed=seed, device="cpu", baseline="broad")
+    for step in range(13):
+        # Half of the prompts pass nearly always by the end, or all of them pass sometimes.
+        reached = 0.08 + (0.62 if sharp else 0.4) / (1 + (5 / max(step, 0.01)) ** 2)
+        rates = np.where(np.arange(PROMPTS) < PROMPTS * reached, 0.97, 0.01) if sharp else np.full(PROMPTS, reached)
+        passed = random.binomial(SAMPLES, rates)
+        passes = Passes("p", tuple(map(int, passed)), (SAMPLES,) * PROMPTS)
+        at_k = {f"eval/heldout/{name}": mean for name, (mean, _) in passes.at_k(SAMPLES).items()} if recorded else {}
+        metrics = {"eval/heldout/pass_rate": float(passed.mean() / SAMPLES), "eval/heldout/pass_rate_se": 0.02, **at_k}
+        journal.record("eval", step, {**metrics, "compute/flops": 1e9 * step, "compute/device_hours": 0.5 * step,
+                                      "compute/virtual_device_hours": 2.0 * step})  # fmt: skip
+        write_passes(folder, step, {"heldout": passes})
+    journal.end(12, "finished", None)
+    journal.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("study")
+    for seed in (0, 1):
+        run(root, "sharp", seed, sharp=True)
+        run(root, "broad", seed, sharp=False, recorded=False)  # a journal of an earlier version
+    return root
+
+
+def test_rank_shows_both_orders_and_says_that_they_differ(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rank", str(study), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["pass_at_k"]
+    assert (found["k"], found["metric"], found["differs"]) == (8, "eval/heldout/pass@8", True)
+    places = {row["recipe"]: (row["at_1"]["place"], row["at_k"]["place"]) for row in found["rows"]}
+    assert places == {"sharp": (1, 2), "broad": (2, 1)}
+    assert "sharp is ahead by pass@1" in found["sentence"] and "broad by pass@8" in found["sentence"]
+    assert main(["rank", str(study)]) == 0
+    printed = capsys.readouterr().out
+    assert found["sentence"] in printed and "pass@8 at" in printed
+    # By another metric than the pass rate there is one ranking.
+    assert main(["rank", str(study), "--metric", "eval/heldout/pass@8", "--json"]) == 0
+    other = json.loads(capsys.readouterr().out)
+    assert other["pass_at_k"] is None and other["rewards"]["rows"][0]["recipe"] == "broad"
+
+
+@pytest.mark.slow
+def test_the_report_and_mlflow_show_both_orders(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from mlflow.tracking import MlflowClient
+
+    assert main(["report", str(study), "-o", str(study / "report.html")]) == 0
+    page = (study / "report.html").read_text()
+    assert "The two rankings differ: sharp is ahead by pass@1" in page and ">By several attempts<" in page
+    uri = f"sqlite:///{study}/mlflow.db"
+    assert main(["publish", str(study), "--mlflow", uri]) == 0
+    client = MlflowClient(uri)
+    (experiment,) = [one for one in client.search_experiments() if one.name == study.name]
+    runs = client.search_runs([experiment.experiment_id])
+    places = {
+        run.data.tags["recipe"]: run.data.metrics["rank/place_at_k"]
+        for run in runs
+        if run.data.tags.get("kind") == "fit"
+    }
+    assert places == {"broad": 1, "sharp": 2}
+    (sentence,) = [run.data.tags["rank.pass_at_k"] for run in runs if "rank.pass_at_k" in run.data.tags]
+    assert sentence.startswith("the two rankings differ")
+    capsys.readouterr()
+
+
+def test_a_run_without_several_samples_has_one_ranking(tmp_path: Path) -> None:
+    folder = run(tmp_path, "sharp", 0, sharp=True, recorded=False)
+    view = read_journal(folder)
+    assert metric_at_k([view], "eval/heldout/pass_rate") == "eval/heldout/pass@8"
+    assert metric_at_k([view], "eval/heldout/pass@8") is None and metric_at_k([], "eval/heldout/pass_rate") is None
+    (folder / "passes.jsonl").unlink()
+    assert metric_at_k([view], "eval/heldout/pass_rate") is None
