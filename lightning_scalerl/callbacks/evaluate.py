@@ -299,6 +299,10 @@ class Evaluate(Callback):
             f"eval/{name}/pass_rate": float(rates.mean()),
             f"eval/{name}/pass_rate_se": standard_error(rates, samples, scored[graded]),
         }
+        metrics |= {
+            f"eval/{name}/prompts_at_0": float((rates == 0).double().mean()),
+            f"eval/{name}/prompts_at_1": float((rates == 1).double().mean()),
+        }
         for statistic, (mean, error) in self.passes[name].at_k(samples).items():
             kind, _, k = statistic.partition("@")
             metrics |= {f"eval/{name}/{kind}@{k}": mean, f"eval/{name}/{kind}@{k}_se": error}

@@ -155,7 +155,13 @@ def _check_monitor(trainer: Trainer, callback: Any) -> None:
 def _measured(name: str, prompts: Sequence[Prompt], samples: int) -> list[str]:
     """Return the names of a held-out set's metrics; maj@k is among them although some verifiers have none."""
     difficulties = sorted({prompt.difficulty for prompt in prompts} - {""})
-    ends = ["pass_rate", "pass_rate_se", *(f"pass_rate_{difficulty}" for difficulty in difficulties)]
+    ends = [
+        "pass_rate",
+        "pass_rate_se",
+        "prompts_at_0",
+        "prompts_at_1",
+        *(f"pass_rate_{difficulty}" for difficulty in difficulties),
+    ]
     ends += [f"{kind}@{k}{end}" for k in sizes(samples) for kind in ("pass", "maj") for end in ("", "_se")]
     return [f"eval/{name}/{end}" for end in ends]
 

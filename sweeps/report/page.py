@@ -30,6 +30,7 @@ from sweeps.run.health import code_changes, idle_variants, mechanism_counters, t
 from sweeps.run.journal import JournalView
 from sweeps.run.rollouts import Shown
 from sweeps.search.race_log import RaceRecord
+from sweeps.source.held_out import PromptShares
 
 # Verdicts with a curve beyond its bend, for which the sensitivity of A is worth computing.
 NAMED = ("identifiable", "open")
@@ -51,6 +52,7 @@ class Findings:
         rollouts: sample completions.
         races: records of studies that were run as races or searches.
         at_k: the ranking by pass@k beside that by pass@1.
+        prompts: by recipe, the shares of held-out prompts that never, sometimes and always pass.
     """
 
     sensitivity: Mapping[str, Sequence[Row]] = field(default_factory=dict)
@@ -62,6 +64,7 @@ class Findings:
     rollouts: Sequence[Shown] = ()
     races: Sequence[RaceRecord] = ()
     at_k: AtK | None = None
+    prompts: Sequence[PromptShares] = ()
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from sweeps.parallel import mapped
 from sweeps.run.journal import JournalView
 from sweeps.run.rollouts import a_few
 from sweeps.search.race_log import RaceRecord
+from sweeps.source.held_out import prompt_shares
 
 if TYPE_CHECKING:
     from sweeps.report.page import Beside
@@ -86,6 +87,7 @@ def write_report(
     )
     from sweeps.report.overlay import overlay_figure
     from sweeps.report.page import NAMED, Findings, render
+    from sweeps.report.prompts_figure import prompts_figure
     from sweeps.report.thinning import points_as_dots
 
     page = Path(path)
@@ -103,6 +105,7 @@ def write_report(
         rollouts=a_few((str(view.header.get("recipe", "")), view.path.parent) for view in runs),
         races=_races(runs),
         at_k=at_k,
+        prompts=prompt_shares(runs, curves[0].axis, curves[0].metric),
     )
     figures = {
         "overlay": overlay_figure(curves, fits, ranking),
@@ -111,6 +114,7 @@ def write_report(
         "asymptotes": asymptotes_figure(fits, ranking),
         "profile": profile_figure(fits, ranking),
         "residuals": residuals_figure(fits, ranking),
+        "prompts": prompts_figure(findings.prompts, ranking, curves[0].unit),
         "history": history_figure(findings.histories, ranking, curves[0].unit),
     }
     drawn = {name: figure for name, figure in figures.items() if figure is not None}

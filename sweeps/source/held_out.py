@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from sweeps.as_json import AsJson
 from sweeps.run.journal import JournalView
 from sweeps.run.pass_at_k import STATISTICS, mean_at_k, sizes
 from sweeps.run.passes import Passes, read_passes
@@ -62,6 +65,66 @@ def metric_at_k(runs: Sequence[JournalView], metric: str) -> str | None:
             known = [k for each in passes.values() for k in sizes(max(each.scored, default=0))]
         most.append(max(known, default=1))
     return f"eval/{named[1]}/pass@{min(most)}" if min(most) > 1 else None
+
+
+@dataclass(frozen=True)
+class PromptShares(AsJson):
+    """Shares of a set's prompts that no completion, some, or every completion passed, of one recipe.
+
+    All are means over the recipe's runs, by evaluation, (n,).
+
+    Attributes:
+        compute: compute at the evaluations.
+        never, always: shares of prompts with no pass, and with nothing but passes; the rest is in between.
+        gained: share of prompts with no pass in the first evaluation that have one in the last.
+        lost: share of prompts with a pass in the first evaluation that have none in the last.
+    """
+
+    recipe: str
+    compute: tuple[float, ...]
+    never: tuple[float, ...]
+    always: tuple[float, ...]
+    gained: float
+    lost: float
+
+
+def prompt_shares(runs: Sequence[JournalView], axis: str, metric: str) -> list[PromptShares]:
+    """Return what happened to the held-out prompts of a study, by recipe; recipes without passes are left out.
+
+    Args:
+        runs: runs of the study.
+        axis: axis of compute, as in the curves.
+        metric: the reward of the study; only a pass rate has prompts.
+    """
+    named = _PASS_RATE.fullmatch(metric)
+    by_recipe: dict[str, list[dict[int, tuple[float, Passes]]]] = {}
+    for view in runs if named is not None else ():
+        compute = {record.step: record.metrics.get(axis) for record in view.of_kind("eval")}
+        kept = read_passes(view.path.parent, named[1] if named else "", list(compute))
+        known = {step: (at, kept[step]) for step, at in compute.items() if at is not None and step in kept}
+        if known:
+            by_recipe.setdefault(str(view.header.get("recipe", "")), []).append(known)
+    return [shares for recipe, known in by_recipe.items() if (shares := _shares(recipe, known)) is not None]
+
+
+def _shares(recipe: str, runs: Sequence[Mapping[int, tuple[float, Passes]]]) -> PromptShares | None:
+    """Average the runs of a recipe at the steps that all have; None if they share none or no prompt was graded."""
+    steps = sorted(set.intersection(*(set(run) for run in runs)))
+    if not steps:
+        return None
+    rows, moved = [], []
+    for run in runs:
+        passed = np.array([run[step][1].passed for step in steps], dtype=float)
+        scored = np.array([run[step][1].scored for step in steps], dtype=float)
+        graded = (scored > 0).all(axis=0)
+        if not graded.any():
+            return None
+        passed, scored = passed[:, graded], scored[:, graded]
+        rows.append([[run[step][0] for step in steps], (passed == 0).mean(axis=1), (passed == scored).mean(axis=1)])
+        moved.append([((passed[0] == 0) & (passed[-1] > 0)).mean(), ((passed[0] > 0) & (passed[-1] == 0)).mean()])
+    compute, never, always = np.mean(np.array(rows, dtype=float), axis=0).tolist()
+    gained, lost = np.mean(moved, axis=0).tolist()
+    return PromptShares(recipe, tuple(compute), tuple(never), tuple(always), gained, lost)
 
 
 def passes_by(runs: Sequence[JournalView], axis: str, metric: str) -> Callable[[str, float], Mapping[str, Passes]]:

@@ -11,7 +11,7 @@ import pytest
 from sweeps.cli.main import main
 from sweeps.run.journal import Journal, read_journal
 from sweeps.run.passes import Passes, write_passes
-from sweeps.source.held_out import metric_at_k
+from sweeps.source.held_out import metric_at_k, prompt_shares
 
 SAMPLES, PROMPTS = 8, 60
 
@@ -70,6 +70,7 @@ def test_the_report_and_mlflow_show_both_orders(study: Path, capsys: pytest.Capt
     assert main(["report", str(study), "-o", str(study / "report.html")]) == 0
     page = (study / "report.html").read_text()
     assert "The two rankings differ: sharp is ahead by pass@1" in page and ">By several attempts<" in page
+    assert (study / "report_prompts.svg").is_file() and "What happens to the prompts?" in page
     uri = f"sqlite:///{study}/mlflow.db"
     assert main(["publish", str(study), "--mlflow", uri]) == 0
     client = MlflowClient(uri)
@@ -93,3 +94,20 @@ def test_a_run_without_several_samples_has_one_ranking(tmp_path: Path) -> None:
     assert metric_at_k([view], "eval/heldout/pass@8") is None and metric_at_k([], "eval/heldout/pass_rate") is None
     (folder / "passes.jsonl").unlink()
     assert metric_at_k([view], "eval/heldout/pass_rate") is None
+
+
+def test_shares_of_prompts_are_those_of_the_passes(tmp_path: Path) -> None:
+    for seed, (first, last) in enumerate([((0, 2, 4, 0), (1, 0, 4, 4)), ((0, 0, 1, 4), (0, 3, 4, 4))]):
+        folder = tmp_path / "runs" / f"run{seed}"
+        journal = Journal(folder, clock=lambda: 0.0)
+        journal.header(run=folder.name, curve="c", recipe="one", seed=seed)
+        for step, passed in ((0, first), (4, last)):
+            journal.record("eval", step, {"eval/heldout/pass_rate": sum(passed) / 16, "compute/flops": 10.0 * step})
+            write_passes(folder, step, {"heldout": Passes("p", passed, (4, 4, 4, 4))})
+        journal.close()
+    views = [read_journal(folder) for folder in sorted((tmp_path / "runs").iterdir())]
+    (shares,) = prompt_shares(views, "compute/flops", "eval/heldout/pass_rate")
+    assert (shares.recipe, shares.compute) == ("one", (0.0, 40.0))
+    assert shares.never == (0.5, 0.25) and shares.always == (0.25, 0.5)
+    assert (shares.gained, shares.lost) == ((2 + 1) / 8, (1 + 0) / 8)
+    assert prompt_shares(views, "compute/flops", "train/reward") == []
