@@ -275,6 +275,11 @@ class ScaleRL(LightningModule):
         """Lines to show once at the start of a fit: memory, prompts and their lengths, trial of the verifier."""
         return lines_at_start(self)
 
+    def encode(self, text: str) -> list[int]:
+        """Tokenize a text without adding special tokens."""
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return tokens
+
     def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
         """Return a completion in the form that a grader takes."""
         return self.sampling.rendering.sample(prompt, rollout, self.completed_steps)

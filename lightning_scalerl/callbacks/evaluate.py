@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -15,7 +15,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning_scalerl.callbacks.base import without_tips
 from lightning_scalerl.callbacks.run import Run, run_of
 from lightning_scalerl.checks import ConfigurationError, whole_number
-from lightning_scalerl.generator.base import Generator, GroupRequest
+from lightning_scalerl.generator.base import Generator, GroupRequest, StepReport
+from lightning_scalerl.measure.probe import Scorer, generator_scores
 from lightning_scalerl.rollouts.grade import Sample, needs_group
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.rollouts.rollout import Rollout
@@ -29,6 +30,8 @@ from sweeps.run.passes import Passes, digest
 
 # Keys of an entry of `evaluation.sets` besides its task.
 _OF_A_SET = ("samples", "every_n_steps", "temperature", "max_new_tokens")
+# Number of known solutions that are scored in one forward pass.
+_SCORED_TOGETHER = 16
 # Used where neither a script nor a recipe sets a value.
 _DEFAULTS: Mapping[str, Any] = {"every_n_steps": 10, "samples": 4, "seed": 0, "prompts": None}
 # Default of `prompts`, for "not given", because None already means all prompts. A string, so that LightningCLI can save
@@ -222,7 +225,7 @@ class Evaluate(Callback):
                 if rates is None:
                     run.meter.evaluation_thrown_away(before)
                     return None
-                metrics |= rates
+                metrics |= rates | self._gold_logprob(name, prompts, run, generator)
         return {**metrics, **run.meter.evaluation_metrics()}
 
     def _pass_rates(
@@ -280,6 +283,30 @@ class Evaluate(Callback):
             raise RewardError(f"reward: no completion of held-out set {name!r} has a score ({why})")
         return self._rates(name, samples, prompts, passed, scored, wrong)
 
+    def _gold_logprob(self, name: str, sets: PromptSet, run: Run, generator: Generator) -> dict[str, float]:
+        """Return the mean log-probability (nats) of a token of the known solutions, by one forward pass per prompt.
+
+        It has no sampling noise, so it is smooth where pass rates are not. Empty if no prompt has a solution that fits
+        into the context, or the generator cannot score. A prompt's tokens have equal weights, and so have prompts.
+        """
+        if not getattr(generator, "can_score", hasattr(generator, "score")):
+            return {}
+        context, requests = run.recipe.context, []
+        room = context.max_prompt_tokens + context.max_new_tokens
+        for prompt, tokens in zip(sets.prompts[: self.prompts], sets.tokens[: self.prompts], strict=True):
+            solution = run.encode(prompt.solution) if prompt.solution else []
+            if solution and len(tokens) + len(solution) <= room:
+                requests.append((tuple(tokens), tuple(solution)))
+        total = 0.0
+        for first in range(0, len(requests), _SCORED_TOGETHER):
+            batch = requests[first : first + _SCORED_TOGETHER]
+            scores = generator_scores(cast(Scorer, generator), batch)
+            if scores is None:
+                return {}
+            total += sum(float(logprobs.double().mean()) for logprobs in scores)
+            run.meter.on_event(Event("decode", 0.0, _computed(batch)))
+        return {f"eval/{name}/gold_logprob": total / len(requests)} if requests else {}
+
     def _rates(
         self,
         name: str,
@@ -313,6 +340,19 @@ class Evaluate(Callback):
             if matching:
                 metrics[f"eval/{name}/pass_rate_{difficulty}"] = float(rates[matching].mean())
         return metrics
+
+
+def _computed(scored: Sequence[tuple[Sequence[int], Sequence[int]]]) -> StepReport:
+    """Return the work of scoring completions: (prompt tokens, completion tokens), as if they had been sampled."""
+    pairs = [(len(prompt), len(tokens)) for prompt, tokens in scored]
+    return StepReport(
+        finished=(),
+        prefill_tokens=sum(prompt for prompt, _ in pairs),
+        prefill_context=sum(prompt * (prompt + 1) // 2 for prompt, _ in pairs),
+        decoded_tokens=sum(tokens - 1 for _, tokens in pairs),
+        decoded_context=sum((tokens - 1) * (2 * prompt + tokens) // 2 for prompt, tokens in pairs),
+        prefilled=len(pairs),
+    )
 
 
 def _evaluation_set(name: str, given: Any) -> EvaluationSet:

@@ -63,6 +63,10 @@ class Run(Protocol):
         """Held-out prompts for evaluation, with their tokens, by name of the set."""
         ...
 
+    def encode(self, text: str) -> list[int]:
+        """Tokenize a text without adding special tokens."""
+        ...
+
     def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
         """Return a completion in the form that a grader takes."""
         ...

@@ -160,6 +160,7 @@ def _measured(name: str, prompts: Sequence[Prompt], samples: int) -> list[str]:
         "pass_rate_se",
         "prompts_at_0",
         "prompts_at_1",
+        "gold_logprob",
         *(f"pass_rate_{difficulty}" for difficulty in difficulties),
     ]
     ends += [f"{kind}@{k}{end}" for k in sizes(samples) for kind in ("pass", "maj") for end in ("", "_se")]

@@ -200,7 +200,7 @@ def logprob_gaps(
         # Every n-th rollout, so that they come from many prompts: rollouts of one prompt are similar.
         spread = sampled[:: -(-len(sampled) // PROBE_ROLLOUTS)]
         with asking():
-            theirs = _generator_scores(scorer, spread)
+            theirs = generator_scores(scorer, [(group.prompt_tokens, rollout.tokens) for group, rollout in spread])
         if theirs is None:
             return torch.zeros(0)
         ours = _trainer_logprobs(spread, trained, size)
@@ -209,9 +209,13 @@ def logprob_gaps(
     return torch.zeros(0)
 
 
-def _generator_scores(scorer: Scorer, rollouts: Sequence[tuple[Group, Rollout]]) -> list[Tensor] | None:
-    """Return the generator's log-probabilities of rollouts with its present weights, or None if it cannot answer."""
-    requests = [(group.prompt_tokens, rollout.tokens) for group, rollout in rollouts]
+def generator_scores(scorer: Scorer, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor] | None:
+    """Return the generator's log-probabilities (T,) of completions with its present weights, None if it cannot answer.
+
+    Args:
+        scorer: the generator.
+        requests: tokens of prompt and completion.
+    """
     if (score_all := getattr(scorer, "score_all", None)) is not None:
         return [logprobs.cpu() for logprobs in score_all(requests)]
     scores: list[Tensor] = []

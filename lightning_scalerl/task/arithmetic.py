@@ -88,6 +88,7 @@ class ArithmeticTask(PoolTask):
                 text=problem(first, second),
                 answer=solution(first, second, digits).removesuffix(STOP),
                 difficulty=f"{digits}_digits",
+                solution=solution(first, second, digits).removesuffix(STOP),
             )
             for first, second in pairs
         ]

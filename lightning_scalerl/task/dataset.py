@@ -100,7 +100,8 @@ class DatasetTask(PoolTask):
         train_prompts = self._prompts("task.train", train, remember=True)
         if isinstance(heldout, float):
             train_prompts, self._heldout["heldout"] = split(train_prompts, heldout)
-        self._train, notes = without_overlap(train_prompts, self._heldout, duplicates, leaks)
+        train_prompts, notes = without_overlap(train_prompts, self._heldout, duplicates, leaks)
+        self._train = [replace(prompt, solution="") for prompt in train_prompts]  # only evaluations use it
         self._notes += notes
 
     @staticmethod
@@ -162,7 +163,7 @@ class DatasetTask(PoolTask):
         """
         source = source_of(field, location)
         rows = source.read()
-        prompts, right_completions = [], []
+        prompts: list[Prompt] = []
         unanswered: list[int] = []
         refused: list[str] = []
         for number, row in enumerate(rows):
@@ -182,7 +183,6 @@ class DatasetTask(PoolTask):
                 refused.append(f"row {number}: {reason}")
                 continue
             prompts.append(self._prompt(problem, row, number))
-            right_completions.append(problem.right)
         if unanswered:
             self._notes.append(
                 f"{field}: {len(unanswered)} of {len(rows)} rows have no answer (first row {unanswered[0]}); left out"
@@ -196,7 +196,7 @@ class DatasetTask(PoolTask):
             raise ConfigurationError(f"{field}: no row of {source.path} has an answer")
         _check_ids(prompts)
         if remember:
-            self._collect_known(prompts, right_completions)
+            self._collect_known(prompts)
         return prompts if self._keeps_columns else [replace(prompt, columns={}) for prompt in prompts]
 
     def _unjudgeable(self, answer: Any) -> str | None:
@@ -219,9 +219,11 @@ class DatasetTask(PoolTask):
             messages=messages,
             columns=row,
             question=problem.text,
+            # A row's solution is right for built-in verifiers, but a user's reward function may check something else.
+            solution=(problem.right or "") if hasattr(self._rewards.rewards[0].grader, "known") else "",
         )
 
-    def _collect_known(self, prompts: Sequence[Prompt], right_completions: Sequence[str | None]) -> None:
+    def _collect_known(self, prompts: Sequence[Prompt]) -> None:
         """Collect right and wrong completions of a few random rows, for `known`.
 
         They come from the template, else from the row's own solution, else from the verifier.
@@ -231,10 +233,10 @@ class DatasetTask(PoolTask):
         for number in sorted(chosen):
             prompt = prompts[number]
             by_verifier = first.known(prompt.answer) if hasattr(first, "known") else (None, None)
-            # A row's solution is right for built-in verifiers, but a user's reward function may check something else.
-            solution = right_completions[number] if hasattr(first, "known") else None
             right_template, wrong_template = self._templates
-            right = solution or by_verifier[0] if right_template is None else self._filled(right_template, prompt)
+            right = prompt.solution or by_verifier[0]
+            if right_template is not None:
+                right = self._filled(right_template, prompt)
             wrong = by_verifier[1] if wrong_template is None else self._filled(wrong_template, prompt)
             for text, is_right in ((right, True), (wrong, False)):
                 if text:

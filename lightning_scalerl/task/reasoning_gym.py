@@ -302,9 +302,14 @@ class ReasoningGymTask(PoolTask):
 
     def known(self) -> Sequence[Known]:
         """Return right answers to a few rows, if the generator gives one as text."""
-        tried = [prompt for prompt in self._train if isinstance(prompt.columns["answer"], str)][:_TRIED]
-        texts = [f"<answer>{prompt.answer}</answer>" if self._answer == "tag" else prompt.answer for prompt in tried]
-        return [Known(Sample(prompt, text, text), True) for prompt, text in zip(tried, texts, strict=True)]
+        tried = [prompt for prompt in self._train if prompt.solution][:_TRIED]
+        return [Known(Sample(prompt, prompt.solution, prompt.solution), True) for prompt in tried]
+
+    def _right(self, answer: Any) -> str:
+        """Return a completion with the generator's own answer; empty if the generator gives none as text."""
+        if not isinstance(answer, str):
+            return ""
+        return f"<answer>{answer}</answer>" if self._answer == "tag" else answer
 
     def notes(self) -> Sequence[str]:
         """Return the package's version and the number of prompts from each generator."""
@@ -378,6 +383,7 @@ class ReasoningGymTask(PoolTask):
                 difficulty=self._level(name, row),
                 columns={**row, "generator": name},
                 question=row["question"],
+                solution=self._right(row["answer"]),
             )
             for row in rows
         ]

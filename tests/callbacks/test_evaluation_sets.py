@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_scalerl import ConfigurationError, DatasetTask, Evaluate, EvaluationSet, ResumableCheckpoint, RunLog
 from lightning_scalerl.axes.precision import Precision
@@ -160,3 +161,22 @@ def test_prompts_that_are_trained_on_too_are_reported_and_kept() -> None:
     (own,) = task.eval_sets()["heldout"]
     answer = f"\\boxed{{{own.answer}}}"
     assert grader.grade(Sample(own, answer, answer)).reward == 1.0
+
+
+def test_the_log_probability_of_known_solutions_is_that_of_a_forward_pass(tiny_model_path: str, tmp_path: Path) -> None:
+    """Mean over prompts of the mean over a solution's tokens; prompts without a solution do not count."""
+    from lightning_scalerl.model.load import load_model, load_tokenizer
+
+    view = run(tiny_model_path, tmp_path, 1, {"gsm8k": sets()["gsm8k"]}, every=5)
+    recorded = {record.step: record.metrics for record in view.of_kind("eval")}
+    assert "eval/heldout/gold_logprob" not in recorded[0]
+    model, tokenizer = load_model(tiny_model_path), load_tokenizer(tiny_model_path)
+    means = []
+    for row in GSM8K:
+        prompt, solution = (tokenizer.encode(row[key], add_special_tokens=False) for key in ("question", "answer"))
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *solution]])).logits[0].float()
+        logprobs = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+        means.append(float(logprobs.gather(1, torch.tensor(solution).unsqueeze(1)).mean()))
+    assert recorded[0]["eval/gsm8k/gold_logprob"] == pytest.approx(sum(means) / len(means), abs=1e-4)
+    assert recorded[1]["eval/gsm8k/gold_logprob"] != recorded[0]["eval/gsm8k/gold_logprob"]
