@@ -34,9 +34,11 @@ def sets() -> dict[str, Any]:
     }
 
 
-def run(model: str, place: Path, steps: int, chosen: Mapping[str, Any], resume: bool = False, every: int = 2) -> Any:
+def run(
+    model: str, place: Path, steps: int, chosen: Mapping[str, Any], resume: bool = False, every: int = 2, **more: Any
+) -> Any:
     checkpoint = newest_checkpoint(place / "checkpoints").path if resume else None
-    callbacks = [Evaluate(every, 2, sets=chosen), RunLog(place), ResumableCheckpoint(place / "checkpoints", 1)]
+    callbacks = [Evaluate(every, 2, sets=chosen, **more), RunLog(place), ResumableCheckpoint(place / "checkpoints", 1)]
     from lightning.pytorch import Trainer
 
     from lightning_scalerl import RolloutDataModule, ScaleRL
@@ -167,7 +169,7 @@ def test_the_log_probability_of_known_solutions_is_that_of_a_forward_pass(tiny_m
     """Mean over prompts of the mean over a solution's tokens; prompts without a solution do not count."""
     from lightning_scalerl.model.load import load_model, load_tokenizer
 
-    view = run(tiny_model_path, tmp_path, 1, {"gsm8k": sets()["gsm8k"]}, every=5)
+    view = run(tiny_model_path, tmp_path, 1, {"gsm8k": sets()["gsm8k"]}, every=5, gold_logprob=True)
     recorded = {record.step: record.metrics for record in view.of_kind("eval")}
     assert "eval/heldout/gold_logprob" not in recorded[0]
     model, tokenizer = load_model(tiny_model_path), load_tokenizer(tiny_model_path)
