@@ -9,16 +9,18 @@ prompts -> generator -> length control -> reward                       (rollout_
 With several ranks, rank 0 does the parts that are in other files and shares the batch. Each rank trains on its rows of
 the batch, and their gradients add up to the batch's gradient (`distributed`).
 
-Everything else that a run under Lightning's Trainer needs (set-up, data path, checkpoints, records) is in `session`.
-Lightning's hooks are at the end of the class and call it.
+The objects that the module is composed of (`Models`, `DataPath`, `Updates`, `Records`, `Continuation`) are in
+`session`, with the rest that a run under Lightning's Trainer needs. Lightning's hooks are at the end of the class.
 """
 
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,67 +29,62 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 from lightning_scalerl.callbacks.base import without_tips
+from lightning_scalerl.callbacks.evaluate import Evaluate, evaluation_of, owed, validate_now
 from lightning_scalerl.callbacks.predict import Prediction, predicted
-from lightning_scalerl.callbacks.trainer import warn_of_pytorch_lightning
+from lightning_scalerl.callbacks.trainer import count_from, warn_of_pytorch_lightning
 from lightning_scalerl.distributed.checkpoint_folder import is_folder
 from lightning_scalerl.distributed.ranks import Follower, Ranks
 from lightning_scalerl.distributed.sharded import whole_tensor
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.measure.compute_meter import ComputeMeter
+from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.measure.mechanism import MechanismCounters
 from lightning_scalerl.measure.probe import check_probe, probe_metrics
+from lightning_scalerl.measure.semantics import resolved_choices
 from lightning_scalerl.measure.step_metrics import Pass
-from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
-from lightning_scalerl.model.files import WeightFiles
-from lightning_scalerl.model.load import load_model
 from lightning_scalerl.model.policy import Policy
-from lightning_scalerl.model.value import ValueModel
+from lightning_scalerl.model.recompute import set_mode
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.rollouts.grade import Sample
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.rollouts.rollout import Part, Rollout, Scored, TrainBatch
-from lightning_scalerl.session.checkpoint_state import from_folder, load_state, save_state
+from lightning_scalerl.session.checkpoint_state import (
+    check_run,
+    from_folder,
+    identity_of,
+    load_state,
+    prepare_weights,
+    save_state,
+    steps_of,
+)
 from lightning_scalerl.session.continuation import Continuation
 from lightning_scalerl.session.data_path import DataPath
-from lightning_scalerl.session.export import export
-from lightning_scalerl.session.fit import (
-    batch_or_why_none,
-    begin_fit,
-    begin_training,
-    close_engines,
-    end_exhausted,
-    end_fit,
-    fail,
-    lines_at_start,
-    stop_between_steps,
-    validate,
-)
-from lightning_scalerl.session.models import Reference, make
+from lightning_scalerl.session.export import card_of, export
+from lightning_scalerl.session.fit import batch_or_why_none, end_exhausted, probe, stop_between_steps
+from lightning_scalerl.session.models import make
 from lightning_scalerl.session.placement import shard_models
 from lightning_scalerl.session.records import Records
 from lightning_scalerl.session.sampling import Sampling
-from lightning_scalerl.session.setup import build_optimizer, set_learning_rates, set_up, supplied_choices
+from lightning_scalerl.session.setup import place_models, resolve_choices, set_up_fit, stage_of, supplied_choices
 from lightning_scalerl.session.step import count_mechanisms, generator_gaps, metrics_of
+from lightning_scalerl.session.updates import Updates
 from lightning_scalerl.stream.drivers import Driver
-from lightning_scalerl.stream.prompts import PromptSet, PromptSource
+from lightning_scalerl.stream.prompts import PromptSet
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.base import Task
 from lightning_scalerl.update.before import scored_before
-from lightning_scalerl.update.health import HealthWatch
-from lightning_scalerl.update.loss_scale import LossScale, SkippedUpdates
-from lightning_scalerl.update.terms import Term
+from lightning_scalerl.update.terms import Term, terms
 from lightning_scalerl.update.token_credit import token_credit
-from lightning_scalerl.update.trained import TrainedPolicy
 from lightning_scalerl.verify.verification import Verifiers
-from sweeps.run.interruption import interruption
+from sweeps.run.interruption import RunInterruptedError, interruption
 
 
 class ScaleRL(LightningModule):
     """RL post-training with verifiable rewards, in which every design choice is a callback.
 
-    The module holds the models, the recipe and the state that `session` sets up for a run. The recipe supplies a choice
-    for each axis that no callback of the Trainer covers. With several ranks only rank 0 (`ranks.leads`) has
-    `generator`, `prompts`, `mechanism` and `alarm`, and only rank 0 writes records.
+    The module is composed of the objects of `session`. The recipe supplies a choice for each axis that no callback of
+    the Trainer covers. With several ranks only rank 0 (`ranks.leads`) has a data path, with `generator`, `driver` and
+    `mechanism`, and only rank 0 writes records.
 
     Calling `Trainer.fit` again with a larger `max_steps` continues the run. `Trainer.validate` evaluates.
 
@@ -105,17 +102,13 @@ class ScaleRL(LightningModule):
             another model.
     """
 
-    # Set by `setup`, on rank 0 only, except the stream: other ranks have a substitute that counts the steps.
-    stream: RolloutStream
-    sampling: Sampling
-    prompts: PromptSource
-    generator: Generator
-    driver: Driver
-    mechanism: MechanismCounters
-    alarm: TruncationAlarm
     # Set by `setup`, on every rank.
     meter: ComputeMeter
+    updates: Updates
+    terms: list[Term]
     sigterm_handler: Any
+    # Set by `setup`, on rank 0.
+    sampling: Sampling
 
     def __init__(
         self,
@@ -130,28 +123,18 @@ class ScaleRL(LightningModule):
         without_tips()
         warn_of_pytorch_lightning()
         self.automatic_optimization = False
-        made = make(model, recipe, overrides, tokenizer, config_dir, streamed)
-        self.recipe, self.tokenizer, self.stop_tokens = made.recipe, made.tokenizer, made.stop_tokens
-        self.arguments = made.arguments
-        # Models that are trained and saved. The reference model is neither, so it is hidden from `nn.Module`.
-        self.policy = made.policy
-        self.critic: ValueModel | None = None
-        # The files of a policy whose weights are not read yet, or the reason why each rank reads the whole model.
-        self.files = made.files if isinstance(made.files, WeightFiles) else None
-        self.read_whole = made.files if isinstance(made.files, str) else None
-        self.reference_model = Reference(made.arguments.get("model"), self.files)
+        self.recipe, self.models, self.arguments = make(model, recipe, overrides, tokenizer, config_dir, streamed)
+        self.tokenizer, self.stop_tokens = self.models.tokenizer, self.models.stop_tokens
+        # Children of the module, whose weights are trained and saved under these names.
+        self.policy = self.models.policy
+        self.critic = self.models.critic
+        self.trained = self.models.trained
         # Set anew by `setup` for every fit.
-        self.choices = made.recipe.choices
-        self.ranks = Ranks()
-        self.trained = TrainedPolicy(self.policy, lambda: self.ranks, lambda: load_model(made.arguments["model"]))
-        self.stream = Follower()  # type: ignore[assignment]  # no step is completed yet
+        self.choices = self.recipe.choices
+        self.stream: RolloutStream = Follower()  # type: ignore[assignment]  # no step is completed yet
         self.memory = ""  # a line on the fit's use of device memory
-        self.data_path: DataPath | None = None
-        self.terms: list[Term] = []
-        self.loss_scale = LossScale(acts=False)
-        self.skipped = SkippedUpdates()
-        self.health = HealthWatch(self.recipe.health, self.recipe.reward.incorrect)
-        self.optimizer: torch.optim.Optimizer | None = None
+        # On rank 0: other ranks have none, and a `stream` that only counts the steps.
+        self._data_path: DataPath | None = None
         # Kept from one fit to the next.
         self.continuation = Continuation()
         self.records = Records()
@@ -163,13 +146,13 @@ class ScaleRL(LightningModule):
     def next_batch(self) -> TrainBatch | None:
         """Generate on rank 0 until a batch is ready for all ranks. Without prompts left, return None to end the fit."""
         # Set the rates before the step starts: callbacks such as LearningRateMonitor read them at its start.
-        set_learning_rates(self)
+        self.updates.set_learning_rates(self.completed_steps)
         with self.meter.phase("generate"):
-            batch = self.ranks.share_batch(lambda: batch_or_why_none(self))
+            batch = self.ranks.share_batch(lambda: batch_or_why_none(self.data_path, lambda: self.stop_reason))
         if isinstance(batch, str):
-            end_exhausted(self, batch)
+            end_exhausted(self.trainer, self, batch)
             return None
-        return batch if batch is not None else stop_between_steps(self)
+        return batch if batch is not None else stop_between_steps(self.trainer, self)
 
     def training_step(self, batch: TrainBatch, batch_index: int) -> None:
         """Take one training step on a batch, with one update per pass of axis `epochs`."""
@@ -187,19 +170,19 @@ class ScaleRL(LightningModule):
                 passes.append(done)
                 # Only the first pass uses the weights before the update, which the generator may also have.
                 if number == 0:
-                    gaps = self.ranks.share(lambda: generator_gaps(self, batch, passes[0]))
+                    gaps = self.ranks.share(lambda: generator_gaps(self.data_path, batch, passes[0]))
                 # All updates but the last bypass Lightning, which would count each of them as a global step.
                 if number + 1 < self.choices.epochs.count:
                     self.optimizers(use_pl_optimizer=False).step()  # type: ignore[union-attr]
-            self.ranks.share(lambda: count_mechanisms(self, batch, passes))
+            self.ranks.share(lambda: count_mechanisms(self.data_path, batch, passes))
             optimizer.step()  # type: ignore[union-attr]
             self.meter.trained(batch, self.choices.passes)
         self.stream.step_completed()
         recorded = self.records.record(
-            self, "train", lambda: {**metrics_of(self, batch, passes), **probe_metrics(gaps)}
+            "train", lambda: {**metrics_of(self.data_path, self.updates, batch, passes), **probe_metrics(gaps)}
         )
         check_probe(recorded, self.choices.precision, self.completed_steps - 1)
-        self.health.check(recorded, self.completed_steps)
+        self.updates.health.check(recorded, self.completed_steps)
 
     def _credited(self, rows: TrainBatch) -> TrainBatch:
         """Make the forward passes before the first update, and return the rows with per-token credit."""
@@ -217,7 +200,7 @@ class ScaleRL(LightningModule):
                 values = None if self.critic is None else self.critic(micro_batch)
                 scored = Scored(micro_batch, logprobs, entropies, values)
                 losses = torch.stack([term.reduce(scored) for term in self.terms])
-                self.manual_backward(self.loss_scale.scaled(losses.sum()))
+                self.manual_backward(self.updates.loss_scale.scaled(losses.sum()))
                 totals += losses.detach()
                 # A pass without rows has weight 0; it is made because all ranks of a sharded model must take part.
                 if numbers.numel():
@@ -225,14 +208,14 @@ class ScaleRL(LightningModule):
         self.ranks.sum_gradients(self.parameters())
         totals = self.ranks.sum(totals)
         gathered = self.ranks.gather_parts(batch, parts)
-        self.loss_scale.unscale(self.parameters())
+        self.updates.loss_scale.unscale(self.parameters())
         # Without clipping the bound is infinite: the norm is measured and the gradient stays unchanged.
         clip = math.inf if self.recipe.optimizer.clip_norm is None else self.recipe.optimizer.clip_norm
         norms = {"gradient_norm": whole_tensor(nn.utils.clip_grad_norm_(self.policy.parameters(), clip))}
         if self.critic is not None:
             norms["value_gradient_norm"] = whole_tensor(nn.utils.clip_grad_norm_(self.critic.parameters(), clip))
         finite = bool(torch.stack([totals.sum(), *norms.values()]).isfinite().all())
-        self.skipped.observe(finite, self.loss_scale, self.completed_steps)
+        self.updates.skipped.observe(finite, self.updates.loss_scale, self.completed_steps)
         if not finite:
             self.optimizers().zero_grad(set_to_none=True)  # type: ignore[union-attr]
         return Pass(gathered, {term.name: total for term, total in zip(self.terms, totals, strict=True)}, norms, finite)
@@ -258,7 +241,33 @@ class ScaleRL(LightningModule):
     @property
     def reference(self) -> Policy | None:
         """Frozen reference model of axis `kl`, or None. It is not among the module's parameters."""
-        return self.reference_model.policy if self.choices.kl.where else None
+        return self.models.reference.policy
+
+    @property
+    def ranks(self) -> Ranks:
+        """Ranks of the Trainer; a single one before `setup`."""
+        return self.models.ranks
+
+    @property
+    def data_path(self) -> DataPath:
+        """Data path of the fit; only on rank 0."""
+        assert self._data_path is not None
+        return self._data_path
+
+    @property
+    def generator(self) -> Generator:
+        """Generator of the fit; only on rank 0."""
+        return self.data_path.generator
+
+    @property
+    def driver(self) -> Driver:
+        """Driver of the fit; only on rank 0."""
+        return self.data_path.driver
+
+    @property
+    def mechanism(self) -> MechanismCounters:
+        """Counters of the axes that depart from the recipe; only on rank 0."""
+        return self.data_path.mechanism
 
     @property
     def stop_reason(self) -> str | None:
@@ -273,7 +282,8 @@ class ScaleRL(LightningModule):
     @property
     def began(self) -> list[str]:
         """Lines to show once at the start of a fit: memory, prompts and their lengths, trial of the verifier."""
-        return lines_at_start(self)
+        memory = [self.memory] if self.memory else []
+        return [] if self._data_path is None else [*self.models.notes, *memory, *self._data_path.notes]
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text without adding special tokens."""
@@ -306,7 +316,8 @@ class ScaleRL(LightningModule):
             ConfigurationError: the folder is not empty, the type is unknown, or there is no adapter to write.
             RuntimeError: the merged model computes something else than the trained policy.
         """
-        return export(self, directory, dtype, adapter)
+        card = card_of(self.recipe, self.choices, self.completed_steps, self.models.path)
+        return export(self.models, card, self.recipe.chat, directory, dtype, adapter)
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]  # Lightning's version is not a plain classmethod
@@ -336,54 +347,130 @@ class ScaleRL(LightningModule):
 
     def configure_callbacks(self) -> Sequence[Callback]:
         """Return the recipe's choices for axes that no callback of the Trainer covers; the same objects each time."""
-        return supplied_choices(self)
+        fitted = None if self.continuation.meaning is None else self.choices
+        return supplied_choices(self.trainer, self.recipe, fitted)
 
     def setup(self, stage: str) -> None:
         """Resolve the choices and build the data path. Configuration errors are raised here, before any compute."""
-        set_up(self, stage)
+        # Save the handler here: Lightning installs its own after this hook.
+        self.sigterm_handler = signal.getsignal(signal.SIGTERM)
+        self.choices = resolve_choices(self.trainer, self.recipe)
+        settings = {**resolved_choices(self.recipe, self.choices), **self.arguments, "seed": self.seed}
+        self.save_hyperparameters(settings)
+        self.memory = place_models(self.models, self.recipe, self.choices, self.trainer)
+        devices = self.ranks.count + self.recipe.driver.engine_devices
+        self.meter = ComputeMeter(FlopModel.of(self.policy.model), devices=devices)
+        made_for = stage_of(self.trainer, self.recipe, self.choices, self.models)
+        if stage != "fit":
+            # Evaluation needs only the step from the stream, so the state that a fit left stays for the next one.
+            sampling = self.ranks.on_leader(partial(Sampling, made_for, training=False))
+            if sampling is not None:
+                self.sampling = sampling
+            return
+        steps = self.completed_steps
+        self._data_path, goes_on = set_up_fit(made_for, self.meter, settings, self.continuation, self._data_path, steps)
+        self.critic = self.models.critic
+        self.terms = terms(self.choices)
+        if self._data_path is None:
+            self.stream = Follower()  # type: ignore[assignment]  # it only counts steps
+        else:
+            self.sampling, self.stream = self._data_path.sampling, self._data_path.stream
+        if goes_on:
+            self.stream.completed_steps = steps
+            count_from(self.trainer, steps)
+        else:
+            self.updates = Updates(self.recipe, self.choices)
 
     def configure_model(self) -> None:
         """Shard the models over the ranks, if the strategy shards."""
-        shard_models(self)
+        shard_models(self.models)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the run from a checkpoint in `fit`; other Trainer methods restore only the weights."""
-        load_state(self, checkpoint)
+        """Restore the run from a checkpoint in `fit`; other Trainer methods restore only the weights.
+
+        Raises:
+            ConfigurationError: the file is incomplete, contains no run, or contains another run.
+        """
+        trainer = self._trainer
+        fits = trainer is not None and trainer.state.fn == "fit"
+        ckpt_path = None if trainer is None else trainer.ckpt_path
+        prepare_weights(checkpoint, self.models, self, ckpt_path, fits)
+        if not fits:
+            self.continuation.meaning = None
+            self.stream = Follower(steps_of(checkpoint))  # type: ignore[assignment]
+            return
+        check_run(identity_of(trainer, self), checkpoint, ckpt_path)
+        # Set the step now: Lightning restores its counters only after the evaluation that may still be due.
+        self.stream.completed_steps = steps_of(checkpoint)
+        count_from(self.trainer, self.completed_steps)
+        load_state(checkpoint, self._data_path, self.models, self.updates, self.records)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the recipe's optimizer, reused from the last fit if there was one; each step applies the schedule."""
-        if self.optimizer is None:
-            self.optimizer = build_optimizer(self)
-        return self.optimizer
+        return self.updates.optimizer(self.models)
 
     def on_fit_start(self) -> None:
         """Check that all ranks resume at the same step, and make a final evaluation that is still due."""
-        begin_fit(self)
+        steps = self.completed_steps
+        self.exhausted = None
+        self.ranks.check_alike("checkpoint: completed steps", steps)
+        self.records.begin(self.trainer, self.ranks, self._data_path)
+        self.ranks.share(lambda: self.data_path.publish_again())
+        if steps >= self.trainer.max_steps and owed(self.trainer, steps):
+            self.meter.start()
+            if not validate_now(self.trainer):
+                # Do not save: nothing is new, and Lightning's counters are not restored yet.
+                raise RunInterruptedError(f"step {steps}: {self.stop_reason}")
 
     def on_train_start(self) -> None:
-        """Start the compute meter, and publish the weights of a fresh run to the generator."""
-        begin_training(self)
+        """Probe the generator, publish the weights to it in a fresh run, and start the compute meter."""
+        # The model's own dropout settings would make the trainer's policy differ from the generator's.
+        set_mode(self.policy, self.recipe.optimizer.dropout)
+        if self.critic is not None:
+            set_mode(self.critic, False)
+        self.ranks.share(lambda: probe(self.data_path))
+        if self.completed_steps == 0 and self.trainer.ckpt_path is None:
+            self.ranks.share(lambda: self.generator.publish(self.trained.weights(), 0))
+        self.ranks.restore_sigterm(self.sigterm_handler)
+        self.meter.start()
+        self.continuation.fit_began()
 
     def validation_step(self, sets: list[str], batch_index: int) -> None:
-        """Evaluate all held-out sets, for `Evaluate` in a fit or for `Trainer.validate`."""
-        validate(self)
+        """Evaluate all held-out sets: in a fit, write a record of the run; for `Trainer.validate`, log to Lightning."""
+        evaluation = evaluation_of(self.trainer)
+        if evaluation is None:
+            evaluation = Evaluate()
+            evaluation.follow(self.recipe.evaluation)
+        fits = self.trainer.state.fn == "fit"
+        metrics = evaluation.measure(self, in_fit=fits)
+        if fits:
+            self.records.record("eval", lambda: metrics)
+            return
+        count_from(self.trainer, self.completed_steps)
+        several = self.ranks.count > 1
+        self.log_dict(metrics, batch_size=1, sync_dist=several, rank_zero_only=several)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the run's state to a checkpoint. All ranks call it."""
-        save_state(self, checkpoint)
+        identity = identity_of(self.trainer, self)
+        save_state(checkpoint, self._data_path, self.models, self.updates, self.records, identity)
 
     def on_fit_end(self) -> None:
         """Stop the compute meter: time between two fits is not counted."""
-        end_fit(self)
+        self.meter.stop()
+        self.continuation.fit_ended()
 
     def failed(self, error: BaseException) -> None:
         """Stop the meter after an error. Unless it was a clean interruption, the next fit needs a checkpoint."""
-        fail(self, error)
+        if hasattr(self, "meter"):  # else the error was before `setup` made it
+            self.meter.stop()
+        self.teardown("fit")
+        self.continuation.fit_ended(error)
 
     def teardown(self, stage: str) -> None:
-        """Close generators that hold processes or memory; another fit starts them again."""
-        if stage == "fit":
-            close_engines(self)
+        """Close generators and verifiers that hold processes or memory; another fit starts them again."""
+        if stage == "fit" and self._data_path is not None:
+            self._data_path.driver.close()
 
     def test_step(self, *args: Any) -> None:
         """Do nothing: `setup` refuses Trainer.test and names what to use instead."""

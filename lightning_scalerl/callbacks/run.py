@@ -32,11 +32,19 @@ class Run(Protocol):
     choices: Choices
     policy: Policy
     trained: TrainedPolicy
-    ranks: Ranks
     meter: ComputeMeter
-    mechanism: MechanismCounters
     stream: RolloutStream
     exhausted: str | None  # the reason if the fit ended before its budget because no prompts were left, else None
+
+    @property
+    def ranks(self) -> Ranks:
+        """Ranks of the Trainer."""
+        ...
+
+    @property
+    def mechanism(self) -> MechanismCounters:
+        """Counters of the axes that depart from the recipe."""
+        ...
 
     @property
     def task(self) -> Task:

@@ -1,22 +1,28 @@
 """A run under Lightning's Trainer, except its training step: setup, data path, continuation, checkpoints, records.
 
-The inputs are the module's arguments and, for each `Trainer.fit` or `Trainer.validate`, its callbacks, data module and
-perhaps a checkpoint. The results are a module that is ready for `ScaleRL.training_step`, checkpoints, and records for
-callbacks and loggers. `ScaleRL` holds all parts. Each of its hooks calls one of these files:
+`ScaleRL` is composed of five objects that own their state. It gives each function of these files the objects that the
+function uses, and no file here has the module itself:
 
-    __init__                       models            arguments -> policy, tokenizer, recipe
+    Models              models             policy, critic, reference, tokenizer; the ranks and device that train them
+    DataPath            data_path          rank 0: task -> prompts -> stream -> verifiers -> generator -> driver
+    Updates             updates            optimizer, learning rates, loss scale, skipped updates, health
+    Records             records            metrics -> callbacks and loggers
+    Continuation        continuation       does this fit continue the last fit's run?
+
+A `Stage` holds what one fit, validation or prediction works with (recipe, choices, models, task, seed). A data path is
+built from it, or only a `Sampling` (prompts, generator, verifiers; both in `sampling`) to evaluate. The hooks of
+`ScaleRL` call the other files:
+
+    __init__                       models            arguments -> recipe, `Models`
                                      trials            is the model's head supported, does it take packed rows?
-    setup                          setup             choices -> critic, reference, terms of the loss
-                                     memory            does it fit into its device?
-                                     sampling          task, chat -> prompts, a generator, verifiers
-                                     data_path         task -> prompts -> stream -> verifiers -> generator -> driver
-                                     continuation      does this fit continue the last fit's run?
-    configure_model                placement         shard the models; `streamed`: each rank reads its part of them
-    on_fit_start ... on_fit_end    fit               probe, first weights, compute meter, stop, failure
+    setup                          setup             callbacks -> choices -> models on their device -> `DataPath`
+                                     placement         adapt, check, move and shard the models
+                                     streamed          each rank reads its part of the weights
+                                     memory            do they fit into the device?
+    configure_model                placement         shard the models
+    on_fit_start, on_train_start   fit               probe of the generator
+    next_batch                     fit               stop between steps, exhausted prompts
     training_step                  step              rank 0's measurements: gaps to the generator, mechanisms, metrics
-    training_step, validation_step records           metrics -> callbacks and loggers (`fit.validate`)
     on_save/on_load_checkpoint     checkpoint_state  state of the run <-> checkpoint
     save_pretrained                export            policy -> folder for `from_pretrained`
-
-`parts` declares the module's attributes that these files read and set. With several ranks, only rank 0 has a data path.
 """

@@ -21,14 +21,11 @@ class Continuation:
         meaning: settings, choices, seed and task; two fits with equal values belong to the same run. None before the
             first fit.
         failure: class name of the error that ended the last fit; None if it finished or was interrupted.
-        generator: generator state from a checkpoint without generator weights. It is restored once the trainer's
-            weights are loaded and published.
     """
 
     def __init__(self) -> None:
         self.meaning: dict[str, Any] | None = None
         self.failure: str | None = None
-        self.generator: dict[str, Any] | None = None
         self._under_way = False
 
     def goes_on(self, meaning: dict[str, Any], steps: int) -> bool:

@@ -5,108 +5,114 @@
                                            v
                                        TrainBatch -> ScaleRL.training_step -> weights to the generator
 
-`build_data_path` builds a `DataPath` from the stage's resolved choices (`sampling.Inputs`) and the compute meter.
+A `DataPath` is built for each fit, from its `Stage` and its compute meter.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
-from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.generator.channel import DirectChannel
 from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.mechanism import MechanismCounters
 from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
-from lightning_scalerl.session.sampling import TRAINING, Inputs, Sampling, new_generator, new_verifiers
+from lightning_scalerl.session.sampling import TRAINING, Sampling, Stage
 from lightning_scalerl.state import StateRegistry, TorchRandomState
-from lightning_scalerl.stream.drivers import Driver
+from lightning_scalerl.stream.live_driver import LiveDriver
 from lightning_scalerl.stream.prompts import PromptSource
 from lightning_scalerl.stream.random_streams import PROMPT_STREAM
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 
 
-@dataclass(frozen=True)
 class DataPath:
-    """Parts of a run before and after the training step; `state` is their state in a checkpoint."""
+    """Parts of a run before and after the training step; `state` is their state in a checkpoint.
 
-    sampling: Sampling
-    prompts: PromptSource
-    stream: RolloutStream
-    generator: Generator
-    driver: Driver
-    mechanism: MechanismCounters
-    alarm: TruncationAlarm
-    state: StateRegistry
-    tried: str
-
-    @property
-    def began(self) -> list[str]:
-        """Lines to show once at the start: prompt lengths, one prompt as the model reads it, the verifier trial."""
-        sampling = self.sampling
-        shown = sampling.rendering.text(sampling.sets[TRAINING].prompts[0])
-        return [
-            *(each.describes(name) for name, each in sampling.sets.items()),
-            f"prompts: {sampling.rendering.describes}; the first of them as the model reads it:",
-            *(f"  | {line}" for line in (shown if len(shown) < 2000 else f"{shown[:2000]} ...").splitlines()),
-            *sampling.rendering.notes(sampling.sets[TRAINING].prompts),
-            *sampling.inputs.task.notes(),
-            self.tried,
-        ]
-
-
-def build_data_path(inputs: Inputs, meter: ComputeMeter) -> DataPath:
-    """Build the parts of a run before and after the training step, and register their state.
+    Args:
+        stage: choices and models of the fit.
+        meter: compute meter of the fit.
 
     Raises:
         ConfigurationError: prompts, verifiers, generator or driver are invalid; no process is left running.
     """
-    recipe, choices, task, seed = inputs.recipe, inputs.choices, inputs.task, inputs.seed
-    sampling = Sampling(inputs, training=True)
-    pool = sampling.sets[TRAINING]
-    prompts = PromptSource(pool.prompts, (seed, PROMPT_STREAM), choices.resampling, choices.curriculum)
-    stream = RolloutStream(
-        prompts=prompts,
-        task=task,
-        encode=pool.tokens_of,
-        sample=sampling.rendering.sample,
-        choices=choices,
-        reward=recipe.reward,
-        verification=recipe.verify,
-        phrase_tokens=len(inputs.encode(choices.length_control.phrase)),
-        groups_per_step=recipe.batch.prompts,
-        completions=recipe.batch.completions,
-        max_new_tokens=recipe.context.max_new_tokens,
-        seed=seed,
-    )
-    # Start these after all other checks, because they may start processes.
-    verifiers, tried = new_verifiers(inputs)
-    try:
-        generator = new_generator(inputs)
-    except BaseException:
-        verifiers.close()
-        raise
-    channel = DirectChannel(inputs.trained.weights, generator)
-    driver = recipe.driver.driver(stream, generator, channel, recipe.cost_model, verifiers, [meter.on_event])
-    sampling.driver = driver
-    mechanism = MechanismCounters(choices, recipe.choices, stream, inputs.trained, inputs.tokenizer.decode)
-    alarm = TruncationAlarm()
-    state = StateRegistry()
-    state.register("prompts", prompts)
-    state.register("stream", stream)
-    state.register("driver", driver)
-    state.register("generator", generator)
-    state.register("meter", meter)
-    state.register("mechanism", mechanism)
-    state.register("alarm", alarm)
-    state.register("random", TorchRandomState())
-    return DataPath(
-        sampling=sampling,
-        prompts=prompts,
-        stream=stream,
-        generator=generator,
-        driver=driver,
-        mechanism=mechanism,
-        alarm=alarm,
-        state=state,
-        tried=tried,
-    )
+
+    def __init__(self, stage: Stage, meter: ComputeMeter) -> None:
+        recipe, choices, models = stage.recipe, stage.choices, stage.models
+        self.stage, self.meter = stage, meter
+        self.sampling = Sampling(stage, training=True)
+        pool = self.sampling.sets[TRAINING]
+        self.prompts = PromptSource(pool.prompts, (stage.seed, PROMPT_STREAM), choices.resampling, choices.curriculum)
+        self.stream = RolloutStream(
+            prompts=self.prompts,
+            task=stage.task,
+            encode=pool.tokens_of,
+            sample=self.sampling.rendering.sample,
+            choices=choices,
+            reward=recipe.reward,
+            verification=recipe.verify,
+            phrase_tokens=len(stage.encode(choices.length_control.phrase)),
+            groups_per_step=recipe.batch.prompts,
+            completions=recipe.batch.completions,
+            max_new_tokens=recipe.context.max_new_tokens,
+            seed=stage.seed,
+        )
+        # Start these after all other checks, because they may start processes.
+        verifiers, self._tried = self.sampling.new_verifiers()
+        try:
+            self.generator = self.sampling.new_generator()
+        except BaseException:
+            verifiers.close()
+            raise
+        channel = DirectChannel(models.trained.weights, self.generator)
+        self.driver = recipe.driver.driver(
+            self.stream, self.generator, channel, recipe.cost_model, verifiers, [meter.on_event]
+        )
+        self.sampling.driver = self.driver
+        decode = models.tokenizer.decode
+        self.mechanism = MechanismCounters(choices, recipe.choices, self.stream, models.trained, decode)
+        self.alarm = TruncationAlarm()
+        self.state = StateRegistry()
+        self.state.register("prompts", self.prompts)
+        self.state.register("stream", self.stream)
+        self.state.register("driver", self.driver)
+        self.state.register("generator", self.generator)
+        self.state.register("meter", meter)
+        self.state.register("mechanism", self.mechanism)
+        self.state.register("alarm", self.alarm)
+        self.state.register("random", TorchRandomState())
+        self._unpublished: dict[str, Any] | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines to show once at the start: prompt lengths, one prompt as the model reads it, the verifier trial."""
+        return [*self.sampling.notes, self._tried]
+
+    def compute(self) -> dict[str, Any]:
+        """Return all compute axes, which are a part of every record."""
+        return {**self.meter.metrics(), **self.driver.metrics()}
+
+    def saved(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        with self.driver.quiet():
+            state = self.state.state_dict()
+        # In virtual time, later rollouts depend on the last published weights, which may differ from the trainer's, so
+        # they are saved. In real time they are not needed, and next to a folder of shards they would add a whole model.
+        if self.stage.models.ranks.writes_shards and isinstance(self.driver, LiveDriver):
+            state["generator"]["weights"] = None
+        return state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore a state that `saved` returned; a generator without weights waits for `publish_again`."""
+        generator = state["generator"]
+        published = generator.get("weights", ...) is not None
+        self.state.load_state_dict(state, later=() if published else ("generator",))
+        self._unpublished = None if published else generator
+
+    def publish_again(self) -> None:
+        """Restore a generator whose weights were not saved; it gets the trainer's weights, those of the last step.
+
+        Call it once the trainer's weights are loaded.
+        """
+        state, self._unpublished = self._unpublished, None
+        if state is not None:
+            published = {"weights": self.stage.models.trained.weights(), "version": self.stream.completed_steps}
+            self.generator.load_state_dict({**state, **published})

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choices import Choices
 from lightning_scalerl.distributed.sharded import is_sharded
 from lightning_scalerl.model.adapter import modules_saved
-from lightning_scalerl.model.chat import Rendering, told_of
+from lightning_scalerl.model.chat import Chat, Rendering, told_of
 from lightning_scalerl.model.head import eval_mode, output_head
 from lightning_scalerl.model.load import blank_copy
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.save import save_adapter, save_in_parts, save_model
+from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.rollouts.rollout import Group, Rollout
-from lightning_scalerl.session.parts import Parts
+from lightning_scalerl.session.models import Models
 from lightning_scalerl.stream.credit import lay_out
 from lightning_scalerl.update.trained import TrainedPolicy
 
@@ -27,34 +30,47 @@ MERGED_BOUND = 1e-4
 ROWS, TOKENS = 4, 8
 
 
-def export(module: Parts, directory: str | Path, dtype: str, adapter: bool) -> Path:
-    """Write the module's policy. All ranks call it, and rank 0 writes. Arguments as in `ScaleRL.save_pretrained`."""
-    if adapter and module.policy.adapter is None:
+def export(models: Models, card: dict[str, Any], chat: Chat, directory: str | Path, dtype: str, adapter: bool) -> Path:
+    """Write the policy. All ranks call it, and rank 0 writes.
+
+    Args:
+        models: models of the run.
+        card: entries of the model card, see `card_of`.
+        chat: how the recipe renders prompts, which the model card states.
+        directory, dtype, adapter: as in `ScaleRL.save_pretrained`.
+    """
+    policy, trained = models.policy, models.trained
+    if adapter and policy.adapter is None:
         raise ConfigurationError("adapter: this model has none; leave adapter=True out to save the model itself")
-    trained_from = module.arguments.get("model")
-    card = {"recipe": module.recipe.name, "optimizer steps": module.completed_steps, "trained from": trained_from}
-    choices = {axis: type(choice).__name__ for axis, choice in module.choices.items()}
-    card["choices"] = ", ".join(f"{axis}: {name}" for axis, name in choices.items())
-    rendering = Rendering(module.tokenizer, module.recipe.chat)
-    card |= told_of(rendering)
+    rendering = Rendering(models.tokenizer, chat)
+    card = {**card, **told_of(rendering)}
 
     def write() -> str:
         if adapter:
-            (config,) = dict(getattr(module.policy.model, "peft_config")).values()  # noqa: B009  # getattr, as nn.Module does not declare the field
-            saved = modules_saved(module.policy.model)
-            return str(save_adapter(config, module.trained.adapter_weights(), directory, dtype, card, saved))
+            (config,) = dict(getattr(policy.model, "peft_config")).values()  # noqa: B009  # getattr, as nn.Module does not declare the field
+            saved = modules_saved(policy.model)
+            return str(save_adapter(config, trained.adapter_weights(), directory, dtype, card, saved))
         tokenizer = rendering.to_save()
-        if is_sharded(module.policy) and module.policy.adapter is None:
-            return str(
-                save_in_parts(blank_copy(module.policy.model), module.trained.weight, tokenizer, directory, dtype, card)
-            )
-        model = module.trained.whole_model()
-        if module.policy.adapter is not None:
-            check_merged(module.trained, model)
+        if is_sharded(policy) and policy.adapter is None:
+            return str(save_in_parts(blank_copy(policy.model), trained.weight, tokenizer, directory, dtype, card))
+        model = trained.whole_model()
+        if policy.adapter is not None:
+            check_merged(trained, model)
         return str(save_model(model, tokenizer, directory, dtype, card))
 
-    module.ranks.share(write)
+    models.ranks.share(write)
     return Path(directory)
+
+
+def card_of(recipe: Recipe, choices: Choices, steps: int, trained_from: str | None) -> dict[str, Any]:
+    """Return the entries of a model card that say how the policy was trained."""
+    named = {axis: type(choice).__name__ for axis, choice in choices.items()}
+    return {
+        "recipe": recipe.name,
+        "optimizer steps": steps,
+        "trained from": trained_from,
+        "choices": ", ".join(f"{axis}: {name}" for axis, name in named.items()),
+    }
 
 
 def check_merged(trained: TrainedPolicy, model: nn.Module) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.memory import GIB
 from lightning_scalerl.measure.memory import Memory, fitted
-from lightning_scalerl.session.parts import Parts
+from lightning_scalerl.recipe import Recipe
+from lightning_scalerl.session.models import Models
 
 
-def check_memory(module: Parts) -> str:
+def check_memory(models: Models, recipe: Recipe, choices: Choices) -> str:
     """Return a line on the device memory that a fit will use; empty if it cannot be predicted.
 
     A run on the CPU is never refused: host memory is shared, and may be larger than it seems.
@@ -22,21 +24,19 @@ def check_memory(module: Parts) -> str:
     Raises:
         ConfigurationError: the fullest device has too little memory; the message names the nearest setting that fits.
     """
-    limit = device_bytes(module.trainer.strategy.root_device)
+    limit = device_bytes(models.device)
     if limit is None:
         return ""
-    model: Any = module.policy.model
-    recipe = replace(module.recipe, choices=module.choices)
-    strategy, partners = "fsdp2" if module.ranks.sharded else "ddp", module.ranks.partners
+    model: Any = models.policy.model
+    recipe, ranks = replace(recipe, choices=choices), models.ranks
+    strategy = "fsdp2" if ranks.sharded else "ddp"
     skeleton = partial(model.__class__, model.config)
     given = getattr(recipe.generator, "keywords", {})
     beside = recipe.driver.engine_devices > 0  # engines on separate devices take no memory here
     slots, most_gib = 0 if beside else int(given.get("slots") or 0), given.get("cache_gib")
     try:
         with torch.random.fork_rng(devices=[]):  # making a model draws random numbers
-            found, remedy = fitted(
-                skeleton, recipe, module.trainer.world_size, strategy, slots, most_gib, limit, partners
-            )
+            found, remedy = fitted(skeleton, recipe, ranks.count, strategy, slots, most_gib, limit, ranks.partners)
     except Exception:  # a model that cannot be analysed without data may still train
         return ""
     if remedy:

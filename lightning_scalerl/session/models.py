@@ -7,9 +7,7 @@ choices. All have FP32 weights.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from lightning_scalerl.axes.adapter import Adapter
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.composition import load_recipe
+from lightning_scalerl.distributed.ranks import Ranks
 from lightning_scalerl.distributed.sharded import gathered, is_sharded
 from lightning_scalerl.model.adapter import adapt, described, has_adapter, keep_in, merge, plain_copy, unwrapped
 from lightning_scalerl.model.files import WeightFiles, is_blank
@@ -38,28 +37,83 @@ from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.session.streamed import blank_or_whole
 from lightning_scalerl.session.trials import try_out
 from lightning_scalerl.task.arithmetic_base import is_arithmetic_base
+from lightning_scalerl.update.trained import TrainedPolicy
 
-_log = logging.getLogger(__name__)
 
+class Models:
+    """Policy, critic and reference of a run, with the policy's tokenizer and the ranks that train them.
 
-@dataclass(frozen=True)
-class Made:
-    """Parts created from the arguments of `ScaleRL`, before there is a Trainer.
+    It is not an `nn.Module`: the names of saved weights begin with `policy.` and `critic.`, so `ScaleRL` has these two
+    as its children.
+
+    Args:
+        policy: the policy, which stays the same object for good; its language model may be replaced or sharded.
+        tokenizer: tokenizer of the policy's model.
+        stop_tokens: token ids that end a completion.
+        packed: whether the recipe asks for packed rows.
+        path: path of the policy's model; None if it was made from a model object.
+        files: files of the policy's weights, which are not read yet; a string is the reason why each rank reads the
+            whole model although `streamed` was requested. None without `streamed`.
 
     Attributes:
-        recipe, policy, tokenizer: as `ScaleRL` uses them.
-        stop_tokens: token ids that end a completion.
-        arguments: constructor arguments that a checkpoint can store as hyper-parameters, for `load_from_checkpoint`.
-        files: with `streamed`, the files of the policy's weights, which are not read yet; a string is the reason why
-            streaming was not possible. None without `streamed`.
+        critic: critic of axis `critic`; None until `begin` makes it.
+        reference: frozen model of axis `kl`.
+        trained: access to the policy between passes.
+        ranks, device: ranks of the Trainer and the device of this one; set in every stage.
     """
 
-    recipe: Recipe
-    policy: Policy
-    tokenizer: Any
-    stop_tokens: list[int]
-    arguments: dict[str, Any]
-    files: WeightFiles | str | None = None
+    def __init__(
+        self,
+        policy: Policy,
+        tokenizer: Any,
+        stop_tokens: list[int],
+        packed: bool,
+        path: str | None,
+        files: WeightFiles | str | None,
+    ) -> None:
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self.stop_tokens = stop_tokens
+        self.packed = packed
+        self.path = path
+        self.files = files if isinstance(files, WeightFiles) else None
+        self.read_whole = files if isinstance(files, str) else None
+        self.critic: ValueModel | None = None
+        self.reference = Reference(path, self.files)
+        self.ranks = Ranks()
+        self.device = torch.device("cpu")
+        self.trained = TrainedPolicy(policy, lambda: self.ranks, self.load)
+
+    def load(self) -> nn.Module:
+        """Load the whole language model from its path."""
+        assert self.path is not None
+        return load_model(self.path)
+
+    @property
+    def made_on(self) -> torch.device:
+        """Device on which a whole model is created: the host if it will be sharded, else this rank's device."""
+        return torch.device("cpu") if self.ranks.sharded else self.device
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines on a model that came with an adapter, and on one that each rank reads whole."""
+        adapter, notes = self.policy.adapter, []
+        if adapter is not None and "choice" not in adapter:
+            notes.append(f"adapter: the model came with one, which is trained: {adapter}")
+        if self.read_whole is not None:
+            notes.append(f"model: every rank reads the whole of it before it keeps its part: {self.read_whole}")
+        return notes
+
+    def begin(self, choices: Choices) -> None:
+        """Make the critic and the reference that the choices of a fit need, unless they exist already."""
+        if choices.critic.has_values and self.critic is None:
+            model = self.policy.model if self.policy.adapter is None else plain_model(self.policy)
+            critic = ValueModel(model, choices.precision)
+            self.critic = critic if is_blank(critic) else critic.to(self.made_on)
+        if choices.kl.where:
+            self.reference.begin_with(self.policy, self.made_on)
+        else:
+            self.reference.policy = None
 
 
 def make(
@@ -69,8 +123,10 @@ def make(
     tokenizer: Any,
     config_dir: str | Path | None,
     streamed: bool = False,
-) -> Made:
-    """Make recipe, policy and tokenizer from the arguments of `ScaleRL`, which documents them.
+) -> tuple[Recipe, Models, dict[str, Any]]:
+    """Make recipe and models from the arguments of `ScaleRL`, which documents them.
+
+    Also return the arguments that a checkpoint can store as hyper-parameters, for `load_from_checkpoint`.
 
     Raises:
         ConfigurationError: an argument is missing or unknown, cannot be loaded, or conflicts with another.
@@ -100,6 +156,7 @@ def make(
         raise ConfigurationError("tokenizer: a model object comes without one; pass tokenizer=")
     if not any(override.startswith("scale=") for override in overrides):
         built.check_scale(is_arithmetic_base(model))
+    path = model if isinstance(model, str) else None
     files: WeightFiles | str | None = None
     if isinstance(model, str) and streamed:
         model, files = blank_or_whole(model, built.choices.adapter)
@@ -110,12 +167,13 @@ def make(
     policy = Policy(model, built.choices.precision, built.context.temperature)
     # Other models are tried later: once their weights are read, or on the device that can run them.
     if not isinstance(files, WeightFiles) and not computes_in_16_bit_only(model):
-        try_out(policy, built)
+        try_out(policy, built.batch.packed)
     if has_adapter(model):
         policy.adapter = arguments["model_adapter"] = described(model)
     if built.choices.adapter.adapts:
         adapt_policy(policy, built.choices.adapter)
-    return Made(built, policy, tokenizer, stop_tokens(model, tokenizer), arguments, files)
+    made = Models(policy, tokenizer, stop_tokens(model, tokenizer), built.batch.packed, path, files)
+    return built, made, arguments
 
 
 def adapt_policy(policy: Policy, choice: Adapter) -> None:
@@ -153,13 +211,6 @@ def plain_model(policy: Policy) -> nn.Module:
     return plain_copy(policy.model, merge(gathered(state, keep=True) if is_sharded(policy) else state, policy.model))
 
 
-def make_critic(policy: Policy, choices: Choices, device: torch.device) -> ValueModel:
-    """Make the critic of axis `critic` from the policy's body, on the device that trains it."""
-    model = policy.model if policy.adapter is None else plain_model(policy)
-    critic = ValueModel(model, choices.precision)
-    return critic if is_blank(critic) else critic.to(device)
-
-
 class Reference:
     """Frozen model to which axis `kl` measures the distance: the model that training started from.
 
@@ -176,36 +227,33 @@ class Reference:
         self._fingerprint: str | None = None
         self.policy: Policy | None = None
 
-    def forget(self) -> None:
-        """Drop the reference, so that the next fit copies the weights that it starts with."""
-        self.policy = None
-
-    def begin_with(self, policy: Policy, choices: Choices, device: torch.device) -> None:
+    def begin_with(self, policy: Policy, device: torch.device) -> None:
         """Copy the policy's current weights, unless there already is a reference."""
         if self.policy is None:
-            self._freeze(plain_model(policy), policy, choices, device)
+            self._freeze(plain_model(policy), policy, device)
 
-    def restore(self, fingerprint_then: str | None, policy: Policy, choices: Choices, device: torch.device) -> None:
+    def restore(self, fingerprint_then: str | None, policy: Policy, device: torch.device) -> None:
         """Restore the reference of a resumed run, even if this module was made with other weights.
+
+        A run without a reference needs none.
 
         Args:
             fingerprint_then: fingerprint of the run's reference; None if the run measured no distance, so that its
                 initial model is unknown.
-            policy: gives the temperature of the log-probabilities.
-            choices: give the precision, and whether a distance is measured at all.
+            policy: gives the temperature and the precision of the log-probabilities.
             device: device that the reference computes on.
 
         Raises:
             ConfigurationError: the fingerprint matches neither this module's model nor the one at `path`.
         """
-        if not choices.kl.where or self.fingerprint() == fingerprint_then:
+        if self.policy is None or self.fingerprint() == fingerprint_then:
             return
         if self._path is not None:
             model = load_model(self._path)
             if policy.adapter is not None:  # round it as the run's reference was rounded
-                keep_in(model, choices.precision.policy_dtype)
+                keep_in(model, policy.precision.policy_dtype)
                 model.float()
-            self._freeze(model, policy, choices, device)
+            self._freeze(model, policy, device)
             if fingerprint_then in (None, self.fingerprint()):
                 return
         raise ConfigurationError(
@@ -222,9 +270,9 @@ class Reference:
             self._fingerprint = fingerprint(self.policy.model, read)
         return self._fingerprint
 
-    def _freeze(self, model: nn.Module, policy: Policy, choices: Choices, device: torch.device) -> None:
+    def _freeze(self, model: nn.Module, policy: Policy, device: torch.device) -> None:
         self._fingerprint = None
-        frozen = Policy(model, choices.precision, policy.temperature)
+        frozen = Policy(model, policy.precision, policy.temperature)
         self.policy = frozen.requires_grad_(False).eval()
         if not is_blank(frozen):
             self.policy.to(device)

@@ -7,66 +7,58 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_scalerl.callbacks.base import Recorder
-from lightning_scalerl.callbacks.run import Run
-from lightning_scalerl.stream.drivers import Driver
+from lightning_scalerl.distributed.ranks import Ranks
+from lightning_scalerl.session.data_path import DataPath
 
 Measure = Callable[[], dict[str, Any]]
-
-
-class Recorded(Run, Protocol):
-    """Run whose measurements are recorded."""
-
-    driver: Driver
-
-    @property
-    def trainer(self) -> Trainer:
-        """Trainer whose loggers and callbacks receive them."""
-        ...
 
 
 class Records:
     """Writer of a run's records. `latest` is the last value of every metric; checkpoints store it."""
 
+    # Set by `begin`.
+    _trainer: Trainer
+    _ranks: Ranks
+    _path: DataPath | None
+
     def __init__(self) -> None:
         self.latest: dict[str, float] = {}
         self._logged: tuple[int, set[str]] = (-1, set())
 
-    def begin(self, trainer: Trainer) -> None:
-        """Let the callbacks of a new fit monitor the latest metrics."""
+    def begin(self, trainer: Trainer, ranks: Ranks, path: DataPath | None) -> None:
+        """Record a new fit from now on, and let its callbacks monitor the latest metrics."""
+        self._trainer, self._ranks, self._path = trainer, ranks, path
         self._logged = (-1, set())
         trainer.callback_metrics.update(_tensors(self.latest))
 
-    def record(self, module: Recorded, kind: str, measure: Measure) -> dict[str, float]:
+    def record(self, kind: str, measure: Measure) -> dict[str, float]:
         """Measure on rank 0, send the metrics and all compute axes to every logger and `Recorder`, and return them.
 
         All ranks call it, because every rank's callbacks may monitor the metrics. Lightning's `log` is not used: at the
         end of an epoch it would write values from its beginning.
 
         Args:
-            module: the module in training.
             kind: "train" or "eval".
             measure: returns the metrics by name; called on rank 0 only.
         """
-        values = module.ranks.share(partial(self._measure_and_write, module, kind, measure))
+        values = self._ranks.share(partial(self._measure_and_write, kind, measure))
         self.latest |= values
         tensors = _tensors(values)
-        module.trainer.callback_metrics.update(tensors)
-        module.trainer.logged_metrics.update(tensors)
+        self._trainer.callback_metrics.update(tensors)
+        self._trainer.logged_metrics.update(tensors)
         return values
 
-    def _measure_and_write(
-        self, module: Recorded, kind: str, measure: Callable[[], dict[str, Any]]
-    ) -> dict[str, float]:
-        trainer, step = module.trainer, module.completed_steps
-        compute = {**measure(), **module.meter.metrics(), **module.driver.metrics()}
-        values = {name: float(value) for name, value in compute.items()}
+    def _measure_and_write(self, kind: str, measure: Measure) -> dict[str, float]:
+        assert self._path is not None
+        trainer, step = self._trainer, self._path.stream.completed_steps
+        values = {name: float(value) for name, value in {**measure(), **self._path.compute()}.items()}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Recorder):
                 callback.on_record(kind, step, values)

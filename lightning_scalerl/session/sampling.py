@@ -1,7 +1,7 @@
 """Sampling and grading of completions: prompts as the model reads them, a generator, verifiers.
 
-The input is a stage's resolved choices, task and policy (`Inputs`). The results are prompts that fit the context, and
-a generator and verifiers, for the data path of a fit or for an evaluation.
+The input is a `Stage`. The results are prompts that fit the context, and a generator and verifiers, for the data path
+of a fit or for an evaluation.
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-import torch
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
@@ -21,38 +18,34 @@ from lightning_scalerl.generator.base import EndOfThinking, Generator, SamplingS
 from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.model.chat import Rendering, StopTexts
 from lightning_scalerl.recipe import Recipe
+from lightning_scalerl.session.models import Models
 from lightning_scalerl.stream.drivers import Driver, Live
 from lightning_scalerl.stream.prompts import PromptSet, fitting
 from lightning_scalerl.task.base import Task, passes
-from lightning_scalerl.update.trained import TrainedPolicy
 from lightning_scalerl.verify.verification import Verifiers, check_verifiers
 
 TRAINING = "training"
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Resolved choices and parts of a stage, from which prompts, generator and verifiers are made.
+class Stage:
+    """Inputs of a fit, validation or prediction, once its choices are resolved and its models are placed.
 
-    `rows` is the number of token embeddings of the model, `ranks` the number of ranks that train on this node.
-    `held_out` is the maximum number of prompts evaluated per held-out set, None for all.
+    `local_ranks` is the number of ranks that train on this node. `held_out` is the maximum number of prompts evaluated
+    per held-out set, None for all.
     """
 
     recipe: Recipe
     choices: Choices
+    models: Models
     task: Task
     seed: int
-    tokenizer: Any
-    stop_tokens: list[int]
-    rows: int
-    trained: TrainedPolicy
-    device: torch.device
-    ranks: int
+    local_ranks: int
     held_out: int | None
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text without adding special tokens."""
-        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        tokens: list[int] = self.models.tokenizer.encode(text, add_special_tokens=False)
         return tokens
 
 
@@ -63,29 +56,42 @@ class Sampling:
     and again at every resume.
 
     Args:
-        inputs: choices and parts of the stage.
+        stage: choices and models of the stage.
         training: whether training prompts are needed too, or only held-out ones.
 
     Raises:
         ConfigurationError: prompts do not fit into the context, or cannot be rendered.
     """
 
-    def __init__(self, inputs: Inputs, *, training: bool) -> None:
-        self.inputs = inputs
+    def __init__(self, stage: Stage, *, training: bool) -> None:
+        self.stage = stage
         # The fit's driver, set once it is built: evaluations use its engine, which has the only copy of the weights.
         self.driver: Driver | None = None
-        sets = {TRAINING: inputs.task.train_prompts()} if training else {}
-        sets |= {f"held-out ({name})": some[: inputs.held_out] for name, some in inputs.task.eval_sets().items()}
-        context, control = inputs.recipe.context, inputs.choices.length_control.end_of_thinking
-        self.rendering = Rendering(inputs.tokenizer, inputs.recipe.chat, inputs.stop_tokens, control)
+        sets = {TRAINING: stage.task.train_prompts()} if training else {}
+        sets |= {f"held-out ({name})": some[: stage.held_out] for name, some in stage.task.eval_sets().items()}
+        context, control, models = stage.recipe.context, stage.choices.length_control.end_of_thinking, stage.models
+        self.rendering = Rendering(models.tokenizer, stage.recipe.chat, models.stop_tokens, control)
         tokens = self.rendering.encode_all(sets)
-        _check_rows(inputs, tokens)
+        _check_rows(stage, tokens)
         self.sets = fitting(sets, tokens, context.max_prompt_tokens, context.too_long)
 
     @property
     def eval_sets(self) -> dict[str, PromptSet]:
         """Held-out prompts for evaluation, by name of the set."""
-        return {name: self.sets[f"held-out ({name})"] for name in self.inputs.task.eval_sets()}
+        return {name: self.sets[f"held-out ({name})"] for name in self.stage.task.eval_sets()}
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines on the prompts of a fit: their lengths, and one as the model reads it."""
+        prompts = self.sets[TRAINING].prompts
+        shown = self.rendering.text(prompts[0])
+        return [
+            *(prompt_set.describes(name) for name, prompt_set in self.sets.items()),
+            f"prompts: {self.rendering.describes}; the first of them as the model reads it:",
+            *(f"  | {line}" for line in (shown if len(shown) < 2000 else f"{shown[:2000]} ...").splitlines()),
+            *self.rendering.notes(prompts),
+            *self.stage.task.notes(),
+        ]
 
     @contextmanager
     def generating(self) -> Iterator[Generator]:
@@ -94,7 +100,7 @@ class Sampling:
             with self.driver.quiet(), self.driver.generator.aside():
                 yield self.driver.generator
             return
-        generator = new_generator(self.inputs)
+        generator = self.new_generator()
         try:
             yield generator
         finally:
@@ -106,14 +112,73 @@ class Sampling:
         if self.driver is not None:
             yield self.driver.verifiers
             return
-        verifiers, _ = new_verifiers(self.inputs)
+        verifiers, _ = self.new_verifiers()
         try:
             yield verifiers
         finally:
             verifiers.close()
 
+    def new_verifiers(self) -> tuple[Verifiers, str]:
+        """Start the verifiers that grade completions, and try them on known answers; also return a line on that."""
+        task = self.stage.task
+        verifiers = self.stage.recipe.verify.verifiers(task.grader(), task.trusted)
+        try:
+            tried = check_verifiers(verifiers, task.known(), partial(passes, task))
+        except BaseException:
+            verifiers.close()
+            raise
+        return verifiers, tried
 
-def _check_rows(inputs: Inputs, tokens: Mapping[str, Sequence[Sequence[int]]]) -> None:
+    def new_generator(self) -> Generator:
+        """Build a generator with a copy of the current weights, in this process or in the driver's engine processes.
+
+        Raises:
+            ConfigurationError: the phrase that ends thinking does not fit into a completion.
+        """
+        stage = self.stage
+        factory, driver = stage.recipe.generator, stage.recipe.driver
+        model = stage.models.trained.whole_model(stage.models.device)
+        arguments = {"precision": stage.choices.precision, "sampling": self.settings()}
+        if not isinstance(driver, Live):
+            return factory(model=model, **arguments)
+        return Fleet(
+            factory,
+            model,
+            arguments,
+            generators=driver.generators,
+            silence_s=driver.silence_s,
+            start_s=driver.start_s,
+            devices=driver.devices or devices_beside(stage.local_ranks),
+            engines=driver.engines,
+            bucket_mib=driver.bucket_mib,
+            tensor_parallel=driver.tensor_parallel,
+        )
+
+    def settings(self) -> SamplingSettings:
+        """Return the settings that a generator samples with.
+
+        Raises:
+            ConfigurationError: the phrase that ends thinking does not fit into a completion.
+        """
+        stage, tokenizer = self.stage, self.stage.models.tokenizer
+        control, context = stage.choices.length_control, stage.recipe.context
+        phrase = stage.encode(control.phrase) if control.phrase else []
+        problem = control.check_limit(context.max_new_tokens, len(phrase))
+        if problem:
+            raise ConfigurationError(problem)
+        stop = tuple(stage.recipe.chat.stop)
+        return SamplingSettings(
+            max_prompt_tokens=context.max_prompt_tokens,
+            max_new_tokens=context.max_new_tokens,
+            stop_tokens=stage.models.stop_tokens,
+            temperature=context.temperature,
+            phrase=phrase,
+            thinking_ended=EndOfThinking(tokenizer, control.end_of_thinking),
+            stop_text=StopTexts(tokenizer, stop) if stop else None,
+        )
+
+
+def _check_rows(stage: Stage, tokens: Mapping[str, Sequence[Sequence[int]]]) -> None:
     """Check that the model has an embedding row for every token that it will read.
 
     A tokenizer may have more tokens than the model: Gemma 3 without vision has no row for the image token.
@@ -121,73 +186,20 @@ def _check_rows(inputs: Inputs, tokens: Mapping[str, Sequence[Sequence[int]]]) -
     Raises:
         ConfigurationError: prompts, the phrase that ends thinking or a stop token need a row that does not exist.
     """
+    tokenizer = stage.models.tokenizer
+    rows = int(stage.models.policy.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     ours: dict[str, Iterable[int]] = {
         f"{name} prompts": (token for prompt in some for token in prompt) for name, some in tokens.items()
     }
-    ours["length_control.phrase"] = inputs.encode(inputs.choices.length_control.phrase)
-    ours["the tokenizer's eos_token"] = [inputs.tokenizer.eos_token_id]
+    ours["length_control.phrase"] = stage.encode(stage.choices.length_control.phrase)
+    ours["the tokenizer's eos_token"] = [tokenizer.eos_token_id]
     for where, read in ours.items():
-        missing = sorted({token for token in read if token >= inputs.rows})
+        missing = sorted({token for token in read if token >= rows})
         if not missing:
             continue
-        shown = ", ".join(f"{token} ({inputs.tokenizer.convert_ids_to_tokens(token)})" for token in missing[:8])
+        shown = ", ".join(f"{token} ({tokenizer.convert_ids_to_tokens(token)})" for token in missing[:8])
         raise ConfigurationError(
-            f"model: it has {inputs.rows} rows of embeddings, numbered from 0, and {where} need"
+            f"model: it has {rows} rows of embeddings, numbered from 0, and {where} need"
             f"{'s' * where.startswith('the')} tokens without one: {shown}{', ...' if len(missing) > 8 else ''}; give "
             f"it its own tokenizer, or save it after model.resize_token_embeddings({max(missing) + 1}) or more"
         )
-
-
-def new_verifiers(inputs: Inputs) -> tuple[Verifiers, str]:
-    """Start the verifiers that grade completions, and try them on known answers; also return a line on the trial."""
-    verifiers = inputs.recipe.verify.verifiers(inputs.task.grader(), inputs.task.trusted)
-    try:
-        tried = check_verifiers(verifiers, inputs.task.known(), partial(passes, inputs.task))
-    except BaseException:
-        verifiers.close()
-        raise
-    return verifiers, tried
-
-
-def new_generator(inputs: Inputs) -> Generator:
-    """Build a generator with a copy of the current weights, in this process or in the driver's engine processes."""
-    factory, driver = inputs.recipe.generator, inputs.recipe.driver
-    model, arguments = inputs.trained.whole_model(inputs.device), generator_arguments(inputs)
-    if not isinstance(driver, Live):
-        return factory(model=model, **arguments)
-    return Fleet(
-        factory,
-        model,
-        arguments,
-        generators=driver.generators,
-        silence_s=driver.silence_s,
-        start_s=driver.start_s,
-        devices=driver.devices or devices_beside(inputs.ranks),
-        engines=driver.engines,
-        bucket_mib=driver.bucket_mib,
-        tensor_parallel=driver.tensor_parallel,
-    )
-
-
-def generator_arguments(inputs: Inputs) -> dict[str, Any]:
-    """Return the arguments of a generator, except the model.
-
-    Raises:
-        ConfigurationError: the phrase that ends thinking does not fit into a completion.
-    """
-    control, context = inputs.choices.length_control, inputs.recipe.context
-    phrase = inputs.encode(control.phrase) if control.phrase else []
-    problem = control.check_limit(context.max_new_tokens, len(phrase))
-    if problem:
-        raise ConfigurationError(problem)
-    stop = tuple(inputs.recipe.chat.stop)
-    sampling = SamplingSettings(
-        max_prompt_tokens=context.max_prompt_tokens,
-        max_new_tokens=context.max_new_tokens,
-        stop_tokens=inputs.stop_tokens,
-        temperature=context.temperature,
-        phrase=phrase,
-        thinking_ended=EndOfThinking(inputs.tokenizer, control.end_of_thinking),
-        stop_text=StopTexts(inputs.tokenizer, stop) if stop else None,
-    )
-    return {"precision": inputs.choices.precision, "sampling": sampling}

@@ -12,16 +12,19 @@ from lightning_scalerl.distributed.start import process_rank
 from lightning_scalerl.model.head import check_head, computes_in_16_bit_only, text_config
 from lightning_scalerl.model.packed import packs_rows
 from lightning_scalerl.model.policy import Policy
-from lightning_scalerl.recipe import Recipe
 
 _log = logging.getLogger(__name__)
 
 
-def try_out(policy: Policy, recipe: Recipe) -> None:
+def try_out(policy: Policy, packed: bool) -> None:
     """Try a policy's model in FP32 once it has weights, before an adapter is added.
 
     For a sharded model all ranks call it, within a forward pass. If the model's attention has no FP32 kernel, the model
     is tried in the policy's dtype, and only on its device, as such kernels need one.
+
+    Args:
+        policy: the policy; afterwards `packs` says whether its rows are packed.
+        packed: whether the recipe asks for packed rows.
 
     Raises:
         ConfigurationError: the model transforms its logits in an unknown way, or its attention cannot compute in the
@@ -38,7 +41,7 @@ def try_out(policy: Policy, recipe: Recipe) -> None:
             )
     check_head(model, dtype)
     policy.tried = True
-    policy.packs = recipe.batch.packed and _packs(model, dtype)
+    policy.packs = packed and _packs(model, dtype)
 
 
 def _packs(model: nn.Module, dtype: torch.dtype) -> bool:

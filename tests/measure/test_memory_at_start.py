@@ -29,7 +29,7 @@ def test_what_cannot_fit_is_refused_before_the_models_are_placed(
     tiny_model_path: str, device_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device_of(2**20)
-    monkeypatch.setattr("lightning_scalerl.session.setup.place", lambda module: pytest.fail("the model was placed"))
+    monkeypatch.setattr("lightning_scalerl.session.setup.place", lambda models: pytest.fail("the model was placed"))
     words = r"memory: this run takes about .* fullest device, which has 0\.0 \(.*Adam.s moments .*\); it would"
     with pytest.raises(ConfigurationError, match=words):
         trainer().fit(ScaleRL(tiny_model_path, "scalerl", SIZES), datamodule=RolloutDataModule("arithmetic"))

@@ -41,9 +41,7 @@ def test_a_tripled_loss_between_launch_and_resume_is_no_secret(tmp_path: Path) -
     assert launched["commit"] and launched["diff"] is None
 
     module = checkout / "lightning_scalerl" / "module.py"
-    tripled = module.read_text().replace(
-        "self.loss_scale.scaled(losses.sum())", "self.loss_scale.scaled(3 * losses.sum())"
-    )
+    tripled = module.read_text().replace("loss_scale.scaled(losses.sum())", "loss_scale.scaled(3 * losses.sum())")
     assert tripled != module.read_text()
     module.write_text(tripled)
     before = (run_dir / JOURNAL_FILE).read_bytes()

@@ -1,0 +1,75 @@
+"""State of a run's optimizer steps: optimizer, learning rates, loss scale, skipped updates, health."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_scalerl.choices import Choices
+from lightning_scalerl.recipe import Recipe
+from lightning_scalerl.session.models import Models
+from lightning_scalerl.update.health import HealthWatch
+from lightning_scalerl.update.loss_scale import LossScale, SkippedUpdates
+
+
+class Updates:
+    """Optimizer steps of a run, new for every run. The optimizer is built for the run's first fit.
+
+    Args:
+        recipe: gives the optimizer, the schedule and the limits of health.
+        choices: give the critic's learning rate and whether the loss is scaled (FP16).
+    """
+
+    def __init__(self, recipe: Recipe, choices: Choices) -> None:
+        self._recipe = recipe
+        self.loss_scale = LossScale(acts=choices.precision.policy == "fp16")
+        self.skipped = SkippedUpdates()
+        self.health = HealthWatch(recipe.health, recipe.reward.incorrect)
+        rate, own = recipe.optimizer.lr, getattr(choices.critic, "lr", None)
+        # Rates of the policy and of the critic (if any), before the schedule's factor.
+        self._rates = [rate, rate if own is None else own] if choices.critic.has_values else [rate]
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def optimizer(self, models: Models) -> torch.optim.Optimizer:
+        """Return the recipe's optimizer for policy and critic, each with its learning rate; always the same one."""
+        if self._optimizer is None:
+            roots = [models.policy] if models.critic is None else [models.policy, models.critic]
+            adapted = models.policy.adapter is not None
+            groups = [
+                {"params": [each for each in root.parameters() if each.requires_grad or not adapted], "lr": rate}
+                for root, rate in zip(roots, self._rates, strict=True)
+            ]
+            self._optimizer = self._recipe.optimizer.build(groups)
+        return self._optimizer
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the policy in the current step."""
+        return float(self._groups[0]["lr"])
+
+    def set_learning_rates(self, completed_steps: int) -> None:
+        """Set the optimizer's learning rates for the next step, by the recipe's schedule."""
+        factor = self._recipe.schedule.factor(completed_steps)
+        for group, rate in zip(self._groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        assert self._optimizer is not None
+        return self._optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return loss scale, skipped updates and health, for a checkpoint; Lightning saves the optimizer."""
+        return {
+            "loss_scale": self.loss_scale.state_dict(),
+            "skipped": self.skipped.state_dict(),
+            "health": self.health.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.loss_scale.load_state_dict(state["loss_scale"])
+        self.skipped.load_state_dict(state["skipped"])
+        self.health.load_state_dict(state["health"])
