@@ -149,9 +149,10 @@ def inline(stream: RolloutStream) -> InlineVerifiers:
 
 def grade(stream: RolloutStream, finished: FinishedRollout) -> None:
     """A rollout has ended: its outcome, at once."""
-    sample = stream.ended(finished)
+    stream.ended(finished)
     verifiers = inline(stream)
-    stream.graded((finished.key, finished.index), verifiers.wait(verifiers.submit(sample)))
+    for place, sample in stream.bundle((finished.key, finished.index)):
+        stream.graded(place, verifiers.wait(verifiers.submit(sample)))
 
 
 def quiet() -> dict[str, Any]:

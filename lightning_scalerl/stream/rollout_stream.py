@@ -146,10 +146,9 @@ class RolloutStream:
             max_new_tokens=limit,
         )
 
-    def ended(self, finished: FinishedRollout) -> Sample:
-        """Record a finished rollout and return its sample for grading; pass the outcome to `graded`."""
+    def ended(self, finished: FinishedRollout) -> None:
+        """Record a finished rollout. `bundle` returns its sample for grading; pass the outcome to `graded`."""
         self._ungraded[finished.key, finished.index] = finished.rollout, self.completed_steps
-        return self._sample((finished.key, finished.index))
 
     def _sample(self, place: Place) -> Sample:
         return self.sample(self._open[place[0]].prompt, *self._ungraded[place])
