@@ -241,7 +241,7 @@ class ScaleRL(LightningModule):
     @property
     def reference(self) -> Policy | None:
         """Frozen reference model of axis `kl`, or None. It is not among the module's parameters."""
-        return self.models.reference.policy
+        return self.models.reference
 
     @property
     def ranks(self) -> Ranks:
@@ -354,7 +354,7 @@ class ScaleRL(LightningModule):
         """Resolve the choices and build the data path. Configuration errors are raised here, before any compute."""
         # Save the handler here: Lightning installs its own after this hook.
         self.sigterm_handler = signal.getsignal(signal.SIGTERM)
-        self.choices = resolve_choices(self.trainer, self.recipe)
+        self.choices = resolve_choices(self.trainer, self.recipe, stage)
         settings = {**resolved_choices(self.recipe, self.choices), **self.arguments, "seed": self.seed}
         self.save_hyperparameters(settings)
         self.memory = place_models(self.models, self.recipe, self.choices, self.trainer)

@@ -52,8 +52,7 @@ def save_state(
     checkpoint["scalerl"] = path.saved()
     checkpoint[IDENTITY] = identity
     checkpoint["scalerl_followers"] = others
-    reference = None if models.reference.policy is None else models.reference.fingerprint()
-    checkpoint["scalerl_update"] = {**updates.state_dict(), "reference": reference}
+    checkpoint["scalerl_update"] = {**updates.state_dict(), "reference": models.reference_fingerprint()}
     checkpoint["scalerl_metrics"] = dict(records.latest)
 
 
@@ -65,7 +64,7 @@ def load_state(
     update = checkpoint.get("scalerl_update")
     if update is not None:
         updates.load_state_dict(update)
-        models.reference.restore(update.get("reference"), models.policy, models.made_on)
+        models.restore_reference(update.get("reference"))
         shard_models(models)  # the reference may just have been loaded whole
     if path is not None:
         path.restore(checkpoint["scalerl"])
@@ -88,10 +87,11 @@ def prepare_weights(checkpoint: dict[str, Any], models: Models, root: nn.Module,
     Raises:
         ConfigurationError: the file is incomplete, or the weights belong to another model.
     """
-    adapter = checkpoint.get("hyper_parameters", {}).get("choices", {}).get("adapter", {})
-    if not in_fit and models.policy.adapter is None and adapter.get("choice") == LoRA.__name__:
-        own = (adapter["rank"], adapter["alpha"], adapter["targets"], adapter.get("modules_to_save", ()))
-        adapt_policy(models.policy, LoRA(*own))
+    if not in_fit and models.policy.adapter is None:
+        saved = checkpoint.get("hyper_parameters", {}).get("choices", {}).get("adapter", {})
+        if saved.get("choice") == LoRA.__name__:
+            own = (saved["rank"], saved["alpha"], saved["targets"], saved.get("modules_to_save", ()))
+            adapt_policy(models.policy, LoRA(*own))
     check_whole(ckpt_path)
     if models.critic is None:
         # An evaluation, or a new run that starts from this policy, does not need the critic's weights.

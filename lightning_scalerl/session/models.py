@@ -44,7 +44,7 @@ class Models:
     """Policy, critic and reference of a run, with the policy's tokenizer and the ranks that train them.
 
     It is not an `nn.Module`: the names of saved weights begin with `policy.` and `critic.`, so `ScaleRL` has these two
-    as its children.
+    as its children. The reference is neither trained nor saved.
 
     Args:
         policy: the policy, which stays the same object for good; its language model may be replaced or sharded.
@@ -57,7 +57,8 @@ class Models:
 
     Attributes:
         critic: critic of axis `critic`; None until `begin` makes it.
-        reference: frozen model of axis `kl`.
+        reference: frozen model to which axis `kl` measures the distance: the model that training started from. None
+            if no distance is measured.
         trained: access to the policy between passes.
         ranks, device: ranks of the Trainer and the device of this one; set in every stage.
     """
@@ -79,7 +80,8 @@ class Models:
         self.files = files if isinstance(files, WeightFiles) else None
         self.read_whole = files if isinstance(files, str) else None
         self.critic: ValueModel | None = None
-        self.reference = Reference(path, self.files)
+        self.reference: Policy | None = None
+        self._fingerprint: str | None = None
         self.ranks = Ranks()
         self.device = torch.device("cpu")
         self.trained = TrainedPolicy(policy, lambda: self.ranks, self.load)
@@ -110,10 +112,51 @@ class Models:
             model = self.policy.model if self.policy.adapter is None else plain_model(self.policy)
             critic = ValueModel(model, choices.precision)
             self.critic = critic if is_blank(critic) else critic.to(self.made_on)
-        if choices.kl.where:
-            self.reference.begin_with(self.policy, self.made_on)
-        else:
-            self.reference.policy = None
+        if not choices.kl.where:
+            self.reference = None
+        elif self.reference is None:
+            self._freeze(plain_model(self.policy))
+
+    def restore_reference(self, fingerprint_then: str | None) -> None:
+        """Restore the reference of a resumed run that has one, even if these models were made with other weights.
+
+        Args:
+            fingerprint_then: fingerprint of the run's reference; None if the run measured no distance, so that its
+                initial model is unknown.
+
+        Raises:
+            ConfigurationError: the fingerprint matches neither the model that this one was made with nor the one at
+                `path`.
+        """
+        if self.reference is None or self.reference_fingerprint() == fingerprint_then:
+            return
+        if self.path is not None:
+            model = self.load()
+            if self.policy.adapter is not None:  # round it as the run's reference was rounded
+                keep_in(model, self.policy.precision.policy_dtype)
+                model.float()
+            self._freeze(model)
+            if fingerprint_then in (None, self.reference_fingerprint()):
+                return
+        raise ConfigurationError(
+            "kl: the reference is the model that training began with, and this module was made with other weights than "
+            "the run of this checkpoint; go on with a module made as that run's was: ScaleRL(model=...), or "
+            "ScaleRL.load_from_checkpoint(path) of the checkpoint whose weights it began with"
+        )
+
+    def reference_fingerprint(self) -> str | None:
+        """Return the reference's fingerprint; computed once, for the first checkpoint, because it reads all weights."""
+        if self.reference is not None and self._fingerprint is None:
+            read = self.files.read if self.files is not None and is_blank(self.reference) else None
+            self._fingerprint = fingerprint(self.reference.model, read)
+        return None if self.reference is None else self._fingerprint
+
+    def _freeze(self, model: nn.Module) -> None:
+        """Make the reference of a model."""
+        self._fingerprint = None
+        self.reference = Policy(model, self.policy.precision, self.policy.temperature).requires_grad_(False).eval()
+        if not is_blank(self.reference):
+            self.reference.to(self.made_on)
 
 
 def make(
@@ -209,70 +252,3 @@ def plain_model(policy: Policy) -> nn.Module:
         return copy.deepcopy(policy.model)
     state = policy.model.state_dict()
     return plain_copy(policy.model, merge(gathered(state, keep=True) if is_sharded(policy) else state, policy.model))
-
-
-class Reference:
-    """Frozen model to which axis `kl` measures the distance: the model that training started from.
-
-    It is not an `nn.Module`: it is neither trained nor saved, so it must not be among the parameters of `ScaleRL`.
-
-    Args:
-        path: path of the model that the module was made from; None if it was made from a model object.
-        files: files of its weights, if the policy starts without weights (`streamed`).
-    """
-
-    def __init__(self, path: str | None, files: WeightFiles | None = None) -> None:
-        self._path = path
-        self._files = files
-        self._fingerprint: str | None = None
-        self.policy: Policy | None = None
-
-    def begin_with(self, policy: Policy, device: torch.device) -> None:
-        """Copy the policy's current weights, unless there already is a reference."""
-        if self.policy is None:
-            self._freeze(plain_model(policy), policy, device)
-
-    def restore(self, fingerprint_then: str | None, policy: Policy, device: torch.device) -> None:
-        """Restore the reference of a resumed run, even if this module was made with other weights.
-
-        A run without a reference needs none.
-
-        Args:
-            fingerprint_then: fingerprint of the run's reference; None if the run measured no distance, so that its
-                initial model is unknown.
-            policy: gives the temperature and the precision of the log-probabilities.
-            device: device that the reference computes on.
-
-        Raises:
-            ConfigurationError: the fingerprint matches neither this module's model nor the one at `path`.
-        """
-        if self.policy is None or self.fingerprint() == fingerprint_then:
-            return
-        if self._path is not None:
-            model = load_model(self._path)
-            if policy.adapter is not None:  # round it as the run's reference was rounded
-                keep_in(model, policy.precision.policy_dtype)
-                model.float()
-            self._freeze(model, policy, device)
-            if fingerprint_then in (None, self.fingerprint()):
-                return
-        raise ConfigurationError(
-            "kl: the reference is the model that training began with, and this module was made with other weights than "
-            "the run of this checkpoint; go on with a module made as that run's was: ScaleRL(model=...), or "
-            "ScaleRL.load_from_checkpoint(path) of the checkpoint whose weights it began with"
-        )
-
-    def fingerprint(self) -> str:
-        """Return the reference's fingerprint; computed once, for the first checkpoint, because it reads all weights."""
-        assert self.policy is not None
-        if self._fingerprint is None:
-            read = self._files.read if self._files is not None and is_blank(self.policy) else None
-            self._fingerprint = fingerprint(self.policy.model, read)
-        return self._fingerprint
-
-    def _freeze(self, model: nn.Module, policy: Policy, device: torch.device) -> None:
-        self._fingerprint = None
-        frozen = Policy(model, policy.precision, policy.temperature)
-        self.policy = frozen.requires_grad_(False).eval()
-        if not is_blank(frozen):
-            self.policy.to(device)

@@ -122,10 +122,9 @@ def shard_models(models: Models) -> None:
     if not isinstance(ranks.strategy, ShardedStrategy):
         return
     mesh = ranks.strategy.device_mesh
-    if models.reference.policy is not None:
-        models.reference.fingerprint()  # compute it while the model is whole: later only rank 0 asks for it
+    models.reference_fingerprint()  # compute it while the model is whole: later only rank 0 asks for it
     blank = policy.model
-    for root in (policy, models.critic, models.reference.policy):
+    for root in (policy, models.critic, models.reference):
         if root is None or is_sharded(root):
             continue
         names = names_in_files(root, blank, files) if is_blank(root) and files is not None else None

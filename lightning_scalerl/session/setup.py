@@ -68,13 +68,12 @@ def supplied_choices(trainer: Any, recipe: Recipe, fitted: Choices | None) -> Se
     return [choice for axis, choice in base.items() if axis not in claimed]
 
 
-def resolve_choices(trainer: Trainer, recipe: Recipe) -> Choices:
-    """Return the choices of this stage, which are among the Trainer's callbacks.
+def resolve_choices(trainer: Trainer, recipe: Recipe, stage: str) -> Choices:
+    """Return the choices of a stage, which are among the Trainer's callbacks.
 
     Raises:
         ConfigurationError: they are incompatible, or the stage is not supported.
     """
-    stage = str(trainer.state.fn)
     if stage in STAGES:
         raise ConfigurationError(STAGES[stage])
     choices = Choices.of(_choices_among(trainer))
@@ -151,7 +150,7 @@ def set_up_fit(
     if not goes_on:
         models.critic = None
         if continuation.failure is None:  # else the run resumes from a checkpoint, and keeps its reference
-            models.reference.policy = None
+            models.reference = None
         # The choices are reused across fits, so drop the running statistics of normalization.
         for row in (stage.choices, stage.recipe.choices):
             row.normalization.forget()
