@@ -250,8 +250,9 @@ class ScaleRL(LightningModule):
 
     @property
     def data_path(self) -> DataPath:
-        """Data path of the fit; only on rank 0."""
-        assert self._data_path is not None
+        """Data path of the fit; only on rank 0. An AttributeError elsewhere, so that `hasattr(module, ...)` works."""
+        if self._data_path is None:
+            raise AttributeError("data_path: rank 0 has it, from the setup of a fit on")
         return self._data_path
 
     @property

@@ -184,7 +184,7 @@ def test_two_ranks_train_as_one(tiny_model_path: str, tmp_path: Path) -> None:
 
     def work(rank: int) -> str:
         module = fit(tiny_model_path, tmp_path / "two", 2, callbacks=callbacks())
-        assert hasattr(module, "generator") == hasattr(module, "prompts") == (rank == 0)
+        assert hasattr(module, "generator") == hasattr(module, "mechanism") == (rank == 0)
         assert torch.initial_seed() == 7 + rank  # dropout differs
         assert module.meter.devices == 2  # every hour counts twice
         # Every rank's: EarlyStopping and ModelCheckpoint decide on all of them.
