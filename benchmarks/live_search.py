@@ -20,7 +20,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from benchmarks.live_race import ON_LAB, Studies, lab
-from sweeps.executor.slurm.attempts import attempts
+from sweeps.executor.node.attempts import attempts
 from sweeps.launch.ledger import Ledger
 from sweeps.run.journal import read_journal
 from sweeps.search.trials import TRIALS_FILE

@@ -26,17 +26,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
 from sweeps.executor.failure import retries
-from sweeps.executor.slurm.attempts import AttemptLog
+from sweeps.executor.node.attempts import AttemptLog
+from sweeps.executor.slurm.cluster import SlurmCluster
 from sweeps.executor.slurm.handover import Request
 from sweeps.executor.slurm.scheduler import JobInfo
-from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.ledger import MemberState
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, prepare_study
 from sweeps.launch.status import counts, overview
@@ -195,11 +197,16 @@ def running(options: argparse.Namespace) -> str:
     specs = pickle.loads((options.folder / SPECS).read_bytes())
     started()
     study = Study(options.folder / "study", specs)
-    settings = JobSettings({"timeout_min": 60}, poll_s=0.01)
+    settings = SlurmCluster({"timeout_min": 60}, poll_s=0.01)
     axis = "compute/virtual_device_hours"
     plan = LaunchSettings("slurm", "nothing:nothing", (), 1, 1, None, axis, settings, retries())
-    with prepare_study(study, plan, scheduler=Instant(options.folder)) as prepared:
+    with _at_once(options.folder), prepare_study(study, plan) as prepared:
         return _finished(prepared.commit({study.directory / LAUNCH_FILE: plan.text()}))
+
+
+def _at_once(folder: Path) -> AbstractContextManager[object]:
+    """The scheduler of studies is `Instant`."""
+    return patch.object(SlurmCluster, "scheduler", lambda cluster: Instant(folder))
 
 
 def _finished(states: Mapping[str, MemberState]) -> str:
@@ -218,7 +225,7 @@ def collecting(options: argparse.Namespace) -> str:
     started()
     study = Study.read(options.folder / "study")
     plan = LaunchSettings.read(study.directory)
-    with prepare_study(study, plan, again=False, scheduler=Instant(options.folder)) as prepared:
+    with _at_once(options.folder), prepare_study(study, plan, again=False) as prepared:
         return _finished(prepared.commit(detach=True))
 
 

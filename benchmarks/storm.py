@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sweeps.executor.slurm.attempts import attempts
+from sweeps.executor.node.attempts import attempts
 from sweeps.launch.ledger import Ledger
 from sweeps.run.journal import JOURNAL_FILE, JournalError, read_journal
 from tests.place import Deterministic, Place

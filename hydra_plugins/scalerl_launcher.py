@@ -1,14 +1,23 @@
 """Hydra plugin stubs: Hydra discovers plugins only in this namespace; the code is in `sweeps.cli.launchers`."""
 
-from sweeps.cli.launchers import DebugStudyLauncher, SlurmStudyLauncher, StudyLauncher
+from typing import Any
+
+from sweeps.cli.launchers import ClusterStudyLauncher, DebugStudyLauncher, StudyLauncher
 
 
 class ScaleRLLauncher(StudyLauncher):
     """Launcher of a study on this machine, selected by `hydra/launcher=scalerl`."""
 
 
-class ScaleRLSlurmLauncher(SlurmStudyLauncher):
+class ScaleRLClusterLauncher(ClusterStudyLauncher):
+    """Launcher of a study on the kind of cluster that its key `kind` names."""
+
+
+class ScaleRLSlurmLauncher(ClusterStudyLauncher):
     """Launcher of a study on a SLURM cluster, selected by `hydra/launcher=scalerl_slurm`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__("slurm", **settings)
 
 
 class ScaleRLDebugLauncher(DebugStudyLauncher):

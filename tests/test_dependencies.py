@@ -17,7 +17,8 @@ import pytest
 
 import sweeps
 from sweeps.errors import UserError
-from sweeps.launch.settings import CLUSTER, LaunchSettings
+from sweeps.executor.slurm.cluster import SlurmCluster
+from sweeps.launch.settings import LaunchSettings
 from sweeps.run import slurm_job
 from tests.paths import ROOT
 
@@ -95,7 +96,7 @@ def test_what_only_training_brings_is_named_where_it_is_missing(monkeypatch: pyt
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setitem(sys.modules, "submitit", None)  # as if it were not installed
     slurm_job._environment.cache_clear()
-    launched = LaunchSettings(CLUSTER, "a:b", preload=(), max_parallel=1, threads=1, tracking=None, axis="flops")
+    launched = LaunchSettings("slurm", "a:b", (), 1, 1, tracking=None, axis="flops", cluster=SlurmCluster())
     for asks in (slurm_job.job_id, lambda: launched.executor(Path("study"))):
         with pytest.raises(UserError, match="needs the package submitit, which is not installed; pip install submitit"):
             asks()

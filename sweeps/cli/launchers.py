@@ -23,14 +23,13 @@ from omegaconf import DictConfig, OmegaConf
 from sweeps.cli.output import show_results
 from sweeps.errors import UserError, require
 from sweeps.executor.base import load_entry
+from sweeps.executor.clusters import cluster_class
 from sweeps.executor.failure import retries as retry_policy
-from sweeps.executor.slurm.scheduler import Slurm
-from sweeps.executor.slurm.settings import JobSettings, asks_for_gpus
 from sweeps.launch.controller import Controller
 from sweeps.launch.decider import Decider
 from sweeps.launch.ledger import Ledger, MemberState, ended_well
 from sweeps.launch.planning import Planner, plan_apart
-from sweeps.launch.settings import CLUSTER, LAUNCH_FILE, LaunchSettings, prepare_study, report_failures
+from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, prepare_study, report_failures
 from sweeps.launch.study import Study
 from sweeps.run.spec import RunSpec
 from sweeps.run.user_config_dirs import study_files, user_folders
@@ -182,7 +181,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             if nodes * ranks > 1 and not self.starts_ranks:
                 raise UserError(
                     f"strategy.devices: {spec.title} asks for {nodes * ranks} ranks, and a member of a study on this "
-                    "machine is one process; launch with cluster=slurm, or one run by torchrun "
+                    "machine is one process; launch with cluster={' or '.join(CLUSTERS)}, or one run by torchrun "
                     f"(torchrun --nproc-per-node {ranks} -m lightning_scalerl.train ...)"
                 )
 
@@ -293,26 +292,32 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             raise
 
 
-class SlurmStudyLauncher(StudyLauncher):
-    """Runs a grid as a study on a SLURM cluster.
+class ClusterStudyLauncher(StudyLauncher):
+    """Runs a grid as a study on a cluster.
 
-    Takes the keys of `hydra-submitit-launcher` (`partition`, `timeout_min`, `gpus_per_node`, ...) and a few more:
-    `detach`, `python`, `teardown`, `srun_args`, `require_gpu`, `array_size`, `retries`, `poll_s`, `lost_after_s`.
+    Args:
+        kind: kind of cluster, one of `sweeps.executor.clusters.CLUSTERS`.
+        detach: return once everything is submitted.
+        retries: number of attempts after the first, by kind of failure.
+        arguments: those of `StudyLauncher`, and the settings of the cluster's jobs.
     """
 
-    kind = CLUSTER
     starts_ranks = True
     _shared = None
 
+    def __init__(self, kind: str, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.kind = kind
+
     def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        """Compose and check the members, but check for SLURM's commands first: composing takes a dozen seconds.
+        """Compose and check the members, but check access to the cluster first: composing takes a dozen seconds.
 
         Raises:
-            UserError: the commands are missing, and more than the design is requested.
+            UserError: the cluster cannot be reached, and more than the design is requested.
         """
         if OmegaConf.select(self._config, "launch.design") is None:
             try:
-                Slurm()
+                cluster_class(self.kind).of({}).scheduler()
             except UserError as error:
                 raise UserError(": ".join(filter(None, [self._understood, str(error)]))) from None
         return super().planned(override_lists)
@@ -322,11 +327,11 @@ class SlurmStudyLauncher(StudyLauncher):
         from sweeps.curve import default_axis
 
         given = {key: value for key, value in self._settings.items() if key not in ("detach", "retries")}
-        settings = JobSettings.of(given)
+        cluster = cluster_class(self.kind).of(given)
         return replace(
             super().plan(config),
-            axis=_axis(config) or default_axis(asks_for_gpus(settings.resources)),
-            slurm=settings,
+            axis=_axis(config) or default_axis(cluster.asks_for_gpus),
+            cluster=cluster,
             retries=retry_policy(self._settings.get("retries")),
         )
 

@@ -17,7 +17,7 @@ from sweeps.report.plain import one_line, table
 from sweeps.terminal import Column, duration
 
 if TYPE_CHECKING:
-    from sweeps.executor.slurm.scheduler import Scheduler
+    from sweeps.executor.clusters import Scheduler
     from sweeps.launch.status import MemberView
 
 ROWS = 40  # maximum number of members in a table

@@ -16,7 +16,7 @@ from sweeps.cli.study_commands import silence
 from sweeps.decide.live_ranking import LiveRanking
 from sweeps.decide.watch import sources_state, waiting
 from sweeps.errors import UserError
-from sweeps.executor.slurm.scheduler import Scheduler
+from sweeps.executor.clusters import Scheduler
 from sweeps.launch.ledger import LEDGER_FILE
 from sweeps.launch.settings import LaunchSettings
 from sweeps.launch.status import MemberView, overview

@@ -17,10 +17,10 @@ from sweeps.command.plan import named_files, resolved
 from sweeps.command.settings import STDOUT, STDOUT_FILE, command_of
 from sweeps.errors import UserError
 from sweeps.process import Ended, Tree, locked
-from sweeps.run import slurm_job
 from sweeps.run.activity import activity
 from sweeps.run.files import read_json, write_atomically, write_json
 from sweeps.run.interruption import RunInterruptedError, interruption
+from sweeps.run.job import current
 from sweeps.run.journal import CONFIG_FILE, LOG_FILE, SEMANTICS_FILE, Journal, JournalView
 from sweeps.run.lease import Lease
 from sweeps.run.progress import check_own, is_done, journal_or_none
@@ -56,7 +56,7 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
         UserError: another process is running it, the journal belongs to another run, or its metrics cannot be used.
     """
     spec = RunSpec.read(run_dir)
-    with sole_writer(run_dir, spec, slurm_job.rank()) as lease:
+    with sole_writer(run_dir, spec, current().rank()) as lease:
         if lease is None:
             raise UserError(
                 "hydra.launcher.tasks_per_node: a member that is a command is one task, and starts its ranks itself; "

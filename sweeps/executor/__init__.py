@@ -1,15 +1,16 @@
-"""Executors run members on this machine or on a SLURM cluster, and report how each one ended.
+"""Executors run members on this machine or on a cluster, and report how each one ended.
 
-`base` is the protocol with `Launch` and `Outcome`. `local` runs members as child processes or in this process, `slurm/`
-runs them as jobs. `failure` lists the kinds of failure, and `error_signatures` the messages that identify them.
+`base` is the protocol with `Launch` and `Outcome`. `local` runs members as child processes or in this process.
+`clusters` lists the kinds of cluster. `slurm/` is one, which runs members as jobs, and `node/` is the protocol that all
+kinds share with the nodes. `failure` lists the kinds of failure, and `error_signatures` the messages that identify them.
 
-To add an executor:
+To add a kind of cluster (tests/sweeps/executor/folder_cluster is a short example, docs/guide/cluster.md explains it):
 
-1. a module with the methods of `base.Executor`, and a `kind` in `launch/settings.py`;
-2. lines in `tests/sweeps/executor/test_contract.py`, the contract of all executors but `debug`;
-3. for `cluster=NAME`: a subclass of `StudyLauncher` in `cli/launchers.py` (`_shared = None` if members are not forks of
-   this process), a stub in `hydra_plugins/scalerl_launcher.py`, `conf/hydra/launcher/scalerl_NAME.yaml` and
-   `conf/cluster/NAME.yaml` (`debug` is the shortest example). Its own settings are a field of `LaunchSettings`.
+1. a folder with a class like `clusters.Cluster`, and an entry in `clusters.CLUSTERS`;
+2. on a node, a call of `node.entry.run_task` with facts about the job (`sweeps.run.job.Job`);
+3. for `cluster=NAME`: `conf/hydra/launcher/scalerl_NAME.yaml` with `kind: NAME` and
+   `_target_: hydra_plugins.scalerl_launcher.ScaleRLClusterLauncher`, and `conf/cluster/NAME.yaml`, which selects it;
+4. lines in `tests/sweeps/executor/test_contract.py`, the contract of all executors but `debug`.
 
 A new kind of failure needs an entry in `failure.KINDS`, a retry policy in `conf/hydra/launcher/scalerl_slurm.yaml`, and
 messages in `error_signatures` or a case in `slurm/ending.why_ended`.

@@ -1,6 +1,6 @@
 """Interface of executors, which start members of a study, follow them, and report how they ended.
 
-`local` has the executors of this machine, `slurm` the executor of a SLURM cluster.
+`local` has the executors of this machine, `clusters` lists those of clusters.
 """
 
 from __future__ import annotations

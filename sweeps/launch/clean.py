@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sweeps.errors import UserError, naming
-from sweeps.executor.slurm.attempts import ATTEMPTS_DIR
-from sweeps.executor.slurm.submission import JOBS_DIR
+from sweeps.executor.node.attempts import ATTEMPTS_DIR
+from sweeps.executor.node.manifest import JOBS_DIR
 from sweeps.launch.ledger import RUNS_DIR, Ledger, MemberState
 from sweeps.launch.study import LEASE_NAME
 from sweeps.run.journal import LOG_FILE

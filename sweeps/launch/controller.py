@@ -17,7 +17,7 @@ from typing import Any
 from sweeps.errors import UserError
 from sweeps.executor.base import Executor, Launch, Outcome
 from sweeps.executor.failure import BLAMES_NODE
-from sweeps.executor.slurm.attempts import attempts
+from sweeps.executor.node.attempts import attempts
 from sweeps.launch import decisions
 from sweeps.launch.decider import Decider, Wish
 from sweeps.launch.decisions import Action, Adopt, Ended, Finish, GiveUp, Hold, Policy, Retry, Stop, Submit

@@ -11,14 +11,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from sweeps.errors import UserError, require
+from sweeps.errors import UserError
 from sweeps.executor.base import Executor
+from sweeps.executor.clusters import CLUSTERS, Cluster, Scheduler, cluster_class
 from sweeps.executor.failure import NEVER
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.local import InProcessExecutor, LocalExecutor
-from sweeps.executor.slurm.executor import ClusterExecutor
-from sweeps.executor.slurm.scheduler import Scheduler, Slurm
-from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.controller import Controller
 from sweeps.launch.decider import Decider
 from sweeps.launch.ledger import MemberState
@@ -28,12 +26,8 @@ from sweeps.redact import MASK, redact
 from sweeps.run.files import parse_json, read_json
 
 LAUNCH_FILE = "launch.json"
-# Kind of launcher, as stored with studies, that runs members as cluster jobs.
-CLUSTER = "slurm"
-
-
 # Fields of the settings that have another name in the file.
-_IN_FILE = {"slurm": "settings"}
+_IN_FILE = {"cluster": "settings"}
 
 
 class MemberFailedError(UserError):
@@ -45,14 +39,14 @@ class LaunchSettings:
     """Launch settings of a study: everything that a later process needs to continue it.
 
     Attributes:
-        kind: where members run: `local` (child processes), `debug` (in this process) or `slurm`.
+        kind: where members run: `local` (child processes), `debug` (in this process) or one of `CLUSTERS`.
         entry: `module:function` that runs one member, given its directory.
         preload: modules imported by the server from which local members are forked.
         max_parallel: number of local members that run at the same time.
         threads: CPU threads of each member.
         tracking: MLflow's tracking URI; None for a study that is not tracked.
         axis: compute axis of MLflow's charts.
-        slurm: resources and limits of cluster jobs; unused by the other kinds.
+        cluster: resources and limits of cluster jobs; None for the other kinds.
         retries: number of attempts after the first, by kind of failure; None for no limit.
         race: settings under `race`, see `sweeps.search.settings`; empty without a race.
         margin: recipes whose rewards are within this are tied in every ranking of the study; None for the default.
@@ -65,7 +59,7 @@ class LaunchSettings:
     threads: int
     tracking: str | None
     axis: str
-    slurm: JobSettings = field(default_factory=JobSettings)
+    cluster: Cluster | None = None
     retries: Mapping[str, int | None] = field(default_factory=lambda: dict(NEVER))
     race: Mapping[str, Any] = field(default_factory=dict)
     margin: float | None = None
@@ -74,7 +68,8 @@ class LaunchSettings:
         """Return the content of `launch.json`, without the password in MLflow's address."""
         # Keeps the names and the order of fields that the file has always had.
         values = {_IN_FILE.get(name, name): value for name, value in self.__dict__.items()}
-        values |= {"settings": self.slurm.given(), "tracking": self.tracking and redact(self.tracking)}
+        settings = {} if self.cluster is None else self.cluster.given()
+        values |= {"settings": settings, "tracking": self.tracking and redact(self.tracking)}
         return json.dumps(values, indent=1)
 
     @classmethod
@@ -88,9 +83,10 @@ class LaunchSettings:
             read = parse_json((study / LAUNCH_FILE).read_text())
             names = {item.name: _IN_FILE.get(item.name, item.name) for item in fields(cls)}
             values = {name: read[key] for name, key in names.items() if key in read}
-            values["slurm"] = JobSettings.of(values["slurm"])
+            settings = values.pop("cluster")
             values["preload"] = tuple(values["preload"])
-            if values["kind"] == CLUSTER:
+            if values["kind"] not in ("local", "debug"):
+                values["cluster"] = cluster_class(values["kind"]).of(settings)
                 # Add kinds of failure that an earlier version, which launched the study, did not distinguish.
                 values["retries"] = {**retry_policy(), **values["retries"]}
             plan = cls(**values)
@@ -112,7 +108,7 @@ class LaunchSettings:
     @property
     def outlives(self) -> bool:
         """Return whether members are cluster jobs, which continue when this process ends."""
-        return self.kind == CLUSTER
+        return self.cluster is not None
 
     @staticmethod
     def scheduler_of(study: Path) -> Scheduler | None:
@@ -122,10 +118,10 @@ class LaunchSettings:
             UserError: the scheduler cannot be reached from here.
         """
         launched = read_json(study / LAUNCH_FILE)
-        if launched.get("kind") != CLUSTER:
-            return None
         settings = launched.get("settings")
-        return Slurm(str((settings if isinstance(settings, dict) else {}).get("clusters") or ""))
+        if launched.get("kind") not in CLUSTERS or not isinstance(settings, dict):
+            return None
+        return cluster_class(launched["kind"]).of(settings).scheduler()
 
     @staticmethod
     def margin_of(study: Path) -> float | None:
@@ -133,18 +129,10 @@ class LaunchSettings:
         margin = read_json(study / LAUNCH_FILE).get("margin")
         return float(margin) if isinstance(margin, int | float) and margin > 0 else None
 
-    def executor(self, study: Path, scheduler: Scheduler | None = None) -> Executor:
+    def executor(self, study: Path) -> Executor:
         """Make the executor of this kind that runs the study's members."""
-        if self.outlives:
-            require("submitit", "cluster: slurm")
-            return ClusterExecutor(
-                study=study.resolve(),
-                scheduler=scheduler or Slurm(self.slurm.clusters),
-                settings=self.slurm,
-                entry=self.entry,
-                threads=self.threads,
-                title=str(self.slurm.resources.get("name") or study.resolve().name),
-            )
+        if self.cluster is not None:
+            return self.cluster.executor(study, self.entry, self.threads)
         if self.kind == "debug":
             return InProcessExecutor(self.entry)
         return LocalExecutor(self.entry, self.max_parallel, self.threads, self.preload)
@@ -154,7 +142,6 @@ def prepare_study(
     study: Study,
     plan: LaunchSettings,
     again: bool = True,
-    scheduler: Scheduler | None = None,
     decider: Decider | None = None,
     preface: Sequence[str] = (),
 ) -> AbstractContextManager[Controller]:
@@ -164,10 +151,9 @@ def prepare_study(
         study: study to run.
         plan: its launch settings.
         again, decider: see `Study.prepare`.
-        scheduler: the cluster's scheduler; None for SLURM's own commands.
         preface: lines to print when the launch is accepted.
     """
-    executor = plan.executor(study.directory, scheduler)
+    executor = plan.executor(study.directory)
     steps = mean([spec.steps for spec in study.specs] or [0])  # a search begins without members
     observers: list[Observer] = [Progress(len(study.specs), steps, preface=preface, specs=study.specs)]
     if plan.tracking:

@@ -16,8 +16,8 @@ from typing import Any
 
 from sweeps.as_json import AsJson, as_json
 from sweeps.errors import UserError
-from sweeps.executor.slurm.attempts import Attempt, attempts
-from sweeps.executor.slurm.scheduler import ENDED, QUEUED, JobInfo, Scheduler
+from sweeps.executor.clusters import QueuedJob, Scheduler
+from sweeps.executor.node.attempts import Attempt, attempts
 from sweeps.launch.ledger import LEDGER_FILE, RUNS_DIR, Ledger, MemberState
 from sweeps.launch.study import LEASE_NAME
 from sweeps.redact import redact
@@ -139,7 +139,7 @@ def log_tail(study: Path, view: MemberView, lines: int = 8) -> list[str]:
     return [line.rstrip() for line in redact(text).splitlines() if line.strip()][-lines:]
 
 
-def _view(study: Path, state: MemberState, queue: Mapping[str, JobInfo] | None, controlled: bool) -> MemberView:
+def _view(study: Path, state: MemberState, queue: Mapping[str, QueuedJob] | None, controlled: bool) -> MemberView:
     """Return a member's status. queue: None if no scheduler answers; controlled: whether a controller is alive."""
     run_dir = study / RUNS_DIR / state.run
     steps = budget_of(run_dir)
@@ -181,7 +181,7 @@ def _state(
     run_dir: Path,
     steps: int | None,
     past_attempts: Sequence[Attempt],
-    queue: Mapping[str, JobInfo] | None,
+    queue: Mapping[str, QueuedJob] | None,
     controlled: bool,
 ) -> tuple[str, str | None]:
     """Return a member's state, see `MemberView`, with its reason; queue is None if no scheduler answers."""
@@ -199,11 +199,11 @@ def _state(
             return ("running" if controlled else "stopped"), state.reason
         return ("waiting" if controlled else "stopped"), "was being submitted"
     info = (queue or {}).get(state.job)
-    # SLURM reuses ids: the submission's name within the job's name shows whether it is this job.
+    # Clusters reuse ids: the submission's name within the job's name shows whether it is this job.
     if info is not None and state.submission and info.name.endswith(state.submission):
-        if info.state in QUEUED:
-            return "queued", None if info.reason in ("", "None", "Priority", "Resources") else info.reason
-        if info.state not in ENDED:
+        if info.queued:
+            return "queued", info.waits_for
+        if not info.ended:
             return "running", None
         return "ended", info.state
     if queue is None:

@@ -17,8 +17,6 @@ _ENTRIES = (
     "sweeps.command.runner:run_member",
 )
 _PRELOADED = ("lightning_scalerl.", "sweeps.command.", "transformers.models.")
-# Fields of `launch.json` that are commands of a job, or options that can contain one.
-_COMMANDS = ("setup", "teardown", "python", "srun_args", "additional_parameters")
 _CHECKS_RUNS = "lightning_scalerl.member.trust:check_runs"
 
 
@@ -45,7 +43,6 @@ def check_launch(study: Study, plan: LaunchSettings) -> None:
     for module in plan.preload:
         if not module.startswith(_PRELOADED):
             raise refusal(file, "preload", module, "a module of lightning_scalerl or of a model")
-    settings = plan.slurm.given()
-    for key in _COMMANDS:
-        if settings.get(key) and not belongs_to_user(file):
-            raise refusal(file, f"settings.{key}", settings[key], "a setting of yours")
+    for key, command in (plan.cluster.commands() if plan.cluster else {}).items():
+        if command and not belongs_to_user(file):
+            raise refusal(file, f"settings.{key}", command, "a setting of yours")

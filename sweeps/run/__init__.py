@@ -6,7 +6,8 @@ This is the only room of `sweeps` that training imports. A file that both sides 
     identity    spec (frozen specification and its hash), provenance (code version), trust
     journal     journal (`metrics.jsonl`), tail (incremental reading), repair (a broken line), passes, rollouts
     writing     lease and writer (one process at a time), files, fields
-    a live run  interruption (a request to stop), activity (a run that hangs), gpu, slurm_job (`SLURM_*`)
+    a live run  interruption (a request to stop), activity (a run that hangs), gpu
+    a job       job (of any cluster), slurm_job (`SLURM_*`)
     reading     progress (steps so far), health (choices without effect)
 
 May import: the modules of the ground (`errors`, `redact`, ...).

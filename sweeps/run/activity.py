@@ -130,7 +130,7 @@ class Activity:
             while not done.wait(every_s):
                 now = self._clock()
                 late_s, looked = now - looked - every_s, now
-                if late_s > every_s:  # suspended and resumed (by SLURM, Ctrl-Z): not idle time
+                if late_s > every_s:  # suspended and resumed (by a cluster, Ctrl-Z): not idle time
                     self._last += late_s
                 self._awake_until = now + 3 * every_s
                 reason = self.hung(patience)

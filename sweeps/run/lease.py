@@ -32,7 +32,7 @@ from typing import Any
 
 from sweeps.errors import UserError, of_the_system
 from sweeps.run.files import parse_json
-from sweeps.run.slurm_job import node_name
+from sweeps.run.job import node_name
 
 BEAT_S = 5.0
 EXPIRY_S = 30.0
@@ -146,7 +146,7 @@ class Lease:
         self,
         directory: Path,
         name: str = "writer",
-        owner: dict[str, Any] | None = None,
+        owner: Mapping[str, Any] | None = None,
         beat_s: float = BEAT_S,
         expiry_s: float = EXPIRY_S,
         facts: Callable[[], Mapping[str, Any]] | None = None,

@@ -34,7 +34,7 @@ ABSENT = "not installed"
 MOST_FILES = 2000
 TOO_MANY = f"more than {MOST_FILES} Python files: not looked at"
 _LIBRARIES = ("__pycache__", "node_modules", "site-packages")
-# Names of a study's outputs, as in `launch.ledger` and `executor.slurm.submission`.
+# Names of a study's outputs, as in `launch.ledger` and `executor.node.manifest`.
 _STUDYS_FILE, _STUDYS_FOLDERS = "ledger.jsonl", ("runs", "jobs")
 _NAMED_FILE = re.compile(r"(.+\.py)(?::[\w.]+)?")
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from sweeps.errors import UserError
-from sweeps.run import slurm_job
 from sweeps.run.activity import Patience, activity
 from sweeps.run.interruption import RunInterruptedError, interruption, stop_asked
+from sweeps.run.job import current
 from sweeps.run.lease import Lease, LeaseHeldError, alive
 from sweeps.run.progress import is_done
 from sweeps.run.spec import RunSpec
@@ -50,7 +50,7 @@ def sole_writer(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Lease |
         DuplicateRunError: in a cluster job, another process is still writing the run.
         UserError: the same outside of a cluster.
     """
-    who = slurm_job.identity()
+    who = current().identity()
     job = who.get("job")
     if rank > 0:
         # Rank 0 may find the run done and exit before other ranks see its lease.
@@ -75,7 +75,7 @@ def sole_writer(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Lease |
         yield lease
 
 
-def _is(facts: dict[str, object] | None, who: dict[str, str | None]) -> bool:
+def _is(facts: dict[str, object] | None, who: Mapping[str, str | None]) -> bool:
     return facts is not None and all(facts.get(key) == value for key, value in who.items())
 
 

@@ -21,7 +21,7 @@ from lightning_scalerl.member.trust import check_run, check_runs
 from lightning_scalerl.translate.to_trl import VERSION
 from sweeps.cli.main import main
 from sweeps.errors import UserError
-from sweeps.executor.slurm.settings import JobSettings
+from sweeps.executor.slurm.cluster import SlurmCluster
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 from sweeps.launch.study import Study
@@ -188,8 +188,8 @@ def test_what_somebody_elses_launch_names_is_not_run(run_dir: Path, tmp_path: Pa
         launched(study, **{field: value})
         with pytest.raises(UserError, match=f"launch.json: {field}: .*--trust"):
             check()
-    jobs = JobSettings.of({"setup": ["module load cuda"]})
-    launched(study, kind="slurm", slurm=jobs)
+    jobs = SlurmCluster.of({"setup": ["module load cuda"]})
+    launched(study, kind="slurm", cluster=jobs)
     check()
     (study / "launch.json").chmod(0o666)
     with pytest.raises(UserError, match=r"settings.setup: .*module load cuda.* --trust"):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sweeps.executor.slurm.attempts import Attempt, attempts
+from sweeps.executor.node.attempts import Attempt, attempts
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.run.journal import JournalView, read_journal
 from sweeps.run.spec import RunSpec

@@ -16,7 +16,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from sweeps.executor.slurm.attempts import attempts
+from sweeps.executor.node.attempts import attempts
 from sweeps.launch.ledger import Ledger
 from tests.place import Place
 from tests.slurm.cluster import PATIENCE_S, Lab, Sweep, by_run, eventually

@@ -288,7 +288,7 @@ def test_mlflow_tells_of_a_requeue_and_of_a_cancellation(place: Place, whole: La
 
 
 def attempts_of(sweep: Sweep, run: str) -> Any:
-    from sweeps.executor.slurm.attempts import attempts
+    from sweeps.executor.node.attempts import attempts
 
     return attempts(sweep.directory / "runs" / run)
 

@@ -14,7 +14,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from lightning_scalerl import plan_members
-from sweeps.executor.slurm.attempts import AttemptLog, attempts
+from sweeps.executor.node.attempts import AttemptLog, attempts
 from sweeps.launch.ledger import Ledger
 from sweeps.redact import MASK, is_secret_name, redact, redact_config, redact_override
 from tests.examples import examples

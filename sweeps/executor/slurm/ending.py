@@ -10,14 +10,11 @@ from pathlib import Path
 from sweeps.executor.base import Launch, Outcome
 from sweeps.executor.error_signatures import shown_in
 from sweeps.executor.failure import KINDS
-from sweeps.executor.slurm.attempts import Attempt, attempts, log_mark
-from sweeps.executor.slurm.job import DISK_FULL_CODE
+from sweeps.executor.node.attempts import Attempt, attempts
+from sweeps.executor.node.ending import end_of_logs, last_words, newest_attempt, outcome_of, recorded_end
+from sweeps.executor.node.entry import DISK_FULL_CODE
 from sweeps.executor.slurm.job_artifacts import JobArtifacts
-from sweeps.executor.slurm.scheduler import ENDED, QUEUED, JobInfo
-from sweeps.run.interruption import stop_asked
-from sweeps.run.journal import LOG_FILE
-from sweeps.run.progress import is_done, trouble
-from sweeps.run.spec import budget_of
+from sweeps.executor.slurm.scheduler import JobInfo
 
 _KIND_OF_STATE = {
     "TIMEOUT": "time_limit",
@@ -38,9 +35,6 @@ _TASK_DIED = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (?!Exited)")
 
 # slurmctld was down while a job began, or a node refused its launch: SLURM requeues the job and holds it indefinitely.
 _LAUNCH_FAILED = "launch failed requeued held"
-
-# These failures are reported even for a member that was asked to stop.
-_OWN_FAULT = frozenset({"error", "out_of_memory", "disk_full"})
 
 
 @dataclass
@@ -86,23 +80,19 @@ class JobEndings:
 
     def was_refused(self, info: JobInfo | None, member: Launch) -> bool:
         """Return whether SLURM lists a job that it did not accept: its record says ended, but it never started."""
-        if info is None or info.state not in ENDED:
+        if info is None or not info.ended:
             return False
         began = any(attempt.submission == member.submission for attempt in attempts(member.run_dir))
         return not began and not self.left_by(member.submission or "").starts(info.job)
 
     def last_attempt(self, each: FollowedJob, outcome: bool = False) -> Attempt | None:
         """Return the record of a job's newest start; None without one, or (with `outcome`) without its end."""
-        own = [
-            attempt
-            for attempt in attempts(each.launch.run_dir)
-            if attempt.job == each.job and attempt.submission == each.submission
-        ]
-        if not own or (outcome and own[-1].outcome is None):
+        attempt = newest_attempt(each.launch.run_dir, each.submission, each.job)
+        if attempt is None or (outcome and attempt.outcome is None):
             return None
         # A later start that never reached the member must not be judged by the record of an earlier start.
         newest = max(self.left_by(each.submission).starts(each.job), default=0)
-        return own[-1] if own[-1].restart >= newest else None
+        return attempt if attempt.restart >= newest else None
 
     def outcome(self, each: FollowedJob, nodes: int) -> Outcome:
         """Classify an ended job that had this many nodes, by scheduler, attempt record, logs and journal."""
@@ -115,18 +105,7 @@ class JobEndings:
             lambda: end_of_logs(logs, each.launch.run_dir, each.submission, each.job),
             self.left_by(each.submission).handed_over(each.job),
         )
-        if kind is None:
-            # The job finished but the journal is not done: it is unreadable, or the budget was raised since the start.
-            run, run_dir = each.launch.run, each.launch.run_dir
-            steps = budget_of(run_dir)
-            if (steps is None or not is_done(run_dir, steps, run)) and (wrong := trouble(run_dir, run)):
-                return Outcome(run, 1, "error", wrong)
-            where = attempt.node if attempt else None
-            return Outcome(each.launch.run, 0, "outgrown", KINDS["outgrown"][0], where)
-        if kind not in _OWN_FAULT and (asked := stop_asked(each.launch.run_dir)):
-            # a study's request to stop wins: the member must not be retried
-            return Outcome(each.launch.run, 1, "stopped", asked)
-        return Outcome(each.launch.run, 1, kind, reason, _to_blame(each, attempt, nodes, logs))
+        return outcome_of(each.launch, kind, reason, attempt, _to_blame(each, attempt, nodes, logs))
 
 
 def _to_blame(each: FollowedJob, attempt: Attempt | None, nodes: int, logs: Sequence[Path]) -> str | None:
@@ -141,7 +120,7 @@ def _to_blame(each: FollowedJob, attempt: Attempt | None, nodes: int, logs: Sequ
 
 def launch_failed(info: JobInfo) -> bool:
     """Return True if SLURM failed to launch the job and now holds it in the queue indefinitely."""
-    return info.state in QUEUED and _LAUNCH_FAILED in info.reason.replace("_", " ")
+    return info.queued and _LAUNCH_FAILED in info.reason.replace("_", " ")
 
 
 def why_ended(
@@ -166,24 +145,23 @@ def why_ended(
     state = info.state if info else "UNKNOWN"
     if state == "CANCELLED":
         return "cancelled", "cancelled (scancel, or by an administrator)"
-    if attempt is not None and attempt.outcome == "finished":
-        return None, None
+    recorded = recorded_end(attempt)
+    if recorded == (None, None):
+        return recorded
     if info is not None and launch_failed(info):
         return "node", f"SLURM could not launch it, and holds it ({info.reason}); its job was cancelled"
     if state == "OUT_OF_MEMORY":
         return "out_of_memory", "killed for using more memory than the job asked for; raise mem_gb"
-    if attempt is not None and attempt.outcome == "stopped":
-        return "stopped", attempt.reason
-    if attempt is not None and attempt.outcome == "failed":
-        return attempt.kind or "error", attempt.reason or "failed"
+    if recorded is not None and attempt is not None and attempt.outcome != "interrupted":
+        return recorded  # by itself; an interrupted job may have been ended by SLURM since
     if info is not None and info.exit_code == f"{DISK_FULL_CODE}:0":
         return "disk_full", KINDS["disk_full"][0]
     kind = _KIND_OF_STATE.get(state)
     if kind is not None:
         node = f" ({info.node})" if info and info.node and kind == "node" else ""
         return kind, KINDS[kind][0] + node
-    if attempt is not None and attempt.outcome == "interrupted":
-        return attempt.kind or "preempted", f"{attempt.reason}; the job was not requeued"
+    if recorded is not None:
+        return recorded
     if attempt is None and not handed_over:
         return "half_submitted", KINDS["half_submitted"][0]
     if info is None:
@@ -199,36 +177,3 @@ def why_ended(
         hint = "it said nothing; did a command of setup end the job, or does the node not see output_dir?"
         return "launch", f"the member never began ({detail}): {words[-500:] or hint}"
     return "killed", f"killed from outside on {attempt.node} ({detail})"
-
-
-def last_words(logs: Sequence[Path], lines: int = 5) -> str:
-    """Return the last lines of the batch logs, joined into one of at most 2000 characters."""
-    said_lines = [line.strip() for path in logs for line in _tail(path)[0].splitlines() if line.strip()]
-    return " / ".join(said_lines[-lines:])[-2000:]
-
-
-# Enough for the crash output of native code, which prints a stack for each thread.
-_LOG_TAIL = 1 << 16
-
-
-def end_of_logs(logs: Sequence[Path], run_dir: Path, submission: str, job: str) -> str:
-    """Return the end of the logs of a job's last start: of the batch script and of every rank."""
-    said = [_tail(path)[0] for path in logs]
-    starts = [each.restart for each in attempts(run_dir) if (each.job, each.submission) == (job, submission)]
-    for path in [run_dir / LOG_FILE, *sorted(run_dir.glob("log.rank*.txt"))] if starts else []:
-        text, whole = _tail(path)
-        _, found, own = text.rpartition(log_mark(submission, job, max(starts)))
-        # Without the mark in view the log belongs to other attempts, unless the tail may have cut the mark off.
-        said.append(own if found or not whole else "")
-    return "\n".join(said)
-
-
-def _tail(path: Path) -> tuple[str, bool]:
-    """Return the end of a log, and whether that is the whole log."""
-    try:
-        with path.open("rb") as handle:
-            size = handle.seek(0, 2)
-            handle.seek(max(0, size - _LOG_TAIL))
-            return handle.read().decode(errors="replace"), size <= _LOG_TAIL
-    except OSError:
-        return "", True

@@ -1,58 +1,18 @@
-"""Entry point on a compute node: runs one member of a submission as one SLURM task.
+"""Entry points of a SLURM job, one call for each task of an array and each rank of a job.
 
-submitit calls `run_member` for each task of an array and each rank of a job. Batch scripts of earlier versions, which
-may still be queued, call `python -m sweeps job <folder of the submission>`. This module handles SLURM's warning
-(SIGUSR2, sent before a time limit or a preemption) and SIGTERM itself: they set a flag, the run saves a checkpoint at
-the next step boundary, and the batch script requeues the job. The handlers of submitit and of Lightning would end the
-run in the middle of a step, and requeue it as well.
+submitit calls `run_member`. Batch scripts of earlier versions, which may still be queued, call
+`python -m sweeps job <folder of the submission>`. submitit's handlers of signals are replaced, because they would end
+the run in the middle of a step, and requeue it as well.
 """
 
 from __future__ import annotations
 
-import errno
-import os
 import signal
-import socket
-import sys
-import time
-import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from sweeps.executor.base import load_entry
-from sweeps.executor.error_signatures import OF_A_PEER
-from sweeps.executor.failure import MAX_IDLE_ATTEMPTS, first_line, kind_of
-from sweeps.executor.slurm.attempts import Attempt, AttemptLog, attempts, log_mark
-from sweeps.redact import redact
-from sweeps.run.activity import activity
-from sweeps.run.files import parse_json
-from sweeps.run.gpu import REQUIRED, check_gpu
-from sweeps.run.interruption import RunInterruptedError, interruption, stop_asked
-from sweeps.run.journal import LOG_FILE, covered_step
-from sweeps.run.slurm_job import (
-    array_index,
-    job_id,
-    length_s,
-    node_name,
-    rank,
-    restart_count,
-    step_tasks,
-    submission_folder,
-)
-
-MANIFEST_FILE = "submission.json"
-REQUEUE_VARIABLE = "SCALERL_REQUEUE_FILE"
-BEGAN_VARIABLE = "SCALERL_BEGAN"
-
-# Exit code of a member that ran out of disk space, and so may be unable to record the failure in a file.
-DISK_FULL_CODE = errno.ENOSPC
-
-# Timeout for a file written before submission to become visible through a network file system.
-_VISIBLE_S = 60.0
-# Seconds by which SLURM may send its warning earlier than requested.
-_EARLY_S = 75.0
+from sweeps.executor.node.entry import run_task
+from sweeps.run import slurm_job
 
 
 def run_member(run_dir: str) -> NoReturn:
@@ -61,187 +21,10 @@ def run_member(run_dir: str) -> NoReturn:
     Pickles of queued jobs refer to this function as `sweeps.executor.slurm.job.run_member`: never rename or move it.
     It returns nothing for submitit to pickle; results of a member are in its folder.
     """
-    with _signals_are_ours():
-        _end_process(_run(submission_folder(), Path(run_dir)))
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)
+    run_task(slurm_job.submission_folder(), Path(run_dir), slurm_job)
 
 
 def run(arguments: list[str]) -> NoReturn:
     """Run the member of this task of an earlier version's batch script, and end the process."""
-    with _signals_are_ours():
-        _end_process(_run(Path(arguments[0])))
-
-
-@contextmanager
-def _signals_are_ours() -> Iterator[None]:
-    """Record signals that ask this process to stop. Replaces submitit's handlers, which would requeue the job."""
-    with interruption.on_signals([signal.SIGUSR2, signal.SIGTERM]):
-        signal.signal(signal.SIGCONT, signal.SIG_DFL)
-        yield
-
-
-def _end_process(code: int) -> NoReturn:
-    """End by `os._exit`: library threads that hang at exit must not keep the allocation."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _run(folder: Path, run_dir: Path | None = None) -> int:
-    """Run the member in `run_dir`, by default that of this task's array index; return the exit code."""
-    began = time.time()
-    try:
-        manifest = _wait_for(folder / MANIFEST_FILE)
-        if run_dir is None:
-            run_dir = folder.parents[1] / "runs" / manifest["members"][array_index()]
-        mark = log_mark(manifest["submission"], job_id(), restart_count())
-        _log_to(run_dir / (LOG_FILE if rank() == 0 else f"log.rank{rank()}.txt"))
-        print(mark, flush=True)
-        if manifest.get("gpus"):
-            os.environ[REQUIRED] = "1"
-    except Exception as error:
-        print(f"scalerl: the member could not begin on {socket.gethostname()}: {first_line(error)}", flush=True)
-        return 1
-    if rank() == 0:
-        return _lead(manifest, run_dir, began)
-    return _follow(manifest, run_dir, rank())
-
-
-def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float) -> int:
-    """Run the member as rank 0, which writes the attempt record, and return the exit code."""
-    log = AttemptLog(run_dir, manifest["submission"], job_id(), restart_count(), node_name())
-    step = checkpoint_step(run_dir)
-    # Read before this attempt is recorded, or it would count as one that ended without a checkpoint.
-    earlier = attempts(run_dir)
-    try:
-        log.begin(step)
-        activity.last_word = lambda reason: log.end("failed", "hang", reason)
-        idle = idle_attempts(earlier, step)
-        if idle >= MAX_IDLE_ATTEMPTS:
-            reason = (
-                f"{idle} attempts in a row ended without a new checkpoint (the last is of step {max(step, 0)}); raise "
-                "timeout_min or signal_delay_s, or lower checkpoint.every_n_steps"
-            )
-            print(reason, flush=True)
-            log.end("failed", "gave_up", reason)
-            return 1
-        if asked := stop_asked(run_dir):  # asked while the job was queued
-            log.end("stopped", "stopped", asked)
-            return 0
-        _check_gpu()
-        load_entry(manifest["entry"])(run_dir)
-    except RunInterruptedError as error:
-        if asked := stop_asked(run_dir):
-            with suppress(OSError):
-                log.end("stopped", "stopped", asked)
-            return 0
-        return _interrupted(manifest, log, earlier, began, str(error))
-    except BaseException as error:
-        # Write the record and the traceback separately: either may fail, for example on a full disk.
-        kind = kind_of(error)
-        reason = first_line(error)
-        # a single task was not killed by a peer: it lost its command or its lease
-        if kind == "killed" and step_tasks() > 1:
-            reason = "another rank of the job died; its log is log.rank<number>.txt"
-        with suppress(OSError):  # with a full disk the exit code is the only record
-            log.end("failed", kind, reason)
-        with suppress(OSError):
-            print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
-        return DISK_FULL_CODE if kind == "disk_full" else 1
-    log.end("finished")
-    return 0
-
-
-def _interrupted(
-    manifest: Mapping[str, Any], log: AttemptLog, earlier: list[Attempt], began: float, reason: str
-) -> int:
-    """Record an interruption of a saved run, ask the batch script for a requeue, and return the exit code."""
-    # SLURM sends the same signal before a time limit and before a preemption. The time tells them apart.
-    kind = "time_limit" if time.time() >= _end(manifest, began) - manifest["signal_delay_s"] - _EARLY_S else "preempted"
-    limit = manifest["max_num_timeout"]
-    reached = 1 + sum(attempt.job == job_id() and attempt.kind == "time_limit" for attempt in earlier)
-    if kind == "time_limit" and limit is not None and reached > limit:
-        reason = f"the time limit of {manifest['timeout_min']} min was reached {reached} times; max_num_timeout={limit}"
-        with suppress(OSError):
-            log.end("failed", "gave_up", reason)
-        return 1
-    code = 1
-    try:
-        log.end("interrupted", kind, reason)
-        print(f"scalerl: saved ({reason}); asking for a requeue", flush=True)
-    except OSError as error:  # the checkpoint was saved nevertheless
-        code = DISK_FULL_CODE if kind_of(error) == "disk_full" else 1
-    if marker := os.environ.get(REQUEUE_VARIABLE):
-        with suppress(OSError):
-            Path(marker).touch(mode=0o600)
-    return code
-
-
-def _end(manifest: Mapping[str, Any], began: float) -> float:
-    """Return the time at which the job's limit is reached, by this node's clock.
-
-    Newer SLURM versions give start and end by slurmctld's clock, which may be minutes off; only their difference is
-    used. `began` is the start of this process. It is used for batch scripts of earlier versions and is later than the
-    start of the job, by the set-up commands.
-    """
-    return float(os.environ.get(BEGAN_VARIABLE) or began) + (length_s() or manifest["timeout_min"] * 60)
-
-
-def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int) -> int:
-    """Run the member as a rank other than 0. It only trains, and records nothing unless it fails first."""
-    try:
-        _check_gpu()
-        load_entry(manifest["entry"])(run_dir)
-    except RunInterruptedError:
-        return 0
-    except BaseException as error:
-        print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
-        # Not blamed on this rank if rank 0 has failed or is gone.
-        if not getattr(error, "leave_journal", False) and (kind := kind_of(error)) not in OF_A_PEER:
-            log = AttemptLog(run_dir, manifest["submission"], job_id(), restart_count(), node_name())
-            with suppress(OSError):
-                log.follower_failed(rank, kind, f"rank {rank}: {first_line(error)}")
-        return 1
-    return 0
-
-
-def idle_attempts(earlier: list[Attempt], step: int) -> int:
-    """Count the most recent attempts in a row that began at this checkpoint and ended without a new one."""
-    count = 0
-    for attempt in reversed(earlier):
-        if attempt.step != step or attempt.outcome not in (None, "interrupted"):
-            break
-        count += 1
-    return count
-
-
-def checkpoint_step(run_dir: Path) -> int:
-    """Return the step of the last checkpoint in the journal, -1 if there is none."""
-    step = covered_step(run_dir)
-    return -1 if step is None else step
-
-
-def _check_gpu() -> None:
-    """Check for a GPU before a model is loaded, if the job asks for one. Training checks again through the driver."""
-    if REQUIRED in os.environ:
-        check_gpu()
-
-
-def _wait_for(path: Path) -> dict[str, Any]:
-    deadline = time.monotonic() + _VISIBLE_S
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise FileNotFoundError(
-                f"{path} is not there; the study's output_dir must be on a file system that every node sees"
-            )
-        time.sleep(1)
-    manifest: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
-    return manifest
-
-
-def _log_to(path: Path) -> None:
-    """Redirect stdout and stderr to the run's log by file descriptor, so that output of native code is included."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    run_task(Path(arguments[0]), slurm_job.array_index(), slurm_job)

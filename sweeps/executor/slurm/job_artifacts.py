@@ -7,9 +7,9 @@ from collections import defaultdict
 from functools import cached_property
 from pathlib import Path
 
+from sweeps.executor.node.manifest import JOBS_DIR, MANIFEST_FILE
 from sweeps.executor.slurm.handover import pickle_of
-from sweeps.executor.slurm.job import MANIFEST_FILE
-from sweeps.executor.slurm.submission import JOBS_DIR, STARTED
+from sweeps.executor.slurm.submission import STARTED
 from sweeps.run.files import parse_json
 
 # <job>_<rank>_log.out; a task of an array has an underscore of its own.

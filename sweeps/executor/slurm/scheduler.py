@@ -75,6 +75,21 @@ class JobInfo:
     name: str
     exit_code: str = ""
 
+    @property
+    def queued(self) -> bool:
+        """True if the job waits, for the first time or again."""
+        return self.state in QUEUED
+
+    @property
+    def ended(self) -> bool:
+        """True if the job has ended."""
+        return self.state in ENDED
+
+    @property
+    def waits_for(self) -> str | None:
+        """Reason why the job waits, if it is not for its turn."""
+        return None if self.reason in ("", "None", "Priority", "Resources") else self.reason
+
 
 class RefusedError(Exception):
     """Error: the scheduler did not accept a submission.

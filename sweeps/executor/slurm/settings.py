@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from sweeps.errors import UserError
 
@@ -55,9 +55,16 @@ class JobSettings:
         return int(self.resources.get("timeout_min") or 60)
 
     @property
+    def asks_for_gpus(self) -> bool:
+        """True if a job asks sbatch for GPUs, by any of its options."""
+        given = {**self.resources, **(self.resources.get("additional_parameters") or {})}
+        asked = {str(key).replace("-", "_"): value for key, value in given.items() if value}
+        return bool(_ASK_FOR_GPUS & asked.keys()) or any("gpu" in str(asked.get(key, "")) for key in _ASK_FOR_ANYTHING)
+
+    @property
     def needs_gpu(self) -> bool:
-        """Return True if a job that sees no GPU must fail: it asks for one, and `require_gpu` is set."""
-        return self.require_gpu and asks_for_gpus(self.resources)
+        """True if a job that sees no GPU must fail: it asks for one, and `require_gpu` is set."""
+        return self.require_gpu and self.asks_for_gpus
 
     @property
     def clusters(self) -> str:
@@ -70,7 +77,7 @@ class JobSettings:
         return int(self.resources.get("signal_delay_s") or 120)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> JobSettings:
+    def of(cls, given: Mapping[str, Any]) -> Self:
         """Make checked settings from the launcher's keys: those of hydra-submitit-launcher and our own.
 
         Raises:
@@ -100,6 +107,11 @@ class JobSettings:
         """Return the settings as a flat mapping of keys, the inverse of `of`."""
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "resources"}
         return {**self.resources, **{key: list(v) if isinstance(v, tuple) else v for key, v in own.items()}}
+
+    def commands(self) -> dict[str, Any]:
+        """Return the settings that the batch script runs, and options that can contain a command."""
+        given = self.given()
+        return {key: given.get(key) for key in _COMMANDS}
 
     def check(self) -> None:
         """Check that the settings can work, before anything is submitted.
@@ -164,16 +176,13 @@ _KINDS_OF_SETTING: tuple[tuple[str, Any, str], ...] = (
 )
 
 
+# Fields that are commands of a job, or options that can contain one.
+_COMMANDS = ("setup", "teardown", "python", "srun_args", "additional_parameters")
+
+
 # Options of sbatch that always ask for GPUs. For those of `_ASK_FOR_ANYTHING` it depends on the value: gres=gpu:2.
 _ASK_FOR_GPUS = frozenset({"gpus", "gpus_per_node", "gpus_per_task", "gpus_per_socket"})
 _ASK_FOR_ANYTHING = frozenset({"gres", "tres_per_node", "tres_per_task", "tres_per_job"})
-
-
-def asks_for_gpus(resources: Mapping[str, Any]) -> bool:
-    """Return whether a job with these resources asks sbatch for GPUs, by any of its options."""
-    given = {**resources, **(resources.get("additional_parameters") or {})}
-    asked = {str(key).replace("-", "_"): value for key, value in given.items() if value}
-    return bool(_ASK_FOR_GPUS & asked.keys()) or any("gpu" in str(asked.get(key, "")) for key in _ASK_FOR_ANYTHING)
 
 
 def with_layout(resources: Mapping[str, Any], layout: tuple[int, int] | None) -> dict[str, Any]:

@@ -1,10 +1,8 @@
-"""A submission: members frozen together under a name that is used once, and the request to submitit.
+"""A submission to SLURM: members frozen together under a name that is used once, and the request to submitit.
 
-Everything that a job needs is written to `<study>/jobs/<submission>/` before it is submitted, except the pickle, which
-submitit names after the job's id. `handover` describes what happens to a job without a pickle.
+Everything that a job needs is written to the submission's folder before it is submitted (`node.manifest`), except the
+pickle, which submitit names after the job's id. `handover` describes what happens to a job without a pickle.
 
-    submission.json   members in the order of the array's tasks, the entry, limits, the code's commit
-    code.diff         uncommitted changes of the working tree
     <job>_submission.sh   the batch script, written by submitit
     <job>_submitted.pkl   a name, `sweeps.executor.slurm.job.run_member`, and the folder of the member
     started-<job>-<restart>   written by the batch script each time it starts
@@ -13,25 +11,19 @@ submitit names after the job's id. `handover` describes what happens to a job wi
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sweeps.errors import UserError
 from sweeps.executor.base import Launch
+from sweeps.executor.node.entry import BEGAN_VARIABLE, REQUEUE_VARIABLE
+from sweeps.executor.node.manifest import JOBS_DIR, make_folder, write_manifest
 from sweeps.executor.slurm.handover import Request
-from sweeps.executor.slurm.job import BEGAN_VARIABLE, MANIFEST_FILE, REQUEUE_VARIABLE
 from sweeps.executor.slurm.settings import JobSettings
-from sweeps.redact import redact, redact_config, redact_override
-from sweeps.run.files import write_atomically
-from sweeps.run.provenance import checkout
 
-JOBS_DIR = "jobs"
-DIFF_FILE = "code.diff"
 STARTED = "started-"
 
 # Keys with other names in SLURM, and therefore in submitit's executor; all other keys are the same.
@@ -52,9 +44,7 @@ def new_folder(study: Path, submission: str) -> Path:
         raise UserError(
             f"output_dir: {str(study)!r} has a line break or another control character; choose another name"
         )
-    (study / JOBS_DIR).mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700)
-    return folder
+    return make_folder(study, submission)
 
 
 def freeze(
@@ -77,19 +67,7 @@ def freeze(
         threads: CPU threads of a member's process.
         title: first part of the job's name, for display; see `harmless`.
     """
-    manifest = {
-        "submission": submission,
-        "entry": entry,
-        "members": [member.run for member in members],
-        "timeout_min": settings.timeout_min,
-        "signal_delay_s": settings.signal_delay_s,
-        "max_num_timeout": settings.max_num_timeout,
-        "gpus": settings.needs_gpu,
-        "settings": redact_config(settings.given()),
-        "command": [redact_override(argument) for argument in sys.argv],
-        "code": freeze_code(folder),
-    }
-    write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=1), mode=0o600)
+    write_manifest(folder, submission, members, settings, entry)
     # The name ends with the submission's, by which its jobs are found in the queue (`executor`).
     asked = parameters(folder, settings, threads, f"{harmless(title)}-{submission}")
     return Request(str(folder), tuple(str(member.run_dir.resolve()) for member in members), asked, settings.python)
@@ -180,17 +158,6 @@ def _after(commands: Sequence[str]) -> list[str]:
         "exit $scalerl_status",
         "",
     ]
-
-
-def freeze_code(folder: Path) -> dict[str, Any]:
-    """Return the code's commit, and write uncommitted changes to `code.diff`, redacted."""
-    here = checkout()
-    if here is None:
-        return {"commit": None}
-    diff = redact(here.diff)
-    if diff:
-        write_atomically(folder / DIFF_FILE, diff, mode=0o600)
-    return {"commit": here.commit, "changed": bool(diff)}
 
 
 def harmless(name: str) -> str:

@@ -16,7 +16,7 @@ import pytest
 
 from sweeps.cli.main import main
 from sweeps.errors import UserError
-from sweeps.executor.slurm.settings import JobSettings
+from sweeps.executor.slurm.cluster import SlurmCluster
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 from sweeps.launch.study import LEASE_NAME, Study
@@ -100,7 +100,7 @@ def on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     light(monkeypatch)
     specs = plan([["study=x", f"seed={seed}"] for seed in (0, 1)])
     here = Place(tmp_path / "outputs" / "x", FakeCluster(VirtualTime()), specs)
-    settings = LaunchSettings("slurm", "a:b", (), 1, 1, None, "x", JobSettings.of({"partition": "gpu"}))
+    settings = LaunchSettings("slurm", "a:b", (), 1, 1, None, "x", SlurmCluster.of({"partition": "gpu"}))
     with Study(here.directory, specs).prepare(here.executor(), retries=here.retries) as prepared:
         prepared.commit({here.directory / LAUNCH_FILE: settings.text()}, detach=True)
     assert {state.state for state in Ledger(here.directory).fold().values()} == {"started"}

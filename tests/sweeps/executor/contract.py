@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sweeps.executor.base import Executor, Launch, Outcome
-from sweeps.executor.slurm.attempts import attempts
+from sweeps.executor.node.attempts import attempts
 from sweeps.run.interruption import RunInterruptedError, interruption
 
 # What a member does; `wait` until its study asks it to stop.

@@ -2,7 +2,7 @@
 
 `FakeCluster` answers what `sweeps.executor.slurm.scheduler.Scheduler` asks. submitit submits to it: the sbatch that it
 calls is `FakeCluster`'s, which reads the batch script. It runs members at virtual times (a journal and an attempts file
-each, as `sweeps.executor.slurm.job` leaves them) and ends them as their `Fate` says. Nothing here waits, forks or looks
+each, as `executor.node.entry` leaves them) and ends them as their `Fate` says. Nothing here waits, forks or looks
 at a clock.
 """
 
@@ -25,11 +25,11 @@ import pytest
 
 import sweeps.launch.study
 from sweeps.executor.failure import retries as retry_policy
+from sweeps.executor.node.attempts import AttemptLog
+from sweeps.executor.node.entry import checkpoint_step
 from sweeps.executor.slurm import handover
-from sweeps.executor.slurm.attempts import AttemptLog
 from sweeps.executor.slurm.executor import ClusterExecutor
 from sweeps.executor.slurm.handover import Request, pickle_of
-from sweeps.executor.slurm.job import checkpoint_step
 from sweeps.executor.slurm.scheduler import ENDED, JobInfo, RefusedError, passed_on
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.executor.slurm.submission import STARTED
@@ -865,5 +865,5 @@ def nothing() -> Iterator[None]:
 def light(patch: pytest.MonkeyPatch) -> None:
     """Leave out what costs time and is tested elsewhere: disks that sync, the code's commit."""
     patch.setattr("os.fsync", lambda descriptor: None)
-    patch.setattr("sweeps.executor.slurm.submission.freeze_code", lambda folder: {"commit": None})
+    patch.setattr("sweeps.executor.node.manifest.freeze_code", lambda folder: {"commit": None})
     patch.setattr(sweeps.launch.study, "Lease", MortalLease)

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sweeps.executor.failure import retries as retry_policy
-from sweeps.executor.slurm import attempts as module
-from sweeps.executor.slurm import job
-from sweeps.executor.slurm.attempts import ATTEMPTS_DIR, AttemptLog, attempts
-from sweeps.executor.slurm.job import idle_attempts
+from sweeps.executor.node import attempts as module
+from sweeps.executor.node import entry
+from sweeps.executor.node.attempts import ATTEMPTS_DIR, AttemptLog, attempts
+from sweeps.executor.node.entry import idle_attempts
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.executor.slurm.submission import parameters
 from tests.examples import examples
@@ -148,7 +148,7 @@ def test_what_a_warning_came_for_is_told_by_one_clock(
 ) -> None:
     """slurmctld's clock is minutes from the node's; an hour's job, 120 s of warning, ten minutes of set-up."""
     began, now = 50_000.0 + skew, 50_000.0 + skew + at_s
-    monkeypatch.setattr(job, "time", SimpleNamespace(time=lambda: now))
+    monkeypatch.setattr(entry, "time", SimpleNamespace(time=lambda: now))
     for name in list(os.environ):
         if name.startswith(("SLURM", "SCALERL")):
             monkeypatch.delenv(name)
@@ -160,7 +160,7 @@ def test_what_a_warning_came_for_is_told_by_one_clock(
     manifest = {"timeout_min": 60, "signal_delay_s": 120, "max_num_timeout": None}
     log = AttemptLog(tmp_path, "a", "1", 0, "n")
     log.begin(0)
-    job._interrupted(manifest, log, [], began + 600, "SIGUSR2")
+    entry._interrupted(manifest, log, [], began + 600, "SIGUSR2")
     assert attempts(tmp_path)[0].kind == kind
 
 

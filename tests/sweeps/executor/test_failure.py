@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sweeps.errors import UserError
 from sweeps.executor.failure import BLAMES_NODE, KINDS, NEVER, first_line, kind_of, may_retry, retries
-from sweeps.executor.slurm.attempts import Attempt
+from sweeps.executor.node.attempts import Attempt
 from sweeps.executor.slurm.ending import why_ended
 from sweeps.executor.slurm.scheduler import ENDED, JobInfo
 from sweeps.executor.slurm.submitter import said

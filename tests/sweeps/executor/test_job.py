@@ -1,7 +1,7 @@
 """Truths about what runs on a compute node: which member, what it leaves behind, and how it ends, whatever it does.
 
-`sweeps.executor.slurm.job` runs in a process of its own with SLURM's variables faked; its members come from this
-module.
+`sweeps.executor.node.entry` runs in a process of its own, as a SLURM job with its variables faked; its members
+come from this module.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ import pytest
 from submitit.core.submission import process_job
 
 from sweeps.executor.failure import MAX_IDLE_ATTEMPTS
+from sweeps.executor.node import entry as node_entry
+from sweeps.executor.node import manifest as node_manifest
+from sweeps.executor.node.attempts import ATTEMPTS_DIR, Attempt, AttemptLog, attempts
+from sweeps.executor.node.ending import end_of_logs
+from sweeps.executor.node.entry import DISK_FULL_CODE, idle_attempts
 from sweeps.executor.slurm import handover, job
-from sweeps.executor.slurm.attempts import ATTEMPTS_DIR, Attempt, AttemptLog, attempts
-from sweeps.executor.slurm.ending import end_of_logs
-from sweeps.executor.slurm.job import DISK_FULL_CODE, idle_attempts
 from sweeps.run import gpu, slurm_job
 from sweeps.run.activity import HUNG_CODE, Patience, activity
 from sweeps.run.interruption import RunInterruptedError, ask_to_stop, interruption
@@ -453,7 +455,7 @@ def jump(seconds: float) -> Callable[[], None]:
 
     def patch() -> None:
         real, looks = time.time, iter([0.0])
-        job.time = SimpleNamespace(  # type: ignore[assignment, attr-defined]
+        node_entry.time = SimpleNamespace(  # type: ignore[assignment, attr-defined]
             time=lambda: real() + next(looks, seconds), monotonic=time.monotonic, sleep=time.sleep
         )
 
@@ -503,13 +505,13 @@ def test_a_signal_before_the_member_begins_is_not_lost(tmp_path: Path) -> None:
     here = Submission(tmp_path, wait_for_a_signal)
 
     def signal_while_it_waits() -> None:
-        original = job._wait_for
+        original = node_entry.wait_for_manifest
 
         def wait(path: Path) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGUSR2)
             return original(path)
 
-        job._wait_for = wait
+        node_entry.wait_for_manifest = wait
 
     assert here.run(signal_while_it_waits) == 1
     assert here.attempts()[0].outcome == "interrupted"
@@ -737,7 +739,7 @@ def test_a_manifest_that_is_not_visible_is_waited_for_and_then_named(tmp_path: P
     begin = time.monotonic()
 
     def impatient() -> None:
-        job._VISIBLE_S = 1.0
+        node_manifest._VISIBLE_S = 1.0
 
     assert here.run(impatient) == 1
     assert time.monotonic() - begin >= 1.0

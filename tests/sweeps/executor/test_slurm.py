@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from sweeps.errors import UserError
 from sweeps.executor.failure import BLAMES_NODE, KINDS, NEVER
 from sweeps.executor.failure import retries as retry_policy
-from sweeps.executor.slurm.attempts import attempts
+from sweeps.executor.node.attempts import attempts
 from sweeps.executor.slurm.ending import FollowedJob, JobEndings
 from sweeps.executor.slurm.executor import ClusterExecutor
 from sweeps.executor.slurm.handover import pickle_of

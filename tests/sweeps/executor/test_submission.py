@@ -25,10 +25,11 @@ from omegaconf import OmegaConf
 from sweeps.errors import UserError
 from sweeps.executor.base import Launch
 from sweeps.executor.failure import KINDS
-from sweeps.executor.slurm import submission
+from sweeps.executor.node import manifest
+from sweeps.executor.node.manifest import freeze_code
 from sweeps.executor.slurm.handover import submit
 from sweeps.executor.slurm.settings import JobSettings
-from sweeps.executor.slurm.submission import freeze, freeze_code, harmless, new_folder
+from sweeps.executor.slurm.submission import freeze, harmless, new_folder
 from sweeps.run import provenance
 from tests.paths import ROOT
 
@@ -58,7 +59,7 @@ HOSTILE = [
 
 @pytest.fixture(autouse=True)
 def _no_git(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submission, "freeze_code", lambda folder: {"commit": None})
+    monkeypatch.setattr(manifest, "freeze_code", lambda folder: {"commit": None})
 
 
 def script_of(study: Path, given: Mapping[str, Any] | None = None, members: int = 1, title: str = "study") -> Path:

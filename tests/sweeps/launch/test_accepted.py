@@ -17,6 +17,7 @@ import pytest
 from sweeps.errors import UserError
 from sweeps.executor.failure import NEVER
 from sweeps.executor.failure import retries as retry_policy
+from sweeps.executor.slurm.cluster import SlurmCluster
 from sweeps.executor.slurm.scheduler import RefusedError
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.ledger import Ledger, MemberState
@@ -63,7 +64,7 @@ def launch(
     told: Told | None = None,
 ) -> dict[str, MemberState]:
     """As the launcher does: `launch.json` is kept when the launch is accepted."""
-    plan = LaunchSettings("slurm", "a:b", (), 1, 1, None, "x", JobSettings.of({"partition": partition}), here.retries)
+    plan = LaunchSettings("slurm", "a:b", (), 1, 1, None, "x", SlurmCluster.of({"partition": partition}), here.retries)
     study = Study(here.directory, here.specs if specs is None else specs)
     with study.prepare(here.executor(), [told] if told else [], here.retries, again) as prepared:
         return prepared.commit({here.directory / LAUNCH_FILE: plan.text()}, detach)
@@ -100,7 +101,7 @@ def test_a_refused_launch_leaves_the_study_as_it_was(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
     assert told.closed == [(0, 3)], "all go on, or do not, as they did"
     assert stop_asked(here.run_dir(here.specs[1].run)) == "no longer needed"
-    assert LaunchSettings.read(here.directory).slurm.resources["partition"] == "gpu"
+    assert LaunchSettings.read(here.directory).cluster.given()["partition"] == "gpu"
     launch(here, specs=[*here.specs, member(7)])
     assert {state.state for state in Ledger(here.directory).fold().values()} == {"finished"}
 
@@ -172,9 +173,9 @@ def test_what_needs_no_submission_is_accepted_too(tmp_path: Path) -> None:
     here = place(tmp_path / "mine")
     launch(here, detach=True)
     launch(here, partition="other")  # all are under way
-    assert LaunchSettings.read(here.directory).slurm.resources["partition"] == "other"
+    assert LaunchSettings.read(here.directory).cluster.given()["partition"] == "other"
     launch(here, partition="third")  # all are done
-    assert LaunchSettings.read(here.directory).slurm.resources["partition"] == "third"
+    assert LaunchSettings.read(here.directory).cluster.given()["partition"] == "third"
 
 
 def test_a_launch_that_waits_for_the_scheduler_can_be_gone_on_with(tmp_path: Path) -> None:
@@ -184,7 +185,7 @@ def test_a_launch_that_waits_for_the_scheduler_can_be_gone_on_with(tmp_path: Pat
     with pytest.raises(Killed):
         launch(here)
     MortalLease.holder_was_killed = False
-    assert LaunchSettings.read(here.directory).slurm.resources["partition"] == "gpu"
+    assert LaunchSettings.read(here.directory).cluster.given()["partition"] == "gpu"
     launch(here)
     for spec in here.specs:
         here.finished_once(spec.run)
@@ -198,7 +199,7 @@ def test_what_was_put_off_is_not_taken_back_when_it_is_refused_later(tmp_path: P
     with pytest.raises(UserError, match="partition"):
         launch(here, partition="nope")
     assert Ledger(here.directory).fold()[here.specs[1].run].state == "submitting"
-    assert LaunchSettings.read(here.directory).slurm.resources["partition"] == "gpu"
+    assert LaunchSettings.read(here.directory).cluster.given()["partition"] == "gpu"
     launch(here)
     here.finished_once(here.specs[1].run)
 

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ import pytest
 
 from sweeps.executor.base import Launch
 from sweeps.executor.failure import retries
-from sweeps.executor.slurm.attempts import AttemptLog
+from sweeps.executor.node.attempts import AttemptLog
+from sweeps.executor.slurm.cluster import SlurmCluster
 from sweeps.executor.slurm.handover import Request
-from sweeps.executor.slurm.scheduler import JobInfo
-from sweeps.executor.slurm.settings import JobSettings
+from sweeps.executor.slurm.scheduler import JobInfo, Scheduler
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.settings import LaunchSettings, prepare_study
 from sweeps.launch.status import overview
@@ -124,7 +125,7 @@ PLAN = LaunchSettings(
     1,
     None,
     "compute/flops",
-    JobSettings({"timeout_min": 60}, poll_s=0.001),
+    None,
     retries(),
 )
 
@@ -134,8 +135,16 @@ def phases(folder: Path, number: int) -> dict[str, int]:
     found: dict[str, int] = {}
     specs, scheduler = members(number), Instant(folder)
 
+    class Here(SlurmCluster):
+        """Its jobs end at once."""
+
+        def scheduler(self) -> Scheduler:
+            return scheduler
+
+    here = Here({"timeout_min": 60}, poll_s=0.001)
+
     def run(study: Study, detach: bool = False) -> dict[str, MemberState]:
-        with prepare_study(study, PLAN, scheduler=scheduler) as prepared:
+        with prepare_study(study, replace(PLAN, cluster=here)) as prepared:
             return prepared.commit(detach=detach)
 
     def launch() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sweeps.executor.slurm.settings import JobSettings
+from sweeps.executor.slurm.cluster import SlurmCluster
 from sweeps.launch.node_blacklist import ALIKE, MOST_FREE, OUT_S, TOGETHER_S, NodeBlacklist
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 
@@ -127,12 +127,12 @@ def test_who_is_kept_off_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_study_of_an_earlier_version_tries_again_what_was_not_told_apart_then(tmp_path: Path) -> None:
-    kept = json.loads(LaunchSettings("slurm", "a:b", (), 1, 1, None, "x", JobSettings({"timeout_min": 60})).text())
+    kept = json.loads(LaunchSettings("slurm", "a:b", (), 1, 1, None, "x", SlurmCluster({"timeout_min": 60})).text())
     kept["retries"] = {"killed": 7, "error": 0}
     del kept["settings"]["require_gpu"]
     (tmp_path / LAUNCH_FILE).write_text(json.dumps(kept))
     read = LaunchSettings.read(tmp_path)
     assert (read.retries["killed"], read.retries["gpu"], read.retries["storage"]) == (7, 3, 5)
-    assert read.slurm.require_gpu
+    assert read.cluster.require_gpu
     (tmp_path / LAUNCH_FILE).write_text(json.dumps({**kept, "kind": "local"}))
     assert "gpu" not in LaunchSettings.read(tmp_path).retries, "on this machine nothing is tried again"

@@ -26,9 +26,9 @@ class Attempt:
     """One job's work on a run.
 
     Attributes:
-        submission, job, restart: name of the submission, SLURM's id of the job, and its restart count: a requeued job
-            keeps its id.
-        node: name of the node, as SLURM knows it.
+        submission, job, restart: name of the submission, the cluster's id of the job, and its restart count: a
+            requeued job keeps its id.
+        node: name of the node, as the cluster knows it.
         began, ended: seconds by the node's own clock, for display; `ended` is None while it runs, or if it was killed.
         step: step of the checkpoint that it resumed from; -1 if it started from nothing.
         outcome: `finished`, `failed`, `interrupted` (saved, and asked to be requeued), `stopped` (saved, no requeue),
@@ -111,7 +111,7 @@ def attempts(run_dir: Path) -> list[Attempt]:
         except OSError:
             continue
         for said in lines:
-            # SLURM may start a job again without counting the restart: the later attempt counts.
+            # A cluster may start a job again without counting the restart: the later attempt counts.
             entry = dict(said) if "began" in said else {**entry, **said}
         if entry.get("kind") in OF_A_PEER or "outcome" not in entry:
             entry |= _of_followers(path)  # the rank that failed first has the cause
@@ -123,7 +123,7 @@ def attempts(run_dir: Path) -> list[Attempt]:
 
 
 def _in_order(found: Sequence[Attempt]) -> list[Attempt]:
-    """Sort attempts by number, and the starts of one job by SLURM's restart count.
+    """Sort attempts by number, and the starts of one job by their restart count.
 
     The count is needed because a start may not have seen the file of the one before. Attempts without numbers are
     sorted by job id, which grows, then by the count.

@@ -1,0 +1,208 @@
+"""Entry point on a node of a cluster: runs one member of a submission as one task of a job.
+
+The warning before a time limit or a preemption (SIGUSR2) and SIGTERM set a flag. The run saves a checkpoint at the next
+step boundary, and this module asks for a requeue by a file, whose path the job's script exports.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sweeps.executor.base import load_entry
+from sweeps.executor.error_signatures import OF_A_PEER
+from sweeps.executor.failure import MAX_IDLE_ATTEMPTS, first_line, kind_of
+from sweeps.executor.node.attempts import Attempt, AttemptLog, attempts, log_mark
+from sweeps.executor.node.manifest import wait_for_manifest
+from sweeps.redact import redact
+from sweeps.run.activity import activity
+from sweeps.run.gpu import REQUIRED, check_gpu
+from sweeps.run.interruption import RunInterruptedError, interruption, stop_asked
+from sweeps.run.job import Job, current, enter
+from sweeps.run.journal import LOG_FILE, covered_step
+
+# Variables of a job's script: the file that asks for a requeue, and the time at which the job began.
+REQUEUE_VARIABLE = "SCALERL_REQUEUE_FILE"
+BEGAN_VARIABLE = "SCALERL_BEGAN"
+
+# Exit code of a member that ran out of disk space, and so may be unable to record the failure in a file.
+DISK_FULL_CODE = errno.ENOSPC
+
+# Seconds by which a cluster may send its warning earlier than requested.
+_EARLY_S = 75.0
+
+
+def run_task(folder: Path, member: Path | int, job: Job) -> NoReturn:
+    """Run one task of a member's job, and end the process.
+
+    Args:
+        folder: folder of the submission.
+        member: folder of the member, or its index in the manifest.
+        job: facts about the job.
+    """
+    enter(job)
+    with interruption.on_signals([signal.SIGUSR2, signal.SIGTERM]):
+        _end_process(_run(folder, member))
+
+
+def _end_process(code: int) -> NoReturn:
+    """End by `os._exit`: library threads that hang at exit must not keep the allocation."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run(folder: Path, member: Path | int) -> int:
+    """Run the member and return the exit code."""
+    began = time.time()
+    try:
+        manifest = wait_for_manifest(folder)
+        run_dir = member if isinstance(member, Path) else folder.parents[1] / "runs" / manifest["members"][member]
+        mark, rank = log_mark(manifest["submission"], current().job_id(), current().restart_count()), current().rank()
+        _log_to(run_dir / (LOG_FILE if rank == 0 else f"log.rank{rank}.txt"))
+        print(mark, flush=True)
+        if manifest.get("gpus"):
+            os.environ[REQUIRED] = "1"
+    except Exception as error:
+        print(f"scalerl: the member could not begin on {socket.gethostname()}: {first_line(error)}", flush=True)
+        return 1
+    log = AttemptLog(
+        run_dir, manifest["submission"], current().job_id(), current().restart_count(), current().node_name()
+    )
+    return _lead(manifest, run_dir, began, log) if rank == 0 else _follow(manifest, run_dir, rank, log)
+
+
+def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float, log: AttemptLog) -> int:
+    """Run the member as rank 0, which writes the attempt record, and return the exit code."""
+    step = checkpoint_step(run_dir)
+    # Read before this attempt is recorded, or it would count as one that ended without a checkpoint.
+    earlier = attempts(run_dir)
+    try:
+        log.begin(step)
+        activity.last_word = lambda reason: log.end("failed", "hang", reason)
+        idle = idle_attempts(earlier, step)
+        if idle >= MAX_IDLE_ATTEMPTS:
+            reason = (
+                f"{idle} attempts in a row ended without a new checkpoint (the last is of step {max(step, 0)}); raise "
+                "timeout_min or signal_delay_s, or lower checkpoint.every_n_steps"
+            )
+            print(reason, flush=True)
+            log.end("failed", "gave_up", reason)
+            return 1
+        if asked := stop_asked(run_dir):  # asked while the job was queued
+            log.end("stopped", "stopped", asked)
+            return 0
+        _check_gpu()
+        load_entry(manifest["entry"])(run_dir)
+    except RunInterruptedError as error:
+        if asked := stop_asked(run_dir):
+            with suppress(OSError):
+                log.end("stopped", "stopped", asked)
+            return 0
+        return _interrupted(manifest, log, earlier, began, str(error))
+    except BaseException as error:
+        # Write the record and the traceback separately: either may fail, for example on a full disk.
+        kind = kind_of(error)
+        reason = first_line(error)
+        # a single task was not killed by a peer: it lost its command or its lease
+        if kind == "killed" and current().step_tasks() > 1:
+            reason = "another rank of the job died; its log is log.rank<number>.txt"
+        with suppress(OSError):  # with a full disk the exit code is the only record
+            log.end("failed", kind, reason)
+        with suppress(OSError):
+            print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
+        return DISK_FULL_CODE if kind == "disk_full" else 1
+    log.end("finished")
+    return 0
+
+
+def _interrupted(
+    manifest: Mapping[str, Any], log: AttemptLog, earlier: list[Attempt], began: float, reason: str
+) -> int:
+    """Record an interruption of a saved run, ask the job's script for a requeue, and return the exit code."""
+    # The same signal comes before a time limit and before a preemption. The time tells them apart.
+    kind = "time_limit" if time.time() >= _end(manifest, began) - manifest["signal_delay_s"] - _EARLY_S else "preempted"
+    limit = manifest["max_num_timeout"]
+    reached = 1 + sum(attempt.job == current().job_id() and attempt.kind == "time_limit" for attempt in earlier)
+    if kind == "time_limit" and limit is not None and reached > limit:
+        reason = f"the time limit of {manifest['timeout_min']} min was reached {reached} times; max_num_timeout={limit}"
+        with suppress(OSError):
+            log.end("failed", "gave_up", reason)
+        return 1
+    code = 1
+    try:
+        log.end("interrupted", kind, reason)
+        print(f"scalerl: saved ({reason}); asking for a requeue", flush=True)
+    except OSError as error:  # the checkpoint was saved nevertheless
+        code = DISK_FULL_CODE if kind_of(error) == "disk_full" else 1
+    if marker := os.environ.get(REQUEUE_VARIABLE):
+        with suppress(OSError):
+            Path(marker).touch(mode=0o600)
+    return code
+
+
+def _end(manifest: Mapping[str, Any], began: float) -> float:
+    """Return the time at which the job's limit is reached, by this node's clock.
+
+    Newer SLURM versions give start and end by slurmctld's clock, which may be minutes off; only their difference is
+    used. `began` is the start of this process. It is used for batch scripts of earlier versions and is later than the
+    start of the job, by the set-up commands.
+    """
+    return float(os.environ.get(BEGAN_VARIABLE) or began) + (current().length_s() or manifest["timeout_min"] * 60)
+
+
+def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int, log: AttemptLog) -> int:
+    """Run the member as a rank other than 0. It only trains, and records nothing unless it fails first."""
+    try:
+        _check_gpu()
+        load_entry(manifest["entry"])(run_dir)
+    except RunInterruptedError:
+        return 0
+    except BaseException as error:
+        print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
+        # Not blamed on this rank if rank 0 has failed or is gone.
+        if not getattr(error, "leave_journal", False) and (kind := kind_of(error)) not in OF_A_PEER:
+            with suppress(OSError):
+                log.follower_failed(rank, kind, f"rank {rank}: {first_line(error)}")
+        return 1
+    return 0
+
+
+def idle_attempts(earlier: list[Attempt], step: int) -> int:
+    """Count the most recent attempts in a row that began at this checkpoint and ended without a new one."""
+    count = 0
+    for attempt in reversed(earlier):
+        if attempt.step != step or attempt.outcome not in (None, "interrupted"):
+            break
+        count += 1
+    return count
+
+
+def checkpoint_step(run_dir: Path) -> int:
+    """Return the step of the last checkpoint in the journal, -1 if there is none."""
+    step = covered_step(run_dir)
+    return -1 if step is None else step
+
+
+def _check_gpu() -> None:
+    """Check for a GPU before a model is loaded, if the job asks for one. Training checks again through the driver."""
+    if REQUIRED in os.environ:
+        check_gpu()
+
+
+def _log_to(path: Path) -> None:
+    """Redirect stdout and stderr to the run's log by file descriptor, so that output of native code is included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)

@@ -1,0 +1,54 @@
+"""Facts about the cluster job to which this process belongs, on any kind of cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from sweeps.run import slurm_job
+
+
+class Job(Protocol):
+    """Facts about a job; its cluster's entry point passes them to `enter`."""
+
+    def job_id(self) -> str:
+        """Return the id of the job, by which the cluster lists it."""
+
+    def restart_count(self) -> int:
+        """Return how many times the cluster has restarted this job."""
+
+    def rank(self) -> int:
+        """Return the rank of this process among all tasks of the job."""
+
+    def step_tasks(self) -> int:
+        """Return the number of tasks of the job."""
+
+    def node_name(self) -> str:
+        """Return this machine's name, as the cluster calls it."""
+
+    def length_s(self) -> float | None:
+        """Return the seconds from the job's start to its limit; None if the manifest's time limit holds."""
+
+    def identity(self) -> Mapping[str, str | None]:
+        """Return facts that distinguish this start of the job, equal for all ranks; with `job`, its id."""
+
+
+# A run that sbatch or srun started by itself has no entry point, so SLURM's facts are the default. Outside of SLURM
+# they are those of a single process.
+_current: Job = slurm_job
+
+
+def enter(job: Job) -> None:
+    """Record the job to which this process belongs."""
+    global _current
+    _current = job
+
+
+def current() -> Job:
+    """Return the job to which this process belongs."""
+    return _current
+
+
+def node_name() -> str:
+    """Return this machine's name, as the cluster calls it."""
+    return _current.node_name()
