@@ -36,7 +36,7 @@ import numpy as np
 
 from sweeps.executor.failure import retries
 from sweeps.executor.node.attempts import AttemptLog
-from sweeps.executor.slurm.cluster import SlurmCluster
+from sweeps.executor.slurm.executor import SlurmCluster
 from sweeps.executor.slurm.handover import Request
 from sweeps.executor.slurm.scheduler import JobInfo
 from sweeps.launch.ledger import MemberState

@@ -1,7 +1,5 @@
 """Hydra plugin stubs: Hydra discovers plugins only in this namespace; the code is in `sweeps.cli.launchers`."""
 
-from typing import Any
-
 from sweeps.cli.launchers import ClusterStudyLauncher, DebugStudyLauncher, StudyLauncher
 
 
@@ -16,8 +14,7 @@ class ScaleRLClusterLauncher(ClusterStudyLauncher):
 class ScaleRLSlurmLauncher(ClusterStudyLauncher):
     """Launcher of a study on a SLURM cluster, selected by `hydra/launcher=scalerl_slurm`."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__("slurm", **settings)
+    kind = "slurm"
 
 
 class ScaleRLDebugLauncher(DebugStudyLauncher):

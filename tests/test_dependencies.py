@@ -17,7 +17,7 @@ import pytest
 
 import sweeps
 from sweeps.errors import UserError
-from sweeps.executor.slurm.cluster import SlurmCluster
+from sweeps.executor.slurm.executor import SlurmCluster
 from sweeps.launch.settings import LaunchSettings
 from sweeps.run import slurm_job
 from tests.paths import ROOT

@@ -70,6 +70,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         self._folders: list[str] = []
         self._takes: list[str] = []
         self._understood = ""
+        self.kind = settings.pop("kind", self.kind)
         self.files: dict[Path, str] = {}
         self._settings: dict[str, Any] = {
             key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
@@ -296,7 +297,7 @@ class ClusterStudyLauncher(StudyLauncher):
     """Runs a grid as a study on a cluster.
 
     Args:
-        kind: kind of cluster, one of `sweeps.executor.clusters.CLUSTERS`.
+        kind: kind of cluster, one of `sweeps.executor.clusters.CLUSTERS`, if the class does not say it.
         detach: return once everything is submitted.
         retries: number of attempts after the first, by kind of failure.
         arguments: those of `StudyLauncher`, and the settings of the cluster's jobs.
@@ -304,10 +305,6 @@ class ClusterStudyLauncher(StudyLauncher):
 
     starts_ranks = True
     _shared = None
-
-    def __init__(self, kind: str, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.kind = kind
 
     def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
         """Compose and check the members, but check access to the cluster first: composing takes a dozen seconds.

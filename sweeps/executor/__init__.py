@@ -2,9 +2,9 @@
 
 `base` is the protocol with `Launch` and `Outcome`. `local` runs members as child processes or in this process.
 `clusters` lists the kinds of cluster. `slurm/` is one, which runs members as jobs, and `node/` is the protocol that all
-kinds share with the nodes. `failure` lists the kinds of failure, and `error_signatures` the messages that identify them.
+kinds share with their nodes. `failure` lists the kinds of failure, `error_signatures` the messages that identify them.
 
-To add a kind of cluster (tests/sweeps/executor/folder_cluster is a short example, docs/guide/cluster.md explains it):
+To add a kind of cluster (tests/sweeps/executor/folder_cluster.py is a short example):
 
 1. a folder with a class like `clusters.Cluster`, and an entry in `clusters.CLUSTERS`;
 2. on a node, a call of `node.entry.run_task` with facts about the job (`sweeps.run.job.Job`);

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from sweeps.errors import UserError
 from sweeps.executor.base import Executor, load_entry
-from sweeps.executor.node.manifest import Limits
 
 # Kind, as `launch.json` names it: its class. Classes are imported when a study needs them.
-CLUSTERS = {"slurm": "sweeps.executor.slurm.cluster:SlurmCluster"}
+CLUSTERS = {"slurm": "sweeps.executor.slurm.executor:SlurmCluster"}
 
 
 class QueuedJob(Protocol):
@@ -21,20 +21,8 @@ class QueuedJob(Protocol):
         """Name of the job, which ends with the name of its submission."""
 
     @property
-    def state(self) -> str:
-        """State of the job in the cluster's own word."""
-
-    @property
-    def queued(self) -> bool:
-        """True if it waits, for the first time or again."""
-
-    @property
-    def ended(self) -> bool:
-        """True if it has ended."""
-
-    @property
-    def waits_for(self) -> str | None:
-        """Reason why a queued job waits, if it is not the usual one."""
+    def shown(self) -> tuple[str, str | None]:
+        """Return `queued` with the reason if it is not the usual one, `running`, or `ended` with the cluster's word."""
 
 
 class Scheduler(Protocol):
@@ -44,7 +32,7 @@ class Scheduler(Protocol):
         """Return this user's jobs by id; None if there is no answer."""
 
 
-class Cluster(Limits, Protocol):
+class Cluster(Protocol):
     """Resources and limits of the jobs of a study on one kind of cluster, and access to it."""
 
     @property
@@ -58,6 +46,9 @@ class Cluster(Limits, Protocol):
         Raises:
             UserError: a value that cannot work.
         """
+
+    def given(self) -> dict[str, Any]:
+        """Return the settings as a flat mapping, the inverse of `of`."""
 
     def commands(self) -> dict[str, Any]:
         """Return the settings that a shell runs, or that can contain a command. A stranger's study must have none."""
@@ -78,6 +69,12 @@ class Cluster(Limits, Protocol):
 
 
 def cluster_class(kind: str) -> type[Cluster]:
-    """Import the class of a kind of cluster."""
+    """Import the class of a kind of cluster.
+
+    Raises:
+        UserError: there is no such kind.
+    """
+    if kind not in CLUSTERS:
+        raise UserError(f"cluster: {kind!r} is no kind of cluster; valid: {', '.join(CLUSTERS)}")
     found: type[Cluster] = load_entry(CLUSTERS[kind])
     return found

@@ -26,8 +26,6 @@ from sweeps.redact import MASK, redact
 from sweeps.run.files import parse_json, read_json
 
 LAUNCH_FILE = "launch.json"
-# Fields of the settings that have another name in the file.
-_IN_FILE = {"cluster": "settings"}
 
 
 class MemberFailedError(UserError):
@@ -67,7 +65,7 @@ class LaunchSettings:
     def text(self) -> str:
         """Return the content of `launch.json`, without the password in MLflow's address."""
         # Keeps the names and the order of fields that the file has always had.
-        values = {_IN_FILE.get(name, name): value for name, value in self.__dict__.items()}
+        values = {"settings" if name == "cluster" else name: value for name, value in self.__dict__.items()}
         settings = {} if self.cluster is None else self.cluster.given()
         values |= {"settings": settings, "tracking": self.tracking and redact(self.tracking)}
         return json.dumps(values, indent=1)
@@ -81,12 +79,10 @@ class LaunchSettings:
         """
         try:
             read = parse_json((study / LAUNCH_FILE).read_text())
-            names = {item.name: _IN_FILE.get(item.name, item.name) for item in fields(cls)}
-            values = {name: read[key] for name, key in names.items() if key in read}
-            settings = values.pop("cluster")
+            values = {item.name: read[item.name] for item in fields(cls) if item.name in read}
             values["preload"] = tuple(values["preload"])
             if values["kind"] not in ("local", "debug"):
-                values["cluster"] = cluster_class(values["kind"]).of(settings)
+                values["cluster"] = cluster_class(values["kind"]).of(read["settings"])
                 # Add kinds of failure that an earlier version, which launched the study, did not distinguish.
                 values["retries"] = {**retry_policy(), **values["retries"]}
             plan = cls(**values)

@@ -201,11 +201,7 @@ def _state(
     info = (queue or {}).get(state.job)
     # Clusters reuse ids: the submission's name within the job's name shows whether it is this job.
     if info is not None and state.submission and info.name.endswith(state.submission):
-        if info.queued:
-            return "queued", info.waits_for
-        if not info.ended:
-            return "running", None
-        return "ended", info.state
+        return info.shown
     if queue is None:
         # No scheduler answers: use the job's last record.
         running = bool(past_attempts) and past_attempts[-1].outcome is None and past_attempts[-1].job == state.job

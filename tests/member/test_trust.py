@@ -21,7 +21,7 @@ from lightning_scalerl.member.trust import check_run, check_runs
 from lightning_scalerl.translate.to_trl import VERSION
 from sweeps.cli.main import main
 from sweeps.errors import UserError
-from sweeps.executor.slurm.cluster import SlurmCluster
+from sweeps.executor.slurm.executor import SlurmCluster
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 from sweeps.launch.study import Study

@@ -51,6 +51,17 @@ class Attempt:
     culprit: str | None = None
     number: int = 0
 
+    @property
+    def failure(self) -> tuple[str | None, str | None] | None:
+        """Kind and reason of its failure, both None if it finished; None if it recorded no end."""
+        if self.outcome == "finished":
+            return None, None
+        if self.outcome == "interrupted":
+            return self.kind or "preempted", f"{self.reason}; the job was not requeued"
+        if self.outcome == "stopped":
+            return "stopped", self.reason
+        return (self.kind or "error", self.reason or "failed") if self.outcome else None
+
 
 def log_mark(submission: str, job: str, restart: int) -> str:
     """Return the line that marks the begin of an attempt in its ranks' logs, to which all attempts append."""

@@ -25,22 +25,6 @@ def newest_attempt(run_dir: Path, submission: str, job: str) -> Attempt | None:
     return own[-1] if own else None
 
 
-def recorded_end(attempt: Attempt | None) -> tuple[str | None, str | None] | None:
-    """Return kind and reason of a failure by the job's own record, both None if its member finished.
-
-    None if the job recorded no end: it was killed, or never began.
-    """
-    if attempt is None or attempt.outcome is None:
-        return None
-    if attempt.outcome == "finished":
-        return None, None
-    if attempt.outcome == "interrupted":
-        return attempt.kind or "preempted", f"{attempt.reason}; the job was not requeued"
-    if attempt.outcome == "stopped":
-        return "stopped", attempt.reason
-    return attempt.kind or "error", attempt.reason or "failed"
-
-
 def outcome_of(
     member: Launch, kind: str | None, reason: str | None, attempt: Attempt | None, node: str | None
 ) -> Outcome:

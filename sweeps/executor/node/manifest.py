@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sweeps.executor.base import Launch
 from sweeps.redact import redact, redact_config, redact_override
@@ -27,29 +27,6 @@ DIFF_FILE = "code.diff"
 _VISIBLE_S = 60.0
 
 
-class Limits(Protocol):
-    """Limits of the jobs of a submission."""
-
-    @property
-    def timeout_min(self) -> int:
-        """Time limit of a job in minutes."""
-
-    @property
-    def signal_delay_s(self) -> int:
-        """Seconds before its time limit at which a job is warned."""
-
-    @property
-    def max_num_timeout(self) -> int | None:
-        """Number of times that a member's job may reach its time limit; None for no limit."""
-
-    @property
-    def needs_gpu(self) -> bool:
-        """True if a job that sees no GPU must fail."""
-
-    def given(self) -> dict[str, Any]:
-        """Return the settings as a flat mapping, the inverse of `of`."""
-
-
 def make_folder(study: Path, submission: str) -> Path:
     """Make the folder of a submission, with mode 0700 because its scripts run as the owner."""
     folder = study.resolve() / JOBS_DIR / submission
@@ -58,25 +35,26 @@ def make_folder(study: Path, submission: str) -> Path:
     return folder
 
 
-def write_manifest(folder: Path, submission: str, members: Sequence[Launch], limits: Limits, entry: str) -> None:
+def write_manifest(
+    folder: Path, members: Sequence[Launch], entry: str, limits: Mapping[str, Any], settings: Mapping[str, Any]
+) -> None:
     """Write the files that the jobs of a submission need.
 
     Args:
-        folder: folder of the submission.
-        submission: its name, which is used once.
+        folder: folder of the submission, with its name.
         members: members in the order of their jobs.
-        limits: limits of the jobs.
         entry: `module:function`, called with a member's directory.
+        limits: `timeout_min`, a job's time limit; `signal_delay_s`, the seconds before it at which the job is warned;
+            `max_num_timeout`, the number of times that it may be reached, or None; `gpus`, whether a job that sees no
+            GPU must fail.
+        settings: all settings of the jobs, for readers.
     """
     manifest = {
-        "submission": submission,
+        "submission": folder.name,
         "entry": entry,
         "members": [member.run for member in members],
-        "timeout_min": limits.timeout_min,
-        "signal_delay_s": limits.signal_delay_s,
-        "max_num_timeout": limits.max_num_timeout,
-        "gpus": limits.needs_gpu,
-        "settings": redact_config(limits.given()),
+        **limits,
+        "settings": redact_config(settings),
         "command": [redact_override(argument) for argument in sys.argv],
         "code": freeze_code(folder),
     }

@@ -1,6 +1,6 @@
 """SLURM executor: members run as jobs of a cluster.
 
-`cluster` is the entry of the registry. On the login node `executor` follows jobs. `submitter` lets `submission` freeze
+`executor` has the entry of the registry, and on the login node it follows jobs. `submitter` lets `submission` freeze
 the members and asks `scheduler` to submit them, which `handover` does through submitit. `ending` finds out why a job
 ended. On a compute node submitit calls `job`, which runs one member by `node.entry`; `job_artifacts` lists the files
 that a job left.

@@ -11,10 +11,10 @@ from sweeps.executor.base import Launch, Outcome
 from sweeps.executor.error_signatures import shown_in
 from sweeps.executor.failure import KINDS
 from sweeps.executor.node.attempts import Attempt, attempts
-from sweeps.executor.node.ending import end_of_logs, last_words, newest_attempt, outcome_of, recorded_end
+from sweeps.executor.node.ending import end_of_logs, last_words, newest_attempt, outcome_of
 from sweeps.executor.node.entry import DISK_FULL_CODE
 from sweeps.executor.slurm.job_artifacts import JobArtifacts
-from sweeps.executor.slurm.scheduler import JobInfo
+from sweeps.executor.slurm.scheduler import ENDED, QUEUED, JobInfo
 
 _KIND_OF_STATE = {
     "TIMEOUT": "time_limit",
@@ -80,7 +80,7 @@ class JobEndings:
 
     def was_refused(self, info: JobInfo | None, member: Launch) -> bool:
         """Return whether SLURM lists a job that it did not accept: its record says ended, but it never started."""
-        if info is None or not info.ended:
+        if info is None or info.state not in ENDED:
             return False
         began = any(attempt.submission == member.submission for attempt in attempts(member.run_dir))
         return not began and not self.left_by(member.submission or "").starts(info.job)
@@ -120,7 +120,7 @@ def _to_blame(each: FollowedJob, attempt: Attempt | None, nodes: int, logs: Sequ
 
 def launch_failed(info: JobInfo) -> bool:
     """Return True if SLURM failed to launch the job and now holds it in the queue indefinitely."""
-    return info.queued and _LAUNCH_FAILED in info.reason.replace("_", " ")
+    return info.state in QUEUED and _LAUNCH_FAILED in info.reason.replace("_", " ")
 
 
 def why_ended(
@@ -145,14 +145,14 @@ def why_ended(
     state = info.state if info else "UNKNOWN"
     if state == "CANCELLED":
         return "cancelled", "cancelled (scancel, or by an administrator)"
-    recorded = recorded_end(attempt)
+    recorded = attempt.failure if attempt else None
     if recorded == (None, None):
         return recorded
     if info is not None and launch_failed(info):
         return "node", f"SLURM could not launch it, and holds it ({info.reason}); its job was cancelled"
     if state == "OUT_OF_MEMORY":
         return "out_of_memory", "killed for using more memory than the job asked for; raise mem_gb"
-    if recorded is not None and attempt is not None and attempt.outcome != "interrupted":
+    if recorded and attempt and attempt.outcome != "interrupted":
         return recorded  # by itself; an interrupted job may have been ended by SLURM since
     if info is not None and info.exit_code == f"{DISK_FULL_CODE}:0":
         return "disk_full", KINDS["disk_full"][0]
@@ -160,7 +160,7 @@ def why_ended(
     if kind is not None:
         node = f" ({info.node})" if info and info.node and kind == "node" else ""
         return kind, KINDS[kind][0] + node
-    if recorded is not None:
+    if recorded:
         return recorded
     if attempt is None and not handed_over:
         return "half_submitted", KINDS["half_submitted"][0]

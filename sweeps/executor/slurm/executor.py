@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from sweeps.errors import UserError
+from sweeps.errors import UserError, require
 from sweeps.executor.base import Launch, Outcome
 from sweeps.executor.slurm.ending import FollowedJob, JobEndings, launch_failed
 from sweeps.executor.slurm.handover import complete
-from sweeps.executor.slurm.scheduler import JobInfo, Scheduler
+from sweeps.executor.slurm.scheduler import ENDED, QUEUED, JobInfo, Scheduler, Slurm
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.executor.slurm.submitter import Submitter, ids_in, names_of
 from sweeps.run.interruption import ask_to_stop
@@ -127,7 +127,7 @@ class ClusterExecutor:
             name = names_of(job, size)[number]
             if self._endings.was_refused(queue.get(name), member):
                 continue
-            if (info := queue.get(name)) is not None and info.queued:
+            if (info := queue.get(name)) is not None and info.state in QUEUED:
                 complete(left.folder, {name: member.run_dir})  # the controller may have died before it wrote the pickle
             found[member.run] = name
             self._followed[member.run] = FollowedJob(member, member.submission, name, seen=False)
@@ -148,7 +148,7 @@ class ClusterExecutor:
 
     def queued(self) -> frozenset[str]:
         """Return the members whose jobs are queued, for the first time or after a requeue."""
-        return frozenset(run for run, each in self._followed.items() if each.info is None or each.info.queued)
+        return frozenset(run for run, each in self._followed.items() if each.info is None or each.info.state in QUEUED)
 
     def settled(self) -> bool:
         """Return True if the last query of the queue was answered and the state of every job is known."""
@@ -191,11 +191,11 @@ class ClusterExecutor:
                     held.append(info.job)
                     ended.append(each)
                     continue
-                each.seen = each.seen or not info.ended
+                each.seen = each.seen or info.state not in ENDED
                 self._warn_if_it_waits_for_ever(info)
-                if info.ended and (each.suspect or info.state not in _MAY_COME_BACK):
+                if info.state in ENDED and (each.suspect or info.state not in _MAY_COME_BACK):
                     ended.append(each)
-                each.suspect = info.ended
+                each.suspect = info.state in ENDED
         if held:
             self.scheduler.cancel(held)
         self._add_exit_codes([each for each in ended if each.info and each.info.state == "FAILED"])
@@ -216,7 +216,7 @@ class ClusterExecutor:
                 each.info = replace(each.info, exit_code=known.get(each.job, ""))
 
     def _warn_if_it_waits_for_ever(self, info: JobInfo) -> None:
-        stuck = info.queued and any(word in info.reason for word in _NEVER_RUNS)
+        stuck = info.state in QUEUED and any(word in info.reason for word in _NEVER_RUNS)
         if stuck and info.reason not in self._warned:
             self._warned.add(info.reason)
             _log.warning(
@@ -234,7 +234,7 @@ class ClusterExecutor:
             each.missing_since = now if each.missing_since is None else each.missing_since
             missing_s = now - each.missing_since
             info = known.get(each.job)
-            if info is not None and info.ended and info.name.endswith(each.submission):
+            if info is not None and info.state in ENDED and info.name.endswith(each.submission):
                 each.info = info
                 ended.append(each)
             elif self._endings.last_attempt(each, outcome=True) is not None and missing_s >= _ACCOUNTING_S:
@@ -249,10 +249,33 @@ class ClusterExecutor:
         late = {
             info.job.split("_")[0]
             for info in queue.values()
-            if not info.ended and info.name.rpartition("-")[2] in self._submitter.abandoned
+            if info.state not in ENDED and info.name.rpartition("-")[2] in self._submitter.abandoned
         }
         if late:
             self.scheduler.cancel(sorted(late))
 
     def close(self) -> None:
         """Do nothing: submitted jobs outlive this process."""
+
+
+class SlurmCluster(JobSettings):
+    """SLURM as a kind of cluster (`sweeps.executor.clusters.Cluster`): settings of its jobs, and access to it."""
+
+    def scheduler(self) -> Slurm:
+        """Return access to SLURM by its commands.
+
+        Raises:
+            UserError: they are not in PATH.
+        """
+        return Slurm(self.clusters)
+
+    def executor(self, study: Path, entry: str, threads: int) -> ClusterExecutor:
+        """Make the executor that submits a study's members to SLURM.
+
+        Raises:
+            UserError: submitit is not installed, or SLURM's commands are not in PATH.
+        """
+        require("submitit", "cluster: slurm")
+        study = study.resolve()
+        title = str(self.resources.get("name") or study.name)
+        return ClusterExecutor(study, self.scheduler(), self, entry, threads, title)

@@ -51,16 +51,7 @@ class Request:
         return frozenset(key.replace("_", "-") for key, value in given.items() if value is not None)
 
 
-def submit(request: Request) -> str:
-    """Submit members through submitit and return the id of their job or array.
-
-    Raises:
-        submitit.core.utils.FailedJobError: sbatch failed; the message is sbatch's.
-    """
-    return _submit(_executor(request), request.members)
-
-
-def _executor(request: Request) -> SlurmExecutor:
+def executor_of(request: Request) -> SlurmExecutor:
     """Return submitit's executor; an invalid request raises here, before sbatch is called."""
     from submitit import SlurmExecutor  # imported late: only the login node needs it, and it looks for srun
 
@@ -69,7 +60,12 @@ def _executor(request: Request) -> SlurmExecutor:
     return executor
 
 
-def _submit(executor: SlurmExecutor, members: Sequence[str]) -> str:
+def submit(executor: SlurmExecutor, members: Sequence[str]) -> str:
+    """Submit members through submitit and return the id of their job or array.
+
+    Raises:
+        submitit.core.utils.FailedJobError: sbatch failed; the message is sbatch's.
+    """
     jobs = executor.map_array(run_member, members)
     script = jobs[0].paths.submission_file
     script.chmod(0o600)  # it contains the user's own commands
@@ -105,9 +101,9 @@ def pickle_of(job: str) -> str:
 def main() -> int:
     """Submit the request on stdin. Print `{"job": id}`, or sbatch's refusal, or that the result is unknown."""
     request = Request(**json.load(sys.stdin))
-    executor = _executor(request)
+    executor = executor_of(request)
     try:
-        answer = {"job": _submit(executor, request.members)}
+        answer = {"job": submit(executor, request.members)}
     except Exception as error:
         answer = _answer(error)
     with suppress(BrokenPipeError):  # the controller is gone; its successor finds the job by the submission's name

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -76,19 +75,11 @@ class JobInfo:
     exit_code: str = ""
 
     @property
-    def queued(self) -> bool:
-        """True if the job waits, for the first time or again."""
-        return self.state in QUEUED
-
-    @property
-    def ended(self) -> bool:
-        """True if the job has ended."""
-        return self.state in ENDED
-
-    @property
-    def waits_for(self) -> str | None:
-        """Reason why the job waits, if it is not for its turn."""
-        return None if self.reason in ("", "None", "Priority", "Resources") else self.reason
+    def shown(self) -> tuple[str, str | None]:
+        """Return `queued` with the reason if the job does not just wait for its turn, `running`, or `ended`."""
+        if self.state in QUEUED:
+            return "queued", None if self.reason in ("", "None", "Priority", "Resources") else self.reason
+        return ("ended", self.state) if self.state in ENDED else ("running", None)
 
 
 class RefusedError(Exception):
@@ -186,10 +177,7 @@ class Slurm:
         # The name comes last: names of other programs' jobs may contain the separator.
         own = ["-u", str(os.getuid())]
         command = ["squeue", *self._where, "-h", "-a", "-r", "--states=all", *own, "-o", "%i|%T|%N|%r|%j"]
-        try:
-            done = _run(command)
-        except subprocess.TimeoutExpired:
-            return None
+        done = _run(command)
         if done.returncode:
             return None
         return {info.job: info for line in done.stdout.splitlines() if (info := _queue_line(line))}
@@ -202,8 +190,7 @@ class Slurm:
         for first in range(0, len(jobs), _AT_A_TIME):
             ids = ",".join(jobs[first : first + _AT_A_TIME])
             command = ["squeue", *self._where, "-h", "-a", "-r", "--states=all", "-j", ids, *fields]
-            with suppress(subprocess.TimeoutExpired):
-                said += _run(command).stdout
+            said += _run(command).stdout
         # squeue prints a wait status: the exit code in the high byte, the signal in the low 7 bits.
         for line in said.splitlines():
             match line.split():
@@ -219,21 +206,14 @@ class Slurm:
         if not ids:
             return {}
         fields = "JobID,State,NodeList,ExitCode,JobName"
-        try:
-            done = _run(["sacct", *self._where, "-X", "-n", "-P", "-j", ",".join(ids), "-o", fields])
-        except (subprocess.TimeoutExpired, OSError):
-            return {}
+        done = _run(["sacct", *self._where, "-X", "-n", "-P", "-j", ",".join(ids), "-o", fields])
         if done.returncode:
             return {}
         return {info.job: info for line in done.stdout.splitlines() for info in _account_line(line)}
 
     def array_limit(self) -> int:
         """Read MaxArraySize from scontrol; default 1001, as in SLURM."""
-        try:
-            said = _run(["scontrol", "show", "config"]).stdout
-        except subprocess.TimeoutExpired:
-            said = ""
-        match = re.search(r"(?m)^MaxArraySize\s*=\s*(\d+)", said)
+        match = re.search(r"(?m)^MaxArraySize\s*=\s*(\d+)", _run(["scontrol", "show", "config"]).stdout)
         # The setting is one more than the highest index; 0 switches arrays off.
         return max(1, int(match[1]) if match else 1001)
 
@@ -241,8 +221,7 @@ class Slurm:
         """Cancel jobs with scancel; an error or timeout is ignored, because callers retry."""
         if jobs:
             # errors are ignored; a job that is still there is cancelled at the next poll
-            with suppress(subprocess.TimeoutExpired):
-                _run(["scancel", *self._where, *(["--state=PENDING"] if waiting_only else []), *jobs])
+            _run(["scancel", *self._where, *(["--state=PENDING"] if waiting_only else []), *jobs])
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
@@ -254,10 +233,14 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    own = passed_on(os.environ)
-    return subprocess.run(
-        command, env=own, capture_output=True, text=True, errors="replace", timeout=_COMMAND_TIMEOUT_S, check=False
-    )
+    """Run a command of SLURM. One that is missing or does not answer in time has an exit code, and says nothing."""
+    own, limit_s = passed_on(os.environ), _COMMAND_TIMEOUT_S
+    try:
+        return subprocess.run(
+            command, env=own, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
+        )
+    except (subprocess.TimeoutExpired, FileNotFoundError, PermissionError):
+        return subprocess.CompletedProcess(command, 1, stdout="", stderr="")
 
 
 def _handed_over(request: Request) -> dict[str, str]:

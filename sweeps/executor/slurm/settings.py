@@ -110,8 +110,7 @@ class JobSettings:
 
     def commands(self) -> dict[str, Any]:
         """Return the settings that the batch script runs, and options that can contain a command."""
-        given = self.given()
-        return {key: given.get(key) for key in _COMMANDS}
+        return {key: value for key, value in self.given().items() if key in _COMMANDS}
 
     def check(self) -> None:
         """Check that the settings can work, before anything is submitted.

@@ -67,7 +67,13 @@ def freeze(
         threads: CPU threads of a member's process.
         title: first part of the job's name, for display; see `harmless`.
     """
-    write_manifest(folder, submission, members, settings, entry)
+    limits = {
+        "timeout_min": settings.timeout_min,
+        "signal_delay_s": settings.signal_delay_s,
+        "max_num_timeout": settings.max_num_timeout,
+        "gpus": settings.needs_gpu,
+    }
+    write_manifest(folder, members, entry, limits, settings.given())
     # The name ends with the submission's, by which its jobs are found in the queue (`executor`).
     asked = parameters(folder, settings, threads, f"{harmless(title)}-{submission}")
     return Request(str(folder), tuple(str(member.run_dir.resolve()) for member in members), asked, settings.python)

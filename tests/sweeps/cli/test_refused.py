@@ -16,7 +16,7 @@ import pytest
 
 from sweeps.cli.main import main
 from sweeps.errors import UserError
-from sweeps.executor.slurm.cluster import SlurmCluster
+from sweeps.executor.slurm.executor import SlurmCluster
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 from sweeps.launch.study import LEASE_NAME, Study

@@ -324,7 +324,7 @@ class FakeCluster:
             patch.setattr(
                 "submitit.core.utils.CommandFunction", lambda command, verbose: lambda: self._sbatch(*command)
             )
-            job = handover.submit(request)
+            job = handover.submit(handover.executor_of(request), request.members)
         if self._dies_next:
             die()
         return job

@@ -27,7 +27,7 @@ from sweeps.executor.base import Launch
 from sweeps.executor.failure import KINDS
 from sweeps.executor.node import manifest
 from sweeps.executor.node.manifest import freeze_code
-from sweeps.executor.slurm.handover import submit
+from sweeps.executor.slurm.handover import executor_of, submit
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.executor.slurm.submission import freeze, harmless, new_folder
 from sweeps.run import provenance
@@ -71,7 +71,7 @@ def script_of(study: Path, given: Mapping[str, Any] | None = None, members: int 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
         patch.setattr("submitit.core.utils.CommandFunction", lambda command, verbose: lambda: "Submitted batch job 77")
-        assert submit(request) == "77"
+        assert submit(executor_of(request), request.members) == "77"
     return folder / "77_submission.sh"
 
 

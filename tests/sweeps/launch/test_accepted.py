@@ -17,7 +17,7 @@ import pytest
 from sweeps.errors import UserError
 from sweeps.executor.failure import NEVER
 from sweeps.executor.failure import retries as retry_policy
-from sweeps.executor.slurm.cluster import SlurmCluster
+from sweeps.executor.slurm.executor import SlurmCluster
 from sweeps.executor.slurm.scheduler import RefusedError
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.ledger import Ledger, MemberState

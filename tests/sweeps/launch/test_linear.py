@@ -20,7 +20,7 @@ import pytest
 from sweeps.executor.base import Launch
 from sweeps.executor.failure import retries
 from sweeps.executor.node.attempts import AttemptLog
-from sweeps.executor.slurm.cluster import SlurmCluster
+from sweeps.executor.slurm.executor import SlurmCluster
 from sweeps.executor.slurm.handover import Request
 from sweeps.executor.slurm.scheduler import JobInfo, Scheduler
 from sweeps.launch.ledger import Ledger, MemberState

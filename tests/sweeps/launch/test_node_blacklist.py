@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sweeps.executor.slurm.cluster import SlurmCluster
+from sweeps.executor.slurm.executor import SlurmCluster
 from sweeps.launch.node_blacklist import ALIKE, MOST_FREE, OUT_S, TOGETHER_S, NodeBlacklist
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 
