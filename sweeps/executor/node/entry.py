@@ -153,9 +153,9 @@ def _interrupted(
 def _end(manifest: Mapping[str, Any], began: float) -> float:
     """Return the time at which the job's limit is reached, by this node's clock.
 
-    Newer SLURM versions give start and end by slurmctld's clock, which may be minutes off; only their difference is
-    used. `began` is the start of this process. It is used for batch scripts of earlier versions and is later than the
-    start of the job, by the set-up commands.
+    A cluster gives start and end by its own clock, which may be minutes off; only their difference is used.
+    `began` is the start of this process, later than the start of the job by the set-up commands. It is used if the
+    job's script does not say when it began.
     """
     return float(os.environ.get(BEGAN_VARIABLE) or began) + (current().length_s() or manifest["timeout_min"] * 60)
 

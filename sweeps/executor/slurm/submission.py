@@ -48,19 +48,12 @@ def new_folder(study: Path, submission: str) -> Path:
 
 
 def freeze(
-    folder: Path,
-    submission: str,
-    members: Sequence[Launch],
-    settings: JobSettings,
-    entry: str,
-    threads: int,
-    title: str,
+    folder: Path, members: Sequence[Launch], settings: JobSettings, entry: str, threads: int, title: str
 ) -> Request:
     """Write the files that a submission's jobs need and return the request for submitit.
 
     Args:
-        folder: folder of the submission.
-        submission: its name, which is used once.
+        folder: folder of the submission, with its name.
         members: members in the order of the array's tasks.
         settings: resources and limits.
         entry: `module:function`, called with a member's directory.
@@ -75,7 +68,7 @@ def freeze(
     }
     write_manifest(folder, members, entry, limits, settings.given())
     # The name ends with the submission's, by which its jobs are found in the queue (`executor`).
-    asked = parameters(folder, settings, threads, f"{harmless(title)}-{submission}")
+    asked = parameters(folder, settings, threads, f"{harmless(title)}-{folder.name}")
     return Request(str(folder), tuple(str(member.run_dir.resolve()) for member in members), asked, settings.python)
 
 

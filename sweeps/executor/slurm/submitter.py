@@ -85,7 +85,7 @@ class Submitter:
         self.abandoned.update(name for member in members for name in member.unanswered)
         try:
             folder = new_folder(self.study, submission)
-            job = self._submit(folder, submission, members, self._resources(members[0]))
+            job = self._submit(folder, members, self._resources(members[0]))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -109,10 +109,10 @@ class Submitter:
             self._chunk = min(self._most, 2 * (self._chunk or 1))
         return job
 
-    def _submit(self, folder: Path, submission: str, members: Sequence[Launch], resources: Mapping[str, Any]) -> str:
+    def _submit(self, folder: Path, members: Sequence[Launch], resources: Mapping[str, Any]) -> str:
         """Write the submission's files, submit it and return the job's id; raise RefusedError."""
         settings = replace(self.settings, resources=resources)
-        request = freeze(folder, submission, members, settings, self.entry, self.threads, self.title)
+        request = freeze(folder, members, settings, self.entry, self.threads, self.title)
         try:
             return self.scheduler.submit(request)
         except RefusedError as refusal:
@@ -124,7 +124,7 @@ class Submitter:
             else:
                 raise
             members = [replace(member, excluded=()) for member in members]
-            return self._submit(folder, submission, members, everywhere)
+            return self._submit(folder, members, everywhere)
 
     def _refused(self, refusal: RefusedError, submission: str, size: int) -> str | None:
         """Handle a refusal: return the job's id if it was accepted after all, None to try later, or raise."""

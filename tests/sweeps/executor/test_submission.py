@@ -67,7 +67,7 @@ def script_of(study: Path, given: Mapping[str, Any] | None = None, members: int 
     study.mkdir(parents=True, exist_ok=True)
     launches = [Launch(f"run{number}", study / "runs" / f"run{number}") for number in range(members)]
     folder = new_folder(study, NAME)
-    request = freeze(folder, NAME, launches, JobSettings.of(dict(given or {})), "some.module:entry", 3, title)
+    request = freeze(folder, launches, JobSettings.of(dict(given or {})), "some.module:entry", 3, title)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
         patch.setattr("submitit.core.utils.CommandFunction", lambda command, verbose: lambda: "Submitted batch job 77")
