@@ -1,6 +1,6 @@
 """A second kind of cluster: a queue kept in a folder, from which a small daemon starts jobs as processes.
 
-A job is `<submission>.<number>.job`. Beside it the daemon writes `.began` and `.ended`, and the executor `.cancel`.
+A job is `<submission>.<number>.job`, and the daemon writes `.began` and `.ended` beside it.
 `python -m tests.sweeps.executor.folder_cluster ROOT PLACES` is the daemon, which runs until it is killed.
 """
 
@@ -97,12 +97,12 @@ class FolderExecutor(Executor):
     def _outcome(self, member: Launch, path: Path) -> Outcome:
         attempt = newest_attempt(member.run_dir, path.name.split(".")[0], path.stem)
         failure = attempt.failure if attempt else ("cancelled", "it never began")
-        return outcome_of(member, *(failure or ("killed", "killed from outside")), attempt, attempt and attempt.node)
+        kind, reason = failure or ("killed", "killed from outside")
+        return outcome_of(member, kind, reason, attempt, attempt.node if attempt else None)
 
     def stop(self, runs: Sequence[str], reason: str) -> None:
-        for member, path in [self._followed[run] for run in runs if run in self._followed]:
-            ask_to_stop(member.run_dir, reason)
-            path.with_suffix(".cancel").touch()
+        for run in set(runs) & self._followed.keys():
+            ask_to_stop(self._followed[run][0].run_dir, reason)  # a queued job then ends before its member begins
 
     def running(self) -> list[str]:
         return list(self._followed)
@@ -112,6 +112,9 @@ class FolderExecutor(Executor):
 
     def settled(self) -> bool:
         return True
+
+    def close(self) -> None:
+        return
 
     def _that_are(self, state: str) -> list[str]:
         return [run for run, (_, path) in self._followed.items() if shown(path)[0] == state]
@@ -136,10 +139,7 @@ def serve(root: Path, places: int) -> None:
     working: dict[int, Path] = {}
     while True:
         for path in sorted(root.glob("*.job")):
-            queued = shown(path)[0] == "queued"
-            if queued and path.with_suffix(".cancel").exists():
-                path.with_suffix(".ended").touch()
-            elif queued and len(working) < places:
+            if shown(path)[0] == "queued" and len(working) < places:
                 working[start(path)] = path
         while working and (pid := os.waitpid(-1, os.WNOHANG)[0]):
             working.pop(pid).with_suffix(".ended").touch()
