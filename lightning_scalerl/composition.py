@@ -6,6 +6,7 @@ the Python modules that they name are imported from there too.
 
 from __future__ import annotations
 
+import logging
 import pickle
 import re
 import sys
@@ -20,6 +21,8 @@ from lightning_scalerl.choices import AXES, Choices
 
 if TYPE_CHECKING:
     from lightning_scalerl.recipe import Recipe
+
+_log = logging.getLogger(__name__)
 
 # Configuration groups of a run that are not design choices. Each is instantiated, except `thinking`.
 SETTINGS = frozenset(
@@ -397,7 +400,8 @@ def _check_types(field: str, node: Any) -> None:
     if isinstance(node, Mapping) and "_target_" in node:
         try:
             target = _locate(str(node["_target_"]))
-        except Exception:  # instantiating it later reports the reason
+        except Exception as error:  # instantiating it later reports the reason
+            _log.debug("%s: types not checked, because %s cannot be imported (%r)", field, node["_target_"], error)
             return
         check_arguments(field, target, node)
     if isinstance(node, Mapping):

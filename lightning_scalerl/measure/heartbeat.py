@@ -6,6 +6,7 @@ file is first written one second after the start, then at growing intervals of u
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,6 +18,7 @@ from sweeps.run.journal import finite
 
 HEARTBEAT_FILE = "compute.json"
 FIRST_S, RAREST_S = 1.0, 15.0
+_log = logging.getLogger(__name__)
 
 
 class MeterHeartbeat:
@@ -32,8 +34,8 @@ class MeterHeartbeat:
         self._path = run_dir / HEARTBEAT_FILE
         self._meter, self._guard = meter, guard
         self._done = threading.Event()
-        with suppress(OSError):
-            self._beat()
+        self._failing = False
+        self._try_beat()
         self._thread = threading.Thread(target=self._run, daemon=True, name="meter heartbeat")
         self._thread.start()
 
@@ -51,11 +53,21 @@ class MeterHeartbeat:
         while not self._done.wait(wait_s):
             wait_s = min(2 * wait_s, RAREST_S)
             try:
-                self._beat()
-            except OSError:
-                continue  # disk full or file server unavailable: the journal's own writes will raise
-            except Exception:
+                self._try_beat()
+            except Exception as error:
+                _log.warning("%s: no longer written (%s)", self._path, error)
                 return
+
+    def _try_beat(self) -> None:
+        """Write; with a full disk or without the file server try again later. The journal's own writes will raise."""
+        try:
+            self._beat()
+        except OSError as error:
+            if not self._failing:
+                _log.warning("%s: not written (%s); it is tried again every few seconds", self._path, error)
+            self._failing = True
+        else:
+            self._failing = False
 
     def _beat(self) -> None:
         self._guard()

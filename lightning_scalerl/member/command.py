@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from lightning_scalerl.composition import Folders, compose, conf_dir, explain_ot
 from sweeps.errors import UserError
 from sweeps.run.spec import RunSpec
 
+_log = logging.getLogger(__name__)
 BASE = "command"
 # Groups with a choice of files, whose values may also appear in other groups: Hydra must compose overrides of them.
 _GROUPS = ("cluster", "member", "hydra")
@@ -208,7 +210,8 @@ def _changed(base: DictConfig, overrides: Sequence[str]) -> DictConfig | None:
             if OmegaConf.is_config(OmegaConf.select(config, key)):
                 return None
             OmegaConf.update(config, key, value)
-    except Exception:  # the composition by Hydra will raise a proper error
+    except Exception as error:  # the composition by Hydra will raise a proper error
+        _log.debug("%s: not changed directly (%r); Hydra composes them", list(overrides), error)
         return None
     return config
 

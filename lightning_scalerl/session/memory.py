@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +15,8 @@ from lightning_scalerl.generator.memory import GIB
 from lightning_scalerl.measure.memory import Memory, fitted
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.session.models import Models
+
+_log = logging.getLogger(__name__)
 
 
 def check_memory(models: Models, recipe: Recipe, choices: Choices) -> str:
@@ -37,7 +40,8 @@ def check_memory(models: Models, recipe: Recipe, choices: Choices) -> str:
     try:
         with torch.random.fork_rng(devices=[]):  # making a model draws random numbers
             found, remedy = fitted(skeleton, recipe, ranks.count, strategy, slots, most_gib, limit, ranks.partners)
-    except Exception:  # a model that cannot be analysed without data may still train
+    except Exception as error:  # a model that cannot be analysed without data may still train
+        _log.warning("memory: cannot be predicted for this model (%r); the run starts without the check", error)
         return ""
     if remedy:
         raise ConfigurationError(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import threading
 import time
@@ -33,6 +34,8 @@ from typing import Any
 from sweeps.errors import UserError, of_the_system
 from sweeps.run.files import parse_json
 from sweeps.run.job import node_name
+
+_log = logging.getLogger(__name__)
 
 BEAT_S = 5.0
 EXPIRY_S = 30.0
@@ -87,6 +90,7 @@ class _Flock:
         except OSError as error:
             os.close(descriptor)
             if error.errno in _NO_FLOCK:
+                _log.info("%s: this file system has no locks (%s); heartbeats alone guard it", self._path, error)
                 return None
             if error.errno in _ANOTHERS or isinstance(error, FileNotFoundError):
                 return False
@@ -158,6 +162,7 @@ class Lease:
         self._token = uuid.uuid4().hex
         self._own = {"host": node_name(), "pid": os.getpid(), **_this_process(), **(owner or {}), "token": self._token}
         self._more = facts
+        self._more_failed = False
         self._beat_s = beat_s
         self._expiry_s = expiry_s
         self._trusted_s = trusted_s
@@ -328,11 +333,13 @@ class Lease:
             self._thread.join()
             self._thread = None
         if self._descriptor is not None:
-            with suppress(OSError):  # file system unavailable: the next holder waits until the lease expires
+            try:
                 is_holder = self._read().get("token") == self._token
                 self._write({**self._own, "released": True})
                 if is_holder:
                     self._claim(self._own["term"]).unlink(missing_ok=True)
+            except OSError as error:
+                _log.warning("%s: not released (%s); the next holder waits until it expires", self._file, error)
         self.forget()
         self._flock.release()
 
@@ -351,9 +358,15 @@ class Lease:
         self.release()
 
     def _keep(self) -> None:
+        failing = False
         while not self._stop.wait(self._beat_s):
-            with suppress(OSError):  # full disk or file server unavailable: the next beat may succeed
+            try:
                 self._beat()
+                failing = False
+            except OSError as error:  # full disk or file server unavailable: the next beat may succeed
+                if not failing:
+                    _log.warning("%s: no heartbeat (%s); it is tried again until the lease expires", self._file, error)
+                failing = True
 
     def _beat(self) -> None:
         self._beats += 1
@@ -362,7 +375,10 @@ class Lease:
             self._write({**(self._more() if self._more is not None else {}), **facts})
         except OSError:
             raise
-        except Exception:  # the heartbeat must not depend on further facts
+        except Exception as error:  # the heartbeat must not depend on further facts
+            if not self._more_failed:
+                _log.warning("%s: the heartbeat lacks the run's further facts (%r)", self._file, error)
+            self._more_failed = True
             self._write(facts)
 
     def _put(self) -> None:

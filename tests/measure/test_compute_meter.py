@@ -170,7 +170,7 @@ def test_what_was_spent_and_lost_adds_up_over_kills(tmp_path: Path) -> None:
 
 
 def test_a_heartbeat_is_rare_harmless_and_gone_with_a_finished_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits: list[float] = []
 
@@ -203,4 +203,5 @@ def test_a_heartbeat_is_rare_harmless_and_gone_with_a_finished_run(
     assert not path.exists()
     nowhere = MeterHeartbeat(tmp_path / "gone", bench.meter, lambda: None)
     nowhere.stop(finished=True)
+    assert caplog.text.count("not written") == 1
     assert spent_in({}) == {"flops": 0, "device_hours": 0}

@@ -48,3 +48,15 @@ def test_a_host_refuses_nothing(tiny_model_path: str) -> None:
     module = ScaleRL(tiny_model_path, "scalerl", SIZES)
     trainer().fit(module, datamodule=RolloutDataModule("arithmetic"))
     assert not any(line.startswith("memory:") for line in module.began)
+
+
+def test_a_model_that_cannot_be_analysed_is_trained_and_the_log_says_so(
+    tiny_model_path: str, device_of: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> None:
+        raise NotImplementedError("needs data")
+
+    device_of(2**20)
+    monkeypatch.setattr(memory, "fitted", fails)
+    trainer().fit(ScaleRL(tiny_model_path, "scalerl", SIZES), datamodule=RolloutDataModule("arithmetic"))
+    assert "memory: cannot be predicted for this model (NotImplementedError('needs data'))" in caplog.text

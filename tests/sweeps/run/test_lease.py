@@ -533,7 +533,7 @@ def test_a_beat_replaces_no_file(tmp_path: Path) -> None:
         assert file_of(tmp_path).stat().st_ino == number
 
 
-def test_facts_come_with_each_beat_and_never_stop_it(tmp_path: Path) -> None:
+def test_facts_come_with_each_beat_and_never_stop_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     told: list[Any] = [{"doing": "x" * 2000, "pid": "not to be lied about"}, {"doing": {1, 2}}, OSError("no"), {}]
 
     def facts() -> dict[str, Any]:
@@ -558,6 +558,7 @@ def test_facts_come_with_each_beat_and_never_stop_it(tmp_path: Path) -> None:
     assert {found["pid"] for found in seen} == {os.getpid()}
     beats = [found["beat"] for found in seen]
     assert beats == sorted(beats) and len(set(beats)) >= 4, "a beat was left out"
+    assert caplog.text.count("lacks the run's further facts") == 1
 
 
 def test_a_file_of_the_version_before_is_understood(tmp_path: Path) -> None:
