@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_scalerl.checks import ConfigurationError, check_arguments, did_you_mean
 from lightning_scalerl.choices import AXES, Choices
+from lightning_scalerl.compat.hydra import locate
 
 if TYPE_CHECKING:
     from lightning_scalerl.recipe import Recipe
@@ -395,11 +396,9 @@ def _check_missing(node: Any) -> None:
 
 def _check_types(field: str, node: Any) -> None:
     """Check the types of a group's settings, also in nested objects, against the signatures that they are passed to."""
-    from hydra._internal.utils import _locate
-
     if isinstance(node, Mapping) and "_target_" in node:
         try:
-            target = _locate(str(node["_target_"]))
+            target = locate(str(node["_target_"]))
         except Exception as error:  # instantiating it later reports the reason
             _log.debug("%s: types not checked, because %s cannot be imported (%r)", field, node["_target_"], error)
             return

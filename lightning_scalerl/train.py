@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_scalerl.checks import ONE_TRAINER, CannotGoOnError, ConfigurationError
+from lightning_scalerl.compat.hydra import flags
 from lightning_scalerl.composition import check_choices, conf_dir, explain, explain_other, help_text
 from lightning_scalerl.member.command import named_study, plan_commands, run_command, shared_groups, study_file
 from sweeps.errors import UserError, naming, of_the_system
@@ -102,7 +102,7 @@ def _options_first(words: Sequence[str]) -> list[str]:
     """Return a command line with its options before its overrides, because Hydra needs all overrides together."""
     options: list[str] = []
     overrides: list[str] = []
-    actions = {name: action for action in get_args_parser()._actions for name in action.option_strings}
+    actions = {name: action for action in flags() for name in action.option_strings}
     remaining = list(words)
     while remaining:
         word = remaining.pop(0)

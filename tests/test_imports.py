@@ -28,7 +28,7 @@ FLOORS = {
         {"__main__", "api", "stopping"},
     ],
     "lightning_scalerl": [
-        {"checks", "cache", "torchmetrics_on_demand", "rollouts"},
+        {"checks", "cache", "compat", "torchmetrics_on_demand", "rollouts"},
         {"axes", "distributed", "optim", "sandbox", "state"},
         {"choices", "model", "verify"},
         {"generator", "task", "update"},
@@ -169,6 +169,29 @@ for module in pkgutil.walk_packages(sweeps.__path__, "sweeps."):
 print("fine")
 """
     assert "fine" in run_python(code)
+
+
+def private_names(path: Path) -> set[str]:
+    """Names with one leading underscore that a file reads from objects, asks for by `getattr`, or imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            names |= {str(word.value) for word in node.args if isinstance(word, ast.Constant)}
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def test_private_members_of_a_library_are_used_in_its_compat_module_only() -> None:
+    room = ROOT / "lightning_scalerl/compat"
+    wrapped = set().union(*(private_names(path) for path in files("lightning_scalerl/compat")))
+    assert {"_init_weights", "_locate", "_logger_connector"} <= wrapped
+    for path in [*files("lightning_scalerl"), *files("sweeps")]:
+        # argparse's parsers keep their list of actions under the same name.
+        used = private_names(path) & wrapped - {"_actions"}
+        assert path.is_relative_to(room) or not used, f"{path} uses {used}: call the function of {room} instead"
 
 
 def test_vllm_is_imported_where_it_runs_and_nowhere_else() -> None:

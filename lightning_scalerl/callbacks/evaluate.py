@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_scalerl.callbacks.base import without_tips
 from lightning_scalerl.callbacks.run import Run, run_of
 from lightning_scalerl.checks import ConfigurationError, whole_number
+from lightning_scalerl.compat import lightning as compat
 from lightning_scalerl.generator.base import Generator, GroupRequest, StepReport
 from lightning_scalerl.measure.probe import Scorer, generator_scores
 from lightning_scalerl.rollouts.grade import Sample, needs_group
@@ -496,19 +497,16 @@ class EvaluationStoppedError(Exception):
 def validate_now(trainer: Trainer) -> bool:
     """Run Lightning's validation loop with all its hooks inside `fit`; return False if it was stopped early."""
     loop = trainer.fit_loop.epoch_loop.val_loop
-    connector = trainer._logger_connector
-    # The validation loop overwrites this state of the training loop's logging.
-    first_loop_iter = connector._first_loop_iter
     loop.restarting = False
     trainer.validating = True
     try:
-        loop.run()
+        with compat.keep_first_iteration(trainer):
+            loop.run()
     except EvaluationStoppedError:
-        loop._module_mode.restore(trainer.lightning_module)
+        compat.restore_modes(loop, trainer.lightning_module)
         return False
     finally:
         trainer.training = True
-        connector._first_loop_iter = first_loop_iter
     return True
 
 

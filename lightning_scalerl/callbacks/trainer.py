@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.model_summary.model_summary import _format_summ
 from lightning_scalerl.callbacks.evaluate import evaluation_of
 from lightning_scalerl.callbacks.progress import StepProgress
 from lightning_scalerl.checks import ConfigurationError, did_you_mean
+from lightning_scalerl.compat import lightning as compat
 from lightning_scalerl.distributed.ranks import check_strategy
 from lightning_scalerl.rollouts.prompt import Prompt
 from sweeps.run.pass_at_k import sizes
@@ -109,13 +110,13 @@ def _check_fit(trainer: Trainer) -> None:
         if value != default and value != (NEVER if evaluates else 0):
             raise ConfigurationError(f"{field}: {value!r} decides nothing here; {EVALUATE}")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
+        if isinstance(callback, ModelCheckpoint) and compat.saves_by_time(callback):
             raise ConfigurationError(
                 "callbacks: ModelCheckpoint(train_time_interval=...) saves nothing where a module steps its optimizer "
                 "itself; use every_n_train_steps"
             )
     for callback in monitoring(trainer):
-        steps, evaluation = getattr(callback, "_every_n_train_steps", 0), evaluation_of(trainer)
+        steps, evaluation = compat.saves_every_n_steps(callback), evaluation_of(trainer)
         if str(callback.monitor).startswith("eval/") and steps and evaluation and steps % evaluation.every_n_steps:
             raise ConfigurationError(
                 f"callbacks: ModelCheckpoint(monitor={callback.monitor!r}, every_n_train_steps={steps}) would save "
@@ -185,8 +186,8 @@ def without_anonymous(trainer: Trainer) -> None:
     wandb warns that this setting is deprecated whenever it is passed, and Lightning passes it even if the user did not.
     """
     for logger in trainer.loggers:
-        if isinstance(logger, WandbLogger) and logger._wandb_init.get("anonymous", "") is None:
-            del logger._wandb_init["anonymous"]
+        if isinstance(logger, WandbLogger) and compat.wandb_arguments(logger).get("anonymous", "") is None:
+            del compat.wandb_arguments(logger)["anonymous"]
 
 
 def prepare_trainer(trainer: Trainer) -> None:
@@ -215,22 +216,23 @@ def prepare_trainer(trainer: Trainer) -> None:
         if type(callback) in (RichProgressBar, TQDMProgressBar):
             callbacks[place] = StepProgress()
         if isinstance(callback, ModelSummary) and type(callback) in (ModelSummary, RichModelSummary):
-            callbacks[place] = ParameterSummary(callback._max_depth)
+            callbacks[place] = ParameterSummary(compat.summary_depth(callback))
 
 
 def _at_every_step(callback: Any) -> None:
     """Make a callback act in its end-of-epoch hook, unless the user set that. `StepHooks` calls it after each step."""
-    if isinstance(callback, EarlyStopping) and callback._check_on_train_epoch_end is None:
-        callback._check_on_train_epoch_end = True
-    if isinstance(callback, ModelCheckpoint) and callback._save_on_train_epoch_end is None:
-        callback._save_on_train_epoch_end = True
+    if isinstance(callback, EarlyStopping):
+        compat.stop_at_epoch_end(callback)
+    if isinstance(callback, ModelCheckpoint):
+        compat.save_at_epoch_end(callback)
 
 
 def count_from(trainer: Trainer, steps: int) -> None:
     """Set a new Trainer's step counter, which starts at zero, because `max_steps` and callbacks count all steps."""
     loop = trainer.fit_loop.epoch_loop
     total = loop.manual_optimization.optim_step_progress.total
-    total.ready = total.completed = loop._batches_that_stepped = max(total.completed, steps)
+    total.ready = total.completed = max(total.completed, steps)
+    compat.set_batches_that_stepped(loop, total.completed)
 
 
 class ParameterSummary(ModelSummary):

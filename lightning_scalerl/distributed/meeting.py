@@ -26,6 +26,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_scalerl.compat import lightning as compat
 from lightning_scalerl.distributed.sharded import ShardedStrategy
 from lightning_scalerl.rollouts.rollout import Denominators, TrainBatch
 from sweeps.run import slurm_job
@@ -69,10 +70,10 @@ def meet(trainer: Trainer) -> None:
         environment.main_port,
         trainer.world_size,
         trainer.global_rank == 0,
-        timeout=strategy._timeout or default_pg_timeout,
+        timeout=compat.timeout(strategy) or default_pg_timeout,
         master_listen_fd=None if listening is None else listening.detach(),
     )
-    backend = strategy._get_process_group_backend()
+    backend = compat.backend(strategy)
     device = strategy.root_device
     strategy.accelerator.setup_device(device)  # NCCL would use the current device otherwise
     dist.init_process_group(
@@ -80,7 +81,7 @@ def meet(trainer: Trainer) -> None:
         store=dist.PrefixStore(slurm_job.step_name(), store),  # type: ignore[attr-defined]
         rank=trainer.global_rank,
         world_size=trainer.world_size,
-        timeout=strategy._timeout,
+        timeout=compat.timeout(strategy),
         device_id=None if device.type == "cpu" else device,
     )
     if backend == "nccl":

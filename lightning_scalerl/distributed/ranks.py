@@ -32,6 +32,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.compat import lightning as compat
 from lightning_scalerl.distributed.meeting import all_gather, encode, receive, send
 from lightning_scalerl.distributed.sharded import ShardedStrategy, check_divides
 from lightning_scalerl.rollouts.rollout import BEFORE_UPDATE, Part, PassSize, TrainBatch, whole
@@ -369,9 +370,9 @@ def check_strategy(strategy: Any) -> None:
     remedy = 'use strategy="ddp" or, sharded, "fsdp2" in a script (or under torchrun or srun), or devices=1'
     if type(strategy) is not DDPStrategy:
         raise ConfigurationError(f"strategy: {type(strategy).__name__} is not supported; {remedy}")
-    if strategy._start_method != "popen":
+    if compat.start_method(strategy) != "popen":
         raise ConfigurationError(
-            f"strategy: DDP with start_method={strategy._start_method!r} is not supported; {remedy}"
+            f"strategy: DDP with start_method={compat.start_method(strategy)!r} is not supported; {remedy}"
         )
-    if strategy._ddp_kwargs.get("static_graph"):
+    if compat.ddp_arguments(strategy).get("static_graph"):
         raise ConfigurationError(f"strategy: DDP with static_graph=True cannot sum uneven micro-batches; {remedy}")

@@ -21,6 +21,7 @@ from typing import Any
 import lightning_scalerl
 from lightning_scalerl import public_names
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.compat.hydra import locate
 from lightning_scalerl.composition import axes_of
 from sweeps.run.spec import SPEC_FILE, RunSpec, changed_keys, identities, science
 
@@ -89,7 +90,7 @@ def _part(value: Any) -> Any:
     if "_target_" not in value:
         return {str(key): _part(item) for key, item in value.items()}
     name = str(value["_target_"]).rpartition(".")[2]
-    target = located(str(value["_target_"]))
+    target = locate(str(value["_target_"]))
     if name in public_names() and getattr(lightning_scalerl, name) is not target:
         raise ConfigurationError(
             f"{value['_target_']}: bears the name of lightning_scalerl.{name}, and names tell runs apart; rename it"
@@ -109,17 +110,9 @@ def content_of(value: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: a file cannot be read.
     """
-    content = getattr(located(str(value["_target_"])), "content", None) if "_target_" in value else None
+    content = getattr(locate(str(value["_target_"])), "content", None) if "_target_" in value else None
     return {} if content is None else dict(content(_parameters(value)))
 
 
 def _parameters(value: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): item for key, item in value.items() if key not in _HOW}
-
-
-def located(path: str) -> Any:
-    """Return the object that a dotted path names."""
-    # The public `hydra.utils.get_object` logs an error line if there is no such object.
-    from hydra._internal.utils import _locate
-
-    return _locate(path)

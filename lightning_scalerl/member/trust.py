@@ -30,10 +30,11 @@ from omegaconf import OmegaConf
 
 from lightning_scalerl import axis_names
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.compat.hydra import locate
 from lightning_scalerl.composition import compose, conf_dir, use_folders
 from lightning_scalerl.member.command import plan_commands
 from lightning_scalerl.member.identify import group_of
-from lightning_scalerl.member.identity import content_of, identity_of, located
+from lightning_scalerl.member.identity import content_of, identity_of
 from sweeps.errors import UserError
 from sweeps.run.progress import is_done
 from sweeps.run.spec import SPEC_FILE, RunSpec, digest
@@ -159,7 +160,7 @@ def _is_own_code(name: str, folders: Sequence[str], study: Path) -> bool:
         paths = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or [])]
         if not any(_below(path, folders) for path in paths):
             return False
-        target = located(dotted)
+        target = locate(dotted)
     except Exception as error:
         raise ConfigurationError(f"{name}: {type(error).__name__}: {' '.join(str(error).split())}") from error
     # The module may have imported the object from elsewhere, as in my_choices.os.system: check its defining module.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_scalerl.compat import transformers as compat
 from lightning_scalerl.model.load import blank_copy, load_model
 from lightning_scalerl.model.place import model_path
 
@@ -59,7 +60,7 @@ def load_blank(path: str) -> tuple[nn.Module, WeightFiles] | str:
         return "its folder holds no safetensors"
     if getattr(model.config, "quantization_config", None) is not None:
         return "its weights are quantized"
-    if getattr(model, "_weight_conversions", None):
+    if compat.converts_weights(model):
         return "its family converts weights as they are loaded"
     names = _names(model, file_of)
     if isinstance(names, str):
@@ -130,7 +131,7 @@ def _make_buffers(model: Any) -> str | None:
                 module._buffers[name] = torch.full_like(module._buffers[name], value, device="cpu")
             if names:
                 with torch.random.fork_rng(devices=[]):
-                    owner._init_weights(module)
+                    compat.initialize(owner, module)
             filled += [module._buffers[name] for name in names]
         made.append(filled)
     all_computed = all(torch.equal(first, second) for first, second in zip(*made, strict=True))
@@ -142,7 +143,7 @@ def _owners(model: Any) -> list[tuple[Any, Any]]:
     pairs: list[tuple[Any, Any]] = []
 
     def visit(module: Any, owner: Any) -> None:
-        owner = module if hasattr(module, "_init_weights") else owner
+        owner = module if compat.initializes(module) else owner
         pairs.append((module, owner))
         for child in module.children():
             visit(child, owner)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.compat import transformers as compat
 from lightning_scalerl.model.chunked_head import Scaling
 
 
@@ -169,7 +170,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 def computes_in_16_bit_only(model: nn.Module) -> bool:
     """Return whether the model's attention only has kernels for 16-bit types, as FlashAttention."""
-    return "flash_attention" in str(getattr(text_config(model), "_attn_implementation", None))
+    return "flash_attention" in str(compat.attention_implementation(text_config(model)))
 
 
 @torch.no_grad()

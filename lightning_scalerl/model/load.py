@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.compat import transformers as compat
 from lightning_scalerl.model.adapter import has_adapter
 from lightning_scalerl.model.head import text_config
 from lightning_scalerl.model.place import load_options, model_path
@@ -90,7 +91,7 @@ _IGNORED_BY_SDPA = ("attn_logit_softcapping",)
 def _ignored_settings(model: nn.Module) -> list[str]:
     """Return the settings that a model's attention implementation ignores, as NAME=VALUE."""
     config = text_config(model)
-    if getattr(config, "_attn_implementation", None) != "sdpa":
+    if compat.attention_implementation(config) != "sdpa":
         return []
     return [f"{name}={getattr(config, name)}" for name in _IGNORED_BY_SDPA if getattr(config, name, None)]
 
@@ -100,8 +101,7 @@ def blank_copy(model: Any) -> Any:
     with torch.device("meta"):
         copied = type(model)(copy.deepcopy(model.config))
     copied.generation_config = model.generation_config
-    if hasattr(model, "_weight_conversions"):  # map from names in its files to names of its weights
-        copied._weight_conversions = model._weight_conversions
+    compat.copy_weight_conversions(model, copied)  # map from names in its files to names of its weights
     return copied
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_scalerl.compat import transformers as compat
 from lightning_scalerl.model.head import backbone, eval_mode, text_config
 from lightning_scalerl.model.shared_prompt import SAME, sequences
 from lightning_scalerl.model.windows import attention_windows
@@ -53,7 +54,7 @@ class RowMask(Tensor):
 def row_mask(inner: nn.Module, lengths: Sequence[int], device: torch.device) -> RowMask | None:
     """Return the mask for packed rows of these lengths; None if transformers must derive one from the position ids."""
     config, longest = text_config(inner), max(lengths)
-    if getattr(config, "_attn_implementation", None) != "sdpa":
+    if compat.attention_implementation(config) != "sdpa":
         return None
     if any(window.size < longest for window in attention_windows(config)):
         return None

@@ -16,6 +16,8 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from lightning_scalerl.compat import transformers as compat
+
 # Context manager in which tensors for the backward pass are saved in another place.
 Hooks = Callable[[], AbstractContextManager[Any]]
 
@@ -36,15 +38,14 @@ def recompute(model: nn.Module, hooks: Hooks | None = None) -> None:
     checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
     if hooks is not None:
         for part in model.modules():
-            if hasattr(part, "_gradient_checkpointing_func"):
-                part._gradient_checkpointing_func = partial(_kept_elsewhere, hooks)  # type: ignore[assignment]
+            compat.set_checkpoint_function(part, partial(_kept_elsewhere, hooks))
 
 
 def recompute_like(model: nn.Module, other: nn.Module) -> None:
     """Set up gradient checkpointing as in another model of the same class, if that model has it."""
     if not getattr(other, "is_gradient_checkpointing", False):
         return
-    ways: list[Any] = [getattr(part, "_gradient_checkpointing_func", None) for part in other.modules()]
+    ways: list[Any] = [compat.checkpoint_function(part) for part in other.modules()]
     recompute(model, next((way.args[0] for way in ways if getattr(way, "func", None) is _kept_elsewhere), None))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_scalerl.axes.precision import DTYPES
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.compat import transformers as compat
 from sweeps.redact import redact
 
 # Size of one weight file when weights are fetched one after the other.
@@ -105,7 +106,7 @@ def _stream(blank: Any, weight: Callable[[str], Tensor], folder: Path, most_byte
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     weights = remove_tied_weights_from_state_dict(dict(blank.state_dict()), blank)
-    for name in blank._keys_to_ignore_on_save or ():
+    for name in compat.ignored_on_save(blank):
         weights.pop(name, None)
     # Some families join weights of a layer on loading (experts) and must split them again on saving, so weights are
     # grouped by layer. In all other families each weight is saved by itself.

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.compat import transformers as compat
 from lightning_scalerl.distributed.start import process_rank
 from lightning_scalerl.model.head import check_head, computes_in_16_bit_only, text_config
 from lightning_scalerl.model.packed import packs_rows
@@ -36,8 +37,8 @@ def try_out(policy: Policy, packed: bool) -> None:
         if dtype == torch.float32:
             raise ConfigurationError(
                 f"precision: fp32, and {type(model).__name__} has attn_implementation="
-                f"{text_config(model)._attn_implementation!r}, which computes in 16 bit only; give precision=bf16, or "
-                'load the model with attn_implementation="sdpa"'
+                f"{compat.attention_implementation(text_config(model))!r}, which computes in 16 bit only; "
+                'give precision=bf16, or load the model with attn_implementation="sdpa"'
             )
     check_head(model, dtype)
     policy.tried = True

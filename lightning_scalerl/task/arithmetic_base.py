@@ -136,7 +136,7 @@ def _check(
 
 def is_arithmetic_base(model: Any) -> bool:
     """Return whether a path or model object comes from `arithmetic_base_model`."""
-    path = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    path = model if isinstance(model, str) else getattr(getattr(model, "config", None), "name_or_path", "")
     return bool(path) and (Path(path) / MADE_WITH).is_file()
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.compat import transformers as compat
 from lightning_scalerl.generator.torch.slot_cache import SlotCache, decode, encode
 from lightning_scalerl.model.head import backbone, eval_mode, head_logits, output_head, text_config
 from lightning_scalerl.model.windows import attention_windows
@@ -67,7 +68,7 @@ def _refusal(model: nn.Module, reason: str) -> ConfigurationError:
 def _check_architecture(model: nn.Module) -> None:
     """Refuse features known not to work: other attention kernels, encoders, recurrent layers, ALiBi."""
     config = text_config(model)
-    used = getattr(config, "_attn_implementation", None)
+    used = compat.attention_implementation(config)
     if used is not None and used not in ATTENTION:
         raise ConfigurationError(
             f"model: attn_implementation={used!r} takes no mask of generator=torch; load the model with "
@@ -78,7 +79,7 @@ def _check_architecture(model: nn.Module) -> None:
     kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
     kinds |= {str(kind) for kind in getattr(config, "layers_block_type", None) or ()} - {"attention"}
     strange = sorted(kinds - ATTENTION_LAYERS - OTHER_LAYERS)
-    if strange or getattr(model, "_is_stateful", False):
+    if strange or compat.is_stateful(model):
         found = ", ".join(strange) or "a state-space or recurrent model"
         raise _refusal(model, f"its layers keep a state from token to token ({found}), which cannot be cut or copied")
     base = backbone(model)

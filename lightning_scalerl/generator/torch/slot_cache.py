@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from lightning_scalerl.compat import transformers as compat
 from lightning_scalerl.model.head import backbone
 
 # The cache's width grows in blocks of this many tokens.
@@ -152,7 +153,7 @@ def decode(model: nn.Module, cache: SlotCache, tokens: Tensor, position: Tensor)
 def _mask(model: nn.Module, visible: Tensor) -> Tensor:
     """Return the attention mask in the form that the model expects: eager attention adds its mask to the scores."""
     config: Any = model.config
-    if config._attn_implementation != "eager":
+    if compat.attention_implementation(config) != "eager":
         return visible
     dtype = next(model.parameters()).dtype
     return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.compat import transformers as compat
 from lightning_scalerl.generator import memory
 from lightning_scalerl.model.head import head_sizes, text_config
 
@@ -215,8 +216,7 @@ def names_of(model: nn.Module) -> nn.Module:
     """Build a model without weights, which knows the names of weights in a checkpoint."""
     with torch.device("meta"):
         twin: nn.Module = type(model)(model.config)
-    if hasattr(model, "_weight_conversions"):
-        twin._weight_conversions = model._weight_conversions
+    compat.copy_weight_conversions(model, twin)
     return twin
 
 
@@ -259,5 +259,5 @@ def checkpoint_format(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterat
     """Return names and tensors as `save_pretrained` writes them: there experts are separate, in memory one tensor."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if text_config(model).tie_word_embeddings else set()
+    tied = compat.tied_weights(model) if text_config(model).tie_word_embeddings else set()
     return iter(revert_weight_conversion(model, {k: v.detach() for k, v in weights.items() if k not in tied}).items())

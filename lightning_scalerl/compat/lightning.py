@@ -1,0 +1,84 @@
+"""Private members of Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+
+def saves_by_time(checkpoint: Any) -> bool:
+    """Return whether a ModelCheckpoint saves at intervals of time. It keeps its arguments under private names only."""
+    return checkpoint._train_time_interval is not None
+
+
+def saves_every_n_steps(checkpoint: Any) -> int:
+    """Return after how many steps a ModelCheckpoint saves; 0 for other callbacks and for never. Private as above."""
+    return int(getattr(checkpoint, "_every_n_train_steps", 0))
+
+
+def stop_at_epoch_end(early_stopping: Any) -> None:
+    """Let EarlyStopping check at the end of an epoch, unless the user set that. It cannot be set after construction."""
+    if early_stopping._check_on_train_epoch_end is None:
+        early_stopping._check_on_train_epoch_end = True
+
+
+def save_at_epoch_end(checkpoint: Any) -> None:
+    """Let ModelCheckpoint save at the end of an epoch, unless the user set that; as with EarlyStopping."""
+    if checkpoint._save_on_train_epoch_end is None:
+        checkpoint._save_on_train_epoch_end = True
+
+
+def wandb_arguments(logger: Any) -> dict[str, Any]:
+    """Return what a WandbLogger passes to `wandb.init`. `WandbLogger.experiment` would already call it."""
+    arguments: dict[str, Any] = logger._wandb_init
+    return arguments
+
+
+def summary_depth(summary: Any) -> int:
+    """Return the depth of a ModelSummary callback, so that another class can replace it. It has no public name."""
+    return int(summary._max_depth)
+
+
+def set_batches_that_stepped(loop: Any, steps: int) -> None:
+    """Set the counter that loggers use as the step. Only a checkpoint's `load_state_dict` sets it publicly."""
+    loop._batches_that_stepped = steps
+
+
+@contextmanager
+def keep_first_iteration(trainer: Any) -> Iterator[None]:
+    """Restore state of the training loop's logging that a validation inside a step overwrites; nothing public does."""
+    connector = trainer._logger_connector
+    first = connector._first_loop_iter
+    try:
+        yield
+    finally:
+        connector._first_loop_iter = first
+
+
+def restore_modes(loop: Any, module: Any) -> None:
+    """Put modules back into training mode. A validation loop does so itself, but not when it ends by an exception."""
+    loop._module_mode.restore(module)
+
+
+def timeout(strategy: Any) -> timedelta | None:
+    """Return the timeout of a strategy's collectives, which is a public argument but no public attribute."""
+    limit: timedelta | None = strategy._timeout
+    return limit
+
+
+def backend(strategy: Any) -> str:
+    """Return the backend that a strategy uses. `process_group_backend` is None unless the user has set one."""
+    return str(strategy._get_process_group_backend())
+
+
+def start_method(strategy: Any) -> str:
+    """Return how DDP starts its ranks, which is a public argument but no public attribute."""
+    return str(strategy._start_method)
+
+
+def ddp_arguments(strategy: Any) -> dict[str, Any]:
+    """Return the arguments for torch's DDP. A strategy accepts them publicly and keeps them privately."""
+    arguments: dict[str, Any] = strategy._ddp_kwargs
+    return arguments
