@@ -37,7 +37,7 @@ FOLDER = ROOT / "docs" / "measured" / "real_model"
 PAGE = ROOT / "docs" / "measured" / "real_model.md"
 FIGURE = "curves.svg"
 # Files of a finished run that are committed: enough for fits, for adoption and for the page. No checkpoints.
-KEPT = ("metrics.jsonl", "spec.json", "rollouts.jsonl")
+KEPT = ("metrics.jsonl", "passes.jsonl", "spec.json", "rollouts.jsonl")
 MEMBERS = 12
 PASS = "eval/heldout/pass_rate"
 CARRIED = "eval/chain_sum/pass_rate"
