@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
+import queue
 import threading
 import time
 from collections.abc import Mapping
@@ -40,8 +41,8 @@ from sweeps.run.lease import Lease
 from sweeps.run.progress import header_of, journal_or_none
 from sweeps.run.spec import digest
 from sweeps.run.writer import BEAT_S, EXPIRY_S
+from sweeps.search.looks import Looks
 from sweeps.search.race_log import RaceRecord
-from sweeps.search.run_observer import RunObserver
 from sweeps.search.settings import RaceSettings
 from sweeps.source.journals import compared_by
 
@@ -92,7 +93,7 @@ class RacingRun:
         self.rules = (
             Rules(float(budget), p_ahead, looks, first, growth, loss) if budget is not None else _rules_of(self.study)
         )
-        self._members, self._wait_s = members, wait_s
+        self._wait_s = wait_s
         curve = digest({"loop": self.recipe})
         self.run = digest({"loop": self.recipe, "seed": self.seed})
         self.run_dir = self.study / RUNS_DIR / self.run
@@ -111,15 +112,15 @@ class RacingRun:
         with naming("study"):
             make_private(self.study)
             self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._observer = RunObserver(self.study, self.run_dir, self.rules, self.metric, self.axis)
+        name = f"{self.recipe} seed {self.seed}"
+        self._looks = Looks(self.study, self.run_dir, self.rules, self.metric, self.axis, log, name, members)
+        self.warn = self._looks.warn
         self._lease = Lease(self.run_dir, beat_s=BEAT_S, expiry_s=EXPIRY_S)
         self._holds = False
-        self._changed = threading.Condition()
         self._pending: list[tuple[int, float, dict[str, float]]] = []
         self._ending: tuple[str, str | None] | None = None
-        self._asked = self._answered = 0  # number of calls so far, and of calls whose answer is known
         self._why: str | None = None
-        self._told: set[str] = set()
+        self._calls: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()  # None ends the thread
         self._thread: threading.Thread | None = None
         self._reached = (-1, 0.0)  # step and compute of the newest evaluation
 
@@ -148,10 +149,9 @@ class RacingRun:
             reward_se: standard error of the reward, if known.
         """
         if self.axis is None:
-            self.axis = STEPS if compute is None else SPENT
-            self._observer = RunObserver(self.study, self.run_dir, self.rules, self.metric, self.axis)
+            self.axis = self._looks.axis = STEPS if compute is None else SPENT
         if compute is None and self.axis != STEPS:
-            self._warn(f"compute is not given, and {self.axis} is compared; evaluations without it are not recorded")
+            self.warn(f"compute is not given, and {self.axis} is compared; evaluations without it are not recorded")
             return self._why
         try:
             spent, reward = float(step) if compute is None else float(compute), float(reward)
@@ -159,20 +159,21 @@ class RacingRun:
         except (TypeError, ValueError, OverflowError):  # no error of this may end a training
             bad, spent = True, math.nan
         if bad:
-            self._warn(f"step {step}: reward {reward} at compute {compute} is no evaluation, and was not recorded")
+            self.warn(f"step {step}: reward {reward} at compute {compute} is no evaluation, and was not recorded")
             return self._why
         error = {f"{self.metric}_se": float(reward_se)} if reward_se is not None and math.isfinite(reward_se) else {}
         metrics = {self.metric: float(reward), **error, self.axis: spent}
-        with self._changed:
-            self._pending.append((int(step), spent, metrics))
+        self._pending.append((int(step), spent, metrics))
         return self._answer(self._wait_s)
 
     def end(self, status: str = "finished", reason: str | None = None) -> None:
         """Record the end of the run, so that no look waits for it; `status` is `finished` or `failed`."""
         if self._why is None:  # else the end was recorded with its reason
-            with self._changed:
-                self._ending = status, reason
+            self._ending = status, reason
             self._answer(_LAST_S)
+        if self._thread is not None:
+            self._calls.put(None)
+            self._calls, self._thread = queue.SimpleQueue(), None
         if self._holds:
             self._lease.release()
             self._holds = False
@@ -180,39 +181,30 @@ class RacingRun:
     # --- background thread -----------------------------------------------------------------------------------------
 
     def _answer(self, wait_s: float) -> str | None:
-        with self._changed:
-            self._asked += 1
-            mine = self._asked
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._work, daemon=True, name=f"race {self.run}")
-                self._thread.start()
-            if not self._changed.wait_for(lambda: self._answered >= mine, wait_s):
-                self._warn(f"no answer within {wait_s:g} s; it is given by a later call")
-            return self._why
+        if self._thread is None or not self._thread.is_alive():  # dead after a fork
+            self._thread = threading.Thread(
+                target=self._work, args=(self._calls,), daemon=True, name=f"race {self.run}"
+            )
+            self._thread.start()
+        answered = threading.Event()
+        self._calls.put(answered)
+        if not answered.wait(wait_s):
+            self.warn(f"no answer within {wait_s:g} s; it is given by a later call")
+        return self._why
 
-    def _work(self) -> None:
-        """Write pending records and take looks until all calls are answered."""
-        while True:
-            with self._changed:
-                asked = self._asked
-                if self._answered >= asked:
-                    self._thread = None
-                    return
+    def _work(self, calls: queue.SimpleQueue[threading.Event | None]) -> None:
+        """Answer calls in their order: write pending records, and take looks."""
+        while (answered := calls.get()) is not None:
             try:
                 self._write()
-                why = self._look()
+                self._why = self._why or self._look()
             except Exception as error:  # no error of this may end a training
-                why = None
-                self._warn(f"not done now, tried again with the next call ({type(error).__name__}: {error})")
-            with self._changed:
-                self._why = self._why or why
-                self._answered = asked
-                self._changed.notify_all()
+                self.warn(f"not done now, tried again with the next call ({type(error).__name__}: {error})")
+            answered.set()
 
     def _write(self) -> None:
         """Append pending records to the journal; they are on the disk when this returns."""
-        with self._changed:
-            pending, ending = list(self._pending), self._ending
+        pending, ending = list(self._pending), self._ending
         if not pending and ending is None:
             return
         if not self._holds:
@@ -242,16 +234,15 @@ class RacingRun:
                 journal.end(max(self._reached[0], last), *ending)
         finally:
             journal.close()
-        with self._changed:
-            del self._pending[: len(pending)]
-            self._ending = None if self._ending == ending else self._ending
+        del self._pending[: len(pending)]
+        self._ending = None if self._ending == ending else self._ending
 
     def _falls(self, view: JournalView, step: int, spent: float) -> bool:
         """Return True, with a warning, if compute is less than at an earlier step because a counter started again."""
         before = [(r.step, r.metrics.get(self.axis or "", 0.0)) for r in view.records if r.step < step]
         at, reached = max([*before, *([self._reached] if self._reached[0] < step else [])], default=(-1, 0.0))
         if spent < reached:
-            self._warn(
+            self.warn(
                 f"step {step}: compute {spent:g} is less than the {reached:g} of step {at}, and was not recorded; "
                 "count on from the checkpoint after a resume"
             )
@@ -263,28 +254,15 @@ class RacingRun:
 
     def _look(self) -> str | None:
         """Take the looks that are due; return why this run is stopped, and then also record its end."""
-        if self._why is not None or len(find_runs(self.study)) < self._members:
-            return None
         began = time.monotonic()
-        why = self._observer.look()
+        why = self._looks.take()
         if (took := time.monotonic() - began) > self._wait_s:
             log.info("race: the look took %.1f s", took)
-        observer = self._observer
-        for said in (observer.trouble and f"no look: {observer.trouble}", observer.namesakes, observer.damaged):
-            if said is not None:
-                self._warn(said)
         if why is not None:
-            log.warning("race: %s seed %d: %s", self.recipe, self.seed, why)
-            with self._changed:
-                self._ending = "finished", why
+            self.warn(why)
+            self._ending = "finished", why
             self._write()
         return why
-
-    def _warn(self, said: str) -> None:
-        """Log a warning, once."""
-        if said not in self._told:
-            self._told.add(said)
-            log.warning("race: %s seed %d: %s", self.recipe, self.seed, said)
 
 
 def _rules_of(study: Path) -> Rules:
@@ -353,7 +331,6 @@ class _RaceEvents:
         self._why: str | None = None
         self._tokens: float | None = None
         self._began = self._hours = 0.0
-        self._missing = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Join the study, so that errors are raised before any training."""
@@ -375,12 +352,11 @@ class _RaceEvents:
         why = None
         if self._run is not None:
             spent = self._spent(args, state)
-            if spent is None and not self._missing:
-                self._missing = True
-                log.warning(
-                    "race: the Trainer counts no %s, and so nothing is recorded; choose compute=steps", self._compute
+            if spent is None:
+                self._run.warn(
+                    f"the Trainer counts no {self._compute}, and so nothing is recorded; choose compute=steps"
                 )
-            if spent is not None:
+            else:
                 why = self._run.should_stop(int(state.global_step), float(logs[self._metric]), spent)
         if args.world_size > 1:
             told = [why]

@@ -15,7 +15,7 @@ from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.checks import ConfigurationError
 
 if TYPE_CHECKING:
-    from sweeps.search.run_observer import RunObserver
+    from sweeps.search.looks import Looks
 
 log = logging.getLogger(__name__)
 
@@ -74,14 +74,13 @@ class Race(Recorder):
         except UserError as error:
             raise ConfigurationError(f"Race: {str(error).removeprefix('--')}") from error
         self.study, self.dry_run, self._metric, self._axis = Path(study), dry_run, metric, axis
-        self._observer: RunObserver | None = None
-        self._due = self._said = self._told_namesakes = False
-        self._trouble: str | None = None
+        self._looks: Looks | None = None
+        self._due = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Find the run's own directory through its `RunLog`, and set up the looks at the study's journals."""
         from sweeps.errors import UserError
-        from sweeps.search.run_observer import RunObserver
+        from sweeps.search.looks import Looks
 
         found = [each for each in trainer.callbacks if isinstance(each, RunLog)]  # type: ignore[attr-defined]
         if not found:
@@ -89,11 +88,9 @@ class Race(Recorder):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return  # fast_dev_run writes no journal to look at
         try:
-            self._observer = RunObserver(self.study, found[0].run_dir, self.rules, self._metric, self._axis)
+            self._looks = Looks(self.study, found[0].run_dir, self.rules, self._metric, self._axis, log)
         except UserError as error:
             raise ConfigurationError(f"Race: {error}") from error
-        if self._observer.damaged is not None:
-            log.warning("race: %s", self._observer.damaged)
 
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """Record a new evaluation, so that the next step takes a look."""
@@ -101,21 +98,10 @@ class Race(Recorder):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Take a look at the study's journals after an evaluation; rank 0 decides for all ranks."""
-        if self._observer is None:
+        if self._looks is None:
             return
-        why = self._observer.look() if self._due else None
+        why = run_of(pl_module).ranks.agree(self._looks.take() if self._due else None)
         self._due = False
-        if self._observer.trouble not in (None, self._trouble):
-            log.warning("race: no look: %s", self._observer.trouble)
-        self._trouble = self._observer.trouble
-        if self._observer.namesakes is not None and not self._told_namesakes:
-            self._told_namesakes = True
-            log.warning("race: %s", self._observer.namesakes)
-        why = run_of(pl_module).ranks.agree(why)
-        if why is None:
-            return
-        if not self._said:
-            log.warning("race: %s%s", "would be " if self.dry_run else "", why)
-        self._said = True
-        if not self.dry_run:
-            trainer.should_stop = True
+        if why is not None:
+            self._looks.warn(f"would be {why}" if self.dry_run else why)
+            trainer.should_stop = trainer.should_stop or not self.dry_run

@@ -79,6 +79,11 @@ class Journals:
         """Return a member's evaluations sorted by step; empty before the first."""
         return self._views[run].of_kind("eval") if run in self._views else []
 
+    def compute(self, run: str, axis: str) -> float:
+        """Return the compute of a member's last evaluation; 0 before the first."""
+        evaluated = self.evaluations(run)
+        return float(evaluated[-1].metrics.get(axis, 0.0)) if evaluated else 0.0
+
     def view(self, run: str) -> JournalView | None:
         """Return a member's journal as last read; None if there is none."""
         return self._views.get(run)

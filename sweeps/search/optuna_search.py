@@ -247,10 +247,8 @@ class Search:
 
     def _due(self, run: str, axis: str, levels: Sequence[float]) -> bool:
         """Return True if a run has reached a look at which it was not judged yet, and mark it as judged."""
-        evaluated = self._journals.evaluations(run)
-        if not evaluated:
-            return False
-        passed = [level for level in levels if evaluated[-1].metrics.get(axis, 0.0) >= level]
+        reached = self._journals.compute(run, axis)
+        passed = [level for level in levels if reached >= level]
         if not passed or self._looked.get(run, 0.0) >= passed[-1]:
             return False
         self._looked[run] = passed[-1]

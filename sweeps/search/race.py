@@ -209,9 +209,7 @@ class LiveRace:
         axis = curves[0].axis
         if self._record.axis is None:
             self._record = replace(self._record, axis=axis, metric=curves[0].metric)
-        for run in states:
-            if evaluated := self._journals.evaluations(run):
-                self._reached[run] = float(evaluated[-1].metrics.get(axis, 0.0))
+        self._reached = {run: self._journals.compute(run, axis) for run in states}
         said = [] if self._record.rules is not None else self._begin(states, ended, curves)
         rules = self._record.rules
         if rules is None:

@@ -14,7 +14,7 @@ from lightning_scalerl import ConfigurationError, Evaluate, Race, RunLog
 from sweeps.decide.rules import Rules
 from sweeps.errors import UserError
 from sweeps.run.journal import Journal, read_journal
-from sweeps.search.run_observer import RunObserver
+from sweeps.search.looks import Looks
 from tests.helpers import fit
 from tests.sweeps.search.runners import EVERY, STEPS, evaluation, member
 
@@ -120,20 +120,20 @@ def test_a_folder_that_is_a_run_itself_is_no_race(tmp_path: Path) -> None:
     mine = begun(tmp_path, 0.7, 4)
     Journal(tmp_path).close()
     with pytest.raises(UserError, match=r"is a run itself \(metrics\.jsonl\)"):
-        RunObserver(tmp_path, mine, Rules(1.0, 0.05))
+        Looks(tmp_path, mine, Rules(1.0, 0.05))
 
 
-def test_of_one_label_are_seeds_where_seeds_tell_them_apart(tmp_path: Path) -> None:
+def test_of_one_label_are_seeds_where_seeds_tell_them_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     mine, rules = begun(tmp_path, 0.7, 4), Rules(1.0, 0.05)
-    observer = RunObserver(tmp_path, mine, rules)
-    observer.look()
-    assert observer.namesakes is None, "alone it has nobody to race"
+    Looks(tmp_path, mine, rules).take()
+    assert not caplog.text, "alone it has nobody to race"
     for name, recipe, seed in (("b", "scalerl+a=0.7", 1), ("c", "other", 0), ("d", "scalerl+a=0.7", 0)):
         journal = Journal(tmp_path / name)
         journal.header(**{**member(0.7).header(), "run": name, "recipe": recipe, "seed": seed})
         journal.close()
-        observer.look()
-        assert (observer.namesakes is None) == (name == "c"), "those of another label are rivals"
+        caplog.clear()
+        Looks(tmp_path, mine, rules).take()
+        assert ("have the label" in caplog.text) == (name != "c"), "those of another label are rivals"
 
 
 @pytest.mark.slow
@@ -170,31 +170,31 @@ def begun(study: Path, a: float, until: int) -> Path:
 def test_onlookers_decide_alike_whenever_they_look(tmp_path: Path) -> None:
     rules = Rules(1.0, 0.05, growth=1.2)
     good, bad = begun(tmp_path, 0.7, 20), begun(tmp_path, 0.4, 6)
-    early = RunObserver(tmp_path, good, rules)
-    assert early.look() is None and early.waits_for == ("scalerl+a=0.4",)
+    early = Looks(tmp_path, good, rules)
+    assert early.take() is None and not (good / "race.jsonl").exists(), "the first look waits for the other run"
     for run_dir in (good, bad):
         journal = Journal(run_dir)
         spec = member(0.7 if run_dir == good else 0.4)
         for step in range((20 if run_dir == good else 6) + EVERY, STEPS + 1, EVERY):
             journal.record("eval", step, evaluation(spec, step))
         journal.close()
-    assert early.look() is None, "it leads"
-    late = RunObserver(tmp_path, bad, rules)
-    assert "of ending ahead of scalerl+a=0.7" in str(late.look())
+    assert early.take() is None, "it leads"
+    late = Looks(tmp_path, bad, rules)
+    assert "of ending ahead of scalerl+a=0.7" in str(late.take())
     assert (good / "race.jsonl").read_text() == (bad / "race.jsonl").read_text()
-    assert RunObserver(tmp_path, bad, rules).look() == late.look(), "who comes back remembers"
+    assert Looks(tmp_path, bad, rules).take() == late.take(), "who comes back remembers"
     with pytest.raises(UserError, match="looked by other rules"):
-        RunObserver(tmp_path, bad, Rules(1.0, 0.2))
+        Looks(tmp_path, bad, Rules(1.0, 0.2))
     # One that looked before there was a limit on the loss goes on without.
     path = bad / "race.jsonl"
     path.write_text(re.sub(r',"crc":"\w+"', "", path.read_text().replace(f',"loss":{rules.loss}', "")))
     assert '"loss"' not in path.read_text().split('"look"')[0]
-    assert RunObserver(tmp_path, bad, rules).look() == late.look()
+    assert Looks(tmp_path, bad, rules).take() == late.take()
     with pytest.raises(UserError, match="looked by other rules"):
-        RunObserver(tmp_path, bad, replace(rules, loss=0.5))
+        Looks(tmp_path, bad, replace(rules, loss=0.5))
     path.write_text(path.read_text().replace('"growth"', '"pace"'))
     with pytest.raises(UserError, match="looked by other rules"):
-        RunObserver(tmp_path, bad, rules)
+        Looks(tmp_path, bad, rules)
 
 
 def test_an_onlooker_neither_waits_for_a_run_that_died_nor_judges_it(tmp_path: Path) -> None:
@@ -203,8 +203,8 @@ def test_an_onlooker_neither_waits_for_a_run_that_died_nor_judges_it(tmp_path: P
     died = Journal(begun(tmp_path, 0.66, 12))
     died.end(12, "failed", "ValueError: no good")
     died.close()
-    observer = RunObserver(tmp_path, good, Rules(1.0, 0.05, growth=1.2))
-    observer.look()
+    observer = Looks(tmp_path, good, Rules(1.0, 0.05, growth=1.2))
+    observer.take()
     seen = [json.loads(line)["look"] for line in (good / "race.jsonl").read_text().splitlines()]
     assert [any(each["recipe"] == "scalerl+a=0.66" for each in look["chances"]) for look in seen] == [
         look["compute"] <= 12 / STEPS for look in seen

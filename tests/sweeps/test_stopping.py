@@ -211,7 +211,7 @@ def test_a_look_that_fails_stops_nothing_and_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = RacingRun(tmp_path, "mine", 0, budget=20, members=1, axis=STEPS)
-    monkeypatch.setattr(run._observer, "look", lambda: 1 / 0)
+    monkeypatch.setattr(run._looks, "take", lambda: 1 / 0)
     with caplog.at_level(logging.WARNING):
         assert run.should_stop(0, 0.1) is None and run.should_stop(1, 0.1) is None
     assert caplog.text.count("ZeroDivisionError") == 1 and len(rows_in(run)) == 2
@@ -228,7 +228,7 @@ def test_a_look_that_takes_long_holds_nothing_up(
             time.sleep(0.01)
         return "enough"
 
-    monkeypatch.setattr(run._observer, "look", slow)
+    monkeypatch.setattr(run._looks, "take", slow)
     began = time.monotonic()
     with caplog.at_level(logging.WARNING):
         assert run.should_stop(0, 0.1) is None

@@ -1,0 +1,125 @@
+"""Race without a decider: a run watches its rivals and decides for itself when to stop.
+
+For runs that are started one by one, without a controller: Lightning's (`lightning_scalerl.Race`) and those of any
+other loop (`sweeps.stopping`). Runs whose folders exist before the first look take the same looks at the same
+evaluations, and so decide alike. A run that begins later sees more rivals than the others did. No run pauses for
+another: each continues, and takes a look once all existing runs have reached its compute.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from sweeps.decide.race import Look, next_look
+from sweeps.decide.rules import Rules
+from sweeps.errors import UserError
+from sweeps.run import fields
+from sweeps.run.files import append_lines, numbered_lines
+from sweeps.run.journal import JOURNAL_FILE, JournalView, find_runs
+from sweeps.search.journals import Journals, how_far
+from sweeps.search.race_log import RACE_FILE
+
+
+class Looks:
+    """Takes a race's looks for one run, and appends them to `race.jsonl` in its directory.
+
+    Args:
+        study: folder that contains the folders of all runs, this one included; later runs take part once they exist.
+        run_dir: folder of this run.
+        rules: when looks are taken and recipes stopped.
+        metric, axis: reward and compute to compare by, see `sweeps.source.load`; None for the defaults.
+        log: logger of the warnings.
+        name: the run's name in warnings; empty where the log is of one run.
+        members: number of runs that must exist before a look is taken.
+
+    Raises:
+        UserError: the run is not in the folder, the folder is itself a run, or earlier looks used other rules.
+    """
+
+    def __init__(
+        self,
+        study: Path,
+        run_dir: Path,
+        rules: Rules,
+        metric: str | None = None,
+        axis: str | None = None,
+        log: logging.Logger | None = None,
+        name: str = "",
+        members: int = 1,
+    ) -> None:
+        self._study, self._run_dir, self._rules = study.resolve(), run_dir.resolve(), rules
+        self._metric, self.axis, self._members = metric, axis, members
+        self._log, self._prefix = log or logging.getLogger(__name__), f"race: {name}: " if name else "race: "
+        self._warned: set[str] = set()
+        if self._study not in self._run_dir.parents:
+            raise UserError(f"study: {run_dir} is not in {study}; give the folder that holds the run and its rivals")
+        if (self._study / JOURNAL_FILE).is_file():
+            raise UserError(f"study: {study} is a run itself ({JOURNAL_FILE}), so no run below it is seen")
+        self._path = run_dir / RACE_FILE
+        self._journals = Journals(self._study)
+        self._looks: list[Look] = []
+        lines, damaged = numbered_lines(self._path)
+        for number, line in lines:
+            try:
+                begun = Rules.of_json(line["rules"])
+            except (KeyError, TypeError, ValueError, UserError):  # written by another version
+                begun = None
+            self._rules = rules if begun is None else rules.going_on(begun)
+            if self._rules != begun:
+                raise UserError(f"{self._path}: looked by other rules; go on with {line.get('rules')}, or remove it")
+            try:
+                self._looks.append(Look.of_json(fields.group(line, "look")))
+            except ValueError:
+                damaged.append(number)
+        if damaged:
+            named = ", ".join(map(str, sorted(damaged)))
+            self.warn(f"{self._path}: line {named} torn or damaged; a look that was only there is lost")
+
+    def warn(self, text: str) -> None:
+        """Log a warning, once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self._log.warning("%s%s", self._prefix, text)
+
+    def take(self) -> str | None:
+        """Take the looks that are due; return why this run's recipe is stopped, or None.
+
+        If evaluations cannot be compared, no look is taken and a warning says why: a rival's journal must not end this
+        run.
+        """
+        names = {str(found.resolve().relative_to(self._study)): found for found in find_runs(self._study)}
+        if len(names) < self._members:
+            return None
+        self._journals.update(list(names))
+        views = {name: view for name in names if (view := self._journals.view(name)) is not None}
+        labels = {name: str(view.header.get("recipe", names[name].name)) for name, view in views.items()}
+        mine = str(self._run_dir.relative_to(self._study))
+        self._warn_of_namesakes(mine, labels, views)
+        try:
+            curves = self._journals.curves(list(views), self._metric, self.axis)
+        except UserError as error:
+            self.warn(f"no look: {error}")
+            return None
+        if not curves:
+            return None
+        reached, failed = how_far(
+            (labels[name], view.status, self._journals.compute(name, curves[0].axis)) for name, view in views.items()
+        )
+        while isinstance(look := next_look(curves, self._rules, reached, self._looks, failed=failed), Look):
+            # Written before the run acts on it, so that a resumed run starts from the recorded looks.
+            line = {"rules": self._rules.to_json(), "look": look.to_json()}
+            append_lines(self._path, [line], durable=True, checksum=True)
+            self._looks.append(look)
+        label = labels[mine]
+        return next((look.why(label, self._rules) for look in self._looks if label in look.stopped), None)
+
+    def _warn_of_namesakes(self, mine: str, labels: Mapping[str, str], views: Mapping[str, JournalView]) -> None:
+        """Warn of runs that do not race because of a common label: all runs have it, or two with the same seed."""
+        seeds = [view.header.get("seed") for name, view in views.items() if labels[name] == labels.get(mine)]
+        if len(seeds) > 1 and (len(seeds) == len(views) or seeds.count(views[mine].header.get("seed")) > 1):
+            self.warn(
+                f"{len(seeds)} runs in {self._study} have the label {labels[mine]!r}, and do not race each other: runs "
+                "of one label are seeds of one recipe; give each recipe its own, RunLog(run_dir, {'recipe': NAME})"
+            )
