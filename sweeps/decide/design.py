@@ -15,6 +15,7 @@ from sweeps.errors import UserError
 from sweeps.fit.fit import Fit
 from sweeps.fit.predict import readable
 from sweeps.fit.seeds import BORROWED_SEED_SD
+from sweeps.terminal import counted
 
 _STUDIES = 4000
 
@@ -70,9 +71,7 @@ def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | 
     measured = _pairs(known, scale)
     spread: float | None = None
     if measured:
-        errors = np.array([error for error, _, _ in measured])
-        apart_by = np.array([difference for _, difference, _ in measured])
-        own_seeds = np.array([count for _, _, count in measured])
+        errors, apart_by, own_seeds = np.array(measured).T
         one_seed = float(np.median(errors * np.sqrt(own_seeds)))
         # By method of moments: E[difference^2] = spread^2 + error^2.
         spread = math.sqrt(max(float(np.mean(apart_by**2 - errors**2)), 0.0))
@@ -82,16 +81,14 @@ def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | 
         one_seed = BORROWED_SEED_SD * scale * math.sqrt(2)
         source = "the published spread between seeds"
     error = one_seed / math.sqrt(seeds)
-    undecided = None
-    if spread is not None:
-        undecided = _undecided(recipes, spread, error)
+    undecided = None if spread is None else _undecided(recipes, spread, error)
     needed = max(math.ceil((POWER * one_seed / margin) ** 2), 2) if margin > 0 else None
     smallest = POWER * error
     text = f"differences of {smallest:.3f} are told (at 5%, with 80% power, by {source})"
     if needed is not None:
         text += f"; {margin:g} takes {needed} seeds"
     if undecided is not None:
-        start = f"with {seeds} seed{'' if seeds == 1 else 's'} about {undecided:.0f} of {recipes - 1} comparisons"
+        start = f"with {counted(seeds, 'seed')} about {undecided:.0f} of {recipes - 1} comparisons"
         text = f"{start} with the best will stay undecided: {text}"
     return Foresight(
         comparisons=recipes - 1,

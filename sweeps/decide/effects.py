@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 from typing import ClassVar
 
 import numpy as np
@@ -32,7 +32,7 @@ from sweeps.decide.reach import first_above
 from sweeps.decide.standing import joint
 from sweeps.errors import UserError
 from sweeps.fit.constants import FARTHEST
-from sweeps.fit.fit import Fit, Interval
+from sweeps.fit.fit import Fit, Interval, interval_of
 from sweeps.fit.predict import asymptote_draws, paths, readable
 
 # Level of an axis that a recipe does not change from its base. BASE names the axis of base recipes.
@@ -166,7 +166,7 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
     drawn = np.stack([one.asymptote() for one in joint(known)])
     on_a = _solve(design, drawn.mean(1), np.atleast_2d(np.cov(drawn)), scale)
     error = float(np.median(np.diag(np.atleast_2d(np.cov(drawn)))))
-    further = tuple(_next(cells=cells, axes=axes, interactions=interactions, solved=on_a, error=error))
+    further = tuple(_next(cells, axes, interactions, on_a, error))
     centre = _centre(cells)
     if centre is not None:
         note = (
@@ -185,8 +185,8 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
             axis=axis,
             level=level,
             against=against,
-            A=_interval(on_a.draws[n]),
-            compute=None if on_compute is None else _interval(np.exp(on_compute.draws[n])),
+            A=interval_of(on_a.draws[n]),
+            compute=None if on_compute is None else interval_of(np.exp(on_compute.draws[n])),
             p_positive=float((on_a.draws[n] > 0).mean()),
             cells=sum(
                 all(cell[a] == b for a, b in zip(axis.split(":"), level.split(":"), strict=True)) for cell in cells
@@ -200,7 +200,7 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
         own=on_a.own,
         cells=len(known),
         left=left_out,
-        notes=tuple(_notes(design, axes)),
+        notes=tuple(_notes(cells, axes)),
     )
 
 
@@ -365,7 +365,7 @@ def _next(
         rng = np.random.default_rng(0)
         picked = [tuple(levels[int(rng.integers(len(levels)))] for levels in axes.values()) for _ in range(_MOST_CELLS)]
         candidates = [levels for levels in dict.fromkeys(picked) if levels not in done]
-    run = [dict(zip(axes, (cell[axis] for axis in axes), strict=True)) for cell in cells]
+    run = [{axis: cell[axis] for axis in axes} for cell in cells]
     chosen: list[Cell] = []
     while candidates and len(chosen) < most:
         design = _Design.of(
@@ -396,22 +396,10 @@ def _next(
     return chosen
 
 
-def _notes(design: _Design, axes: Mapping[str, Sequence[str]]) -> list[str]:
+def _notes(cells: Sequence[Mapping[str, str]], axes: Mapping[str, Sequence[str]]) -> list[str]:
     """Return a note on each pair of axes that vary together, level by level: the grid cannot separate them."""
-    columns = {axis: n for n, axis in enumerate(axes)}
-    level_of, start = [], 0
-    for levels in axes.values():
-        level_of.append(design.main[:, start : start + len(levels)].argmax(1))
-        start += len(levels)
-    notes = []
-    for a in axes:
-        for b in list(axes)[columns[a] + 1 :]:
-            together = set(zip(level_of[columns[a]].tolist(), level_of[columns[b]].tolist(), strict=True))
-            if len(together) == len(axes[a]) == len(axes[b]):
-                notes.append(f"{a} and {b} vary together: the grid does not tell which of the two it was")
-    return notes
-
-
-def _interval(draws: Array) -> Interval:
-    low, value, high = np.quantile(draws, [0.025, 0.5, 0.975])
-    return Interval(float(value), float(low), float(high))
+    return [
+        f"{a} and {b} vary together: the grid does not tell which of the two it was"
+        for a, b in combinations(axes, 2)
+        if len({(cell[a], cell[b]) for cell in cells}) == len(axes[a]) == len(axes[b])
+    ]

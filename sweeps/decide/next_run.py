@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 
 from sweeps.as_json import AsJson
 from sweeps.curve import Array
+from sweeps.decide.reach import check_budget
 from sweeps.decide.standing import Standing, stand
 from sweeps.decide.wording import outcome_sentence
-from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import reward_at, spacing
 from sweeps.terminal import counted
@@ -326,14 +326,7 @@ def settle(choice: Choice, limit: float | None = None) -> Settlement:
 
 
 def _settlement(standing: Standing, steps: Sequence[Step], sentence: str, settled: bool) -> Settlement:
-    return Settlement(
-        leader=standing.leader,
-        p_wrong=standing.p_wrong,
-        margin=standing.margin,
-        steps=tuple(steps),
-        sentence=sentence,
-        settled=settled,
-    )
+    return Settlement(standing.leader, standing.p_wrong, standing.margin, tuple(steps), sentence, settled)
 
 
 def _options(fit: Fit, limit: float | None) -> list[Step]:
@@ -344,13 +337,11 @@ def _options(fit: Fit, limit: float | None) -> list[Step]:
     targets = {factor * end for factor in _FACTORS}
     if fit.C_mid.value is not None and 1.1 * end < 4 * fit.C_mid.value < _FACTORS[-1] * end:
         targets.add(4 * fit.C_mid.value)
-    steps = [
-        Step(recipe=fit.recipe, action="extend", compute=to, expected_gain=None, cost=(to - end) * fit.seeds, reason="")
-        for to in sorted(targets if not fit.curve.ended else ())
-    ]
+    extended = sorted(targets if not fit.curve.ended else ())
+    steps = [Step(fit.recipe, "extend", to, None, (to - end) * fit.seeds, "") for to in extended]
     if fit.verdict != "pre_inflection":
         # Another run that also ends before the bend would not show where the curve leads.
-        steps.append(Step(recipe=fit.recipe, action="seed", compute=end, expected_gain=None, cost=end, reason=""))
+        steps.append(Step(fit.recipe, "seed", end, None, end, ""))
     return [step for step in steps if limit is None or step.cost <= limit]
 
 
@@ -366,14 +357,7 @@ def _judged(fit: Fit, step: Step, gain: float) -> Step:
     if fit.verdict == "pre_inflection" and step.action == "extend":
         what = _cure(fit).reason
         note = f"; to {step.compute / fit.window[1]:.2g} x at first"
-    return Step(
-        recipe=step.recipe,
-        action=step.action,
-        compute=step.compute,
-        expected_gain=max(gain, 0.0),
-        cost=step.cost,
-        reason=what + note,
-    )
+    return replace(step, expected_gain=max(gain, 0.0), reason=what + note)
 
 
 def _best_step(future: _Future, i: int, limit: float | None) -> Step | None:
@@ -395,14 +379,8 @@ def _cure(fit: Fit) -> Step:
     """Return the step that could make a refused recipe's asymptote identifiable; its gain is unknown."""
     end = fit.window[1] if fit.window is not None else float(fit.curve.compute.max())
     if fit.verdict == "decreasing" or fit.curve.ended:
-        return Step(
-            recipe=fit.recipe,
-            action="seed",
-            compute=end,
-            expected_gain=None,
-            cost=end,
-            reason=f"{fit.verdict}: {fit.reason}" + (f"; {_ENDED}" if fit.curve.ended else ""),
-        )
+        reason = f"{fit.verdict}: {fit.reason}" + (f"; {_ENDED}" if fit.curve.ended else "")
+        return Step(fit.recipe, "seed", end, None, end, reason)
     factor = 2.0
     if fit.verdict == "pre_inflection" and fit.C_mid.value is not None:
         factor = float(np.clip(2 * fit.C_mid.value / end, 1.5, _FACTORS[-1]))
@@ -410,14 +388,7 @@ def _cure(fit: Fit) -> Step:
         reason = f"needs {more} x the compute so far: the bend is not in the window"
     else:
         reason = f"{fit.verdict}: {fit.reason}"
-    return Step(
-        recipe=fit.recipe,
-        action="extend",
-        compute=factor * end,
-        expected_gain=None,
-        cost=(factor - 1) * end * fit.seeds,
-        reason=reason,
-    )
+    return Step(fit.recipe, "extend", factor * end, None, (factor - 1) * end * fit.seeds, reason)
 
 
 def split_budget(choice: Choice, budget: float) -> Split:
@@ -436,8 +407,7 @@ def split_budget(choice: Choice, budget: float) -> Split:
         UserError: budget is not positive.
     """
     fits, standing = choice.fits, choice.standing
-    if not (np.isfinite(budget) and budget > 0):
-        raise UserError(f"--budget {budget:g}: must be positive, in the unit of the compute axis")
+    check_budget(budget)
     contenders = _contenders(fits)
     if not contenders:
         return _split_cures(fits, budget)
@@ -520,16 +490,13 @@ def _split(
                 f"{start:.4g} to {to:.4g} (the same run with a larger budget)"
             )
             reason = "the rest" if step is None else f"{reason}; then the rest"
-        shares.append(
-            Share(recipe=fit.recipe, compute=cost, to=to if cost else None, R=reward_at(fit, to), reason=reason)
-        )
+        shares.append(Share(fit.recipe, cost, to if cost else None, reward_at(fit, to), reason))
     if winner is not None and left <= 0:
         sentence = f"nothing is left to commit to a winner; as it stands that is {winner.recipe}"
-    steps = tuple(taken.values())
     return Split(
         budget=budget,
         shares=tuple(shares),
-        steps=steps,
+        steps=tuple(taken.values()),
         winner=winner.recipe if winner else None,
         commit=commit,
         sentence=sentence,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar
 
@@ -20,15 +20,15 @@ from sweeps.as_json import AsJson
 from sweeps.curve import UNNAMED, Array, Curve
 from sweeps.decide.efficiency import TAIL, Ratio
 from sweeps.decide.reach import first_above
-from sweeps.decide.standing import joint, margin_of
+from sweeps.decide.standing import CONFIDENCE, joint, margin_of
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval, shown
 from sweeps.fit.forecast import DRAWS, generator
 from sweeps.fit.predict import paths, paths_over_seeds, quantiles, readable, within
 from sweeps.fit.seeds import BORROWED_SEED_SD, Pairing, SeedExcess, SeedSpread
 from sweeps.run.passes import Passes
+from sweeps.terminal import counted
 
-CONFIDENCE = 0.95
 # Number of last evaluations of a run, up to the common compute, whose mean is its reward there when pairing seeds.
 _NEAR = 3
 # The common reward, as a share of the slower recipe's gain: near the end of a plateau the crossing time is uncertain.
@@ -145,12 +145,7 @@ def compare(
     def pairing(one: str, two: str, compute: float) -> Pairing | None:
         return pairing_of_two(one, two, near(compute), scale)
 
-    drawn = [
-        _drawn(
-            one=by_name[one], two=by_name[two], pairing_at=pairing, asymptotes=asymptotes, budget=budget, passes=passes
-        )
-        for one, two in pairs
-    ]
+    drawn = [_drawn(by_name[one], by_name[two], pairing, asymptotes, budget, passes) for one, two in pairs]
     rewards = _bounds([draws.reward for draws in drawn])
     on_prompts = _bounds_where([draws.on_prompts for draws in drawn])
     at_budget = _bounds_where([draws.at_budget for draws in drawn])
@@ -160,41 +155,26 @@ def compare(
     rows = []
     for n, ((one, two), draws) in enumerate(zip(pairs, drawn, strict=True)):
         seeds = min(by_name[one].informing, by_name[two].informing)
-        needed = seeds_needed(draws.reward, seeds, margin)
-        verdict = _told(rewards[n], margin)
-        sentence = _sentence(
-            one=one,
-            two=two,
+        row = Difference(
+            recipe=one,
+            other=two,
             compute=draws.compute,
-            reward=rewards[n],
+            R=rewards[n],
+            R_on_prompts=on_prompts[n],
+            R_at_budget=at_budget[n],
+            A=asymptote[n],
             ratio=ratio[n],
-            p_neither=0.0 if draws.ratio is None else draws.ratio.p_neither,
-            told=verdict,
-            needed=needed,
+            p_higher=float((draws.reward > 0).mean() + 0.5 * (draws.reward == 0).mean()),
             seeds=seeds,
-            margin=margin,
+            paired=draws.paired,
+            seeds_needed=seeds_needed(draws.reward, seeds, margin),
+            told=_told(rewards[n], margin),
+            sentence="",
+            p_neither=None if draws.ratio is None else draws.ratio.p_neither,
         )
-        rows.append(
-            Difference(
-                recipe=one,
-                other=two,
-                compute=draws.compute,
-                R=rewards[n],
-                R_on_prompts=on_prompts[n],
-                R_at_budget=at_budget[n],
-                A=asymptote[n],
-                ratio=ratio[n],
-                p_higher=float((draws.reward > 0).mean() + 0.5 * (draws.reward == 0).mean()),
-                seeds=seeds,
-                paired=draws.paired,
-                seeds_needed=needed,
-                told=verdict,
-                sentence=sentence,
-                p_neither=None if draws.ratio is None else draws.ratio.p_neither,
-            )
-        )
+        rows.append(replace(row, sentence=_sentence(row, margin)))
     return Comparisons(
-        margin=margin, budget=budget, simultaneous=len(pairs) > 1, rows=tuple(rows), notes=tuple(_notes(rows, fits))
+        margin=margin, budget=budget, simultaneous=len(pairs) > 1, rows=tuple(rows), notes=tuple(_notes(rows))
     )
 
 
@@ -428,39 +408,28 @@ def _told(difference: Interval, margin: float) -> str:
     return SAME if low > -margin and high < margin else UNTOLD
 
 
-def _sentence(
-    one: str,
-    two: str,
-    compute: float,
-    reward: Interval,
-    ratio: Interval | None,
-    p_neither: float,
-    told: str,
-    needed: int | None,
-    seeds: int,
-    margin: float,
-) -> str:
-    at = f"at compute {compute:.4g}"
-    by = f"{shown(reward, '+.3f')}"
-    if told in (HIGHER, LOWER):
-        text = f"{one} has the {told} reward {at}, by {by}"
-    elif told == SAME:
+def _sentence(row: Difference, margin: float) -> str:
+    one, two, ratio = row.recipe, row.other, row.ratio
+    at, by = f"at compute {row.compute:.4g}", shown(row.R, "+.3f")
+    if row.told in (HIGHER, LOWER):
+        text = f"{one} has the {row.told} reward {at}, by {by}"
+    elif row.told == SAME:
         text = f"{one} and {two} are the same within {margin:g} {at}: {by}"
     else:
-        seeds_now = f"{seeds} seed{'' if seeds == 1 else 's'}"
-        more = "more seeds than anybody runs" if needed is None else f"{needed} seeds an arm"
-        text = f"{one} and {two} are not told apart {at}: {by} with {seeds_now}; {margin:g} takes {more} at 80% power"
+        more = "more seeds than anybody runs" if row.seeds_needed is None else f"{row.seeds_needed} seeds an arm"
+        text = f"{one} and {two} are not told apart {at}: {by} with {counted(row.seeds, 'seed')}"
+        text += f"; {margin:g} takes {more} at 80% power"
     if ratio is not None and ratio.low is not None and ratio.low > 1:
         times = f"at least {ratio.low:.2f}" if ratio.value is None else shown(ratio, ".2f")
         text += f"; {one} takes {times} times the compute of {two}"
     elif ratio is not None and ratio.high is not None and ratio.high < 1:
         text += f"; {one} takes {shown(ratio, '.2f')} of the compute of {two}"
-    if p_neither >= 0.01:
-        text += f" (in {p_neither:.0%} of the draws, which this leaves out, neither reaches the common reward)"
+    if row.p_neither is not None and row.p_neither >= 0.01:
+        text += f" (in {row.p_neither:.0%} of the draws, which this leaves out, neither reaches the common reward)"
     return text
 
 
-def _notes(rows: Sequence[Difference], fits: Sequence[Fit]) -> list[str]:
+def _notes(rows: Sequence[Difference]) -> list[str]:
     """Return notes on comparisons that are not paired by seed or by prompt, with the reason."""
     notes = []
     unpaired = [row for row in rows if "seed" not in row.paired]

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from sweeps.as_json import AsJson, as_json
 from sweeps.decide.next_run import Settlement, Split, Step, choice_of, comparable, settle, split_budget
 from sweeps.decide.power_law import parse_size, sized
-from sweeps.decide.reach import Asymptote, Reach, check_target, compute_to_reach, near_asymptote
+from sweeps.decide.reach import Asymptote, Reach, check_budget, check_target, compute_to_reach, near_asymptote
 from sweeps.decide.rollout_counts import RolloutPlan, best_rollouts
 from sweeps.decide.sizes import Sizes, compare_sizes
 from sweeps.errors import UserError
@@ -52,15 +50,10 @@ class Row(AsJson):
 
     def to_json(self) -> dict[str, Any]:
         """Return one entry of `recipes` of `scalerl plan --json`."""
-        entry: dict[str, Any] = {
-            "recipe": self.recipe,
-            "compute": as_json(self.compute),
-            "reason": self.reason,
-            "asymptote": self.asymptote.to_json(),
-        }
         if self.reach is not None:
             return {**self.reach.to_json(), "asymptote": self.asymptote.to_json()}
-        return {**entry, "to": self.to, "R": as_json(self.R)}
+        names = ("recipe", "compute", "reason", "asymptote", "to", "R")
+        return {name: as_json(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True)
@@ -138,8 +131,7 @@ def make_plan(
         raise UserError("--rollouts: the best number depends on the budget; give --budget")
     if target is not None:
         check_target(fits, target)
-    if budget is not None and not (np.isfinite(budget) and budget > 0):
-        raise UserError(f"--budget {budget:g}: must be positive, in the unit of the compute axis")
+    check_budget(budget)
     sizes: tuple[Sizes, ...] = ()
     if factors.size is not None:
         more = [parse_size(text) for text in factors.more_sizes]
@@ -151,85 +143,42 @@ def make_plan(
     rollouts: tuple[RolloutPlan, ...] = ()
     if factors.rollouts is not None and budget is not None:
         rollouts = tuple(best_rollouts(fits, budget, factors.rollouts, factors.difficulty))
-    unit = fits[0].curve.unit
     # Curves that differ in a factor (model size, rollouts) are not alternatives: a budget cannot be split between them.
+    split = None
     if budget is not None and not any(fit.curve.factors for fit in fits):
         choice = choice_of(fits, margin)
         split = split_budget(choice, budget)
-        rows = tuple(_share_row(fit, split) for fit in fits)
-        return Plan(
-            target=None,
-            budget=budget,
-            unit=unit,
-            rows=rows,
-            next=split.steps,
-            settlements=(settle(choice, budget),),
-            split=split,
-            sizes=sizes,
-            rollouts=rollouts,
-        )
-    settlements = tuple(settle(choice_of(group, margin)) for group in comparable(fits, apart_from=factors.rollouts))
+        settlements: tuple[Settlement, ...] = (settle(choice, budget),)
+    else:
+        settlements = tuple(settle(choice_of(group, margin)) for group in comparable(fits, apart_from=factors.rollouts))
     steps = tuple(step for settlement in settlements for step in settlement.steps)
-    rows = tuple(_row(fit, target, budget) for fit in fits)
     return Plan(
         target=target,
         budget=budget,
-        unit=unit,
-        rows=rows,
-        next=steps,
+        unit=fits[0].curve.unit,
+        rows=tuple(_row(fit, target, budget, split) for fit in fits),
+        next=steps if split is None else split.steps,
         settlements=settlements,
-        split=None,
+        split=split,
         sizes=sizes,
         rollouts=rollouts,
     )
 
 
-def _row(fit: Fit, target: float | None, budget: float | None) -> Row:
-    """Return a recipe's row: for a target, for one run of a budget, or for neither."""
+def _row(fit: Fit, target: float | None, budget: float | None, split: Split | None) -> Row:
+    """Return a recipe's row: for a target, for its share of a budget, for one run of a budget, or for none of these."""
+    near = near_asymptote(fit)
     if target is not None:
-        return _reach_row(fit, target)
-    if budget is not None:
-        return _budget_row(fit, budget)
-    return Row(recipe=fit.recipe, compute=None, R=None, reason=fit.reason, asymptote=near_asymptote(fit))
-
-
-def _reach_row(fit: Fit, target: float) -> Row:
-    reach = compute_to_reach(fit, target)
-    return Row(
-        recipe=fit.recipe,
-        compute=reach.compute,
-        R=None,
-        reason=reach.reason,
-        asymptote=near_asymptote(fit),
-        reach=reach,
-    )
-
-
-def _share_row(fit: Fit, split: Split) -> Row:
-    share = next(share for share in split.shares if share.recipe == fit.recipe)
-    amount = Interval(share.compute, share.compute, share.compute)
-    return Row(
-        recipe=fit.recipe,
-        compute=amount,
-        R=share.R,
-        reason=share.reason,
-        asymptote=near_asymptote(fit),
-        reach=None,
-        to=share.to,
-    )
-
-
-def _budget_row(fit: Fit, budget: float) -> Row:
+        reach = compute_to_reach(fit, target)
+        return Row(fit.recipe, reach.compute, None, reach.reason, near, reach)
+    if split is not None:
+        share = next(share for share in split.shares if share.recipe == fit.recipe)
+        amount = Interval(share.compute, share.compute, share.compute)
+        return Row(fit.recipe, amount, share.R, share.reason, near, to=share.to)
+    if budget is None:
+        return Row(fit.recipe, None, None, fit.reason, near)
     reward = reward_at(fit, budget)
     reason = "one run of the budget"
     if reward is None:
         reason += f"; its reward cannot be named there ({fit.verdict}): {fit.reason}"
-    return Row(
-        recipe=fit.recipe,
-        compute=Interval(budget, budget, budget),
-        R=reward,
-        reason=reason,
-        asymptote=near_asymptote(fit),
-        reach=None,
-        to=budget,
-    )
+    return Row(fit.recipe, Interval(budget, budget, budget), reward, reason, near, to=budget)

@@ -184,10 +184,8 @@ def _points(fits: Sequence[Fit]) -> _Points:
     runs: list[NDArray[np.intp]] = []
     known, left_out, run_count = True, 0, 0
     for s, fit in enumerate(fits):
-        curve, options = fit.curve, fit.options
-        low = -np.inf if options.min_compute is None else options.min_compute
-        high = np.inf if options.max_compute is None else options.max_compute
-        inside = (curve.compute >= low) & (curve.compute <= high)
+        curve = fit.curve
+        inside = fit.options.inside(curve.compute)
         usable = inside & (curve.compute > 0) & (curve.reward < 1)
         left_out += int((inside & ~usable).sum())
         known &= curve.sd is not None

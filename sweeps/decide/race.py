@@ -201,12 +201,7 @@ def run_race(
     # A recipe whose runs have all failed counts up to its furthest run: looks do not wait for more.
     reached |= {curve.recipe: float(curve.compute.max()) for curve in curves if curve.recipe in failed}
     looks: list[Look] = []
-    while isinstance(
-        found := next_look(
-            curves=curves, rules=rules, reached=reached, looks=looks, options=options, workers=workers, failed=failed
-        ),
-        Look,
-    ):
+    while isinstance(found := next_look(curves, rules, reached, looks, options, workers, failed), Look):
         looks.append(found)
     return _told(curves, rules, looks, found)
 
@@ -370,16 +365,7 @@ def judged(level: float, fits: Sequence[Fit], draws: Sequence[Array], rules: Rul
         p_ahead = None if at == first else float((values > draws[first]).mean())
         small = p_ahead is not None and p_ahead < rules.p_ahead
         row = below.get(fit.recipe, 0) + 1 if small else 0
-        chances.append(
-            Chance(
-                recipe=fit.recipe,
-                p_best=p_best[at],
-                p_ahead=p_ahead,
-                R=quantiles(values),
-                verdict=fit.verdict,
-                below=row,
-            )
-        )
+        chances.append(Chance(fit.recipe, p_best[at], p_ahead, quantiles(values), fit.verdict, row))
     # Least likely first: if the limit does not allow all stops, the recipes with the best chances stay.
     due = sorted(
         (at for at, each in enumerate(chances) if each.below >= rules.looks), key=lambda at: chances[at].p_ahead or 0.0
@@ -447,32 +433,23 @@ def _runner(curve: Curve, rules: Rules, looks: Sequence[Look], last: Look | None
     limit = rules.budget if last is None else last.compute
     ends = [float(curve.compute[curve.seed == label].max()) for label in np.unique(curve.seed)]
     spent = sum(min(end, limit) for end in ends)
-    if not mine:
-        return Runner(
-            recipe=curve.recipe, stopped_at=None, p_best=None, p_ahead=None, R=None, spent=spent, reason="no look yet"
-        )
-    at = mine[-1].of(curve.recipe)
-    if last is None:
+    at = mine[-1].of(curve.recipe) if mine else None
+    if at is None:
+        reason = "no look yet"
+    elif last is not None:
+        reason = last.why(curve.recipe, rules)
+    else:
         reason = f"in the race: {chance(at.p_best)} of being best at {rules.budget:.4g}"
         if at.below >= rules.looks:
             reason += f"; stopping it too could be expected to cost more than {rules.loss:g} in all"
-        return Runner(
-            recipe=curve.recipe,
-            stopped_at=None,
-            p_best=at.p_best,
-            p_ahead=at.p_ahead,
-            R=at.R,
-            spent=spent,
-            reason=reason,
-        )
     return Runner(
         recipe=curve.recipe,
-        stopped_at=last.compute,
-        p_best=at.p_best,
-        p_ahead=at.p_ahead,
-        R=at.R,
+        stopped_at=None if last is None else last.compute,
+        p_best=None if at is None else at.p_best,
+        p_ahead=None if at is None else at.p_ahead,
+        R=None if at is None else at.R,
         spent=spent,
-        reason=last.why(curve.recipe, rules),
+        reason=reason,
     )
 
 

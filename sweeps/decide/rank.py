@@ -19,11 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import numpy as np
-
 from sweeps.as_json import AsJson
 from sweeps.curve import Curve
 from sweeps.decide.efficiency import Ratio, efficiencies
+from sweeps.decide.reach import check_budget
 from sweeps.decide.resolution import Resolution, resolve
 from sweeps.decide.reward import Rewards, rewards
 from sweeps.decide.standing import Horizon, Outcome, Standing, margin_of, named_a, shared_asymptote, spreads_of, stand
@@ -173,8 +172,7 @@ def rank(
     if not fits:
         raise UserError("nothing to rank: give at least one recipe")
     margin = margin_of(fits, margin)
-    if budget is not None and not (np.isfinite(budget) and budget > 0):
-        raise UserError(f"--budget {budget:g}: must be positive, in the unit of the compute axis")
+    check_budget(budget)
     sets = sorted({fit.curve.factors["set"] for fit in fits if "set" in fit.curve.factors})
     if len(sets) > 1:
         raise UserError(f"evaluation sets {', '.join(sets)} have asymptotes of their own; choose one with --metric")
@@ -187,7 +185,7 @@ def rank(
         comparisons = tuple(mapped(_compared, [(fit.curve, fit.options) for fit in ordered], workers))
     best = max((named_a(fit) for fit in ordered), default=0.0)
     entries = [_ranked(fit, place, best, standing, budget) for place, fit in enumerate(ordered, start=1)]
-    entries += [_refused(fit, standing, budget) for fit in refused]
+    entries += [_ranked(fit, None, best, standing, budget) for fit in refused]
     baseline = baseline_of(fits, baseline)
     pairing = standing.pairing
     between = spreads_of(ordered, pairing)
@@ -211,8 +209,8 @@ def rank(
     )
 
 
-def _ranked(fit: Fit, place: int, best: float, standing: Standing, budget: float | None) -> Ranked:
-    """Return the entry of an identifiable recipe; `best` is the highest A of all recipes."""
+def _ranked(fit: Fit, place: int | None, best: float, standing: Standing, budget: float | None) -> Ranked:
+    """Return a recipe's entry; `best` is the highest A of all. Without a place, its A is not identifiable."""
     efficient = standing.efficiencies.get(fit.recipe)
     ratio = standing.ratios.get(fit.recipe)
     return Ranked(
@@ -232,30 +230,7 @@ def _ranked(fit: Fit, place: int, best: float, standing: Standing, budget: float
         C_mid_at_shared_A=None if efficient is None else quantiles(efficient.C_mid),
         R_at_budget=None if budget is None else reward_at(fit, budget),
         verdict=fit.verdict,
-        reason=place_reason(best - named_a(fit), fit.recipe, standing),
-    )
-
-
-def _refused(fit: Fit, standing: Standing, budget: float | None) -> Ranked:
-    """Return the entry of a recipe whose A is not identifiable: without a place, with the verdict's reason."""
-    return Ranked(
-        recipe=fit.recipe,
-        rank=None,
-        p_best=standing.p_best[fit.recipe],
-        p_best_at_horizon=None if standing.horizon is None else standing.horizon.p_best[fit.recipe],
-        expected_loss=standing.losses[fit.recipe],
-        tied_with_best=False,
-        A=fit.A,
-        A_total=fit.A_total,
-        efficiency=None,
-        efficiency_half=None,
-        ratio=None,
-        p_neither=None,
-        B_at_shared_A=None,
-        C_mid_at_shared_A=None,
-        R_at_budget=None if budget is None else reward_at(fit, budget),
-        verdict=fit.verdict,
-        reason=fit.reason,
+        reason=fit.reason if place is None else place_reason(best - named_a(fit), fit.recipe, standing),
     )
 
 

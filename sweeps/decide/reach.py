@@ -101,34 +101,18 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
     times = first_above(ahead, grid, target)
     new_times = first_above(ahead + seed_offsets(fit, new_run=True)[:, None] * apart(grid / end), grid, target)
     p_never = float(np.isinf(times).mean())
-    raw, new_run = quantiles(times), _named(quantiles(new_times))
-    reached = raw.high is not None and raw.high <= end
+    raw = quantiles(times)
+    compute, reached = named(raw), raw.high is not None and raw.high <= end
     if raw.value == 0.0:
-        met = f"met before training (R0 {float(np.median(ahead[:, 0])):.3f})"
-        return Reach(
-            recipe=fit.recipe,
-            target=target,
-            compute=Interval(0.0, 0.0, raw.high),
-            reason=met,
-            new_run=new_run,
-            p_never=p_never,
-            reached=True,
-        )
-    if raw.value is None:
-        within = f"within {limit / end:g} x their compute"
-        reason = f"unlikely ({chance(1 - p_never)}) that its runs reach it {within}"
-        if p_never >= _NEVER:
-            reason = f"never: {chance(p_never)} that its runs do not reach it {within}"
-        return Reach(recipe=fit.recipe, target=target, compute=None, reason=reason, new_run=new_run, p_never=p_never)
-    return Reach(
-        recipe=fit.recipe,
-        target=target,
-        compute=raw,
-        reason=_reach_reason(fit, raw, p_never, reached),
-        new_run=new_run,
-        p_never=p_never,
-        reached=reached,
-    )
+        compute, reached = Interval(0.0, 0.0, raw.high), True
+        reason = f"met before training (R0 {float(np.median(ahead[:, 0])):.3f})"
+    elif compute is not None:
+        reason = _reach_reason(fit, compute, p_never, reached)
+    elif p_never >= _NEVER:
+        reason = f"never: {chance(p_never)} that its runs do not reach it within {limit / end:g} x their compute"
+    else:
+        reason = f"unlikely ({chance(1 - p_never)}) that its runs reach it within {limit / end:g} x their compute"
+    return Reach(fit.recipe, target, compute, reason, named(quantiles(new_times)), p_never, reached)
 
 
 def first_above(ahead: Array, grid: Array, target: float) -> Array:
@@ -149,8 +133,9 @@ def _check_target(target: float, bounds: tuple[float, float]) -> None:
         raise UserError(f"--target {target:g}: outside the reward's range {bounds[0]:g}..{bounds[1]:g}; give a reward")
 
 
-def _named(interval: Interval) -> Interval | None:
-    return None if interval.value is None else interval
+def named(interval: Interval | None) -> Interval | None:
+    """Return an interval of computes; None where its median is never reached, or there is none."""
+    return None if interval is None or interval.value is None else interval
 
 
 def _reach_reason(fit: Fit, compute: Interval, p_never: float, reached: bool) -> str:
@@ -202,6 +187,16 @@ def near_asymptote(fit: Fit) -> Asymptote:
             reason, gain = f"{fit.verdict}: {fit.reason}", _NOTHING
         share = Interval(None, share.low, None if share.high >= 1 - 1e-6 else share.high)
     return Asymptote(recipe=fit.recipe, verdict=verdict, share=share, gain_2x=gain, reason=reason)
+
+
+def check_budget(budget: float | None) -> None:
+    """Refuse a budget that is no compute; None passes.
+
+    Raises:
+        UserError: the budget is not a positive number.
+    """
+    if budget is not None and not (np.isfinite(budget) and budget > 0):
+        raise UserError(f"--budget {budget:g}: must be positive, in the unit of the compute axis")
 
 
 def check_target(fits: Sequence[Fit], target: float) -> None:

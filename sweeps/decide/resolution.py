@@ -58,7 +58,7 @@ def resolve(fits: Sequence[Fit], leader: str | None, margin: float) -> Resolutio
     compute = min(fit.window[1] for fit in known if fit.window is not None)
     near = {fit.recipe: rewards_near(fit.curve, compute) for fit in known}
     scale = max(fit.curve.scale for fit in known)
-    errors, told, needed, sources = [], 0, [], set()
+    errors, told, per_pair, sources = [], 0, [], set()
     seeds = min(fit.informing for fit in known)
     for fit in others:
         pairing = pairing_of_two(fit.recipe, first.recipe, near, scale)
@@ -66,31 +66,33 @@ def resolve(fits: Sequence[Fit], leader: str | None, margin: float) -> Resolutio
         low, high = np.quantile(draws, [0.025, 0.975])
         told += bool(low > 0 or high < 0)
         errors.append(deviation(draws))
-        needed.append(seeds_needed(draws, min(fit.informing, first.informing), margin) or np.inf)
+        per_pair.append(seeds_needed(draws, min(fit.informing, first.informing), margin) or np.inf)
         sources.add("paired" if pairing is not None else fit.seed_spread.source)
-    smallest, enough = POWER * float(np.median(errors)), float(np.median(needed))
-    seeds_for_margin = int(np.ceil(enough)) if np.isfinite(enough) else None
+    smallest, enough = POWER * float(np.median(errors)), float(np.median(per_pair))
+    needed = int(np.ceil(enough)) if np.isfinite(enough) else None
     noise = _noise(known)
     source = ", ".join(sorted(sources))
+    ran = min(fit.seeds for fit in known)
+    text = f"with {counted(ran, 'seed')} a recipe"
+    if ran > seeds:
+        text += f", of which in one recipe {seeds} went far enough to tell of the asymptote,"
+    text += f" this study tells differences of {smallest:.3f} in reward at compute {compute:.4g}"
+    text += f" (at 5%, with 80% power; spread between seeds {source})"
+    if needed is None or needed > seeds:
+        more = "more seeds than anybody runs" if needed is None else f"{needed} seeds a recipe"
+        text += f"; {margin:g} takes {more} to that compute"
+    if noise is not None:
+        text += f"; an evaluation of the null recipe scatters by {noise:.3f}"
     return Resolution(
         compute=compute,
         smallest=smallest,
         seeds=seeds,
-        seeds_needed=seeds_for_margin,
+        seeds_needed=needed,
         told=told,
         of=len(others),
         source=source,
         noise=noise,
-        sentence=_sentence(
-            compute=compute,
-            smallest=smallest,
-            seeds=seeds,
-            ran=min(fit.seeds for fit in known),
-            needed=seeds_for_margin,
-            margin=margin,
-            source=source,
-            noise=noise,
-        ),
+        sentence=text,
     )
 
 
@@ -103,24 +105,3 @@ def _noise(fits: Sequence[Fit]) -> float | None:
     residual = np.concatenate([null.reward[null.seed == s] - null.reward[null.seed == s].mean() for s in seeds])
     dof = len(residual) - len(seeds)
     return float(np.sqrt((residual**2).sum() / dof)) if dof > 0 else None
-
-
-def _sentence(
-    compute: float,
-    smallest: float,
-    seeds: int,
-    ran: int,
-    needed: int | None,
-    margin: float,
-    source: str,
-    noise: float | None,
-) -> str:
-    seeds_now = f"{counted(ran, 'seed')} a recipe"
-    if ran > seeds:
-        seeds_now += f", of which in one recipe {seeds} went far enough to tell of the asymptote,"
-    text = f"with {seeds_now} this study tells differences of {smallest:.3f} in reward at compute {compute:.4g}"
-    more = "more seeds than anybody runs" if needed is None else f"{needed} seeds a recipe"
-    text += f" (at 5%, with 80% power; spread between seeds {source})"
-    if needed is None or needed > seeds:
-        text += f"; {margin:g} takes {more} to that compute"
-    return text if noise is None else f"{text}; an evaluation of the null recipe scatters by {noise:.3f}"

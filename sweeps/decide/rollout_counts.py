@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sweeps.as_json import AsJson
-from sweeps.curve import Array
-from sweeps.decide.standing import CONFIDENCE
+from sweeps.decide.reach import check_budget
+from sweeps.decide.standing import CONFIDENCE, best_chances
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import chance, paths_over_seeds, quantiles, support
@@ -73,8 +73,7 @@ def best_rollouts(
     Raises:
         UserError: a factor is missing, rollouts are not whole numbers, or only one value was run.
     """
-    if not (np.isfinite(budget) and budget > 0):
-        raise UserError(f"--budget {budget:g}: must be positive, in the unit of the compute axis")
+    check_budget(budget)
     groups: dict[tuple[str, str | None], dict[int, Fit]] = {}
     for fit in fits:
         names = [column] if difficulty is None else [column, difficulty]
@@ -96,11 +95,10 @@ def best_rollouts(
 
 def _plan(recipe: str, difficulty: str | None, by_value: dict[int, Fit], budget: float) -> RolloutPlan:
     """Compare the numbers of rollouts of one group by the joint draws of their rewards at the budget."""
-    readable = {value: _at(fit, budget) for value, fit in by_value.items() if (support(fit) or 0.0) >= budget}
-    stacked = np.stack(list(readable.values())) if readable else np.zeros((0, 1))
-    top = stacked == stacked.max(axis=0) if readable else stacked
-    # Values that are equal in a draw (at a common bound) share it.
-    p_best = dict(zip(readable, (float(p) for p in (top / np.maximum(top.sum(0), 1)).mean(1)), strict=True))
+    known = [value for value, fit in by_value.items() if (support(fit) or 0.0) >= budget]
+    # Draws of the recipe's reward at the budget, over seeds; (K,) each.
+    readable = {value: paths_over_seeds(by_value[value], [budget])[:, 0] for value in known}
+    p_best = dict(zip(known, best_chances(list(readable.values())), strict=True))
     values = tuple(
         RolloutChoice(
             value,
@@ -110,30 +108,17 @@ def _plan(recipe: str, difficulty: str | None, by_value: dict[int, Fit], budget:
         )
         for value, fit in by_value.items()
     )
-    if not readable:
-        return RolloutPlan(
-            recipe=recipe,
-            difficulty=difficulty,
-            best=None,
-            values=values,
-            sentence=f"undecided: no fit can be read at {budget:.4g}",
-        )
-    best = max(readable, key=lambda value: p_best[value])
-    if len(by_value) == 1:
-        return RolloutPlan(
-            recipe=recipe, difficulty=difficulty, best=None, values=values, sentence=f"undecided: only {best} was run"
-        )
-    if len(readable) < len(by_value):
+    best = max(readable, key=lambda value: p_best[value], default=None)
+    settled = best is not None and len(readable) == len(by_value) > 1 and p_best[best] >= CONFIDENCE
+    if best is None:
+        sentence = f"undecided: no fit can be read at {budget:.4g}"
+    elif len(by_value) == 1:
+        sentence = f"undecided: only {best} was run"
+    elif len(readable) < len(by_value):
         missing = ", ".join(str(value) for value in by_value if value not in readable)
         sentence = f"undecided: {missing} cannot be read at {budget:.4g}; of the rest {best} ({chance(p_best[best])})"
-        return RolloutPlan(recipe=recipe, difficulty=difficulty, best=None, values=values, sentence=sentence)
-    if p_best[best] < CONFIDENCE:
+    elif settled:
+        sentence = f"{best} rollouts a prompt ({chance(p_best[best])} among those run)"
+    else:
         sentence = f"undecided: {best} is most likely best ({chance(p_best[best])}), the intervals do not separate"
-        return RolloutPlan(recipe=recipe, difficulty=difficulty, best=None, values=values, sentence=sentence)
-    sentence = f"{best} rollouts a prompt ({chance(p_best[best])} among those run)"
-    return RolloutPlan(recipe=recipe, difficulty=difficulty, best=best, values=values, sentence=sentence)
-
-
-def _at(fit: Fit, budget: float) -> Array:
-    """Return draws of the recipe's reward at the budget, over seeds. (K,)."""
-    return paths_over_seeds(fit, [budget])[:, 0]
+    return RolloutPlan(recipe, difficulty, best if settled else None, values, sentence)

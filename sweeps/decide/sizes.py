@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from sweeps.as_json import AsJson, as_json
+from sweeps.as_json import AsJson
 from sweeps.curve import Array
 from sweeps.decide.across_sizes import AcrossSizes, Frontier, fit_across
 from sweeps.decide.power_law import PowerLaw, fit_power_law
-from sweeps.decide.reach import check_target, first_above
+from sweeps.decide.reach import check_budget, check_target, first_above, named
 from sweeps.decide.standing import CONFIDENCE
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval, fit_curve
@@ -106,6 +106,8 @@ class Sizes(AsJson):
     sentence: str
     warnings: tuple[str, ...]
 
+    JSON: ClassVar = {"law": None, "choices": "best_size"}
+
     def to_json(self) -> dict[str, Any]:
         """Return one entry of `sizes` of `scalerl plan --size --json`."""
         law = self.law
@@ -119,14 +121,7 @@ class Sizes(AsJson):
             "left_out": law.left_out,
             "rmse_log_loss": law.rmse,
             "lines": [line(law, size) for size in all_sizes],
-            "joint": as_json(self.joint),
-            "frontier": as_json(self.frontier),
-            "crossovers": as_json(self.crossovers),
-            "held_out": self.held_out.to_json(),
-            "best_size": as_json(self.choices),
-            "reach": as_json(self.reach),
-            "sentence": self.sentence,
-            "warnings": list(self.warnings),
+            **super().to_json(),
         }
 
 
@@ -163,8 +158,7 @@ def compare_sizes(
     Raises:
         UserError: fewer than two sizes, rewards that are not pass rates, or an invalid budget or target.
     """
-    if budget is not None and not (np.isfinite(budget) and budget > 0):
-        raise UserError(f"--budget {budget:g}: must be positive, in the unit of the compute axis")
+    check_budget(budget)
     if target is not None:
         check_target(list(by_size.values()), target)
         if target >= 1:
@@ -173,24 +167,18 @@ def compare_sizes(
     frontier = () if joint is None else joint.frontier(_start(by_size), _end(by_size))
     compared = held_out(by_size)
     unseen = sorted({size for size in more if not law.seen(size)})
-    choices = (
-        () if budget is None else best_size(law=law, joint=joint, seen=list(by_size), budget=budget, unseen=unseen)
-    )
-    reach = () if target is None else _reach(law=law, joint=joint, by_size=by_size, target=target, unseen=unseen)
-    sentence = _sentence(choices, budget, compared) if choices else ""
-    notes = _warnings(law=law, joint=joint, by_size=by_size, compared=compared, budget=budget, unseen=unseen)
-    crossed = crossovers(law, joint, by_size)
+    choices = () if budget is None else best_size(law, joint, list(by_size), budget, unseen)
     return Sizes(
         recipe=recipe,
         law=law,
         joint=joint,
         frontier=frontier,
-        crossovers=crossed,
+        crossovers=crossovers(law, joint, by_size),
         held_out=compared,
         choices=choices,
-        reach=reach,
-        sentence=sentence,
-        warnings=notes,
+        reach=() if target is None else _reach(law, joint, by_size, target, unseen),
+        sentence=_sentence(choices, budget, compared) if choices else "",
+        warnings=_warnings(law, joint, by_size, compared, budget, unseen),
     )
 
 
@@ -217,14 +205,13 @@ def crossovers(law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float,
             if joint is not None:
                 small, large = (joint.curve(size, grid) for size in (smaller, larger))
                 by_sigmoid = _opened(quantiles(overtakes(large - small, grid)), start)
-            reason = _crossing_reason(power_law, by_sigmoid, grid)
             crossings.append(
                 Crossover(
                     smaller=smaller,
                     larger=larger,
-                    power_law=None if power_law.value is None else power_law,
-                    sigmoid=None if by_sigmoid is None or by_sigmoid.value is None else by_sigmoid,
-                    reason=reason,
+                    power_law=named(power_law),
+                    sigmoid=named(by_sigmoid),
+                    reason=_crossing_reason(power_law, by_sigmoid, grid),
                 )
             )
     return tuple(crossings)
@@ -361,12 +348,8 @@ def _reach(
         by_law = quantiles(np.where(times > far, np.inf, times))
         curves = None if joint is None else joint.curve(size, grid)
         by_sigmoid = None if curves is None else quantiles(first_above(curves, grid, target))
-        rows.append(SizeReach(size, size not in by_size, _named(by_law), _named(by_sigmoid)))
+        rows.append(SizeReach(size, size not in by_size, named(by_law), named(by_sigmoid)))
     return tuple(rows)
-
-
-def _named(interval: Interval | None) -> Interval | None:
-    return None if interval is None or interval.value is None else interval
 
 
 def _sentence(choices: Sequence[SizeChoice], budget: float | None, compared: HeldOut) -> str:

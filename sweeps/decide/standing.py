@@ -122,8 +122,6 @@ class Standing:
         choices: tied recipes that are not slower, any of which may be chosen; empty if the leader is not tied.
         rivals: unranked recipes that are best with a probability above `COULD_WIN`.
         outcome: state of the choice.
-        p_most_efficient: probability that the leader needs the least compute of the tied recipes; None if it is not
-            tied.
         verdicts: verdict of every recipe's fit.
         pairing: seeds by which identifiable recipes are paired; None if they do not share seeds.
         drawn: the draws behind all of this, one entry per fit.
@@ -144,7 +142,6 @@ class Standing:
     choices: tuple[str, ...]
     rivals: tuple[str, ...]
     outcome: Outcome
-    p_most_efficient: float | None
     verdicts: dict[str, str]
     pairing: Pairing | None
     drawn: tuple[Drawn, ...]
@@ -312,12 +309,12 @@ def stand(fits: Sequence[Fit], margin: float | None = None, budget: float | None
     """
     margin = margin_of(fits, margin)
     drawn = joint(fits)
-    chances = best_chances([one.asymptote() for one in drawn])
-    p_best = dict(zip((fit.recipe for fit in fits), chances, strict=True))
+    recipes = [fit.recipe for fit in fits]
+    p_best = dict(zip(recipes, best_chances([one.asymptote() for one in drawn]), strict=True))
     ranked = [fit for fit in fits if fit.identifiable]
     names = {fit.recipe: named_a(fit) for fit in ranked}
     best = max(names.values(), default=0.0)
-    losses = dict(zip((fit.recipe for fit in fits), expected_losses(drawn), strict=True))
+    losses = dict(zip(recipes, _shortfalls(drawn).mean(axis=1).tolist(), strict=True))
     least = min((losses[fit.recipe] for fit in ranked), default=0.0)
     # An estimate within the margin may still have a larger expected loss.
     tied = [
@@ -339,7 +336,7 @@ def stand(fits: Sequence[Fit], margin: float | None = None, budget: float | None
 
     ordered = sorted(ranked, key=order)
     rivals = tuple(fit.recipe for fit in fits if not fit.identifiable and p_best[fit.recipe] > COULD_WIN)
-    wrong = dict(zip((fit.recipe for fit in fits), wrong_chances(drawn, margin), strict=True))
+    wrong = dict(zip(recipes, (_shortfalls(drawn, margin) > margin).mean(axis=1).tolist(), strict=True))
     # Efficiency decides only between recipes that are surely within the margin.
     safe = [fit for fit in ordered if fit in tied and wrong[fit.recipe] <= _UNSURE]
     leader = _leader(fits, safe, losses)
@@ -350,10 +347,8 @@ def stand(fits: Sequence[Fit], margin: float | None = None, budget: float | None
     ratios = {recipe: Ratio.of(efficient[recipe].to_most, efficient[first[0]].to_most) for recipe in first[1:]}
     slower = tuple(r for r, ratio in ratios.items() if ratio.above_one(tail_of_all_pairs(len(first))))
     choices: tuple[str, ...] = ()
-    p_most_efficient = None
     if leader is not None and leader.recipe in efficient:
         choices = tuple(recipe for recipe in first if recipe not in slower)
-        p_most_efficient = best_chances([-efficient[recipe].to_most for recipe in first])[0]
     return Standing(
         margin=margin,
         leader=None if leader is None else leader.recipe,
@@ -369,7 +364,6 @@ def stand(fits: Sequence[Fit], margin: float | None = None, budget: float | None
         choices=choices,
         rivals=rivals,
         outcome=_outcome(fits, leader, p_wrong, len(choices)),
-        p_most_efficient=p_most_efficient,
         verdicts={fit.recipe: fit.verdict for fit in fits},
         pairing=pairing,
         drawn=tuple(drawn),
@@ -409,16 +403,10 @@ def _leader(fits: Sequence[Fit], safe: Sequence[Fit], losses: Mapping[str, float
     return safe[0] if best in safe else best
 
 
-def expected_losses(drawn: Sequence[Drawn]) -> list[float]:
-    """Return the expected loss of choosing each recipe: the mean of the highest asymptote minus its own."""
-    runs = np.stack([one.asymptote() for one in drawn])
-    return [float(loss) for loss in (runs.max(axis=0) - runs).mean(axis=1)]
-
-
-def wrong_chances(drawn: Sequence[Drawn], margin: float) -> list[float]:
-    """Return, for each recipe, the share of joint draws in which another's A is higher by more than the margin."""
+def _shortfalls(drawn: Sequence[Drawn], margin: float | None = None) -> Array:
+    """Return the highest asymptote of each joint draw minus each recipe's own, see `Drawn.asymptote`; (R, K)."""
     runs = np.stack([one.asymptote(margin) for one in drawn])
-    return [float(p) for p in (runs.max(axis=0) - runs > margin).mean(axis=1)]
+    return np.asarray(runs.max(axis=0) - runs)
 
 
 def best_chances(draws: Sequence[Array]) -> list[float]:

@@ -6,8 +6,6 @@ which makes tables and pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from sweeps.decide.standing import Outcome, Standing
 from sweeps.fit.fit import Fit, Interval, shown
 from sweeps.fit.predict import chance
@@ -44,7 +42,8 @@ def outcome_sentence(standing: Standing) -> str:
     surely = f"{names} are tied in A within {margin:g}, above all others (that {leader} {is_within})"
     if not standing.slower:
         return f"{surely}, and compute to 90% of the way there does not separate them: take any of them{unranked}"
-    return f"same ceiling; {_either(standing.choices)}: {_slower(standing)}; {surely}{unranked}"
+    either = " or ".join(filter(None, [", ".join(standing.choices[:-1]), standing.choices[-1]]))
+    return f"same ceiling; {either}: {_slower(standing)}; {surely}{unranked}"
 
 
 def horizon_sentence(standing: Standing) -> str:
@@ -57,10 +56,6 @@ def horizon_sentence(standing: Standing) -> str:
     if horizon.decided:
         return f"decided {where}: {horizon.leader} is {within}"
     return f"undecided {where}: {horizon.leader} is first, {within}"
-
-
-def _either(recipes: Sequence[str]) -> str:
-    return " or ".join(part for part in (", ".join(recipes[:-1]), recipes[-1]) if part)
 
 
 _NUMBERS = ("", "", " two", " three", " four", " five", " six", " seven", " eight", " nine", " ten")

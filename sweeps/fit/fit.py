@@ -233,10 +233,19 @@ def _notes(
 ) -> Iterator[str]:
     """Yield warnings about how the curve was read. `kept`: the curve without its bad seeds."""
     if schedule is not None:
-        yield _decays(schedule)
+        yield (
+            f"the learning rate decays: compute counts {schedule.rate:.0%} at the end, A, B and C_mid are the peak's, "
+            "and forecasts are of these runs; a longer schedule is another run"
+        )
     if options.r0 == "first" and options.shape.from_zero and not (curve.compute == 0).any():
         yield "no evaluation at compute 0: R0 is inferred from the curve; give --r0 if it is known"
-    yield from (_left_out(seed, kept) for seed in bad)
+    others = ", ".join(str(label) for label in np.unique(kept.seed))
+    for seed in bad:
+        yield (
+            f"seed {seed.seed} went its own way from compute {seed.since:.4g} on, {abs(seed.by):.3g} "
+            f"{'below' if seed.by < 0 else 'above'} the others ({others}): it is left out of the curve; look at its "
+            "run before you trust the recipe"
+        )
     if ahead is None:
         return
     if ahead.each > 1:
@@ -250,24 +259,6 @@ def _notes(
             f"the reward is exactly {ahead.bottom:g} from compute {since:.4g} on, where nothing is learned any more: "
             f"it stays there with P = {p:.3f}"
         )
-
-
-def _decays(schedule: Schedule) -> str:
-    """Return the warning that a decaying learning rate changes the meaning of the fit and its forecasts."""
-    return (
-        f"the learning rate decays: compute counts {schedule.rate:.0%} at the end, A, B and C_mid are the peak's, "
-        "and forecasts are of these runs; a longer schedule is another run"
-    )
-
-
-def _left_out(bad: BadSeed, kept: Curve) -> str:
-    """Return the warning about a seed that was left out of the curve."""
-    side = "below" if bad.by < 0 else "above"
-    others = ", ".join(str(label) for label in np.unique(kept.seed))
-    return (
-        f"seed {bad.seed} went its own way from compute {bad.since:.4g} on, {abs(bad.by):.3g} {side} the others "
-        f"({others}): it is left out of the curve; look at its run before you trust the recipe"
-    )
 
 
 def _read(empty: Fit, points: Points, ahead: Lookout, parameters: int) -> Fit:
@@ -289,19 +280,22 @@ def _read(empty: Fit, points: Points, ahead: Lookout, parameters: int) -> Fit:
         note = f"seed {', '.join(uninformative)} ended too early to say anything of its asymptote; its points are used"
         empty = replace(empty, warnings=tuple(dict.fromkeys([*empty.warnings, note])))
     empty = replace(empty, lookout=ahead)
-    A = _interval(draws.A)
+    A = interval_of(draws.A)
     if options.asymptote is not None:
         A = Interval(options.asymptote, options.asymptote, options.asymptote)
     A = Interval(A.value, *_a_ends(points, A, empty.curve.range))
-    shape = {name: _interval(values) for name, values in zip(options.shape.names, (draws.B, draws.C_mid), strict=False)}
+    shape = {
+        name: interval_of(values) for name, values in zip(options.shape.names, (draws.B, draws.C_mid), strict=False)
+    }
     r0 = options.r0 if isinstance(options.r0, float | int) else float(np.median(draws.R0))
     residual = points.reward - line
     variance = float(points.reward.var())
+    half = draws.family.compute_at(0.5, draws.B, draws.C_mid) if draws.family.names else None
     evidence = verdict.Evidence(
         compute=points.compute,
         reward=points.reward,
         A=(float(np.median(draws.A)) if A.value is None else A.value, A.low, A.high),
-        half_gain=_half_gain(draws, outlook.end),
+        half_gain=None if half is None else (float(np.median(half)), float((half > outlook.end).mean())),
         half_name={"exponential": "tau ln 2", "logistic": "c"}.get(options.family, "C_mid"),
         R0=r0,
         reward_range=empty.curve.scale,
@@ -329,7 +323,7 @@ def _read(empty: Fit, points: Points, ahead: Lookout, parameters: int) -> Fit:
     return with_seed_spread(fit, empty.seed_spread)
 
 
-def _interval(draws: Array) -> Interval:
+def interval_of(draws: Array) -> Interval:
     """Return the median of draws (K,) with their central 95% interval."""
     low, value, high = np.quantile(draws, [0.025, 0.5, 0.975]).tolist()
     return Interval(value, low, high)
@@ -348,14 +342,6 @@ def _pulled_in(points: Points, ahead: Lookout) -> Lookout:
             break
         ahead = refitted
     return ahead
-
-
-def _half_gain(draws: Draws, end: float) -> tuple[float, float] | None:
-    """Return the compute at which half of A - R0 is gained, and the probability that it is beyond the window's end."""
-    if not draws.family.names:
-        return None
-    half = draws.family.compute_at(0.5, draws.B, draws.C_mid)
-    return float(np.median(half)), float((half > end).mean())
 
 
 def _doubt(fit: Fit, A: Interval) -> verdict.Doubt:

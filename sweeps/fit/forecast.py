@@ -43,14 +43,10 @@ class Draws:
     family: Family = SIGMOID
     schedule: Schedule | None = None
 
-    def at_peak(self, compute: Array) -> Array:
-        """Convert compute spent to its equivalent at the peak learning rate; any shape."""
-        return compute if self.schedule is None else self.schedule.count(compute)
-
     def share(self, compute: Array) -> Array:
         """Return the share of A - R0 that each draw has gained at `compute`. Shapes: (m,) -> (K, m)."""
         with np.errstate(divide="ignore"):
-            log_compute = np.log(self.at_peak(compute))
+            log_compute = np.log(compute if self.schedule is None else self.schedule.count(compute))
         u, v = self.family.search(self.B, self.C_mid)
         return self.family.basis(log_compute[None], u[:, None], v[:, None])
 
@@ -85,15 +81,13 @@ class Outlook:
 
     def at(self, compute: Array) -> Array:
         """Return the draws' rewards at each compute (m,), in the curve's units; (K, m)."""
-        return self.bottom + self.width * self.futures.at(self._windows(compute))
+        at = np.asarray(compute, dtype=float)
+        at = at if self.schedule is None else self.schedule.count(at)
+        return self.bottom + self.width * self.futures.at(np.asarray(at / self.end))
 
     def line_at(self, compute: Array) -> Array:
         """Return the fitted line, in reward, at computes at the peak learning rate; it ends at A's median; (m,)."""
         return np.asarray(self.bottom + self.width * np.interp(compute / self.end, _LINE, self.line))
-
-    def _windows(self, compute: Array) -> Array:
-        at = np.asarray(compute, dtype=float)
-        return np.asarray((at if self.schedule is None else self.schedule.count(at)) / self.end)
 
     @cached_property
     def ceiling(self) -> Array:

@@ -153,9 +153,7 @@ class _Fits:
     """Fits of one curve up to any compute; each is computed once."""
 
     def __init__(self, curve: Curve, options: FitOptions) -> None:
-        low = 0.0 if options.min_compute is None else options.min_compute
-        high = np.inf if options.max_compute is None else options.max_compute
-        within = (curve.compute > 0) & (curve.compute >= low) & (curve.compute <= high)
+        within = (curve.compute > 0) & options.inside(curve.compute)
         self.computes: list[float] = np.unique(curve.compute[within]).tolist()
         self._curve, self._options = curve, options
         self._fits: dict[float, Fit] = {}

@@ -11,7 +11,7 @@ The paper does not say how R0 is obtained; an error of 0.05 in it moves A by abo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -40,6 +40,11 @@ class FitOptions:
     asymptote: float | None = None
     family: str = "sigmoid"
     robust: bool = False
+
+    def inside(self, compute: Array) -> NDArray[np.bool_]:
+        """Return which computes (n,) lie in the window."""
+        low, high = self.min_compute, self.max_compute
+        return (compute >= (-np.inf if low is None else low)) & (compute <= (np.inf if high is None else high))
 
     @property
     def shape(self) -> Family:
@@ -84,16 +89,14 @@ def select(curve: Curve, options: FitOptions) -> Points:
 
     Their compute is converted to the peak of the learning rate (`sweeps.fit.schedule`).
     """
-    low = -np.inf if options.min_compute is None else options.min_compute
-    high = np.inf if options.max_compute is None else options.max_compute
-    keep = (curve.compute >= low) & (curve.compute <= high)
+    keep = options.inside(curve.compute)
     if not options.shape.from_zero or not isinstance(options.r0, str) or options.family == "sigmoid_zero":
         keep &= curve.compute > 0
     elif options.r0 == "first":
         _, seeds = np.unique(curve.seed, return_inverse=True)
         first = np.full(int(seeds.max()) + 1, np.inf)
         np.minimum.at(first, seeds, curve.compute)
-        keep |= (curve.compute == first[seeds]) & (curve.compute <= high)
+        keep |= (curve.compute == first[seeds]) & replace(options, min_compute=None).inside(curve.compute)
     _, seed = np.unique(curve.seed[keep], return_inverse=True)
     # Sort by reward last: with ties in compute, the result must not depend on the order of the evaluations.
     order = np.lexsort((curve.reward[keep], curve.compute[keep], seed))

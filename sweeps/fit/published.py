@@ -66,9 +66,7 @@ def fit_literal(
         raise UserError(f"c_mid_grid: {c_mid[0]:g} is not positive; give values in the curve's unit of compute")
     notes = list(curve.notes)
     r0, source = _start(curve, options, notes)
-    low = 0.0 if options.min_compute is None else options.min_compute
-    high = np.inf if options.max_compute is None else options.max_compute
-    keep = (curve.compute > 0) & (curve.compute >= low) & (curve.compute <= high)
+    keep = (curve.compute > 0) & options.inside(curve.compute)
     compute, reward = curve.compute[keep], curve.reward[keep]
     if not len(reward):
         raise UserError(
@@ -188,14 +186,14 @@ def _search(fit: Fit, compute: Array, reward: Array, r0: float, a_grid: Array, c
         verdict = "open"
         reason = f"the published procedure gives no interval: A {best_a:.3f}; run without --method {METHOD} for one"
     variance = float(((reward - reward.mean()) ** 2).sum())
+    shape = {"B": Interval(best_b, None, None), "C_mid": Interval(best_c, None, None)}
     return replace(
         fit,
         verdict=verdict,
         reason=reason,
         A=Interval(best_a, None, None),
-        B=Interval(best_b, None, None),
-        C_mid=Interval(best_c, None, None),
-        shape={"B": Interval(best_b, None, None), "C_mid": Interval(best_c, None, None)},
+        **shape,
+        shape=shape,
         rmse=float(np.sqrt(sse[i, j] / len(reward))),
         r2=None if variance <= 0 else 1 - float(sse[i, j]) / variance,
         warnings=tuple(notes),

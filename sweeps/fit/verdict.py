@@ -121,11 +121,11 @@ def before_fit(compute: Array, reward: Array, seed: NDArray[np.intp], parameters
     return None
 
 
-def _about_line(reward: Array) -> float:
-    """Return the sum of squares about the straight line through equally spaced rewards. Shapes: (n,)."""
+def _about_line(reward: Array) -> tuple[float, float, Array]:
+    """Return slope, sum of squared positions and residual (n,) of a straight line through equally spaced rewards."""
     x = np.arange(len(reward)) - (len(reward) - 1) / 2
-    residual = reward - reward.mean() - float(x @ reward / (x @ x)) * x
-    return float(residual @ residual)
+    slope = float(x @ reward / (x @ x))
+    return slope, float(x @ x), reward - reward.mean() - slope * x
 
 
 def _trend(e: Evidence) -> Verdict | None:
@@ -133,10 +133,8 @@ def _trend(e: Evidence) -> Verdict | None:
     order = np.argsort(e.compute, kind="stable")
     reward = e.reward[order]
     n = len(reward)
-    x = np.arange(n) - (n - 1) / 2
-    slope = float(x @ reward / (x @ x))
     # Noise about this line, not about the sigmoid: relative to a sigmoid, a steady fall is one long deviation.
-    residual = reward - reward.mean() - slope * x
+    slope, xx, residual = _about_line(reward)
     squares = max(float(residual @ residual), 1e-300)
     lag_1 = float(residual[1:] @ residual[:-1]) / squares
     # The lag-1 autocorrelation of residuals is biased low by (1 + 4 r) / n (Kendall 1954); n correlated points count
@@ -144,7 +142,7 @@ def _trend(e: Evidence) -> Verdict | None:
     r = float(np.clip(lag_1 + (1 + 4 * lag_1) / n, 0.0, 0.95))
     inflation = (1 + r) / (1 - r)
     quantile = float(stdtrit(max(n / inflation - 2, 3.0), 0.975))
-    if slope < -quantile * np.sqrt(squares / (n - 2) * inflation / (x @ x)):
+    if slope < -quantile * np.sqrt(squares / (n - 2) * inflation / xx):
         return Verdict(
             "decreasing",
             f"reward falls by {-slope * (n - 1):.3g} over the window; look at the run's health "
@@ -160,7 +158,7 @@ def _trend(e: Evidence) -> Verdict | None:
         return None
     # Noise within the blocks, about a line in each. Blocks are too short to measure correlation, so the value of a
     # drifting policy (r = 0.6) is assumed.
-    within = sum(_about_line(block) for block in blocks) / (n - 2 * len(blocks))
+    within = sum(float(rest @ rest) for _, _, rest in map(_about_line, blocks)) / (n - 2 * len(blocks))
     block_error = np.sqrt(2 * within * (1 + 0.6) / (1 - 0.6) / len(blocks[-1]))
     if fall > 3 * block_error:
         at = float(e.compute[order][sum(len(block) for block in blocks[: top + 1]) - 1])
@@ -193,7 +191,11 @@ def after_fit(e: Evidence) -> Verdict:
     if e.half_gain is not None:
         c, beyond = e.half_gain
         if beyond > BEND:
-            return Verdict("pre_inflection", _before_the_bend(end, e.half_name, c, beyond))
+            return Verdict(
+                "pre_inflection",
+                f"the window ends at compute {end:.4g} and may not have reached the bend ({e.half_name} about {c:.4g}, "
+                f"beyond the window with P = {beyond:.2f}); needs about {2 * max(c, end) / end:.2g}x more compute",
+            )
         if c > 0:
             reach = f" in a window up to {end / c:.2g} x {e.half_name}"
     cure = "add seeds or evaluate on more prompts"
@@ -238,12 +240,4 @@ def _misfit(e: Evidence) -> Verdict | None:
         f"{_SEEN[doubt.rival]}; it explains the evaluations e^{doubt.ahead:.1f} times better than a sigmoid, "
         f"so A is not named; the best so far is {smooth.max():.3f} about compute {best:.4g}; readings of the window "
         "and forecasts hold without A (scalerl plan, scalerl rank --budget)",
-    )
-
-
-def _before_the_bend(end: float, name: str, c: float, beyond: float) -> str:
-    """Return why a window may end before the bend, and how far it should extend."""
-    return (
-        f"the window ends at compute {end:.4g} and may not have reached the bend ({name} about {c:.4g}, beyond the "
-        f"window with P = {beyond:.2f}); needs about {2 * max(c, end) / end:.2g}x more compute"
     )
