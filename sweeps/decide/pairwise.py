@@ -19,7 +19,7 @@ from scipy.special import chdtri
 from sweeps.as_json import AsJson
 from sweeps.curve import UNNAMED, Array, Curve
 from sweeps.decide.efficiency import TAIL, Ratio
-from sweeps.decide.reach import first_above
+from sweeps.decide.reach import common_reward, first_above
 from sweeps.decide.standing import CONFIDENCE, joint, margin_of
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval, shown
@@ -31,8 +31,6 @@ from sweeps.terminal import counted
 
 # Number of last evaluations of a run, up to the common compute, whose mean is its reward there when pairing seeds.
 _NEAR = 3
-# The common reward, as a share of the slower recipe's gain: near the end of a plateau the crossing time is uncertain.
-_GAINED = 0.8
 _LOOKS = 201
 # Degrees of freedom of the prior in `pairing_of_two`: those of a study of three recipes and three seeds, few enough
 # that an unusual pair shows.
@@ -335,11 +333,10 @@ def compute_ratio(one: Fit, two: Fit, compute: float) -> Ratio | None:
     """
     looks = np.linspace(0, compute, _LOOKS)
     ahead = [paths_over_seeds(fit, looks) for fit in (one, two)]
-    begin = max(float(np.median(path[:, 0])) for path in ahead)
-    end = min(float(np.median(path[:, -1])) for path in ahead)
-    if end <= begin:
+    reward = common_reward([path[:, 0] for path in ahead], [path[:, -1] for path in ahead])
+    if reward is None:
         return None
-    ours, theirs = (first_above(path, looks, begin + _GAINED * (end - begin)) for path in ahead)
+    ours, theirs = (first_above(path, looks, reward) for path in ahead)
     ratio = Ratio.of(ours, theirs)
     return ratio if len(ratio.draws) else None
 

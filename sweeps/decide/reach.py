@@ -27,6 +27,8 @@ from sweeps.fit.predict import apart, chance, paths, quantiles, seed_offsets, su
 NEAR = 0.95
 # A target counts as out of reach from this probability.
 _NEVER = 0.9
+# The common reward, as a share of the slower recipe's gain: near the end of a plateau the crossing time is uncertain.
+_GAINED = 0.8
 _NOTHING = Interval(None, None, None)
 # Number of computes at which a curve is evaluated, within its window and beyond.
 _WITHIN, _BEYOND = 241, 160
@@ -126,6 +128,17 @@ def first_above(ahead: Array, grid: Array, target: float) -> Array:
     share = np.clip((target - low) / np.where(high > low, high - low, 1.0), 0.0, 1.0)
     crossing = np.where(at > 0, grid[before] + share * (grid[at] - grid[before]), 0.0)
     return np.where(above.any(1), crossing, np.inf)
+
+
+def common_reward(starts: Sequence[Array], ends: Sequence[Array]) -> float | None:
+    """Return a reward that all recipes have passed: most of the slowest one's gain; None if it gained nothing.
+
+    Args:
+        starts, ends: draws of each recipe's reward at compute 0 and at the largest compute that all have spent.
+    """
+    start = max(float(np.median(draws)) for draws in starts)
+    end = min(float(np.median(draws)) for draws in ends)
+    return start + _GAINED * (end - start) if end > start else None
 
 
 def _check_target(target: float, bounds: tuple[float, float]) -> None:

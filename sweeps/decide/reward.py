@@ -15,15 +15,13 @@ import numpy as np
 from sweeps.as_json import AsJson
 from sweeps.curve import Array
 from sweeps.decide.efficiency import Ratio, tail_of_all_pairs
-from sweeps.decide.reach import first_above
+from sweeps.decide.reach import common_reward, first_above
 from sweeps.decide.standing import best_chances
 from sweeps.decide.wording import multiple
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import paths_over_seeds, quantiles, readable, within
 
 _LOOKS = 201
-# The common reward, as a share of what the slowest recipe gained by the common compute.
-_GAINED = 0.8
 
 
 @dataclass(frozen=True)
@@ -86,13 +84,10 @@ def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
     ends = [paths_over_seeds(fit, [0.0, compute]) for fit in known]
     at_end = [np.asarray(end[:, 1]) for end in ends]
     p_best = best_chances(at_end)
-    # Most of the slowest recipe's gain: all have passed it, and before a plateau makes the crossing time uncertain.
-    started = max(float(np.median(end[:, 0])) for end in ends)
-    slowest = min(float(np.median(end)) for end in at_end)
-    reward = started + _GAINED * (slowest - started)
+    reward = common_reward([end[:, 0] for end in ends], at_end)
     looks = np.linspace(0, compute, _LOOKS)
     # One recipe at a time: the paths of a thousand recipes would take gigabytes.
-    times = [first_above(paths_over_seeds(fit, looks), looks, reward) for fit in known] if reward > started else []
+    times = [] if reward is None else [first_above(paths_over_seeds(fit, looks), looks, reward) for fit in known]
     fastest = min(range(len(times)), key=lambda i: float(np.median(times[i])), default=None)
     ahead = [_at_budget(fit, budget) for fit in known]
     known_ahead = [values for values in ahead if values is not None]
@@ -118,10 +113,7 @@ def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
     order = sorted(range(len(rows)), key=lambda i: (-(rows[i].R.value or 0.0), rows[i].recipe))
     ordered = tuple(rows[i] for i in order)
     first = known[fastest].recipe if fastest is not None and known_time else None
-    sentence = _sentence(ordered, compute, reward, first)
-    return Rewards(
-        compute=compute, reward=reward if times else None, budget=budget, sentence=sentence, rows=ordered, fastest=first
-    )
+    return Rewards(compute, reward, budget, _sentence(ordered, compute, reward, first), ordered, first)
 
 
 def _at_budget(fit: Fit, budget: float | None) -> Array | None:
@@ -130,7 +122,7 @@ def _at_budget(fit: Fit, budget: float | None) -> Array | None:
     return np.asarray(paths_over_seeds(fit, [budget])[:, 0])
 
 
-def _sentence(rows: Sequence[RewardRow], compute: float, reward: float, fastest: str | None) -> str:
+def _sentence(rows: Sequence[RewardRow], compute: float, reward: float | None, fastest: str | None) -> str:
     best = rows[0]
     text = f"at compute {compute:.4g}, which all have spent, {best.recipe} is ahead with {best.R.value:.3f}"
     text += f" (P = {best.p_best:.2f} that it is highest there)" if len(rows) > 1 else ""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -109,10 +110,7 @@ class Watch:
     def _follow(self, curve: Curve) -> list[News]:
         """Take a curve's new snapshots; return those read from the file and not yet yielded, then the new ones."""
         identity = self._identity(curve)
-        if self._path is None:
-            known = self._known.setdefault(curve.recipe, [])
-        else:
-            known = _snapshots(_read(self._path, curve.recipe), identity) if self._path.exists() else []
+        known = self._known.setdefault(curve.recipe, []) if self._path is None else _known(self._path, identity)
         yielded = self._given.get(curve.recipe, 0)
         news = [News(known[at], departure(known[: at + 1])) for at in range(yielded, len(known))]
         for snapshot in _history(curve, self._options, self._every, known):
@@ -180,20 +178,16 @@ def sources_state(sources: Sequence[str | Path]) -> object:
         return None
 
 
-def _read(path: Path, recipe: str) -> list[dict[str, Any]]:
-    """Return the file's entries of one recipe; torn or invalid lines are skipped."""
-    label = json.dumps(recipe).encode()
+def _known(path: Path, identity: Mapping[str, Any]) -> list[Snapshot]:
+    """Read one recipe's snapshots under the same fit options, in the order written; skip torn or invalid lines."""
+    if not path.exists():
+        return []
+    label = json.dumps(identity["recipe"]).encode()
     # Search the raw lines first: parsing every recipe's lines for each recipe would be slow.
-    return parse_lines(b"\n".join(line for line in path.read_bytes().split(b"\n") if label in line))
-
-
-def _snapshots(entries: Sequence[dict[str, Any]], identity: Mapping[str, Any]) -> list[Snapshot]:
-    """Return the snapshots of one recipe under the same fit options, in the order written."""
+    lines = b"\n".join(line for line in path.read_bytes().split(b"\n") if label in line)
     snapshots = []
-    for entry in entries:
+    for entry in parse_lines(lines):
         if all(entry.get(key) == value for key, value in identity.items()):
-            try:
+            with suppress(KeyError, TypeError, ValueError):
                 snapshots.append(Snapshot.from_json(entry))
-            except (KeyError, TypeError, ValueError):
-                continue
     return snapshots
