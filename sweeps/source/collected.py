@@ -10,7 +10,7 @@ from typing import Any
 
 from sweeps.curve import UNNAMED, Array, Curve, make_curve, with_shared_scale
 from sweeps.errors import UserError
-from sweeps.run.journal import JournalView
+from sweeps.run.journal import JournalView, finite
 from sweeps.source.run_names import hidden_seed
 from sweeps.source.text import short
 
@@ -35,20 +35,20 @@ class ForeignRun:
         axis, metric: columns of compute and reward.
         steps: (n,); None where the source has none.
         compute, reward: (n,).
-        sd: standard errors of the rewards, (n,); None where unknown.
+        sd: standard errors of the rewards, (n,); None, or NaN for a point, where unknown.
     """
 
     where: str
     name: str
-    key: str
-    state: str
     labels: Mapping[str, str]
     axis: str
     metric: str
-    steps: Array | None
     compute: Array
     reward: Array
-    sd: Array | None
+    steps: Array | None = None
+    sd: Array | None = None
+    key: str = ""
+    state: str = ""
     final: str | None = None
 
 
@@ -195,6 +195,17 @@ class Collected:
             if note not in points.warnings:
                 points.warnings.append(note)
         return points
+
+    def add(self, points: CurvePoints, seed: str, run: ForeignRun, at_peak: Array | None = None) -> None:
+        """Add a run to the study and its points to a curve, under a label of its seed; `at_peak`: see `Curve`."""
+        points.extend(
+            run.compute.tolist(),
+            run.reward.tolist(),
+            [seed] * len(run.compute),
+            None if run.sd is None else [finite(value) for value in run.sd.tolist()],
+            None if at_peak is None else at_peak.tolist(),
+        )
+        self.study.foreign.append(run)
 
     def takes(self, logs: Sequence[Any]) -> bool:
         """Return whether this collector takes unprocessed logs, without choosing points (as `sweeps.source.raw`)."""

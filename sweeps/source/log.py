@@ -286,7 +286,7 @@ def _add_reward(
         if reward.set:
             factors = {**factors, "set": reward.set}
         points = into.points(recipe, factors, compute.name, reward.name, where, log.label("baseline"))
-        run = f"{short(log.name, 60)}: "
+        prefix = f"{short(log.name, 60)}: "
         counts["start"] += start
         counts["between"] += between
         messages = [*messages, *log.warnings]
@@ -297,7 +297,7 @@ def _add_reward(
                 f"{series.bad} values of {reward.name} are not finite numbers (first {series.first_bad}); left out"
             )
         points.warnings += [note for note in warnings if note not in points.warnings] + [
-            run + note for note in messages
+            prefix + note for note in messages
         ]
         seed = log.label("seed") or hidden
         seeds_named = seeds_named or seed is not None
@@ -308,25 +308,11 @@ def _add_reward(
         label = into.run_label(points, seed)
         at_peak = _at_peak(log, compute, steps, spent, where)
         decays += at_peak is not None
-        points.extend(
-            spent.tolist(), values.tolist(), [label] * len(steps),
-            None if sd is None else sd.tolist(), None if at_peak is None else at_peak.tolist(),
-        )  # fmt: skip
-        into.study.foreign.append(
-            ForeignRun(
-                where=where,
-                name=log.name,
-                key=log.key,
-                state=log.state,
-                labels=described(factors, recipe=recipe, seed=seed, baseline=log.label("baseline")),
-                axis=compute.name,
-                metric=reward.name,
-                steps=steps,
-                compute=spent,
-                reward=values,
-                sd=sd,
-            )
+        labels = described(factors, recipe=recipe, seed=seed, baseline=log.label("baseline"))
+        run = ForeignRun(
+            where, log.name, labels, compute.name, reward.name, spent, values, steps, sd, log.key, log.state
         )
+        into.add(points, label, run, at_peak)
         counts["points"] += len(steps)
         used += 1
     if not counts["points"]:

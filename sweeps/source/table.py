@@ -85,11 +85,10 @@ def read(file: File, into: Collected) -> None:
     compute, no_compute = strict_numbers(file, table, used["compute"], "another with --x")
     reward, no_reward = strict_numbers(file, table, used["reward"], "another with --y")
     not_negative(file, table, used["compute"], compute)
-    sd: list[float | None] | None = None
+    sd = None
     if "sd" in used:
-        errors, unknown = strict_numbers(file, table, used["sd"], "it values, or another name")
-        not_negative(file, table, used["sd"], errors)
-        sd = [None if none else error for error, none in zip(errors.tolist(), unknown.tolist(), strict=True)]
+        sd, _ = strict_numbers(file, table, used["sd"], "it values, or another name")
+        not_negative(file, table, used["sd"], sd)
     recipes = table.label(used["recipe"]) if "recipe" in used else [file.run_name] * table.count
     seeds = table.label(used["seed"]) if "seed" in used else ["0"] * table.count
     factors = [table.label(name) for name in columns.factors]
@@ -101,9 +100,8 @@ def read(file: File, into: Collected) -> None:
             [hidden or seed for (_, hidden), seed in zip(parted, seeds, strict=True)],
         )
     skipped = no_compute | no_reward
-    whole = not skipped.any()
-    for (recipe, base, *values), rows_of in grouped([recipes, bases, *factors]).items():
-        at = rows_of if whole else rows_of[~skipped[rows_of]]
+    for (recipe, base, seed, *values), rows_of in grouped([recipes, bases, seeds, *factors]).items():
+        at = rows_of[~skipped[rows_of]]
         if not len(at):
             continue
         named = dict(zip(asked.factors, values, strict=True))
@@ -116,31 +114,17 @@ def read(file: File, into: Collected) -> None:
             and note not in points.warnings
         ):
             points.warnings.append(note)
-        points.extend(
-            compute[at].tolist(),
-            reward[at].tolist(),
-            [seeds[i] for i in at.tolist()],
-            None if sd is None else [sd[i] for i in at.tolist()],
+        run = ForeignRun(
+            where=str(path),
+            name=file.run_name if "recipe" not in used else recipe,
+            labels=described(named, recipe=recipe, seed=seed if "seed" in used else None, baseline=base or None),
+            axis=axis,
+            metric=used["reward"],
+            compute=compute[at],
+            reward=reward[at],
+            sd=None if sd is None else sd[at],
         )
-        for (seed,), rows in grouped([[seeds[i] for i in at.tolist()]]).items():
-            errors_of = None if sd is None else np.array([sd[i] for i in at[rows].tolist()], dtype=float)
-            into.study.foreign.append(
-                ForeignRun(
-                    where=str(path),
-                    name=file.run_name if "recipe" not in used else recipe,
-                    key="",
-                    state="",
-                    labels=described(
-                        named, recipe=recipe, seed=seed if "seed" in used else None, baseline=base or None
-                    ),
-                    axis=axis,
-                    metric=used["reward"],
-                    steps=None,
-                    compute=compute[at[rows]],
-                    reward=reward[at[rows]],
-                    sd=None if errors_of is None or not np.isfinite(errors_of).all() else errors_of,
-                )
-            )
+        into.add(points, seed, run)
     _say_per_step(file, into, table, used, compute, [recipes, seeds, *factors])
     _say_skipped(file, into, no_compute, no_reward, recipes)
     _note(file, into, columns, table, int((~skipped).sum()))

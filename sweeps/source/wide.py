@@ -154,22 +154,8 @@ def read(file: File, into: Collected) -> None:
         if note is not None and note not in points.warnings:
             points.warnings.append(note)
         label = into.run_label(points, seed)
-        points.extend(compute[at].tolist(), reward[at].tolist(), [label] * len(at), None)
-        into.study.foreign.append(
-            ForeignRun(
-                where=str(file.path),
-                name=run,
-                key="",
-                state="",
-                labels=described(factors, recipe=recipe, seed=seed, baseline=labels.get("baseline")),
-                axis=axis,
-                metric="reward",
-                steps=None,
-                compute=compute[at],
-                reward=reward[at],
-                sd=None,
-            )
-        )
+        known = described(factors, recipe=recipe, seed=seed, baseline=labels.get("baseline"))
+        into.add(points, label, ForeignRun(str(file.path), run, known, axis, "reward", compute[at], reward[at]))
         points_read += len(at)
     if not points_read:
         raise UserError(f"{file.path}: no row has both compute and a reward; give another table")
