@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from sweeps.curve import DEVICE_HOURS, UNITS
-from sweeps.run.files import read_json
-from sweeps.run.journal import JournalView
+from sweeps.run.files import read_json, read_yaml
+from sweeps.run.journal import JournalView, finite
 from sweeps.run.spec import SPEC_FILE
 
 # At most this many different models or tasks are listed.
@@ -46,7 +45,7 @@ class Facts:
     @cached_property
     def rate(self) -> float | None:
         """Price of a device hour (`launch.rate`), if the runs agree on one."""
-        rates = {_number(_part(config, "launch").get("rate")) for config in self.configs}
+        rates = {finite(_part(config, "launch").get("rate")) for config in self.configs}
         return rates.pop() if len(rates) == 1 else None
 
     @cached_property
@@ -68,7 +67,7 @@ class Facts:
         studies = dict.fromkeys(view.path.parent.parent.parent for view in self._runs)
         commands = []
         for study in studies:
-            overrides = _part(_part(_yaml(study / "multirun.yaml"), "hydra"), "overrides").get("task")
+            overrides = _part(_part(read_yaml(study / "multirun.yaml"), "hydra"), "overrides").get("task")
             if isinstance(overrides, list):
                 commands.append(
                     "scalerl train --multirun " + " ".join(shlex.quote(str(override)) for override in overrides)
@@ -109,17 +108,6 @@ def _last(view: JournalView, axis: str) -> float:
     return max((float(record.metrics.get(axis, 0.0)) for record in view.records[-2:]), default=0.0)
 
 
-def _yaml(path: Path) -> Mapping[str, Any]:
-    """Read a YAML file's mapping; empty if there is none."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_bytes())
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     part = config.get(name)
     return part if isinstance(part, dict) else {}
@@ -136,7 +124,3 @@ def _several(texts: Iterable[str]) -> str:
     different = list(dict.fromkeys(text for text in texts if text))
     more = f" and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
     return ", ".join(different[:_NAMED]) + more
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -65,6 +65,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping from a file without making classes; empty if missing, unreadable or not a mapping."""
+    import yaml  # slow to import, and needed by few readers
+
+    try:
+        content = yaml.safe_load(path.read_bytes())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def parse_json(text: str | bytes) -> Any:
     """Parse a JSON text.
 

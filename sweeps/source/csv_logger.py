@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
+from sweeps.run.files import read_yaml
 from sweeps.source.cells import numbers
 from sweeps.source.collected import Collected
 from sweeps.source.frame import read_table
@@ -41,7 +41,7 @@ def read(file: File, into: Collected) -> None:
     """
     table = read_table(file, into.asked)
     assert table is not None, "`matches` has read it"
-    parameters = _parameters(file.path.parent / BESIDE)
+    parameters = read_yaml(file.path.parent / BESIDE)
     labels = {key: str(value) for key, value in parameters.items() if isinstance(value, str | int | float)}
     folder = file.path.parent
     name = folder.parent.name if _VERSION.fullmatch(folder.name) and folder.parent.name else folder.name
@@ -55,14 +55,3 @@ def read(file: File, into: Collected) -> None:
     )
     where, notes = str(file.path), ["a torn last line was left out"] if table.torn else []
     add_logs([log], NAME, where, into, None, "the logger's folder", "step", notes)
-
-
-def _parameters(path: Path) -> dict[str, Any]:
-    """Return the hyper-parameters if YAML can load them without making classes; else none."""
-    import yaml  # only where there are hyper-parameters
-
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return values if isinstance(values, dict) else {}

@@ -12,7 +12,7 @@ import numpy as np
 from sweeps.curve import FLOPS, STEPS, UNITS, default_axis
 from sweeps.errors import UserError
 from sweeps.fit.schedule import at_peak_rate
-from sweeps.run.files import parse_json
+from sweeps.run.files import parse_json, read_yaml
 from sweeps.run.journal import CONFIG_FILE, JournalError, JournalView, Record, finite, read_journal
 from sweeps.source.collected import ALL, Collected, CurvePoints
 from sweeps.source.held_out import with_at_k
@@ -152,7 +152,7 @@ def _labels(view: JournalView, into: Collected) -> tuple[str, dict[str, str]]:
     recipe = str(view.header.get("recipe", view.path.parent.name))
     if not into.asked.factors:
         return recipe, {}
-    config = _config(view.path.parent)
+    config = read_yaml(view.path.parent / CONFIG_FILE)
     factors = {}
     for name in into.asked.factors:
         value = view.header[name] if name in view.header else _dotted(config, name)
@@ -163,18 +163,6 @@ def _labels(view: JournalView, into: Collected) -> tuple[str, dict[str, str]]:
             )
         factors[name] = str(value)
     return recipe, factors
-
-
-def _config(run_dir: Path) -> Any:
-    path = run_dir / CONFIG_FILE
-    if not path.is_file():
-        return None
-    import yaml  # slow to import, and only needed for factors
-
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
 
 
 def _dotted(config: Any, name: str) -> Any:
