@@ -19,9 +19,10 @@ from typing import Any
 
 from sweeps.run.files import parse_json
 from sweeps.run.journal import JOURNAL_FILE
-from sweeps.source import csv_logger, journals
+from sweeps.source import csv_logger, journals, verl
 from sweeps.source.cells import number
-from sweeps.source.raw import STEP_COLUMNS, step_column
+from sweeps.source.raw import STEP_COLUMNS
+from sweeps.source.vocabulary import step_column
 
 # Values of one metric with their steps, in the order of logging.
 Column = list[tuple[float, float]]
@@ -241,7 +242,7 @@ class GrowingLog:
         if self._first and not self._lenient:
             if "log_history" in row:
                 raise UnfitError  # TRL's trainer state
-            if _of_verl(row):
+            if verl.is_row(row):
                 self._take = self._take_of_verl
                 self._take(line)
                 return
@@ -257,7 +258,7 @@ class GrowingLog:
             row = parse_json(line)
         except ValueError:
             row = None
-        if _of_verl(row):
+        if verl.is_row(row):
             self.rows.add({**row["data"], "step": row["step"]})
         else:
             self.left_out += 1
@@ -281,10 +282,6 @@ class GrowingLog:
                 self.rows.add(row)
 
         self._take = take
-
-
-def _of_verl(row: Any) -> bool:
-    return isinstance(row, dict) and isinstance(row.get("data"), dict) and "step" in row
 
 
 def _cells(line: bytes) -> list[str]:

@@ -81,16 +81,8 @@ def read(file: File, into: Collected) -> None:
         notes += more
         names = list(dict.fromkeys(key for _, row in records for key in row))
     framework = vocabulary_of(names) or (TRL if "reward" in names else None)
-    add_logs(
-        logs=[Log(name=file.run_name, names=names, rows=len(rows), series=series_of_records(records))],
-        reader=NAME,
-        where=str(file.path),
-        into=into,
-        vocabulary=framework,
-        named="the file's name",
-        step="step",
-        notes=notes,
-    )
+    log = Log(name=file.run_name, names=names, rows=len(rows), series=series_of_records(records))
+    add_logs([log], NAME, str(file.path), into, framework, notes=notes)
 
 
 _Found = tuple[tuple[int, int] | None, dict[str, Any] | None]

@@ -15,7 +15,7 @@ import numpy as np
 
 from sweeps.errors import UserError, require
 from sweeps.source.collected import Collected
-from sweeps.source.log import Log, Series, add_logs
+from sweeps.source.log import Log, Series, add_logs, series_of_points
 from sweeps.source.run_names import is_bare_seed
 from sweeps.source.text import File, run_of, short
 
@@ -121,11 +121,8 @@ def _log(name: str, scalars: dict[str, list[tuple[float, float, float]]], warnin
     def series(tag: str) -> Series:
         if tag == WALL_TIME:
             return Series(events[:, 0], events[:, 1] - events[:, 1].min())
-        rows = np.array(scalars[tag], dtype=float)
-        kept = np.isfinite(rows[:, 2])
-        bad = int((~kept).sum())
-        first = f"step {rows[~kept][0, 0]:g}: {rows[~kept][0, 2]}" if bad else ""
-        return Series(rows[kept, 0], rows[kept, 2], max(0, len(steps) - len(rows)), bad, first)
+        points = [(step, value) for step, _, value in scalars[tag]]
+        return series_of_points(points, absent=max(0, len(steps) - len(points)))
 
     steps = np.unique(events[:, 0])
     return Log(name=name, names=[*scalars, WALL_TIME], rows=len(steps), series=series, warnings=tuple(warnings))

@@ -102,6 +102,14 @@ def series_of(table: Table, steps: Array) -> Callable[[str], Series]:
     return series
 
 
+def series_of_points(points: Sequence[tuple[float, float]], absent: int = 0) -> Series:
+    """Return a metric from its (step, value) pairs, in order of logging; values that are not finite are counted."""
+    steps, values = np.array(points, dtype=float).reshape(-1, 2).T
+    kept = np.isfinite(values)
+    first = f"step {steps[~kept][0]:g}: {values[~kept][0]}" if not kept.all() else ""
+    return Series(steps[kept], values[kept], absent, int((~kept).sum()), first)
+
+
 def series_of_records(records: Sequence[tuple[float, dict[str, Any]]]) -> Callable[[str], Series]:
     """Return a function that reads a metric from records that each have a step."""
     return series_of(table_of([record for _, record in records]), np.array([step for step, _ in records], dtype=float))

@@ -18,7 +18,7 @@ import numpy as np
 
 from sweeps.errors import UserError, require
 from sweeps.source.collected import FAILED, FINISHED, RUNNING, Collected
-from sweeps.source.log import Log, Series, add_logs
+from sweeps.source.log import Log, Series, add_logs, series_of_points
 from sweeps.source.text import listed, short
 
 if TYPE_CHECKING:
@@ -76,16 +76,7 @@ def read_experiment(source: str, into: Collected) -> None:
         notes = [f"runs of other kinds (sweeps, fits): {unused}"] if unused else []
         if not logs:
             raise UserError(f"{where}: no run with metrics; give an experiment with runs")
-        add_logs(
-            logs=logs,
-            reader=NAME,
-            where=where,
-            into=into,
-            vocabulary=None,
-            named="the run's name",
-            step="step",
-            notes=notes,
-        )
+        add_logs(logs, NAME, where, into, named="the run's name", notes=notes)
     except UserError:
         raise
     except Exception as error:  # the client passes SQL, HTTP and OS errors through
@@ -93,7 +84,7 @@ def read_experiment(source: str, into: Collected) -> None:
 
 
 def _runs(uri: str, experiment: str, where: str) -> tuple[list[Run], MlflowClient]:
-    from sweeps.tracking.common import quiet_environment
+    from sweeps.tracking.common import all_runs, quiet_environment
 
     scheme, _, file = uri.partition(":///")
     if scheme.split("+")[0] == "sqlite":
@@ -107,14 +98,7 @@ def _runs(uri: str, experiment: str, where: str) -> tuple[list[Run], MlflowClien
         names = sorted(other.name for other in client.search_experiments())
         what = f"no experiment {short(experiment)!r}" if experiment else "no experiment is named"
         raise UserError(f"{where}: {what}; found {listed(names)}; give mlflow:URI#experiment")
-    runs: list[Run] = []
-    token = None
-    while True:
-        page = client.search_runs([match.experiment_id], page_token=token, order_by=["attributes.start_time ASC"])
-        runs.extend(page)
-        token = page.token
-        if not token:
-            return runs, client
+    return all_runs(client, match.experiment_id, "", "attributes.start_time ASC"), client
 
 
 def _check_database(path: Path) -> None:
@@ -190,12 +174,7 @@ def _history(client: MlflowClient, run_id: str) -> Callable[[str], Series]:
 
     def series(key: str) -> Series:
         points = sorted(client.get_metric_history(run_id, key), key=lambda point: (point.timestamp, point.step))
-        steps = np.array([point.step for point in points], dtype=float)
-        values = np.array([point.value for point in points], dtype=float)
-        kept = np.isfinite(values)
-        bad = int((~kept).sum())
-        first = f"step {steps[~kept][0]:g}: {values[~kept][0]}" if bad else ""
-        return Series(steps[kept], values[kept], 0, bad, first)
+        return series_of_points([(point.step, point.value) for point in points])
 
     return series
 

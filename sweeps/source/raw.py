@@ -17,7 +17,7 @@ from sweeps.source.log import Log, series_of
 from sweeps.source.places import Place
 from sweeps.source.readers import READERS
 from sweeps.source.text import File, listed, short
-from sweeps.source.vocabulary import STEP_NAMES, VOCABULARIES, vocabulary_of
+from sweeps.source.vocabulary import STEP_NAMES, VOCABULARIES, step_column
 
 # Readers of plain tables, in which a step is an ordinary column.
 _TABLES = (wandb_export, wide, table)
@@ -80,13 +80,6 @@ def log_of_table(rows: Table, name: str, where: str, step: str | None = None) ->
 
 # All names that a column of steps may have if the user names none.
 STEP_COLUMNS = frozenset([*STEP_NAMES, *(name for each in VOCABULARIES for name in each.step)])
-
-
-def step_column(names: Sequence[str], step: str | None) -> str | None:
-    """Return the step column among these: the named one, else a framework's, else a tracker's; None without one."""
-    framework = vocabulary_of(names) if step is None else None
-    known = (*(framework.step if framework else ()), *STEP_NAMES) if step is None else (step,)
-    return next((candidate for candidate in known if candidate in names), None)
 
 
 def no_steps(where: str, names: Sequence[str], step: str | None) -> UserError:

@@ -63,16 +63,7 @@ def read(file: File, into: Collected) -> None:
     )
     if len(records) < len(history):
         notes.insert(0, f"rows without a step: {len(history) - len(records)}")
-    add_logs(
-        logs=[log],
-        reader=NAME,
-        where=str(file.path),
-        into=into,
-        vocabulary=TRL,
-        named="the run's directory",
-        step="step",
-        notes=notes,
-    )
+    add_logs([log], NAME, str(file.path), into, TRL, "the run's directory", notes=notes)
 
 
 def renamed(rows: Sequence[tuple[float, dict[str, Any]]]) -> tuple[list[tuple[float, dict[str, Any]]], list[str]]:

@@ -41,9 +41,13 @@ def matches(file: File, into: Collected | None = None) -> bool:
 def _first_object(file: File) -> bool:
     line = file.content.removeprefix(b"\xef\xbb\xbf").lstrip().split(b"\n", 1)[0]
     try:
-        record = parse_json(line)
+        return is_row(parse_json(line))
     except ValueError:
         return False
+
+
+def is_row(record: Any) -> bool:
+    """Return whether a JSON value is a line of the file backend."""
     return isinstance(record, dict) and isinstance(record.get("data"), dict) and "step" in record
 
 
@@ -57,16 +61,7 @@ def read(file: File, into: Collected) -> None:
     records, rows, notes = _console(file) if console else _jsonl(file)
     names = list(dict.fromkeys(key for _, record in records for key in record))
     log = Log(name=file.run_name, names=names, rows=rows, series=series_of_records(records))
-    add_logs(
-        logs=[log],
-        reader=CONSOLE if console else JSONL,
-        where=str(file.path),
-        into=into,
-        vocabulary=VERL,
-        named="the file's name",
-        step="step",
-        notes=notes,
-    )
+    add_logs([log], CONSOLE if console else JSONL, str(file.path), into, VERL, notes=notes)
 
 
 Records = list[tuple[float, dict[str, Any]]]

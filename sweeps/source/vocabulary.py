@@ -147,3 +147,10 @@ def order_warning(axis: str) -> str | None:
 def vocabulary_of(names: Sequence[str]) -> Vocabulary | None:
     """Return the first framework with a signature that matches one of the names; None if there is none."""
     return next((vocabulary for vocabulary in VOCABULARIES if vocabulary.speaks(names)), None)
+
+
+def step_column(names: Sequence[str], step: str | None = None) -> str | None:
+    """Return the step column among these: the named one, else a framework's, else a tracker's; None without one."""
+    framework = vocabulary_of(names) if step is None else None
+    known = (*(framework.step if framework else ()), *STEP_NAMES) if step is None else (step,)
+    return next((candidate for candidate in known if candidate in names), None)

@@ -21,7 +21,7 @@ from sweeps.source.log import Column, Log, Series, add_logs, logs_of_rows, serie
 from sweeps.source.run_names import hidden_seed, labels_in, pairs_in
 from sweeps.source.table import is_table
 from sweeps.source.text import File, listed, short
-from sweeps.source.vocabulary import ORDER, STEP_NAMES, vocabulary_of
+from sweeps.source.vocabulary import ORDER, step_column, vocabulary_of
 
 CHART, HISTORY = "W&B chart export", "W&B history export"
 NAME = HISTORY
@@ -35,7 +35,7 @@ def matches(file: File, into: Collected) -> bool:
         return False
     if _is_chart(table):
         return True
-    return ("_step" in table.names or vocabulary_of(table.names) is not None) and _step(table) is not None
+    return ("_step" in table.names or vocabulary_of(table.names) is not None) and step_column(table.names) is not None
 
 
 def _is_chart(table: Table) -> bool:
@@ -46,13 +46,6 @@ def _is_chart(table: Table) -> bool:
     parts = [name.rpartition(" - ") for name in table.names[1:]]
     metrics = {metric for _, _, metric in parts}
     return len(parts) > 1 and len(metrics) == 1 and all(run for run, _, _ in parts) and hidden_seed(parts[0][2]) is None
-
-
-def _step(table: Table) -> str | None:
-    """Return the step column that joins the rows of a history: the framework's, else the tracker's, else None."""
-    framework = vocabulary_of(table.names)
-    preferred = (*(framework.step if framework else ()), *STEP_NAMES)
-    return next((name for name in preferred if name in table.names), None)
 
 
 def read(file: File, into: Collected) -> None:
@@ -70,7 +63,7 @@ def read(file: File, into: Collected) -> None:
     if _is_chart(table):
         _read_chart(file, table, into)
         return
-    step = _step(table) or ""
+    step = step_column(table.names) or ""
     labels = [name for name in (into.asked.by, *into.asked.factors) if name is not None]
     for label in labels:
         if label not in table.names and label not in pairs_in(file.run_name):
@@ -83,16 +76,7 @@ def read(file: File, into: Collected) -> None:
         notes.append("a torn last line was left out")
     framework = vocabulary_of(table.names)
     reader = HISTORY if "_step" in table.names else f"{framework.project if framework else 'a'} log"
-    add_logs(
-        logs=logs,
-        reader=reader,
-        where=str(file.path),
-        into=into,
-        vocabulary=framework,
-        named=run_column or "the file's name",
-        step=step,
-        notes=notes,
-    )
+    add_logs(logs, reader, str(file.path), into, framework, run_column or "the file's name", step, notes)
 
 
 def _read_chart(file: File, table: Table, into: Collected) -> None:
@@ -113,16 +97,7 @@ def _read_chart(file: File, table: Table, into: Collected) -> None:
     logs = []
     for run, metrics in runs.items():
         labels = labels_in(run)
-        logs.append(
-            Log(
-                name=run,
-                names=[x, *metrics],
-                rows=table.count,
-                series=_of_run(series, run, x),
-                labels=tuple(labels),
-                label=labels.get,
-            )
-        )
+        logs.append(Log(run, [x, *metrics], table.count, _of_run(series, run, x), tuple(labels), labels.get))
     metrics = list(dict.fromkeys(metric for names in runs.values() for metric in names))
     notes = [f"rows without {short(x)}: {int(np.isnan(steps).sum())}"] if np.isnan(steps).any() else []
     averaged = sum(any(_is_average(table, f"{run} - {metric}") for metric in names) for run, names in runs.items())
@@ -130,18 +105,7 @@ def _read_chart(file: File, table: Table, into: Collected) -> None:
         notes.append(f"runs with points averaged over steps (their __MIN and __MAX differ): {averaged}")
     only = Column(metrics[0], "the chart's metric") if len(metrics) == 1 and into.asked.y is None else None
     axis = None if into.asked.x == ORDER else Column(x, "the chart's x axis")
-    add_logs(
-        logs=logs,
-        reader=CHART,
-        where=str(file.path),
-        into=into,
-        vocabulary=None,
-        named="the run's name",
-        step=x,
-        notes=notes,
-        reward=only,
-        compute=axis,
-    )
+    add_logs(logs, CHART, str(file.path), into, None, "the run's name", x, notes, reward=only, compute=axis)
 
 
 def _of_run(series: Callable[[str], Series], run: str, x: str) -> Callable[[str], Series]:

@@ -8,9 +8,14 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
 from sweeps.errors import UserError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 # Metrics that repeat others for MLflow's charts: the axis with its unit, and the pass rate including compute 0.
 _CHART_KEY = re.compile(r"Pass rate/.+|eval/.+/(log10 )?compute in .+")
@@ -61,6 +66,18 @@ def quiet_environment() -> None:
     for name, level in levels.items():
         if logging.getLogger(name).level == logging.NOTSET:
             logging.getLogger(name).setLevel(level)
+
+
+def all_runs(client: MlflowClient, experiment_id: str, filter_string: str, order: str) -> list[Run]:
+    """Return all runs of an experiment that match a filter, over all pages of the store's answers."""
+    runs: list[Run] = []
+    token = None
+    while True:
+        page = client.search_runs([experiment_id], filter_string, order_by=[order], page_token=token)
+        runs.extend(page)
+        token = page.token
+        if not token:
+            return runs
 
 
 def one_line(error: BaseException) -> str:

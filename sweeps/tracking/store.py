@@ -20,7 +20,7 @@ from filelock import FileLock
 from sweeps.errors import UserError
 from sweeps.run.files import read_json, write_json
 from sweeps.tracking.colours import RUN_COLOUR_TAG, recipe_colours
-from sweeps.tracking.common import now_ms, one_line, quiet_environment, resolve_uri, without_credentials
+from sweeps.tracking.common import all_runs, now_ms, one_line, quiet_environment, resolve_uri, without_credentials
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -235,20 +235,8 @@ class Tracker:
 
     def sweep_runs(self, sweep: TrackedSweep) -> list[Run]:
         """Return all runs of a sweep that are not deleted, newest first."""
-        runs: list[Run] = []
-        token = None
-        while True:
-            page = self.client.search_runs(
-                [sweep.experiment_id],
-                filter_string=f"tags.`{SWEEP_TAG}` = '{sweep.key}'",
-                max_results=1000,
-                order_by=["attributes.start_time DESC"],
-                page_token=token,
-            )
-            runs.extend(page)
-            token = page.token
-            if not token:
-                return runs
+        wanted = f"tags.`{SWEEP_TAG}` = '{sweep.key}'"
+        return all_runs(self.client, sweep.experiment_id, wanted, "attributes.start_time DESC")
 
     def set_status(self, mlflow_run_id: str, status: str, at_ms: int | None = None) -> None:
         """Set a run's status: RUNNING reopens it; FINISHED, FAILED and KILLED end it (at `at_ms`, or now).
