@@ -11,10 +11,10 @@ from typing import Any
 
 from sweeps.errors import UserError, naming
 from sweeps.launch.ledger import RUNS_DIR, Ledger
-from sweeps.launch.study import LEASE_NAME
+from sweeps.launch.members import LEASE_NAME, take_lease
 from sweeps.run.files import make_private
 from sweeps.run.journal import Journal, JournalView, read_journal
-from sweeps.run.lease import Lease, LeaseHeldError
+from sweeps.run.lease import Lease
 from sweeps.run.progress import why_final
 from sweeps.run.spec import RunSpec, leaves, science
 
@@ -70,14 +70,9 @@ def named(spec: RunSpec) -> dict[str, Any]:
 def held(directory: Path) -> Iterator[None]:
     """Context manager: hold the study's lease, so that no process launches or collects it meanwhile."""
     lease = Lease(directory, LEASE_NAME)
-    try:
-        with naming("STUDY"):
-            make_private(directory)
-            lease.acquire(2.0)
-    except LeaseHeldError as error:
-        raise UserError(
-            f"{directory}: is being run by another process ({lease.holder()}); wait for it, or end it first"
-        ) from error
+    with naming("STUDY"):
+        make_private(directory)
+        take_lease(lease, f"{directory}:")
     try:
         yield
     finally:

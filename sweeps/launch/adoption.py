@@ -20,7 +20,7 @@ from sweeps.errors import UserError, naming
 from sweeps.launch.adopted import agree, fields_of, held, named, values_of
 from sweeps.launch.labels import check_labels
 from sweeps.launch.ledger import LEDGER_FILE, RUNS_DIR, Ledger, adopted
-from sweeps.launch.study import LEASE_NAME
+from sweeps.launch.members import LEASE_NAME
 from sweeps.redact import redact
 from sweeps.run.files import write_atomically
 from sweeps.run.journal import CONFIG_FILE, Journal, JournalView, find_runs

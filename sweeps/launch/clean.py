@@ -19,9 +19,9 @@ from sweeps.errors import UserError, naming
 from sweeps.executor.node.attempts import ATTEMPTS_DIR
 from sweeps.executor.node.manifest import JOBS_DIR
 from sweeps.launch.ledger import RUNS_DIR, Ledger, MemberState
-from sweeps.launch.study import LEASE_NAME
+from sweeps.launch.members import LEASE_NAME, take_lease
 from sweeps.run.journal import LOG_FILE
-from sweeps.run.lease import Lease, LeaseHeldError, beating
+from sweeps.run.lease import Lease, beating
 from sweeps.run.progress import is_done
 from sweeps.run.rollouts import ROLLOUTS_FILE
 from sweeps.run.spec import budget_of
@@ -128,12 +128,7 @@ def clean(study: Path, kinds: Sequence[str], keep: int = 0, sleep: Callable[[flo
     _members(study, Ledger(study).fold())  # before anything is written
     lease = Lease(study, LEASE_NAME)
     with naming("clean"):
-        try:
-            lease.acquire(2.0)
-        except LeaseHeldError as error:
-            raise UserError(
-                f"clean: {study} is being run by another process ({lease.holder()}); wait for it, or end it first"
-            ) from error
+        take_lease(lease, f"clean: {study}")
         try:
             result = inventory(study, keep, sleep)  # list again: files may have changed since they were shown
             for kind in KINDS:

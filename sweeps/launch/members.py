@@ -9,9 +9,26 @@ from typing import Any, Self
 
 from sweeps.errors import UserError
 from sweeps.launch.ledger import RUNS_DIR, Ledger, read_frozen
+from sweeps.run.lease import Lease, LeaseHeldError
 from sweeps.run.spec import RunSpec, check_distinct
 
 _log = logging.getLogger(__name__)
+
+LEASE_NAME = "controller"
+
+
+def take_lease(lease: Lease, subject: str) -> None:
+    """Acquire a study's lease, with a short wait: some processes hold it only for a moment.
+
+    Raises:
+        UserError: another process runs the study; the message begins with `subject`.
+    """
+    try:
+        lease.acquire(2.0)
+    except LeaseHeldError as error:
+        raise UserError(
+            f"{subject} is being run by another process ({lease.holder()}); wait for it, or end it first"
+        ) from error
 
 
 class Members:

@@ -19,7 +19,7 @@ from sweeps.errors import UserError
 from sweeps.executor.clusters import QueuedJob, Scheduler
 from sweeps.executor.node.attempts import Attempt, attempts
 from sweeps.launch.ledger import LEDGER_FILE, RUNS_DIR, Ledger, MemberState
-from sweeps.launch.study import LEASE_NAME
+from sweeps.launch.members import LEASE_NAME
 from sweeps.redact import redact
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, find_runs
 from sweeps.run.lease import BEAT_S, alive, beaten_at, beating

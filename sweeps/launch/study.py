@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 from sweeps.errors import UserError, naming
 from sweeps.executor.base import Executor
@@ -15,17 +14,15 @@ from sweeps.launch.decider import Decider
 from sweeps.launch.decisions import Policy
 from sweeps.launch.labels import check_labels
 from sweeps.launch.ledger import RUNS_DIR, MemberState
-from sweeps.launch.members import Members
+from sweeps.launch.members import LEASE_NAME, Members, take_lease
 from sweeps.launch.observer import Observer
 from sweeps.launch.rollback import Rollback, missing_folders, remove_folders
 from sweeps.run.files import make_private
-from sweeps.run.lease import Lease, LeaseHeldError
+from sweeps.run.lease import Lease
 from sweeps.run.progress import check_own, is_done
 from sweeps.run.spec import check_form
 
 _log = logging.getLogger(__name__)
-
-LEASE_NAME = "controller"
 
 
 class Study(Members):
@@ -73,7 +70,10 @@ class Study(Members):
                 opened. After this, and after a `commit` that the executor refuses, the folder is as it was before.
         """
         lease = Lease(self.directory, LEASE_NAME)
-        new = self._take(lease)
+        with naming("output_dir"):
+            new = missing_folders(self.directory)
+            make_private(self.directory)
+            take_lease(lease, f"study: {self.directory}")
         # If interrupted, unfinished members count as failed. Each part is released even if another one fails.
         failed, left = len(self.specs), 0
         with ExitStack() as stack:
@@ -103,20 +103,6 @@ class Study(Members):
                 failed, left = controller.unfinished(error)
                 raise
             failed, left = controller.unfinished()
-
-    def _take(self, lease: Lease) -> list[Path]:
-        """Acquire the study's lease, and return the folders that were made for it, the innermost first."""
-        try:
-            with naming("output_dir"):
-                new = missing_folders(self.directory)
-                make_private(self.directory)
-                lease.acquire(2.0)  # short waits occur: some processes hold it only for a moment
-        except LeaseHeldError as error:
-            raise UserError(
-                f"study: {self.directory} is being run by another process ({lease.holder()}); wait for it, or end it "
-                "first"
-            ) from error
-        return new
 
     def _check_reach(self, executor: Executor, known: Mapping[str, MemberState]) -> None:
         """Check that no member to run has a cluster job, which this executor cannot follow."""

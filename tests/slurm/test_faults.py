@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from sweeps.launch.study import LEASE_NAME
+from sweeps.launch.members import LEASE_NAME
 from sweeps.run.lease import alive
 from tests.place import PATIENCE_S, STEPS, Deterministic, Place
 from tests.slurm.cluster import Lab, Sweep, by_run, eventually

@@ -18,8 +18,9 @@ from sweeps.cli.main import main
 from sweeps.errors import UserError
 from sweeps.executor.slurm.executor import SlurmCluster
 from sweeps.launch.ledger import Ledger
+from sweeps.launch.members import LEASE_NAME
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
-from sweeps.launch.study import LEASE_NAME, Study
+from sweeps.launch.study import Study
 from sweeps.run.lease import Lease
 from sweeps.run.spec import RunSpec, make_spec
 from tests import forked

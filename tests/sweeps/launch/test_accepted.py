@@ -21,9 +21,10 @@ from sweeps.executor.slurm.executor import SlurmCluster
 from sweeps.executor.slurm.scheduler import RefusedError
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.ledger import Ledger, MemberState
+from sweeps.launch.members import LEASE_NAME
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, prepare_study
 from sweeps.launch.status import overview
-from sweeps.launch.study import LEASE_NAME, Study
+from sweeps.launch.study import Study
 from sweeps.run.interruption import ask_to_stop, stop_asked
 from sweeps.run.lease import Lease
 from sweeps.run.spec import RunSpec, make_spec

@@ -20,8 +20,9 @@ from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.clean import KINDS, USUAL, clean, inventory, shown_size
 from sweeps.launch.ledger import Ledger
+from sweeps.launch.members import LEASE_NAME
 from sweeps.launch.status import overview
-from sweeps.launch.study import LEASE_NAME, Study
+from sweeps.launch.study import Study
 from sweeps.run.files import parse_lines
 from sweeps.run.journal import read_journal
 from sweeps.run.lease import Lease

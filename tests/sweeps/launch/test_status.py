@@ -16,8 +16,8 @@ from sweeps.errors import UserError
 from sweeps.executor.slurm.scheduler import JobInfo
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.ledger import Ledger
+from sweeps.launch.members import LEASE_NAME
 from sweeps.launch.status import STATES, MemberView, counts, log_tail, overview, to_json
-from sweeps.launch.study import LEASE_NAME
 from sweeps.run.journal import LOG_FILE, Journal
 from sweeps.run.lease import Lease
 from tests.sweeps.executor.fake_cluster import (

@@ -18,10 +18,11 @@ from sweeps.errors import UserError
 from sweeps.executor.base import Launch, Outcome
 from sweeps.executor.failure import NEVER
 from sweeps.launch.ledger import Ledger, MemberState
+from sweeps.launch.members import LEASE_NAME
 from sweeps.launch.observer import LOOKS, SHOWN, Observer, Progress
 from sweeps.launch.price import launch_of
 from sweeps.launch.status import overview
-from sweeps.launch.study import LEASE_NAME, Study
+from sweeps.launch.study import Study
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, Journal, read_journal
 from sweeps.run.lease import LeaseLostError
 from sweeps.run.progress import is_done, last_metrics, why_failed, why_final
