@@ -7,7 +7,7 @@ import argparse
 from sweeps.cli.main import make_parser
 
 
-def completion_command(options: argparse.Namespace) -> int:
+def completion_command(options: argparse.Namespace) -> None:
     """Print the completion script for a shell (`scalerl completion bash|zsh|tcsh`)."""
     import shtab
 
@@ -19,7 +19,6 @@ def completion_command(options: argparse.Namespace) -> int:
             elif action.metavar == "SWEEP":
                 action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
     print(shtab.complete(parser, options.shell))
-    return 0
 
 
 def _parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:

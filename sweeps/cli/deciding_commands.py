@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sweeps.fit.fit import Fit
 
 
-def rank_command(options: argparse.Namespace) -> int:
+def rank_command(options: argparse.Namespace) -> None:
     """Rank recipes by asymptote, ties by efficiency, and print the tables (`scalerl rank`)."""
     _check_axes(options)
     study, fits = fitted(options)
@@ -49,10 +49,9 @@ def rank_command(options: argparse.Namespace) -> int:
     if options.json:
         by_axis, pass_at_k = (None if part is None else part.to_json() for part in (ranks_by_axis, at_k))
         print_json({**ranking.to_json(), "by_axis": by_axis, "pass_at_k": pass_at_k})
-        return 0
+        return
     print(rank_text(ranking, ranks_by_axis, at_k))
     warn(idle_variants(study.runs))
-    return 0
 
 
 def ranked(options: argparse.Namespace, fits: Sequence[Fit], workers: int) -> Ranking:
@@ -103,10 +102,11 @@ def _by_axis(options: argparse.Namespace, axes: Sequence[str], fits: Sequence[Fi
     return by_axis(fits_by_axis, options.rate)
 
 
-def plan_command(options: argparse.Namespace) -> int:
+def plan_command(options: argparse.Namespace) -> None:
     """Print the next runs, the compute that a target or budget takes, or a study's design (`scalerl plan`)."""
     if options.design is not None:
-        return _design(options)
+        _design(options)
+        return
     if not options.sources:
         options.refuse("give a SOURCE, or --design with the overrides of a study to come")
     if options.like is not None or options.rate is not None:
@@ -124,13 +124,12 @@ def plan_command(options: argparse.Namespace) -> int:
         write_frontier(figure, plan, fits, options.size)
     if options.json:
         print_json(plan_json(plan, commands))
-        return 0
+        return
     from sweeps.report.plan_text import plan_text
 
     print(plan_text(plan, commands))
     for sizes in plan.sizes:
         warn([f"{sizes.recipe}: {note}" for note in sizes.warnings])
-    return 0
 
 
 def planned(options: argparse.Namespace, study: LoadedStudy, fits: Sequence[Fit]) -> tuple[Plan, list[str | None]]:
@@ -161,7 +160,7 @@ def plan_json(plan: Plan, commands: Sequence[str | None]) -> dict[str, Any]:
     return entry
 
 
-def _design(options: argparse.Namespace) -> int:
+def _design(options: argparse.Namespace) -> None:
     """Replace this process by `scalerl train --multirun` with `launch.design` set, which only prints the cost."""
     from sweeps.cli.study_commands import train_command
 
@@ -172,10 +171,10 @@ def _design(options: argparse.Namespace) -> int:
         if (value := getattr(options, name)) is not None:
             text = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'" if isinstance(value, str) else value
             words.append(f"launch.{name}={text}")
-    return train_command(["--multirun", *words])
+    train_command(["--multirun", *words])
 
 
-def compare_command(options: argparse.Namespace) -> int:
+def compare_command(options: argparse.Namespace) -> None:
     """Print differences of pairs of recipes in reward, asymptote and compute (`scalerl compare`)."""
     options.sources, named = _sources_and_recipes(options.sources)
     study, fits = fitted(options)
@@ -185,10 +184,9 @@ def compare_command(options: argparse.Namespace) -> int:
     warn(study.warnings)
     if options.json:
         print_json(comparisons.to_json())
-        return 0
+        return
     print(comparisons_text(comparisons, fits[0].curve))
     warn(comparisons.notes)
-    return 0
 
 
 def compared(
@@ -240,7 +238,7 @@ def _pairs(named: Sequence[str], fits: Sequence[Fit]) -> list[tuple[str, str]]:
     return [(recipe, against) for recipe in recipes if recipe != against]
 
 
-def effects_command(options: argparse.Namespace) -> int:
+def effects_command(options: argparse.Namespace) -> None:
     """Print the effect of each axis of a grid on asymptote and compute, over the whole grid (`scalerl effects`)."""
     figure = check_figure(options)
     study, fits = fitted(options)
@@ -257,16 +255,15 @@ def effects_command(options: argparse.Namespace) -> int:
         write_figure(forest_figure(grid), figure)
     if options.json:
         print_json(grid.to_json())
-        return 0
+        return
     from sweeps.report.comparison_text import effects_text
 
     print(effects_text(grid))
     notes = grid.notes if grid.effects else ()  # else the notes are the answer and are printed
     warn([*notes, *(f"{recipe}: nothing can be read off it; left out" for recipe in grid.left)])
-    return 0
 
 
-def race_command(options: argparse.Namespace) -> int:
+def race_command(options: argparse.Namespace) -> None:
     """Replay a race over the sources: print which recipes need not run to the budget (`scalerl race`)."""
     from sweeps.decide.rules import Rules
 
@@ -295,8 +292,7 @@ def race_command(options: argparse.Namespace) -> int:
     warn(study.warnings)
     if options.json:
         print_json(race.to_json())
-        return 0
+        return
     from sweeps.report.comparison_text import race_text
 
     print(race_text(race))
-    return 0

@@ -10,7 +10,7 @@ from sweeps.errors import UserError
 from sweeps.fit.names import METHOD
 
 
-def fit_command(options: argparse.Namespace) -> int:
+def fit_command(options: argparse.Namespace) -> None:
     """Fit a curve per recipe and print its parameters, intervals and verdict (`scalerl fit`)."""
     if options.sensitivity and options.method == METHOD:
         raise UserError(f"--sensitivity: refits with intervals; leave out --method {METHOD}")
@@ -29,7 +29,7 @@ def fit_command(options: argparse.Namespace) -> int:
         for entry, comparison in zip(entries, comparisons, strict=False):
             entry["families"] = comparison.to_json()
         print_json(entries)
-        return 0
+        return
     print(fits_table(fits))
     bounds = "the published procedure, no intervals" if options.method == METHOD else "95% intervals, within these runs"
     print(f"\n{units_line(fits[0], bounds)}")
@@ -40,4 +40,3 @@ def fit_command(options: argparse.Namespace) -> int:
         print(f"\n{families_text(comparison)}")
     for fit, rows in zip(fits, refits, strict=False):
         print(f"\n{sensitivity_text(fit.recipe, rows)}")
-    return 0

@@ -12,7 +12,7 @@ from sweeps.errors import UserError
 FOLDER = Path(__file__).parent / "own_folder"
 
 
-def init_command(options: argparse.Namespace) -> int:
+def init_command(options: argparse.Namespace) -> None:
     """Copy a folder that runs without changes, and print the next commands (`scalerl init`)."""
     folder = Path(options.folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -23,4 +23,3 @@ def init_command(options: argparse.Namespace) -> int:
     print(f"cd {shlex.quote(str(folder))}")
     print("scalerl train --config-dir . recipe=mine budget.steps=4      # a run of a few steps")
     print("scalerl train --config-dir . --multirun experiment=mine      # the study; README.md says more")
-    return 0

@@ -29,7 +29,8 @@ from sweeps.threads import multiply_on_one_thread
 if TYPE_CHECKING:
     from sweeps.fit.points import R0Mode
 
-Handler = Callable[[argparse.Namespace], int]
+# Runs a command; returns its exit code, None for success.
+Handler = Callable[[argparse.Namespace], int | None]
 # Adds a command, given its name, handler, summary and example.
 Command = Callable[[str, Handler, str, str], argparse.ArgumentParser]
 # Modules of commands that fit and decide, but start no members.
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = handler(options)
         sys.stdout.flush()
-        return code
+        return code or 0
     except _told_in_one_line() as error:
         from sweeps.report.plain import one_line
 
@@ -107,10 +108,10 @@ def _no_command(word: str, names: Collection[str]) -> str:
 def _later(module: str, function: str) -> Handler:
     """Return a handler that imports the command's module when it runs."""
 
-    def handler(options: argparse.Namespace) -> int:
+    def handler(options: argparse.Namespace) -> int | None:
         if module in CALCULATING:
             multiply_on_one_thread()
-        code: int = getattr(import_module(f"sweeps.cli.{module}"), function)(options)
+        code: int | None = getattr(import_module(f"sweeps.cli.{module}"), function)(options)
         return code
 
     return handler

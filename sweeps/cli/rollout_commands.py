@@ -22,7 +22,7 @@ LINES = 6
 MARKS = {"abstain": "-", "error": "!"}
 
 
-def rollouts_command(options: argparse.Namespace) -> int:
+def rollouts_command(options: argparse.Namespace) -> None:
     """Print the last stored groups of a run's rollouts that match the filters (`scalerl rollouts`)."""
     groups = [kept for group in read_groups(Path(options.run)) if (kept := _matching(group, options))]
     if not groups:
@@ -30,13 +30,12 @@ def rollouts_command(options: argparse.Namespace) -> int:
     shown = groups[-options.limit :] if options.limit else groups
     if options.json:
         print_json(shown)
-        return 0
+        return
     width = max(40, shutil.get_terminal_size().columns)
     for group in shown:
         print("\n".join(_lines(group, width, None if options.full else LINES)), end="\n\n")
     left = len(groups) - len(shown)
     print(f"{counted(len(shown), 'group')}{f', and {left} before them (--limit 0)' if left else ''}")
-    return 0
 
 
 def _matching(group: Group, options: argparse.Namespace) -> Group | None:
@@ -94,7 +93,7 @@ def _wrapped(text: str, indent: str, width: int, most: int | None) -> list[str]:
     return [f"{indent}{line}".rstrip() for line in lines]
 
 
-def rescore_command(options: argparse.Namespace) -> int:
+def rescore_command(options: argparse.Namespace) -> None:
     """Grade a run's stored rollouts again and print rewards before and after (`scalerl rescore`)."""
     run = run_folder(options.run)
     require_training("scalerl rescore")
@@ -104,7 +103,7 @@ def rescore_command(options: argparse.Namespace) -> int:
     )
     if options.json:
         print_json(found)
-        return 0
+        return
     rows = [
         [
             entry["source"] or "all",
@@ -120,10 +119,9 @@ def rescore_command(options: argparse.Namespace) -> int:
     for entry in found:
         for why in entry["reasons"]:
             print(f"error{' of ' + entry['source'] if entry['source'] else ''}: {one_line(why)}")
-    return 0
 
 
-def noise_command(options: argparse.Namespace) -> int:
+def noise_command(options: argparse.Namespace) -> None:
     """Repeat an evaluation at fixed weights and print its sampling error (`scalerl noise`)."""
     require_training("scalerl noise")
     noise = load_entry("lightning_scalerl.member.noise:measure_noise")
@@ -133,7 +131,7 @@ def noise_command(options: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = noise(options.model, overrides, options.repeats, options.trust)
     if options.json:
         print_json(found)
-        return 0
+        return
     rows = [
         [
             entry["set"], str(entry["prompts"]), str(entry["samples"]), f"{entry['pass_rate']:.4f}",
@@ -148,4 +146,3 @@ def noise_command(options: argparse.Namespace) -> int:
         "interval;\nforetold: what each gives by itself, and fits use; prompt error: what another draw of as many "
         "prompts would add."
     )
-    return 0

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sweeps.report.page import Beside
 
 
-def report_command(options: argparse.Namespace) -> int:
+def report_command(options: argparse.Namespace) -> None:
     """Write the HTML report with its figures and `ranking.csv` (`scalerl report`)."""
     page = Path(options.output)
     check_place(page)
@@ -54,7 +54,6 @@ def report_command(options: argparse.Namespace) -> int:
     print(one_line(ranking.sentence))
     for path in written:
         print(path)
-    return 0
 
 
 def _beside(options: argparse.Namespace) -> Beside:
@@ -67,7 +66,7 @@ def _beside(options: argparse.Namespace) -> Beside:
     return Beside(Place(options.beside).title, study.curves, fits, ranking)
 
 
-def watch_command(options: argparse.Namespace) -> int:
+def watch_command(options: argparse.Namespace) -> None:
     """Fit again as evaluations arrive, until interrupted: a live screen, or one line per snapshot (`scalerl watch`)."""
     from sweeps.decide.watch import Watch, default_path, waiting
     from sweeps.run.tail import Tails
@@ -79,7 +78,8 @@ def watch_command(options: argparse.Namespace) -> int:
         from sweeps.cli.watch_live import watch_live
 
         check_window(options)
-        return watch_live(options, path)
+        watch_live(options, path)
+        return
     noted: set[str] = set()
     journals = Tails({"train": sys.maxsize})  # only evaluations are fitted
 
@@ -114,11 +114,11 @@ def watch_command(options: argparse.Namespace) -> int:
                     last_warning = str(error)
                     warn([last_warning])
             if options.once:
-                return 0
+                return
             time.sleep(options.interval)
     except KeyboardInterrupt:
         # Ctrl-C is the normal way to stop watching.
-        return 0
+        return
 
 
 def _print_news(news: News, as_json: bool) -> None:
@@ -133,11 +133,10 @@ def _print_news(news: News, as_json: bool) -> None:
         warn([f"{news.snapshot.recipe}: {news.warning}"])
 
 
-def publish_command(options: argparse.Namespace) -> int:
+def publish_command(options: argparse.Namespace) -> None:
     """Log fits, bands and figures to MLflow and print the link to the chart (`scalerl publish`)."""
     require("mlflow", "scalerl publish")
     # MLflow is slow to import and not needed elsewhere.
     from sweeps.report.publish import publish
 
     publish(options.sources, options.mlflow)
-    return 0

@@ -30,7 +30,7 @@ SILENT_S = 60.0  # seconds without a heartbeat after which `status` reports it
 FAILURES = 3  # number of members shown in detail: logs, sides, changes of code
 
 
-def train_command(overrides: Sequence[str]) -> int:
+def train_command(overrides: Sequence[str]) -> None:
     """Replace this process by the training process (exec), so that signals and the exit code are those of the training.
 
     Raises:
@@ -41,7 +41,7 @@ def train_command(overrides: Sequence[str]) -> int:
     os.execv(sys.executable, [sys.executable, "-m", "lightning_scalerl.train", *overrides])
 
 
-def status_command(options: argparse.Namespace) -> int:
+def status_command(options: argparse.Namespace) -> None:
     """Print state, progress and failure reasons of a study's members (`scalerl status`)."""
     from sweeps.launch.status import counts, log_tail, overview, to_json
 
@@ -49,7 +49,7 @@ def status_command(options: argparse.Namespace) -> int:
     views = overview(study, _scheduler(study))
     if options.json:
         print(to_json(study, views))
-        return 0
+        return
     print(f"{study}: {counts(views)}\n")
     print_table(STATUS, _status_rows(views, None if options.all else ROWS))
     live = [view for view in views if view.sides and (options.all or view.state == "running")]
@@ -67,7 +67,6 @@ def status_command(options: argparse.Namespace) -> int:
         print(f"\n{view.recipe} seed {view.seed}, the end of {study}/runs/{view.run}/log.txt:")
         for line in log_tail(study, view):
             print(f"    {one_line(line)}")
-    return 0
 
 
 def _status_rows(views: Sequence[MemberView], limit: int | None) -> list[list[str]]:
@@ -113,7 +112,7 @@ def _scheduler(study: Path) -> Scheduler | None:
         return None
 
 
-def adopt_command(options: argparse.Namespace) -> int:
+def adopt_command(options: argparse.Namespace) -> None:
     """Adopt other programs' runs into a study as members, and print the result for each (`scalerl adopt`)."""
     from sweeps.launch.adoption import adopt
 
@@ -133,7 +132,7 @@ def adopt_command(options: argparse.Namespace) -> int:
         print(one_line(note if note.startswith("warning: ") else f"source: {note}"), file=sys.stderr)
     if options.json:
         print_json(done.to_json())
-        return 0
+        return
     count = Counter(each.what for each in done.runs)
     said = ", ".join(f"{count[what]} {what}" for what in ("adopted", "grown", "unchanged", "skipped") if count[what])
     print(f"{options.study}: {said}; compute is {done.axis}, reward {done.metric}\n")
@@ -149,10 +148,9 @@ def adopt_command(options: argparse.Namespace) -> int:
         for each in done.runs
     ]
     print(table(["", "recipe", "seed", "points", "run there", ""], rows))
-    return 0
 
 
-def clean_command(options: argparse.Namespace) -> int:
+def clean_command(options: argparse.Namespace) -> None:
     """List the removable files of a study with their sizes, and remove them with `--yes` (`scalerl clean`)."""
     from sweeps.launch.clean import KINDS, USUAL, clean, inventory, shown_size
 
@@ -178,10 +176,9 @@ def clean_command(options: argparse.Namespace) -> int:
         )
     if not options.yes:
         print("Nothing was removed; --yes removes it.")
-    return 0
 
 
-def export_command(options: argparse.Namespace) -> int:
+def export_command(options: argparse.Namespace) -> None:
     """Write a run's model as a folder that transformers can load (`scalerl export`)."""
     from sweeps.run.spec import run_folder
 
@@ -189,10 +186,9 @@ def export_command(options: argparse.Namespace) -> int:
     require_training("scalerl export")
     export = load_entry("lightning_scalerl.member.export:export_run")
     print(export(run, Path(options.directory), options.dtype, options.step, options.trust))
-    return 0
 
 
-def collect_command(options: argparse.Namespace) -> int:
+def collect_command(options: argparse.Namespace) -> None:
     """Continue a launched study: judge ended jobs, submit the rest, print status and ranking (`scalerl collect`)."""
     from sweeps.launch.ledger import LEDGER_FILE, ended_well
     from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, prepare_study, report_failures
@@ -228,4 +224,3 @@ def collect_command(options: argparse.Namespace) -> int:
         show_ranking(directory)
     if states is not None:
         report_failures(study, states)
-    return 0

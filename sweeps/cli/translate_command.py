@@ -12,7 +12,7 @@ from sweeps.run.files import write_atomically
 from sweeps.terminal import counted
 
 
-def translate_command(options: argparse.Namespace) -> int:
+def translate_command(options: argparse.Namespace) -> None:
     """Print or write a recipe as another trainer reads it; settings without a counterpart are in its comments.
 
     Raises:
@@ -30,4 +30,3 @@ def translate_command(options: argparse.Namespace) -> int:
         print(f"{options.output}: {counted(len(found.settings), 'setting')} of {found.to}{lacking}", file=sys.stderr)
     elif not options.json:
         print(found.text(), end="")
-    return 0

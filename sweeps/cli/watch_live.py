@@ -121,7 +121,7 @@ class _Reader:
         return self._left.left_s({run: left[run] for run in running}, to_come, now) if running else None
 
 
-def watch_live(options: argparse.Namespace, path: Path | None) -> int:
+def watch_live(options: argparse.Namespace, path: Path | None) -> None:
     """Show the live screen until Ctrl-C; the last state stays on the terminal.
 
     Args:
@@ -156,7 +156,6 @@ def watch_live(options: argparse.Namespace, path: Path | None) -> int:
     except KeyboardInterrupt:
         pass  # Ctrl-C is the normal way to stop watching
     console.print(_screen(reader, fits))
-    return 0
 
 
 def _screen(reader: _Reader, fits: LiveRanking, height: int | None = None) -> Screen:
