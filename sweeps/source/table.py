@@ -100,7 +100,7 @@ def read(file: File, into: Collected) -> None:
             [hidden or seed for (_, hidden), seed in zip(parted, seeds, strict=True)],
         )
     skipped = no_compute | no_reward
-    for (recipe, base, seed, *values), rows_of in grouped([recipes, bases, seeds, *factors]).items():
+    for (recipe, base, *values), rows_of in grouped([recipes, bases, *factors]).items():
         at = rows_of[~skipped[rows_of]]
         if not len(at):
             continue
@@ -114,17 +114,19 @@ def read(file: File, into: Collected) -> None:
             and note not in points.warnings
         ):
             points.warnings.append(note)
-        run = ForeignRun(
-            where=str(path),
-            name=file.run_name if "recipe" not in used else recipe,
-            labels=described(named, recipe=recipe, seed=seed if "seed" in used else None, baseline=base or None),
-            axis=axis,
-            metric=used["reward"],
-            compute=compute[at],
-            reward=reward[at],
-            sd=None if sd is None else sd[at],
-        )
-        into.add(points, seed, run)
+        for (seed,), places in grouped([[seeds[i] for i in at.tolist()]]).items():
+            rows = at[places]
+            run = ForeignRun(
+                where=str(path),
+                name=file.run_name if "recipe" not in used else recipe,
+                labels=described(named, recipe=recipe, seed=seed if "seed" in used else None, baseline=base or None),
+                axis=axis,
+                metric=used["reward"],
+                compute=compute[rows],
+                reward=reward[rows],
+                sd=None if sd is None else sd[rows],
+            )
+            into.add(points, seed, run)
     _say_per_step(file, into, table, used, compute, [recipes, seeds, *factors])
     _say_skipped(file, into, no_compute, no_reward, recipes)
     _note(file, into, columns, table, int((~skipped).sum()))
