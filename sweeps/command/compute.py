@@ -73,7 +73,7 @@ def compute_of(given: Mapping[str, Any], folder: Path) -> Compute:
     """Make the measure from the settings under `command.compute`.
 
     Args:
-        given: the settings, with all keys.
+        given: the settings, with all keys, of their types (`sweeps.command.kinds`).
         folder: base of relative paths in them.
 
     Raises:
@@ -84,14 +84,11 @@ def compute_of(given: Mapping[str, Any], folder: Path) -> Compute:
         raise UserError(f"command.compute.unit: {unit!r} is unknown; valid: {', '.join(AXIS_OF)}")
     if unit in ("tokens", "flops") and not column:
         raise UserError(f"command.compute.column: {column!r}; name the column of the tokens, of which {unit} are made")
-    for name in ("per_step", "restarts"):
-        if not isinstance(given[name], bool):
-            raise UserError(f"command.compute.{name}: {given[name]!r} must be true or false")
     if unit == "steps":
         column = None
     factor = 1.0
     if unit == "device_hours":
-        factor = _positive("command.compute.devices", given["devices"]) / 3600
+        factor = given["devices"] / 3600
     elif unit == "flops" and given["parameters"] == COUNTED and given["model"] is None:
         return Compute(unit, str(column), given["per_step"], given["restarts"], factor, counted=True)
     elif unit == "flops":
@@ -101,15 +98,8 @@ def compute_of(given: Mapping[str, Any], folder: Path) -> Compute:
                 "command.compute.parameters: FLOPs are 6 x parameters x tokens; give the number of parameters, or "
                 "command.compute.model, a folder with config.json, and one of them only"
             )
-        size = _positive("command.compute.parameters", parameters) if model is None else parameters_of(folder / model)
-        factor = FLOPS_A_TOKEN * size
+        factor = FLOPS_A_TOKEN * (float(parameters) if model is None else parameters_of(folder / model))
     return Compute(unit, None if column is None else str(column), given["per_step"], given["restarts"], factor)
-
-
-def _positive(field: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise UserError(f"{field}: {value!r} must be a number above 0")
-    return float(value)
 
 
 def parameters_of(path: Path) -> float:

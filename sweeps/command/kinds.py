@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from sweeps.errors import UserError
@@ -16,17 +17,17 @@ _LARGEST = 2**64  # limit of whole numbers: no trainer takes a larger seed or bu
 _LONGEST_NAME = 255  # bytes of a folder's name
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _is(*types: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, types)
+
+
+_is_text, _is_flag, _is_group, _none = _is(str), _is(bool), _is(Mapping), _is(NoneType)
+_is_scalar = _is(str, int, float, bool, NoneType)
 
 
 def _is_column(value: Any) -> bool:
     """Return True if a value can name a column: a text, or a number, because headers of tables may contain numbers."""
     return isinstance(value, str | int | float) and not isinstance(value, bool) and value != ""
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, str | int | float | bool | None)
 
 
 def _is_number(value: Any) -> bool:
@@ -45,14 +46,6 @@ def _is_counted(value: Any) -> bool:
     return isinstance(value, str) and value == "counted"
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_group(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
 def _is_folder_name(value: Any) -> bool:
     name = str(value)
     plain = _is_column(value) and name.isprintable() and Path(name).name == name and name != ".."
@@ -69,10 +62,6 @@ def _group_of(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 def _or(*kinds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: any(good(value) for good in kinds)
-
-
-def _none(value: Any) -> bool:
-    return value is None
 
 
 # By dotted key: the check of a value, and what to give instead. A group comes before its settings. Settings that are

@@ -243,7 +243,7 @@ def _own_label(config: Mapping[str, Any]) -> str | None:
     label = config.get("label")
     if label is None:
         return None
-    if not isinstance(label, str) or not label.strip():
+    if not label.strip():
         raise UserError(f"label: {label!r} must be a text such as '{{loss}}', or null")
     return filled(label, flat(own_values(config)), "label")
 

@@ -110,7 +110,7 @@ def own_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def command_of(config: Mapping[str, Any], run_dir: Path | str, run: str = "", only_symbols: bool = False) -> Command:
-    """Check the command in a configuration and fill in its values.
+    """Fill in the values of the command in a configuration, whose settings have their types (`check_kinds`).
 
     Args:
         config: resolved configuration of a member.
@@ -129,8 +129,8 @@ def command_of(config: Mapping[str, Any], run_dir: Path | str, run: str = "", on
     apart["study"] = "{study}" if only_symbols else config["study"]
     values = {**flat(own_values(config)), **apart, "devices": given["compute"]["devices"]}
 
-    def text(field: str, value: Any) -> str:
-        return filled(_text(field, value), values, f"command.{field}")
+    def text(field: str, value: str) -> str:
+        return filled(value, values, f"command.{field}")
 
     folder = Path(given["folder"])
     written = split("line", given["line"])
@@ -152,13 +152,6 @@ def command_of(config: Mapping[str, Any], run_dir: Path | str, run: str = "", on
         source = str(escaped / filled(lies, literal, "command.metrics.source") if is_pattern else folder / source)
     stop, resume = given["stop"], given["resume"]
     checkpoints = resume["checkpoints"]
-    within, seconds = given["done"]["within"], stop["within_s"]
-    if isinstance(within, bool) or not isinstance(within, int) or within < 0:
-        raise UserError(f"command.done.within: {within!r} must be a whole number of steps, 0 or more")
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
-        raise UserError(f"command.stop.within_s: {seconds!r} must be a number of seconds above 0")
-    if not isinstance(resume["anew"], bool):
-        raise UserError(f"command.resume.anew: {resume['anew']!r} must be true or false")
     values["checkpoint"] = "{checkpoint}"
     keep = given["metrics"]["keep"] or []
     step = given["metrics"]["step"]
@@ -185,18 +178,12 @@ def command_of(config: Mapping[str, Any], run_dir: Path | str, run: str = "", on
         add=tuple(text("resume.add", word) for word in split("resume.add", resume["add"] or [])),
         checkpoints=None
         if checkpoints is None
-        else str(escaped / filled(_text("resume.checkpoints", checkpoints), literal, "command.resume.checkpoints")),
+        else str(escaped / filled(checkpoints, literal, "command.resume.checkpoints")),
         stop_signal=_signal(stop["signal"]),
         stop_file=None if stop["file"] is None else folder / text("stop.file", stop["file"]),
-        stop_within_s=float(seconds),
-        within=within,
+        stop_within_s=float(stop["within_s"]),
+        within=given["done"]["within"],
     )
-
-
-def _text(field: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise UserError(f"command.{field}: {value!r} must be a text")
-    return value
 
 
 def used_names(config: Mapping[str, Any]) -> set[str]:
@@ -216,13 +203,13 @@ def split(field: str, line: Any) -> list[str]:
     """Split a line into words as a shell does; a list is returned as texts.
 
     Raises:
-        UserError: neither a line nor a list, or quotes that are not closed.
+        UserError: quotes are not closed.
     """
     if isinstance(line, list | tuple):
         return [str(word) for word in line]
     try:
         return shlex.split(line)
-    except (ValueError, AttributeError, TypeError) as error:
+    except ValueError as error:
         raise UserError(f"command.{field}: {line!r} must be a command line, or a list of words ({error})") from error
 
 
@@ -230,29 +217,20 @@ def _sections(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings under `command`, with all sections and no unknown key.
 
     Raises:
-        UserError: an unknown key, or a section that is not a group.
+        UserError: an unknown key.
     """
-    given = config.get("command")
-    if not isinstance(given, Mapping):
-        raise UserError("command: missing; begin your file with defaults: [{member: command}, _self_]")
+    given = config["command"]
     for section, valid in _SECTIONS.items():
-        part = given.get(section) if section else given
-        if not isinstance(part, Mapping):
-            raise UserError(f"command.{section}: {part!r} must be a group of settings")
+        part = given[section] if section else given
         if unknown := sorted(set(map(str, part)) - valid):
             at = f"command.{section}." if section else "command."
             raise UserError(f"{at}{unknown[0]}: no such setting; valid: {', '.join(sorted(valid.difference(FROZEN)))}")
-    for name in ("files", "env"):
-        if not isinstance(given[name] or {}, Mapping):
-            raise UserError(f"command.{name}: {given[name]!r} must be a group of names and values")
     return {**given, "files": given["files"] or {}, "env": given["env"] or {}}
 
 
 def _rewards(given: Any) -> dict[str, str]:
-    if isinstance(given, str) and given:
-        return {DEFAULT_SET: given}
-    if isinstance(given, Mapping) and given and all(isinstance(column, str) for column in given.values()):
-        return {str(name): column for name, column in given.items()}
+    if given:
+        return {DEFAULT_SET: given} if isinstance(given, str) else {str(name): column for name, column in given.items()}
     raise UserError(f"command.metrics.reward: {given!r} must be the name of a column, or names by evaluation set")
 
 

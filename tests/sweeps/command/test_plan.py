@@ -101,6 +101,9 @@ def test_names_of_our_groups_are_free_for_values_of_ones_own(tmp_path: Path) -> 
         ({"identity": ["no.py"]}, "", r"^command.identity: .*/no.py: no such file"),
         ({"stop": {"signal": "TERM"}}, "", r"^command.stop.signal: 'TERM' is no signal; give SIGTERM"),
         ({"stop": {"within_s": 0}}, "", r"^command.stop.within_s: 0 must be a number of seconds above 0"),
+        ({"compute": {"parameters": 0}}, "", r"^command.compute.parameters: 0 must be a number above 0"),
+        ({"compute": {"devices": -1}}, "", r"^command.compute.devices: -1 must be a number above 0"),
+        ({"compute": {"per_step": "yes"}}, "", r"^command.compute.per_step: 'yes' must be true or false"),
         ({"done": {"within": -1}}, "", r"^command.done.within: -1 must be a whole number of steps"),
         ({"metrics": {"reward": 3}}, "", r"^command.metrics.reward: 3 must be the name of a column"),
         (
