@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
@@ -18,17 +17,6 @@ from sweeps.run.spec import SPEC_FILE
 _NAMED = 3
 # Earlier times (before 2000, in seconds since 1970) are not dates: simulations, or clocks that were never set.
 _CLOCK_SET = 946_684_800.0
-
-
-@dataclass(frozen=True)
-class Crash:
-    """A failed run with its reason."""
-
-    run: str
-    recipe: str
-    seed: str
-    step: int
-    reason: str
 
 
 class Facts:
@@ -75,19 +63,9 @@ class Facts:
         return commands
 
     @cached_property
-    def crashes(self) -> list[Crash]:
-        """Failed runs, each with its reason."""
-        return [
-            Crash(
-                run=view.path.parent.name,
-                recipe=str(view.header.get("recipe", "")),
-                seed=str(view.header.get("seed", "")),
-                step=max((record.step for record in view.records), default=0),
-                reason=view.reason or "no reason recorded",
-            )
-            for view in self._runs
-            if view.status == "failed"
-        ]
+    def crashes(self) -> list[JournalView]:
+        """Journals of failed runs."""
+        return [view for view in self._runs if view.status == "failed"]
 
     def _dates(self) -> str:
         times = [record.time for view in self._runs for record in (*view.records[:1], *view.records[-1:])]

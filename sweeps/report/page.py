@@ -77,14 +77,6 @@ class Beside:
     ranking: Ranking
 
 
-@dataclass(frozen=True)
-class Headers:
-    """Header fields of all runs as text, by name: those common to all runs, and one text per run for the others."""
-
-    common: Mapping[str, str]
-    varying: Mapping[str, Sequence[str]]
-
-
 def render(
     title: str,
     curves: Sequence[Curve],
@@ -188,11 +180,12 @@ def identifiable_from(snapshots: Sequence[Snapshot]) -> float | None:
     return since
 
 
-def _headers(runs: Sequence[JournalView]) -> Headers:
+def _headers(runs: Sequence[JournalView]) -> dict[str, Mapping[str, Any]]:
+    """Return header fields of all runs as text, by name: those common to all, and one text per run for the others."""
     names = sorted({name for view in runs for name in view.header} - {"kind", "time"})
     texts = {name: [_plain(view.header.get(name)) for view in runs] for name in names}
     common = {name: values[0] for name, values in texts.items() if len(runs) > 1 and len(set(values)) == 1}
-    return Headers(common, {name: values for name, values in texts.items() if name not in common})
+    return {"common": common, "varying": {name: values for name, values in texts.items() if name not in common}}
 
 
 def _plain(value: Any) -> str:
