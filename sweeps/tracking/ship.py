@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +21,13 @@ from sweeps.errors import UserError
 from sweeps.run.files import read_json, write_json
 from sweeps.run.journal import (
     CONFIG_FILE,
+    PASS_RATE,
     SEMANTICS_FILE,
     JournalView,
     Record,
     read_journal,
 )
+from sweeps.run.spec import leaves
 from sweeps.tracking.common import ChartKeys, entity_key
 from sweeps.tracking.store import DEFAULT_AXIS
 
@@ -39,8 +40,6 @@ MAX_METRICS = 1000  # per request; 1000 keys of up to 250 characters also stay b
 MAX_PARAMS = 100
 MAX_PARAM_CHARS = 6000
 MAX_REQUEST_BYTES = 900_000
-
-_PASS_RATE = re.compile(r"^eval/(.+)/pass_rate$")
 
 
 def points(record: Record, axis: str) -> dict[str, float]:
@@ -58,9 +57,9 @@ def points(record: Record, axis: str) -> dict[str, float]:
     if record.kind != "eval":
         return {entity_key(k): v for k, v in finite.items() if not k.startswith("eval/")}
     # A run's page lists metrics in the order received: send the pass rate first.
-    out = {ChartKeys(m[1], unit="").whole: value for key, value in finite.items() if (m := _PASS_RATE.match(key))}
+    out = {ChartKeys(m[1], unit="").whole: value for key, value in finite.items() if (m := PASS_RATE.fullmatch(key))}
     for key, value in finite.items():
-        match = _PASS_RATE.match(key)
+        match = PASS_RATE.fullmatch(key)
         if match is None:
             if key.startswith("eval/") and not key.endswith("/log10_compute"):
                 out[entity_key(key)] = value
@@ -80,14 +79,10 @@ def points(record: Record, axis: str) -> dict[str, float]:
     return out
 
 
-def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield a resolved configuration as (dotted key, value) pairs; lists are encoded as JSON."""
-    if isinstance(config, Mapping) and (config or not prefix):
-        for key, value in config.items():
-            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        text = config if isinstance(config, str) else json.dumps(config, default=str)
-        yield entity_key(prefix), text[:MAX_PARAM_CHARS]
+def flatten(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return a resolved configuration as parameters by dotted key; lists are encoded as JSON."""
+    texts = {key: v if isinstance(v, str) else json.dumps(v, default=str) for key, v in leaves(config).items()}
+    return {entity_key(key): text[:MAX_PARAM_CHARS] for key, text in texts.items()}
 
 
 def ship(
@@ -196,7 +191,7 @@ def _ship_files(run_dir: Path, client: MlflowClient, mlflow_run_id: str, shipped
                 config = yaml.safe_load(content)
             except (yaml.YAMLError, UnicodeDecodeError):
                 continue  # half written: the next pass sends it
-            _ship_params(client, mlflow_run_id, dict(flatten(config or {})))
+            _ship_params(client, mlflow_run_id, flatten(config or {}))
         client.log_artifact(mlflow_run_id, str(run_dir / name))
         shipped[name] = digest
         changed = True

@@ -14,14 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sweeps.run.files import parse_json
 from sweeps.tracking.colours import LINE_TAG, group_id
 from sweeps.tracking.common import ChartKeys, resolve_uri, without_credentials
 from sweeps.tracking.store import SWEEP_TAG
 
 VIEW_TAG = "mlflow.sharedViewState."
 RANK_KEY = "rank/place"
-_DEFLATE = "deflate;"
 
 
 @dataclass(frozen=True)
@@ -171,22 +169,7 @@ def ranking_state(sweep_key: str, charted: Sequence[str], columns: Sequence[str]
 def encode_view(name: str, state: dict[str, Any], created_ms: int) -> str:
     """Encode a view as the value of its tag, compressed (tags have up to 20,000 characters; on older servers 5,000)."""
     packed = base64.b64encode(zlib.compress(json.dumps(state, allow_nan=False).encode())).decode()
-    return json.dumps({"name": name, "createdAt": created_ms, "state": _DEFLATE + packed})
-
-
-def decode_view(value: str) -> dict[str, Any]:
-    """Decode the state in a view's tag, compressed or plain.
-
-    Raises:
-        ValueError: not a view.
-    """
-    state = parse_json(value)["state"]
-    if state.startswith(_DEFLATE):
-        state = zlib.decompress(base64.b64decode(state[len(_DEFLATE) :])).decode()
-    decoded = parse_json(state)
-    if not isinstance(decoded, dict):
-        raise ValueError("the view's state is no object")
-    return decoded
+    return json.dumps({"name": name, "createdAt": created_ms, "state": f"deflate;{packed}"})
 
 
 def link(experiment_id: str, view_id: str, mode: str = "CHART") -> str:
@@ -203,9 +186,6 @@ class UiCommand:
 
     command: str | None
     url: str
-
-    def __str__(self) -> str:
-        return self.url if self.command is None else f"{self.command}\n{self.url}"
 
 
 def ui_command(uri: str, link: str, port: int = 5000) -> UiCommand:
