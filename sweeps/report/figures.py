@@ -17,6 +17,7 @@ from sweeps.fit.points import select
 from sweeps.fit.predict import confidence_curve, fitted, predict
 from sweeps.report.drawing import INK, REFUSED, RULE, STYLE, colours, draw_points, label, limits, log_axis, multiples
 from sweeps.report.labels import shortened
+from sweeps.report.overlay import name_rows
 
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
 
@@ -255,12 +256,6 @@ def asymptotes_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
                 at = np.array(ends, dtype=float)
                 panel.plot(at, np.full(2, row), color=colour[fit.recipe], linewidth=width, alpha=0.7)
             panel.plot([_named(fit)], [row], "o", color=colour[fit.recipe], markersize=5)
-        panel.set_yticks(range(len(ranked)))
-        names = _short([fit.recipe for fit in ranked], ranking)
-        panel.set_yticklabels([label(name).replace("$", r"\$") for name in names])
-        panel.set_ylim(len(ranked) - 0.5, -0.5)
-        panel.grid(axis="x", color=RULE, linewidth=0.6)
-        panel.tick_params(axis="y", length=0)
-        panel.spines["left"].set_visible(False)
+        name_rows(panel, _short([fit.recipe for fit in ranked], ranking))
         panel.set_xlabel(f"asymptote A (shaded: within {ranking.margin:g} of the best)")
     return figure

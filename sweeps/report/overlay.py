@@ -80,10 +80,15 @@ def _draw_ranking(
             va="center", fontsize=8.5, color=INK,
         )  # fmt: skip
     short = shortened(order)
-    panel.set_yticks(range(len(order)))
-    panel.set_yticklabels([label(short[recipe], 44).replace("$", r"\$") for recipe in order])
-    panel.set_ylim(len(order) - 0.5, -0.5)
+    name_rows(panel, [short[recipe] for recipe in order], 44)
+    panel.set_xlabel(f"asymptote A (shaded: within {ranking.margin:g} of the best; hollow: not named)")
+
+
+def name_rows(panel: Axes, names: Sequence[str], limit: int = 34) -> None:
+    """Name the rows of a panel from the top, one per recipe, for values along the horizontal axis."""
+    panel.set_yticks(range(len(names)))
+    panel.set_yticklabels([label(name, limit).replace("$", r"\$") for name in names])
+    panel.set_ylim(len(names) - 0.5, -0.5)
     panel.grid(axis="x", color=RULE, linewidth=0.6)
     panel.tick_params(axis="y", length=0)
     panel.spines["left"].set_visible(False)
-    panel.set_xlabel(f"asymptote A (shaded: within {ranking.margin:g} of the best; hollow: not named)")
