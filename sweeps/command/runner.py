@@ -18,7 +18,7 @@ from sweeps.command.settings import STDOUT, STDOUT_FILE, command_of
 from sweeps.errors import UserError
 from sweeps.process import Ended, Tree, locked
 from sweeps.run.activity import activity
-from sweeps.run.files import read_json, write_atomically, write_json
+from sweeps.run.files import end_of, read_json, write_atomically, write_json
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.job import current
 from sweeps.run.journal import CONFIG_FILE, LOG_FILE, SEMANTICS_FILE, Journal, JournalView
@@ -92,6 +92,8 @@ class _Member:
         # Newest recorded checkpoint: its path and modification time, and the last step that it covers.
         self._checkpoint: tuple[str, int] | None = None
         self._covered = -1
+        self._journal: Journal  # open while the command runs
+        self._follower: Follower
 
     def run(self) -> None:
         """Start the command, follow it to its end, and record the end in the journal."""
@@ -107,12 +109,14 @@ class _Member:
         earlier = self._begin()
         self._checkpoint = self._command.checkpoint_stamp()
         checkpoint = self._command.newest_checkpoint()
-        journal = Journal(self._run_dir)
+        self._journal = Journal(self._run_dir)
         try:
             facts = self._facts(earlier)
             if earlier is None:
-                journal.header(**self._header(), code=facts)
-            follower = Follower(journal, earlier, self._command, self._source, resume={"code": facts})
+                self._journal.header(**self._header(), code=facts)
+            self._follower = follower = Follower(
+                self._journal, earlier, self._command, self._source, resume={"code": facts}
+            )
             follower.catch_up()
             there = follower.last_step >= 0
             if checkpoint is not None and not self._command.anew and not there:
@@ -123,9 +127,9 @@ class _Member:
             follower.began_anew, follower.again = not goes_on, bool(self._attempts)
             if (cut := self._source.seal()) is not None:
                 self._cuts.append(cut)
-            self._start_and_follow(follower, journal, goes_on, checkpoint, lock)
+            self._start_and_follow(goes_on, checkpoint, lock)
         finally:
-            journal.close()
+            self._journal.close()
 
     # --- before it starts ----------------------------------------------------------------------------------------
 
@@ -213,9 +217,7 @@ class _Member:
 
     # --- while it runs -------------------------------------------------------------------------------------------
 
-    def _start_and_follow(
-        self, follower: Follower, journal: Journal, goes_on: bool, checkpoint: str | None, lock: int | None
-    ) -> None:
+    def _start_and_follow(self, goes_on: bool, checkpoint: str | None, lock: int | None) -> None:
         command, run_dir = self._command, self._run_dir
         words = [*command.words]
         if goes_on:
@@ -230,7 +232,7 @@ class _Member:
         self._lease.check()
         # Written before the start: after a power cut the next attempt needs to know where this one began.
         cuts = {"cuts": [[cut.at, cut.before] for cut in self._cuts]} if self._cuts else {}
-        journal.attempt(follower.last_step, **cuts)
+        self._journal.attempt(self._follower.last_step, **cuts)
         attempt = {"attempts": self._attempts, "words": words, "folder": str(command.folder), "goes_on": goes_on}
         write_json(run_dir / ATTEMPT_FILE, attempt)
         self._write_semantics(words)
@@ -242,15 +244,15 @@ class _Member:
         activity.note("the command was started")
         try:
             with Tree(words, {**own, **command.env}, command.folder, out, lock) as tree:
-                ended = self._follow(tree, follower, journal)
-            self._look(follower, journal, Ending.TORN if ended.code else Ending.WHOLE)
+                ended = self._follow(tree)
+            self._look(Ending.TORN if ended.code else Ending.WHOLE)
         except ChildProcessError as error:
             raise UserError(f"command.line: {error}") from None
         except MetricsError as error:
-            self._fail(journal, follower, str(error))
-        self._judge(ended, follower, journal)
+            self._fail(str(error))
+        self._judge(ended)
 
-    def _follow(self, tree: Tree, follower: Follower, journal: Journal) -> Ended:
+    def _follow(self, tree: Tree) -> Ended:
         """Follow the command to its end; ask it to stop once this run is asked to stop."""
         wait_s, before = _LOOK_S, 0.0
         looked = time.monotonic()
@@ -262,8 +264,8 @@ class _Member:
                 continue
             self._lease.check()
             began = time.monotonic()
-            if self._look(follower, journal) and self._progress:
-                print(f"  step {follower.last_step} of {self._spec.steps}", flush=True)
+            if self._look() and self._progress:
+                print(f"  step {self._follower.last_step} of {self._spec.steps}", flush=True)
             looked = time.monotonic()
             least_s = _REMOTE_LOOK_S if self._command.remote else _LOOK_S
             # A single slow poll is not representative: the first poll of a file imports its reader, which takes seconds
@@ -281,11 +283,12 @@ class _Member:
             command.stop_file.touch()
         tree.stop(command.stop_signal, command.stop_within_s)
 
-    def _look(self, follower: Follower, journal: Journal, ending: Ending = Ending.OPEN) -> bool:
+    def _look(self, ending: Ending = Ending.OPEN) -> bool:
         """Record the steps that are complete now, and a changed checkpoint; return whether there were any steps.
         After a power cut a run can continue from a checkpoint only if the metrics before it have survived. So metrics
         are synced to disk before a new checkpoint is recorded.
         """
+        follower = self._follower
         found, before = self._command.checkpoint_stamp(), follower.last_step
         changed = found is not None and found != self._checkpoint
         if changed:
@@ -298,14 +301,15 @@ class _Member:
             # A checkpoint without a step in its name, or of an incomplete step, covers the steps before it appeared.
             covered = step if 0 <= step <= follower.last_step else min(before, follower.last_step)
             if changed or self._covered < covered == step:
-                journal.checkpoint(covered, name=name)
+                self._journal.checkpoint(covered, name=name)
                 self._checkpoint, self._covered = found, covered
         return recorded
 
     # --- after its end -------------------------------------------------------------------------------------------
 
-    def _judge(self, ended: Ended, follower: Follower, journal: Journal) -> None:
+    def _judge(self, ended: Ended) -> None:
         """Record how the run has ended, and raise an error if it is not done."""
+        follower, journal = self._follower, self._journal
         steps, last = self._spec.steps, follower.last_step
         behind = (
             f" (it left {ended.behind} processes behind, which were ended: its own has to stay)" if ended.behind else ""
@@ -316,7 +320,7 @@ class _Member:
             print(f"warning: {self._source.title}: {self._source.left_out} damaged lines were left out", flush=True)
         if ended.code == 0 and last >= steps - self._command.within and last >= 0:
             if (why := follower.overdue()) is not None:
-                self._fail(journal, follower, why)
+                self._fail(why)
             self._lease.check()
             if last < steps:  # within `command.done.within` of the budget: the last steps are not logged
                 follower.fill_to(steps)
@@ -331,49 +335,35 @@ class _Member:
         if ended.code != 0:
             words = self._last_words()
             self._fail(
-                journal,
-                follower,
                 f"command.line: {self._command.words[0]} ended with {ended.how} at step {last} of {steps}"
                 f"{f': {words}' if words else ''}; its output is in {LOG_FILE}",
                 CommandKilledError if ended.code < 0 else CommandFailedError,
             )
         if last < 0:
             self._fail(
-                journal,
-                follower,
                 f"command.metrics.source: the command ended with exit code 0{behind}, and {self._source.title} holds "
                 "no metrics; look where it writes them, and say it there",
             )
         if self._went_on_from is not None and not follower.has_logged:
             self._fail(
-                journal,
-                follower,
                 f"command.resume.checkpoints: {self._went_on_from}: the command went on from it and logged nothing; "
                 f"the journal ends at step {last} of {steps}, so what was logged between is lost; move that checkpoint "
                 "away, to go on from the one before it",
             )
         self._fail(
-            journal,
-            follower,
             f"budget.steps: the command ended with exit code 0 at step {last} of {steps}{behind}; give it {{steps}}, a "
             "smaller budget.steps, or command.done.within for steps at the end that it does not log",
         )
 
-    def _fail(
-        self, journal: Journal, follower: Follower, reason: str, kind: type[CommandFailedError] = CommandFailedError
-    ) -> None:
+    def _fail(self, reason: str, kind: type[CommandFailedError] = CommandFailedError) -> None:
         self._lease.check()
-        journal.end(max(follower.last_step, 0), "failed", reason)
+        self._journal.end(max(self._follower.last_step, 0), "failed", reason)
         raise kind(reason)
 
     def _last_words(self) -> str:
         """Return the last line of the command's standard error, at most 300 characters."""
-        try:
-            with (self._run_dir / LOG_FILE).open("rb") as handle:
-                handle.seek(max(self._log_at, handle.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                lines = [line.strip() for line in handle.read().decode(errors="replace").splitlines() if line.strip()]
-        except OSError:
-            return ""
+        text = end_of(self._run_dir / LOG_FILE, _TAIL_BYTES, self._log_at)
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
         return lines[-1][:300] if lines else ""
 
     def _write_semantics(self, words: list[str]) -> None:

@@ -21,6 +21,7 @@ from sweeps.executor.node.attempts import Attempt, attempts
 from sweeps.launch.ledger import LEDGER_FILE, RUNS_DIR, Ledger, MemberState
 from sweeps.launch.members import LEASE_NAME
 from sweeps.redact import redact
+from sweeps.run.files import end_of
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, find_runs
 from sweeps.run.lease import BEAT_S, alive, beaten_at, beating
 from sweeps.run.progress import is_done, journal_or_none, last_metrics, looks_whole, trouble, why_final
@@ -128,13 +129,7 @@ def counts(views: Sequence[MemberView]) -> str:
 
 def log_tail(study: Path, view: MemberView, lines: int = 8) -> list[str]:
     """Return the last lines of a member's log, redacted; empty if there is no log."""
-    try:
-        with (study / RUNS_DIR / view.run / LOG_FILE).open("rb") as handle:
-            handle.seek(0, 2)
-            handle.seek(max(0, handle.tell() - 16384))
-            text = handle.read().decode(errors="replace")
-    except OSError:
-        return []
+    text = end_of(study / RUNS_DIR / view.run / LOG_FILE, 16384)
     # Redact the whole text, because a private key has several lines.
     return [line.rstrip() for line in redact(text).splitlines() if line.strip()][-lines:]
 

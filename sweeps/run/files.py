@@ -237,6 +237,16 @@ def lines_from_end(handle: BinaryIO, most_bytes: int | None = None, block_bytes:
         yield rest
 
 
+def end_of(path: Path, most_bytes: int, begin: int = 0) -> str:
+    """Return the last `most_bytes` of a text file, none of them before `begin`; empty if it cannot be read."""
+    try:
+        with path.open("rb") as handle:
+            handle.seek(max(begin, handle.seek(0, os.SEEK_END) - most_bytes))
+            return handle.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def whole_lines(raw: bytes) -> tuple[list[bytes], int]:
     """Return the lines of a file up to its last valid one, and their length in bytes, where it should be truncated.
 

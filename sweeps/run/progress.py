@@ -9,7 +9,7 @@ from typing import Any
 
 from sweeps.errors import UserError
 from sweeps.run import fields
-from sweeps.run.files import has_wrong_checksum, lines_from_end, parse_line
+from sweeps.run.files import end_of, has_wrong_checksum, lines_from_end, parse_line
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, JournalError, JournalView, finite, read_journal
 
 _TAIL_BYTES = 65536
@@ -178,13 +178,7 @@ def why_failed(run_dir: Path, fallback: str, earlier: tuple[int, int] = (0, 0)) 
     has_written = written(run_dir)[0] != earlier[0]
     if has_written and (reason := how_it_failed(run_dir)):
         return reason
-    log = ""
-    try:
-        with (run_dir / LOG_FILE).open("rb") as handle:
-            handle.seek(max(earlier[1], handle.seek(0, 2) - _TAIL_BYTES))
-            log = handle.read().decode(errors="replace")
-    except OSError:
-        pass
+    log = end_of(run_dir / LOG_FILE, _TAIL_BYTES, earlier[1])
     lines = [line for line in log.splitlines() if line.strip()]
     # The last line of a killed process shows what it was doing, not why it ended.
     if lines and not fallback.startswith("killed"):
