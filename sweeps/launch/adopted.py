@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.errors import UserError, naming
-from sweeps.launch.ledger import RUNS_DIR, Ledger
+from sweeps.launch.ledger import RUNS_DIR, Ledger, named
 from sweeps.launch.members import LEASE_NAME, take_lease
 from sweeps.run.files import make_private
 from sweeps.run.journal import Journal, JournalView, read_journal
@@ -58,12 +58,6 @@ def values_of(spec: RunSpec) -> Mapping[str, str]:
 def fields_of(spec: RunSpec) -> dict[str, Any]:
     """Return the header fields of an adopted run, without unknown ones."""
     return {key: value for key, value in spec.header().items() if value or key not in ("baseline", "departures")}
-
-
-def named(spec: RunSpec) -> dict[str, Any]:
-    """Return the fields that identify a member in a ledger entry."""
-    names = {"run": spec.run, "recipe": spec.recipe, "seed": spec.seed, "curve": spec.curve}
-    return {**names, "checksum": spec.checksum()}
 
 
 @contextmanager
@@ -209,5 +203,5 @@ def _relabelled(directory: Path, spec: RunSpec, like: RunSpec, view: JournalView
     new.write(run_dir)
     state = Ledger(directory).fold()[spec.run]
     entry = {"state": state.state, "reason": state.reason}
-    Ledger(directory).append("adopted", **{**named(new), **entry})
+    Ledger(directory).append("adopted", **{**named(new, new.checksum()), **entry})
     return new

@@ -209,6 +209,11 @@ def read_frozen(run_dir: Path, state: MemberState, known: dict[str, Any] | None 
     return spec
 
 
+def named(spec: RunSpec, checksum: str) -> dict[str, Any]:
+    """Return the fields that identify a member in a ledger entry; `checksum` is that of its specification."""
+    return {"run": spec.run, "recipe": spec.recipe, "seed": spec.seed, "curve": spec.curve, "checksum": checksum}
+
+
 def adopted(entry: Mapping[str, Any]) -> MemberState:
     """Return the state of a run that ran elsewhere, from its entry `adopted`."""
     return MemberState(

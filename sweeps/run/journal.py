@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,8 @@ from sweeps.run.files import append_to, parse_line, whole_lines
 from sweeps.run.provenance import code_changes
 
 JOURNAL_FILE = "metrics.jsonl"
+# Name of an evaluation's reward; the group is the evaluation set.
+PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
 CONFIG_FILE = "config.yaml"
 SEMANTICS_FILE = "semantics.json"
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sweeps.as_json import AsJson
-from sweeps.run.journal import JournalView
+from sweeps.run.journal import PASS_RATE, JournalView
 from sweeps.run.pass_at_k import STATISTICS, mean_at_k, sizes
 from sweeps.run.passes import Passes, read_passes
 
-_PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
 _AT_K = re.compile(r"eval/(.+)/(pass|maj)@([1-9]\d*)")
 
 
@@ -50,7 +49,7 @@ def metric_at_k(runs: Sequence[JournalView], metric: str) -> str | None:
         runs: runs of the study.
         metric: the reward of the study; only a pass rate has pass@k.
     """
-    named = _PASS_RATE.fullmatch(metric)
+    named = PASS_RATE.fullmatch(metric)
     if named is None or not runs:
         return None
     most = []
@@ -96,7 +95,7 @@ def prompt_shares(runs: Sequence[JournalView], axis: str, metric: str) -> list[P
         axis: axis of compute, as in the curves.
         metric: the reward of the study; only a pass rate has prompts.
     """
-    named = _PASS_RATE.fullmatch(metric)
+    named = PASS_RATE.fullmatch(metric)
     by_recipe: dict[str, list[dict[int, tuple[float, Passes]]]] = {}
     for view in runs if named is not None else ():
         compute = {record.step: record.metrics.get(axis) for record in view.of_kind("eval")}
@@ -135,7 +134,7 @@ def passes_by(runs: Sequence[JournalView], axis: str, metric: str) -> Callable[[
         axis: axis of compute, as in the curves.
         metric: reward whose prompts are compared; without a pass rate the function returns nothing.
     """
-    name = _PASS_RATE.fullmatch(metric)
+    name = PASS_RATE.fullmatch(metric)
     if name is None:
         return lambda recipe, compute: {}
     known: dict[tuple[str, str], list[tuple[float, Passes]]] = {}

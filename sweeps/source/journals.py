@@ -13,7 +13,7 @@ from sweeps.curve import FLOPS, STEPS, UNITS, default_axis
 from sweeps.errors import UserError
 from sweeps.fit.schedule import at_peak_rate
 from sweeps.run.files import parse_json, read_yaml
-from sweeps.run.journal import CONFIG_FILE, JournalError, JournalView, Record, finite, read_journal
+from sweeps.run.journal import CONFIG_FILE, PASS_RATE, JournalError, JournalView, Record, finite, read_journal
 from sweeps.source.collected import ALL, Collected, CurvePoints
 from sweeps.source.held_out import with_at_k
 from sweeps.source.namesakes import tell_apart
@@ -24,7 +24,6 @@ from sweeps.terminal import counted
 # The axis that every journal has in addition to its compute axes.
 STEP = "step"
 _RATE = "train/learning_rate"
-_PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
 # Metrics between 0 and 1.
 _IS_RATE = re.compile(r"eval/.+/(pass_rate.*|(pass|maj)@\d+)")
 
@@ -234,7 +233,7 @@ def _default_axis(views: Sequence[JournalView]) -> str:
 def _sets(views: Sequence[JournalView]) -> dict[str, str]:
     """Return the names of all pass rates in the runs, mapped to their evaluation sets."""
     names = dict.fromkeys(name for view in views for record in view.of_kind("eval") for name in record.metrics)
-    sets = {name: match[1] for name in names if (match := _PASS_RATE.fullmatch(name))}
+    sets = {name: match[1] for name in names if (match := PASS_RATE.fullmatch(name))}
     if not sets:
         raise UserError(f"{views[0].path}: no eval/<set>/pass_rate; found {listed(names)}; choose with --metric")
     return sets
@@ -244,7 +243,7 @@ def _default_metric(views: Sequence[JournalView]) -> str:
     """Return the pass rate of the first run's first evaluation set."""
     names = views[0].of_kind("eval")[0].metrics
     for name in names:
-        if _PASS_RATE.fullmatch(name):
+        if PASS_RATE.fullmatch(name):
             return name
     raise UserError(f"{views[0].path}: no eval/<set>/pass_rate; found {listed(names)}; choose with --metric")
 

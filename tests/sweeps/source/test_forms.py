@@ -145,3 +145,11 @@ def test_pandas_is_imported_for_tables_and_not_for_journals(source: str, importe
     code = "import sys; from sweeps.source import load; load(sys.argv[1:]); sys.exit('pandas' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, source], cwd=ROOT, check=False)
     assert done.returncode == imported
+
+
+def test_the_runs_of_a_table_are_listed_by_recipe_then_seed(tmp_path: Path) -> None:
+    path = tmp_path / "curves.csv"
+    path.write_text("recipe,seed,compute,reward,sd\na,0,1,0.1,0.01\nb,0,1,0.2,\na,1,1,0.3,0.02\na,0,2,0.4,\n")
+    runs = load([path]).foreign
+    assert [(run.labels["recipe"], run.labels["seed"]) for run in runs] == [("a", "0"), ("a", "1"), ("b", "0")]
+    assert runs[0].compute.tolist() == [1, 2] and runs[0].reward.tolist() == [0.1, 0.4]
