@@ -38,6 +38,7 @@ from sweeps.search.settings import Axis, RaceSettings, SearchSettings
 
 _TRIED_EARLY = 4  # members that are composed before anything heavy is imported
 STOCK = "submitit_slurm"  # Hydra's standard launcher for SLURM; its keys have the same meaning here
+_NOT_BEGUN = "As far as is known nothing of this launch was submitted. The same command goes on with it."
 SEARCH_JOBS = 8  # parallel trials of a search on a cluster
 
 
@@ -289,7 +290,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             print("interrupted", file=sys.stderr)
             if plan.outlives:
                 begun = prepared is not None and prepared.records.accepted
-                print(_on_its_own(study) if begun else _not_begun(), file=sys.stderr)
+                print(_on_its_own(study) if begun else _NOT_BEGUN, file=sys.stderr)
             raise
 
 
@@ -404,10 +405,6 @@ def _on_its_own(study: Study) -> str:
         f"The jobs go on without this process. See how they are with\n    scalerl status {study.directory}\n"
         f"and gather what they have brought, or submit what is left, with\n    scalerl collect {study.directory}"
     )
-
-
-def _not_begun() -> str:
-    return "As far as is known nothing of this launch was submitted. The same command goes on with it."
 
 
 def _job_return(spec: RunSpec, overrides: Sequence[str]) -> JobReturn:

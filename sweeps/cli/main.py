@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from sweeps import __version__
 from sweeps.cli.study_commands import ROWS, train_command
@@ -669,10 +669,8 @@ def _finite(text: str) -> float:
 
 def _r0(text: str) -> R0Mode:
     """Parse `first`, `free` or a reward as a number."""
-    if text == "first":
-        return "first"
-    if text == "free":
-        return "free"
+    if text in ("first", "free"):
+        return cast("R0Mode", text)
     try:
         return _finite(text)
     except argparse.ArgumentTypeError as error:

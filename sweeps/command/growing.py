@@ -11,6 +11,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from io import FileIO
@@ -230,12 +231,7 @@ class GrowingLog:
             return
         if not self._lenient and b"\0" in line:
             raise UnfitError  # left by a crash; the text after it may be a complete row
-        row = None
-        if line.lstrip().startswith(b"{"):
-            try:
-                row = parse_json(line)
-            except ValueError:
-                row = None
+        row = _value(line) if line.lstrip().startswith(b"{") else None
         if not isinstance(row, dict):
             self.left_out += not self._lenient
             return
@@ -254,10 +250,7 @@ class GrowingLog:
         self._first = False
         if not line.strip():
             return
-        try:
-            row = parse_json(line)
-        except ValueError:
-            row = None
+        row = _value(line)
         if verl.is_row(row):
             self.rows.add({**row["data"], "step": row["step"]})
         else:
@@ -282,6 +275,13 @@ class GrowingLog:
                 self.rows.add(row)
 
         self._take = take
+
+
+def _value(line: bytes) -> Any:
+    """Return the JSON value of a line; None if it has none."""
+    with suppress(ValueError):
+        return parse_json(line)
+    return None
 
 
 def _cells(line: bytes) -> list[str]:

@@ -175,7 +175,7 @@ class Progress(Observer):
         if self._live is not None:
             self._draw(self._live, summary, running)
             return
-        members = [f"{spec.title}: {self._describe(spec)}" for spec in running[:SHOWN]]
+        members = [f"{s.title}: {_described(s, self._latest[s.run], self._metric)}" for s in running[:SHOWN]]
         more = [f"{len(running) - SHOWN} more running"] if len(running) > SHOWN else []
         self._line(" | ".join([summary, *members, *more]))
 
@@ -216,9 +216,6 @@ class Progress(Observer):
         if len(waiting) != open_members - len(running):  # not all waiting members are known by name
             waiting = [("", self._steps)] * (open_members - len(running))
         return self._left.left_s(at_work, waiting, now)
-
-    def _describe(self, spec: RunSpec) -> str:
-        return _described(spec, self._latest[spec.run], self._metric)
 
     def _row(self, spec: RunSpec) -> list[Cell]:
         """Return a running member's row of the live table."""

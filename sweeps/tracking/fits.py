@@ -356,7 +356,7 @@ def _views(
     order = ("fit/log10_C_mid", "fit/B", "rank/p_best", "fit/A_low", "fit/A_high", "fit/A")
     charted = [key for key in order if key in set.intersection(*fitted)]  # an open bound must not hide a recipe
     named = (RANK_KEY, "rank/p_best", "fit/A", "fit/A_low", "fit/A_high", keys.whole, RATIO_KEY)
-    columns = [_column(key) for key in named]
+    columns = [f"metrics.`{key}`" for key in named]
     columns.insert(2, "tags.`fit.verdict`")
     shown = []  # best first: MLflow shows, and a view's tag holds, a limited number
     for fit in sorted(fits, key=lambda fit: fit.rank or math.inf):
@@ -381,8 +381,3 @@ def _views(
     line = f"{_NOTE_START}{scaling}) and [ranking]({ranking}) of {sweep.name}"
     client.set_experiment_tag(experiment_id, "mlflow.note.content", f"{line}\n{kept}")
     return Published(scaling, ranking, fit_runs)
-
-
-def _column(metric: str) -> str:
-    """Return the name of a metric's column in MLflow's table of runs."""
-    return f"metrics.`{metric}`"
