@@ -231,14 +231,28 @@ def rank(*sources: Any, **options: Any) -> Decision:
 
     Args:
         sources: as for `load`, or one `Study` or `Fits`.
-        options: the command's options budget, baseline, margin, and any option of `fit`.
+        options: the command's options budget, baseline, margin, sets (names of evaluation sets), and any option of
+            `fit`.
     """
-    own_options = ("budget", "baseline", "margin")
+    from sweeps.decide.at_k import study_at_k
+    from sweeps.fit.fit import fit_curves
+
+    own_options = ("budget", "baseline", "margin", "sets")
     arguments = _options("rank", options, (*READING, *FITTING, *own_options))
     arguments.json = True
+    reading.check_sets(arguments)
     fits = _fits(sources, arguments, options, own_options)
     ranking = deciding.ranked(arguments, fits.fits, _workers())
-    return Decision(ranking, fits, "ranking", {**ranking.to_json(), "by_axis": None}, [ranking.sentence])
+    read_by = argparse.Namespace(**{**vars(fits.study.options), "sets": arguments.sets})
+    at_k = study_at_k(
+        fits.study.study,
+        ranking,
+        lambda metric: reading.load_sources(read_by, metric=metric).curves,
+        lambda curves: fit_curves(curves, fits.fits[0].options, workers=_workers()),
+    )
+    signal, aggregate = reading.over_sets(read_by, fits.study.study)
+    sentences = [ranking.sentence, *(part.sentence for part in (at_k, aggregate, signal) if part is not None)]
+    return Decision(ranking, fits, "ranking", deciding.rank_json(ranking, None, at_k, signal, aggregate), sentences)
 
 
 def plan(*sources: Any, **options: Any) -> Decision:

@@ -21,8 +21,10 @@ from sweeps.source import LoadedStudy, load
 
 if TYPE_CHECKING:
     from sweeps.curve import Curve
+    from sweeps.decide.aggregate import Aggregate
     from sweeps.decide.at_k import AtK
     from sweeps.decide.rank import Ranking
+    from sweeps.decide.signal import Signal
     from sweeps.fit.fit import Fit
     from sweeps.fit.points import FitOptions
 
@@ -150,6 +152,45 @@ def compared_at_k(options: argparse.Namespace, study: LoadedStudy, ranking: Rank
         return load_sources(options, metric=metric).curves
 
     return study_at_k(study, ranking, curves, lambda found: fit_all(found, options))
+
+
+def check_sets(options: argparse.Namespace) -> None:
+    """Check `--sets` before any data are read.
+
+    Raises:
+        UserError: it names fewer than two sets, or `--lower-is-better` is given as well.
+    """
+    if options.sets is None:
+        return
+    if len(set(set_names(options))) < 2:
+        raise UserError(f"--sets {options.sets}: name two sets or more: --sets math,code; for one set use --metric")
+    if options.lower_is_better:
+        raise UserError("--sets: of pass rates, where higher is better; leave out --lower-is-better")
+
+
+def set_names(options: argparse.Namespace) -> list[str]:
+    """Return the evaluation sets of `--sets`, a text or, from `sweeps.api`, a sequence."""
+    names = options.sets.split(",") if isinstance(options.sets, str) else options.sets
+    return [name.strip() for name in names if name.strip()]
+
+
+def over_sets(options: argparse.Namespace, study: LoadedStudy) -> tuple[Signal | None, Aggregate | None]:
+    """Compare a study's evaluation sets: signal to noise where runs have two sets or more, and `--sets` as one.
+
+    Raises:
+        UserError: `--sets` names a set that is not there.
+    """
+    from sweeps.decide.aggregate import aggregate
+    from sweeps.decide.signal import signal_to_noise
+    from sweeps.source.collected import ALL
+    from sweeps.source.journals import curves_by_set
+
+    factors = [name for name in (options.size, *options.group) if name is not None]
+    curves = curves_by_set(study.runs, study.curves[0].axis, factors) if study.runs else []
+    if options.sets is not None and not study.runs:  # sets of other programs' logs are read only on request
+        curves = load_sources(options, metric=ALL).curves
+    signal = signal_to_noise(curves) if curves else None
+    return signal, None if options.sets is None else aggregate(curves, set_names(options))
 
 
 def margin(options: argparse.Namespace) -> float | None:

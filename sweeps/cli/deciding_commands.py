@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from sweeps.cli.curves import (
     check_figure,
+    check_sets,
     compared_at_k,
     fit_all,
     fit_options,
     fitted,
     load_sources,
     margin,
+    over_sets,
     shown_study,
 )
 from sweeps.cli.output import print_json, warn
@@ -26,6 +28,7 @@ from sweeps.source import LoadedStudy
 from sweeps.source.places import Kind, Place
 
 if TYPE_CHECKING:
+    from sweeps.as_json import AsJson
     from sweeps.decide.by_axis import ByAxis
     from sweeps.decide.pairwise import Comparisons
     from sweeps.decide.plan import Plan
@@ -36,7 +39,10 @@ if TYPE_CHECKING:
 def rank_command(options: argparse.Namespace) -> None:
     """Rank recipes by asymptote, ties by efficiency, and print the tables (`scalerl rank`)."""
     _check_axes(options)
-    study, fits = fitted(options)
+    check_sets(options)
+    study = shown_study(options)
+    signal, aggregate = over_sets(options, study)
+    fits = fit_all(study.curves, options)
     from sweeps.parallel import cores
     from sweeps.report.ranking_text import rank_text
     from sweeps.run.health import code_changes, idle_variants
@@ -47,10 +53,9 @@ def rank_command(options: argparse.Namespace) -> None:
     at_k = compared_at_k(options, study, ranking)
     warn([*study.warnings, *code_changes(study.runs)])
     if options.json:
-        by_axis, pass_at_k = (None if part is None else part.to_json() for part in (ranks_by_axis, at_k))
-        print_json({**ranking.to_json(), "by_axis": by_axis, "pass_at_k": pass_at_k})
+        print_json(rank_json(ranking, ranks_by_axis, at_k, signal, aggregate))
         return
-    print(rank_text(ranking, ranks_by_axis, at_k))
+    print(rank_text(ranking, ranks_by_axis, at_k, signal, aggregate))
     warn(idle_variants(study.runs))
 
 
@@ -66,6 +71,15 @@ def ranked(options: argparse.Namespace, fits: Sequence[Fit], workers: int) -> Ra
         workers=workers,
         brief=not options.json,
     )
+
+
+def rank_json(ranking: Ranking, *others: AsJson | None) -> dict[str, Any]:
+    """Return the JSON of `scalerl rank`: the ranking, and the other results or None: by axis, pass@k, signal, sets."""
+    names = ("by_axis", "pass_at_k", "signal", "sets")
+    return {
+        **ranking.to_json(),
+        **{name: None if one is None else one.to_json() for name, one in zip(names, others, strict=True)},
+    }
 
 
 def _check_axes(options: argparse.Namespace) -> None:

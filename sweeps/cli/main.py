@@ -597,6 +597,9 @@ def _add_ranking(parser: argparse.ArgumentParser) -> None:
         metavar="A",
         help=f"A within this are tied; default: the study's launch.margin, or {MARGIN:g} of the scale",
     )
+    parser.add_argument(
+        "--sets", metavar="A,B", help="also compare over these evaluation sets as one: interquartile mean, bootstrap"
+    )
 
 
 def _add_planning(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,19 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sweeps.cli.curves import check_place, check_window, compared_at_k, fit_options, fitted, load_sources, margin
+from sweeps.cli.curves import (
+    check_place,
+    check_sets,
+    check_window,
+    compared_at_k,
+    fit_all,
+    fit_options,
+    fitted,
+    load_sources,
+    margin,
+    over_sets,
+    shown_study,
+)
 from sweeps.cli.output import warn
 from sweeps.errors import UserError, require
 from sweeps.parallel import cores
@@ -27,7 +39,10 @@ def report_command(options: argparse.Namespace) -> None:
     """Write the HTML report with its figures and `ranking.csv` (`scalerl report`)."""
     page = Path(options.output)
     check_place(page)
-    study, fits = fitted(options)
+    check_sets(options)
+    study = shown_study(options)
+    signal, aggregate = over_sets(options, study)
+    fits = fit_all(study.curves, options)
     # Matplotlib takes a second to import: only if something is drawn.
     from sweeps.decide.rank import rank
     from sweeps.report.write import all_comparisons, histories, write_ranking_csv, write_report
@@ -48,6 +63,8 @@ def report_command(options: argparse.Namespace) -> None:
         workers=workers,
         beside=None if options.beside is None else _beside(options),
         at_k=compared_at_k(options, study, ranking),
+        signal=signal,
+        aggregate=aggregate,
     )
     written.append(write_ranking_csv(page.with_name("ranking.csv"), fits, ranking))
     warn(study.warnings)

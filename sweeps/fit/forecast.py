@@ -195,6 +195,7 @@ _STREAMS = (
     "efficiency",
     "pair",
     "paired",
+    "sets",
 )
 
 

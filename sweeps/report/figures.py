@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sweeps.curve import Curve
+from sweeps.decide.aggregate import Aggregate
 from sweeps.decide.rank import Ranking
 from sweeps.fit.fit import Fit
 from sweeps.fit.history import Snapshot
@@ -258,4 +259,32 @@ def asymptotes_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
             panel.plot([_named(fit)], [row], "o", color=colour[fit.recipe], markersize=5)
         name_rows(panel, _short([fit.recipe for fit in ranked], ranking))
         panel.set_xlabel(f"asymptote A (shaded: within {ranking.margin:g} of the best)")
+    return figure
+
+
+def performance_figure(aggregate: Aggregate | None, ranking: Ranking) -> Figure | None:
+    """Draw the performance profiles of all recipes over several evaluation sets; None without an aggregate."""
+    if aggregate is None:
+        return None
+    colour, short = colours(ranking), shortened([entry.recipe for entry in ranking.ranking])
+    with rc_context(STYLE):
+        figure = Figure(figsize=(6.6, 2.9 + 0.19 * -(-len(aggregate.rows) // 2)), layout="constrained")
+        panel = figure.subplots()
+        for index, row in enumerate(aggregate.rows):
+            # Colours repeat after six recipes.
+            dash = _DASHES[index // 6 % len(_DASHES)]
+            name = _legend(short[row.recipe])
+            panel.step(aggregate.thresholds, row.profile, where="post", color=colour[row.recipe], ls=dash, label=name)
+            if row.runs > 1:
+                ends = np.array([row.profile_low, row.profile_high], dtype=float)
+                panel.fill_between(
+                    aggregate.thresholds, *ends, step="post", color=colour[row.recipe], alpha=0.15, linewidth=0
+                )
+        panel.set_ylim(0, 1.04)
+        panel.set_xlabel("score")
+        panel.set_ylabel("share of runs and sets above it")
+        panel.tick_params(length=2.5)
+        legend = panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False, fontsize=8)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
     return figure

@@ -13,9 +13,11 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from sweeps.curve import Curve
+from sweeps.decide.aggregate import Aggregate
 from sweeps.decide.at_k import AtK
 from sweeps.decide.next_run import Settlement, Step
 from sweeps.decide.rank import Ranking
+from sweeps.decide.signal import Signal
 from sweeps.fit.compare import Comparison
 from sweeps.fit.family import FAMILIES
 from sweeps.fit.fit import Fit
@@ -53,6 +55,7 @@ class Findings:
         races: records of studies that were run as races or searches.
         at_k: the ranking by pass@k beside that by pass@1.
         prompts: by recipe, the shares of held-out prompts that never, sometimes and always pass.
+        signal: signal to noise by evaluation set. aggregate: recipes over several sets.
     """
 
     sensitivity: Mapping[str, Sequence[Row]] = field(default_factory=dict)
@@ -65,6 +68,8 @@ class Findings:
     races: Sequence[RaceRecord] = ()
     at_k: AtK | None = None
     prompts: Sequence[PromptShares] = ()
+    signal: Signal | None = None
+    aggregate: Aggregate | None = None
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from sweeps.decide.aggregate import Aggregate
 from sweeps.decide.at_k import AtK
 from sweeps.decide.by_axis import ByAxis
 from sweeps.decide.rank import Ranking
 from sweeps.decide.reward import Rewards
+from sweeps.decide.signal import Signal
 from sweeps.fit.fit import shown
 from sweeps.report.plain import one_line, table
 
@@ -20,13 +22,23 @@ def ranking_text(ranking: Ranking) -> str:
     return "\n".join([*lines, table(*ranking_rows(ranking))])
 
 
-def rank_text(ranking: Ranking, by_axis: ByAxis | None = None, at_k: AtK | None = None) -> str:
-    """Format the output of `scalerl rank`: the ranking, ranks on other axes and by pass@k, variants, the baseline."""
+def rank_text(
+    ranking: Ranking,
+    by_axis: ByAxis | None = None,
+    at_k: AtK | None = None,
+    signal: Signal | None = None,
+    aggregate: Aggregate | None = None,
+) -> str:
+    """Format the output of `scalerl rank`: the ranking, other axes, pass@k, evaluation sets, variants, the baseline."""
     blocks = [ranking_text(ranking)]
     if by_axis is not None:
         blocks += [one_line(by_axis.sentence), table(*axis_rows(by_axis))]
     if at_k is not None:
         blocks.append(f"{one_line(at_k.sentence)}\n{table(*at_k_rows(at_k))}" if at_k.differs else at_k.sentence)
+    if aggregate is not None:
+        blocks += [one_line(aggregate.sentence), table(*aggregate_rows(aggregate)), *map(one_line, aggregate.notes)]
+    if signal is not None:
+        blocks += [one_line(signal.sentence), table(*signal_rows(signal))]
     if ranking.leave_one_out:
         heading = f"against {one_line(ranking.baseline or '')}:"
         blocks.append(f"{heading}\n{table(*leave_one_out_rows(ranking))}")
@@ -96,6 +108,33 @@ def at_k_rows(at_k: AtK) -> tuple[list[str], list[list[str]]]:
         cells = ["-" if by.R is None else f"{by.place}. {shown(by.R, '.3f')} (P {by.p_best:.2f})" for by in both]
         cells += ["-" if by.A is None else f"{by.rank}. {shown(by.A, '.3f')}" for by in both]
         rows.append([row.recipe, *cells])
+    return head, rows
+
+
+def signal_rows(signal: Signal) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows of the table of signal and noise by evaluation set."""
+    head = ["set", "mean", "signal", "noise", "signal to noise"]
+    return head, [[row.set, *map(_short, (row.mean, row.signal, row.noise, row.ratio))] for row in signal.rows]
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def aggregate_rows(aggregate: Aggregate) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows of the table of recipes over several evaluation sets."""
+    first = aggregate.rows[0].recipe
+    head = ["recipe", "runs", "interquartile mean", f"P({first} improves on it)", *aggregate.sets]
+    rows = [
+        [
+            row.recipe,
+            str(row.runs),
+            shown(row.iqm, ".3f"),
+            shown(row.p_first_improves, ".2f"),
+            *(f"{row.by_set[name]:.3f}" for name in aggregate.sets),
+        ]
+        for row in aggregate.rows
+    ]
     return head, rows
 
 

@@ -28,6 +28,8 @@ from sweeps.search.race_log import RaceRecord
 from sweeps.source.held_out import prompt_shares
 
 if TYPE_CHECKING:
+    from sweeps.decide.aggregate import Aggregate
+    from sweeps.decide.signal import Signal
     from sweeps.report.page import Beside
 
 # Approximate number of fits per recipe in `histories`, which take most of a report's time.
@@ -51,6 +53,8 @@ def write_report(
     workers: int = 1,
     beside: Beside | None = None,
     at_k: AtK | None = None,
+    signal: Signal | None = None,
+    aggregate: Aggregate | None = None,
 ) -> list[Path]:
     """Write the page, and next to it each figure as `<stem>_<figure>.svg`, `.png` and `.pdf`.
 
@@ -70,6 +74,7 @@ def write_report(
         workers: number of processes that share the refits, see `sweeps.parallel`.
         beside: another study to show next to this one.
         at_k: the ranking by pass@k, to show next to `ranking`.
+        signal, aggregate: comparisons of the study's evaluation sets; none by default.
 
     Returns:
         Paths of the written files, the page first.
@@ -82,6 +87,7 @@ def write_report(
         asymptotes_figure,
         curves_figure,
         history_figure,
+        performance_figure,
         profile_figure,
         residuals_figure,
     )
@@ -106,6 +112,8 @@ def write_report(
         races=_races(runs),
         at_k=at_k,
         prompts=prompt_shares(runs, curves[0].axis, curves[0].metric),
+        signal=signal,
+        aggregate=aggregate,
     )
     figures = {
         "overlay": overlay_figure(curves, fits, ranking),
@@ -115,6 +123,7 @@ def write_report(
         "profile": profile_figure(fits, ranking),
         "residuals": residuals_figure(fits, ranking),
         "prompts": prompts_figure(findings.prompts, ranking, curves[0].unit),
+        "performance": performance_figure(aggregate, ranking),
         "history": history_figure(findings.histories, ranking, curves[0].unit),
     }
     drawn = {name: figure for name, figure in figures.items() if figure is not None}

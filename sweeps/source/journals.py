@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from sweeps.curve import FLOPS, STEPS, UNITS, default_axis
+from sweeps.curve import FLOPS, STEPS, UNITS, Curve, default_axis
 from sweeps.errors import UserError
 from sweeps.fit.schedule import at_peak_rate
 from sweeps.run.files import parse_json, read_yaml
 from sweeps.run.journal import CONFIG_FILE, PASS_RATE, JournalError, JournalView, Record, finite, read_journal
-from sweeps.source.collected import ALL, Collected, CurvePoints
+from sweeps.source.collected import ALL, Asked, Collected, CurvePoints, LoadedStudy
 from sweeps.source.held_out import with_at_k
 from sweeps.source.namesakes import tell_apart
 from sweeps.source.text import listed, short
@@ -129,6 +129,23 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
         f"sd <- the evaluation's standard error; {counted(len(study.runs), 'run')}: {counted(count, 'point')}",
         shown=False,
     )
+
+
+def curves_by_set(views: Sequence[JournalView], axis: str, factors: Sequence[str] = ()) -> list[Curve]:
+    """Return a curve per recipe and evaluation set of runs that were read; none if they have fewer than two sets.
+
+    Args:
+        views: journals of the runs.
+        axis: compute axis.
+        factors: as for `load`.
+    """
+    names = {name for view in views for record in view.of_kind("eval") for name in record.metrics}
+    if sum(_PASS_RATE.fullmatch(name) is not None for name in names) < 2:
+        return []
+    by_folder = {view.path.parent.resolve(): view for view in views}
+    into = Collected(Asked(metric=ALL, x=axis, factors=tuple(factors)), LoadedStudy())
+    read_runs(list(by_folder), into, by_folder.__getitem__)
+    return into.curves()
 
 
 def _at_peak(view: JournalView, axis: str, spent: Sequence[float]) -> list[float | None]:

@@ -1,0 +1,70 @@
+"""Evaluations of each run on each evaluation set, up to a compute that all runs have spent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sweeps.curve import Array, Curve
+
+# Name of the factor by which curves of several evaluation sets differ (`--metric all`).
+SET = "set"
+# A common compute below this share of the median run's is worth a note: a run that ended early holds the others back.
+_EARLY = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class SetScores:
+    """Scores of a study on several evaluation sets.
+
+    Attributes:
+        axis: compute axis.
+        compute: largest compute that all runs have spent; evaluations beyond it are left out.
+        metrics: by set, the name of its metric.
+        scores: by set, recipe and seed, the scores after the start of training, in the order of compute, (n,), n >= 1.
+        notes: runs that were left out or end early.
+    """
+
+    axis: str
+    compute: float
+    metrics: Mapping[str, str]
+    scores: Mapping[str, Mapping[str, Mapping[str, Array]]]
+    notes: tuple[str, ...] = ()
+
+
+def set_scores(curves: Sequence[Curve]) -> SetScores | None:
+    """Collect the scores of curves that differ in the factor `set`; None if no run has an evaluation after the start.
+
+    The first evaluation of a run, at compute 0, is of the model before training and is left out. A run counts as having
+    spent the compute of its last evaluation on any set: sets may be evaluated at different steps.
+    """
+    spent: dict[tuple[str, str], float] = {}
+    for curve in curves:
+        for seed in dict.fromkeys(curve.seed.tolist()):
+            run = _recipe(curve), str(seed)
+            spent[run] = max(spent.get(run, 0.0), float(curve.compute[curve.seed == seed].max()))
+    empty = [f"{recipe}, seed {seed}" for (recipe, seed), compute in spent.items() if compute <= 0]
+    notes = [f"{run}: no evaluation after the start; left out" for run in empty]
+    spent = {run: compute for run, compute in spent.items() if compute > 0}
+    if not spent:
+        return None
+    compute = min(spent.values())
+    if compute < _EARLY * float(np.median(list(spent.values()))):
+        recipe, seed = min(spent, key=lambda run: spent[run])
+        notes.append(f"{recipe}, seed {seed}, ends at compute {compute:.4g}: all runs are compared there")
+    scores: dict[str, dict[str, dict[str, Array]]] = {}
+    for curve in curves:
+        by_recipe = scores.setdefault(curve.factors[SET], {})
+        # The tolerance allows for rounding in sums of compute.
+        kept = (curve.compute > 0) & (curve.compute <= compute * (1 + 1e-9))
+        for seed in dict.fromkeys(curve.seed[kept].tolist()):
+            by_recipe.setdefault(_recipe(curve), {})[str(seed)] = curve.reward[kept & (curve.seed == seed)]
+    metrics = {curve.factors[SET]: curve.metric for curve in curves}
+    return SetScores(axis=curves[0].axis, compute=compute, metrics=metrics, scores=scores, notes=tuple(notes))
+
+
+def _recipe(curve: Curve) -> str:
+    """Return the recipe's label without the set, which the source appended."""
+    return curve.recipe.replace(f" {SET}={curve.factors[SET]}", "")

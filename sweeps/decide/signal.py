@@ -1,0 +1,122 @@
+"""Signal to noise of each evaluation set: which set separates the recipes best.
+
+The definitions are those of "Signal and Noise" (Heineman et al. 2025, arXiv 2508.13144), for one set:
+
+    signal = max over recipes j, k of |m_j - m_k| / m        relative dispersion
+    noise  = sqrt(mean over runs of s_r^2) / m               relative standard deviation
+    ratio  = signal / noise
+
+m_j is the mean score of recipe j over the last n evaluations of its runs, m the mean of all m_j, and s_r the standard
+deviation of run r over its last n evaluations (divisor n - 1). n is 5, as in the authors' comparison of small models.
+The authors take the noise of one model, or of all models' scores together; here it is pooled within runs, so that
+differences between recipes are no noise.
+
+A rise of the curve over the last n evaluations counts as noise, by this definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sweeps.as_json import AsJson
+from sweeps.curve import Array, Curve
+from sweeps.decide.set_scores import set_scores
+
+# Number of last evaluations of a run.
+LAST = 5
+# The fewest evaluations of a run that show its noise.
+_FEWEST = 3
+
+
+@dataclass(frozen=True)
+class SetSignal(AsJson):
+    """Signal and noise of one evaluation set.
+
+    Attributes:
+        set, metric: name of the set, and of its metric.
+        mean: mean score over recipes.
+        signal, noise: relative dispersion between recipes, relative standard deviation within runs; None where the mean
+            is 0 or a run has fewer than three evaluations.
+        ratio: signal to noise; None where either is unknown or the noise is 0.
+    """
+
+    set: str
+    metric: str
+    mean: float
+    signal: float | None
+    noise: float | None
+    ratio: float | None
+
+
+@dataclass(frozen=True)
+class Signal(AsJson):
+    """Signal to noise of all evaluation sets, the highest first.
+
+    Attributes:
+        axis, compute: compute axis, and the largest compute that all runs have spent, up to which evaluations count.
+        last: number of last evaluations of a run that count.
+        best: the set to use; None if no ratio is known or none reaches 1.
+        rows: one per set.
+        notes: runs that were left out or end early.
+        sentence: the outcome in words.
+    """
+
+    axis: str
+    compute: float
+    last: int
+    best: str | None
+    rows: tuple[SetSignal, ...]
+    notes: tuple[str, ...]
+    sentence: str
+
+
+def signal_to_noise(curves: Sequence[Curve], last: int = LAST) -> Signal | None:
+    """Compute signal and noise of every evaluation set; None with fewer than two sets or two recipes.
+
+    Args:
+        curves: one per recipe and evaluation set, which is the factor `set`.
+        last: number of last evaluations of each run, at or before the compute that all runs have spent.
+    """
+    found = set_scores(curves)
+    if found is None:
+        return None
+    compared = {name: recipes for name, recipes in found.scores.items() if len(recipes) > 1}
+    if len(compared) < 2:
+        return None
+    rows = [_row(name, found.metrics[name], recipes, last) for name, recipes in compared.items()]
+    rows.sort(key=lambda row: (-1.0 if row.ratio is None else row.ratio, row.set), reverse=True)
+    first = rows[0]
+    best = first.set if first.ratio is not None and first.ratio >= 1 else None
+    return Signal(
+        axis=found.axis,
+        compute=found.compute,
+        last=last,
+        best=best,
+        rows=tuple(rows),
+        notes=found.notes,
+        sentence=_sentence(rows, best),
+    )
+
+
+def _row(name: str, metric: str, recipes: Mapping[str, Mapping[str, Array]], last: int) -> SetSignal:
+    ends = {recipe: [run[-last:] for run in runs.values()] for recipe, runs in recipes.items()}
+    of_recipes = [float(np.mean([run.mean() for run in runs])) for runs in ends.values()]
+    mean = float(np.mean(of_recipes))
+    variances = [run.var(ddof=1) for runs in ends.values() for run in runs if len(run) >= min(_FEWEST, last)]
+    signal = (max(of_recipes) - min(of_recipes)) / abs(mean) if mean else None
+    noise = float(np.sqrt(np.mean(variances))) / abs(mean) if mean and variances else None
+    ratio = signal / noise if signal is not None and noise else None
+    return SetSignal(set=name, metric=metric, mean=mean, signal=signal, noise=noise, ratio=ratio)
+
+
+def _sentence(rows: Sequence[SetSignal], best: str | None) -> str:
+    known = [row for row in rows if row.ratio is not None]
+    if not known:
+        return f"signal to noise of the sets is unknown: it takes runs with {_FEWEST} evaluations that differ"
+    ratios = ", ".join(f"{row.set} {row.ratio:.3g}" for row in known)
+    if best is None:
+        return f"no set separates the recipes: signal to noise is below 1 on each ({ratios})"
+    return f"use set {best} (--metric {known[0].metric}): it separates the recipes best; signal to noise: {ratios}"
