@@ -22,7 +22,7 @@ LEFT_OUT = {
     "slow": "make test ALL=1",
     "slurm": "make test ALL=1: a SLURM cluster of its own",
     "browser": "make test ALL=1: Chromium",
-    "peers": "make test ALL=1: TRL and verl",
+    "peers": "make test ALL=1: TRL, verl and rliable",
     "vllm": "make test ALL=1: vLLM",
 }
 # What runs real components: a second attempt tells a busy machine from a fault. Pure code gets none.
