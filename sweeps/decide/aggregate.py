@@ -103,7 +103,7 @@ def resample(scores: Array, rng: np.random.Generator, reps: int = REPS) -> Array
 
 def take(scores: Array, runs: NDArray[np.int64]) -> Array:
     """Return the scores (runs, sets) of the given runs (reps, runs, sets), each for its set."""
-    return scores[runs, np.arange(scores.shape[1])]
+    return np.asarray(scores[runs, np.arange(scores.shape[1])])
 
 
 def aggregate(curves: Sequence[Curve], sets: Sequence[str]) -> Aggregate:

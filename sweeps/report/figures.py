@@ -276,9 +276,9 @@ def performance_figure(aggregate: Aggregate | None, ranking: Ranking) -> Figure 
             name = _legend(short[row.recipe])
             panel.step(aggregate.thresholds, row.profile, where="post", color=colour[row.recipe], ls=dash, label=name)
             if row.runs > 1:
-                ends = np.array([row.profile_low, row.profile_high], dtype=float)
+                low, high = np.array([row.profile_low, row.profile_high], dtype=float)
                 panel.fill_between(
-                    aggregate.thresholds, *ends, step="post", color=colour[row.recipe], alpha=0.15, linewidth=0
+                    aggregate.thresholds, low, high, step="post", color=colour[row.recipe], alpha=0.15, linewidth=0
                 )
         panel.set_ylim(0, 1.04)
         panel.set_xlabel("score")

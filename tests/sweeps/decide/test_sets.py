@@ -18,15 +18,21 @@ from sweeps.cli.curves import over_sets
 from sweeps.cli.main import main, make_parser
 from sweeps.curve import Curve, make_curve
 from sweeps.decide.aggregate import aggregate, improvement, iqm, profile, resample, take
+from sweeps.decide.rank import rank
 from sweeps.decide.set_scores import set_scores
 from sweeps.decide.signal import Signal, signal_to_noise
 from sweeps.errors import UserError
+from sweeps.fit.fit import fit_curves
+from sweeps.report.drawing import svg
+from sweeps.report.figures import performance_figure
+from sweeps.report.page import Findings, render
 from sweeps.report.ranking_text import aggregate_rows, signal_rows
 from sweeps.run.journal import Journal
 from sweeps.source import load
 from sweeps.source.journals import curves_by_set
 from tests.examples import examples
 from tests.paths import ROOT
+from tests.sweeps.fit.simulate import curve as simulated
 
 # Few distinct values, so that scores tie.
 SCORES = arrays(
@@ -232,13 +238,37 @@ def test_the_command_and_the_interface(tmp_path: Path, capsys: pytest.CaptureFix
     assert "P(base+loss=dapo improves on it)" in out and "use set math (--metric eval/math/pass_rate)" in out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_report_has_both(tmp_path: Path) -> None:
     page = tmp_path / "out" / "r.html"
     assert main(["report", study(tmp_path / "study"), "--sets", "math,code", "-o", str(page)]) == 0
     text = page.read_text()
     assert "Which set decides" in text and "Use set math" in text and "Several sets as one" in text
     assert (tmp_path / "out" / "r_performance.svg").exists()
+
+
+def test_the_page_has_both_where_they_are_given(tmp_path: Path) -> None:
+    curves = [simulated(recipe, seeds=1, points=9) for recipe in ("base", "base+loss=dapo")]
+    fits = fit_curves(curves)
+    ranking = rank(fits, brief=True)
+    options = make_parser().parse_args(["rank", ".", "--sets", "math,code"])
+    found, both = over_sets(options, load([study(tmp_path)]))
+    figure = performance_figure(both, ranking)
+    assert figure is not None and performance_figure(None, ranking) is None
+    lines, bands = figure.axes[0].lines, figure.axes[0].collections
+    assert len(lines) == len(bands) == 2 and list(lines[0].get_ydata()) == list(both.rows[0].profile if both else ())
+    given: dict[str, Any] = {
+        "title": "x",
+        "curves": curves,
+        "fits": fits,
+        "ranking": ranking,
+        "runs": [],
+        "warnings": [],
+    }
+    text = render(**given, documents={"performance": svg(figure)}, findings=Findings(signal=found, aggregate=both))
+    without = render(**given, documents={})
+    for part in ("Which set decides", "Use set math", "Several sets as one", "Performance profiles: "):
+        assert part in text and part not in without
 
 
 def test_sources_without_sets(capsys: pytest.CaptureFixture[str]) -> None:
