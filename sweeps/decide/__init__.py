@@ -4,7 +4,8 @@
     rank       the ranking; efficiency (ratios of compute, ties), reward, resolution; wording puts them into sentences
     plan       reach (compute to a target), next_run, sizes, power_law, across_sizes, rollout_counts; design (before a
                launch)
-    compare    pairwise (two recipes), effects (axes of a grid), by_axis (other compute axes)
+    compare    pairwise (two recipes), effects (axes of a grid), by_axis (other compute axes), signal (which evaluation
+               set decides), aggregate (several sets)
     live       race by the rules of rules; watch, live_ranking
 
 Structure comes from the fields of a curve, never from its label.

@@ -11,7 +11,8 @@ deviation of run r over its last n evaluations (divisor n - 1). n is 5, as in th
 The authors take the noise of one model, or of all models' scores together; here it is pooled within runs, so that
 differences between recipes are no noise.
 
-A rise of the curve over the last n evaluations counts as noise, by this definition.
+By this definition a rise of the curve over the last n evaluations counts as noise. So the ratio is also given with s_r
+about a straight line through the run's last n evaluations (divisor n - 2).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class SetSignal(AsJson):
         signal, noise: relative dispersion between recipes, relative standard deviation within runs; None where the mean
             is 0 or a run has fewer than three evaluations.
         ratio: signal to noise; None where either is unknown or the noise is 0.
+        ratio_without_rise: the same with noise about a straight line.
     """
 
     set: str
@@ -49,6 +51,7 @@ class SetSignal(AsJson):
     signal: float | None
     noise: float | None
     ratio: float | None
+    ratio_without_rise: float | None
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,11 @@ class Signal(AsJson):
     sentence: str
 
 
-def signal_to_noise(curves: Sequence[Curve], last: int = LAST) -> Signal | None:
+def signal_to_noise(curves: Sequence[Curve]) -> Signal | None:
     """Compute signal and noise of every evaluation set; None with fewer than two sets or two recipes.
 
     Args:
         curves: one per recipe and evaluation set, which is the factor `set`.
-        last: number of last evaluations of each run, at or before the compute that all runs have spent.
     """
     found = set_scores(curves)
     if found is None:
@@ -86,14 +88,14 @@ def signal_to_noise(curves: Sequence[Curve], last: int = LAST) -> Signal | None:
     compared = {name: recipes for name, recipes in found.scores.items() if len(recipes) > 1}
     if len(compared) < 2:
         return None
-    rows = [_row(name, found.metrics[name], recipes, last) for name, recipes in compared.items()]
+    rows = [_row(name, found.metrics[name], recipes) for name, recipes in compared.items()]
     rows.sort(key=lambda row: (-1.0 if row.ratio is None else row.ratio, row.set), reverse=True)
     first = rows[0]
     best = first.set if first.ratio is not None and first.ratio >= 1 else None
     return Signal(
         axis=found.axis,
         compute=found.compute,
-        last=last,
+        last=LAST,
         best=best,
         rows=tuple(rows),
         notes=found.notes,
@@ -101,15 +103,36 @@ def signal_to_noise(curves: Sequence[Curve], last: int = LAST) -> Signal | None:
     )
 
 
-def _row(name: str, metric: str, recipes: Mapping[str, Mapping[str, Array]], last: int) -> SetSignal:
-    ends = {recipe: [run[-last:] for run in runs.values()] for recipe, runs in recipes.items()}
+def _row(name: str, metric: str, recipes: Mapping[str, Mapping[str, Array]]) -> SetSignal:
+    ends = {recipe: [run[-LAST:] for run in runs.values()] for recipe, runs in recipes.items()}
     of_recipes = [float(np.mean([run.mean() for run in runs])) for runs in ends.values()]
     mean = float(np.mean(of_recipes))
-    variances = [run.var(ddof=1) for runs in ends.values() for run in runs if len(run) >= min(_FEWEST, last)]
+    runs = [run for runs in ends.values() for run in runs if len(run) >= _FEWEST]
+    variances = [run.var(ddof=1) for run in runs]
     signal = (max(of_recipes) - min(of_recipes)) / abs(mean) if mean else None
-    noise = float(np.sqrt(np.mean(variances))) / abs(mean) if mean and variances else None
-    ratio = signal / noise if signal is not None and noise else None
-    return SetSignal(set=name, metric=metric, mean=mean, signal=signal, noise=noise, ratio=ratio)
+    noise = float(np.sqrt(np.mean(variances))) / abs(mean) if mean and runs else None
+    residual = float(np.sqrt(np.mean([_about_a_line(run) for run in runs]))) / abs(mean) if mean and runs else None
+    return SetSignal(
+        set=name,
+        metric=metric,
+        mean=mean,
+        signal=signal,
+        noise=noise,
+        ratio=_ratio(signal, noise),
+        ratio_without_rise=_ratio(signal, residual),
+    )
+
+
+def _ratio(signal: float | None, noise: float | None) -> float | None:
+    # Rounding leaves a noise of about 1e-17 where scores are equal or lie on a line.
+    return signal / noise if signal is not None and noise is not None and noise > 1e-12 else None
+
+
+def _about_a_line(scores: Array) -> float:
+    """Return the variance of evenly spaced scores (n,) about their least-squares line, with divisor n - 2."""
+    place = np.arange(len(scores)) - (len(scores) - 1) / 2
+    slope = float(place @ scores / (place @ place))
+    return float(((scores - scores.mean() - slope * place) ** 2).sum() / (len(scores) - 2))
 
 
 def _sentence(rows: Sequence[SetSignal], best: str | None) -> str:
@@ -118,5 +141,11 @@ def _sentence(rows: Sequence[SetSignal], best: str | None) -> str:
         return f"signal to noise of the sets is unknown: it takes runs with {_FEWEST} evaluations that differ"
     ratios = ", ".join(f"{row.set} {row.ratio:.3g}" for row in known)
     if best is None:
-        return f"no set separates the recipes: signal to noise is below 1 on each ({ratios})"
-    return f"use set {best} (--metric {known[0].metric}): it separates the recipes best; signal to noise: {ratios}"
+        text = f"no set separates the recipes: signal to noise is below 1 on each ({ratios})"
+    else:
+        text = f"use set {best} (--metric {known[0].metric}): it separates the recipes best; signal to noise: {ratios}"
+    flat = max(rows, key=lambda row: row.ratio_without_rise or 0.0)
+    if flat.ratio_without_rise is not None and flat.ratio_without_rise >= 1 and flat.set != best:
+        text += "; without the rise of the curves, which counts as noise here, "
+        text += f"set {flat.set} leads with {flat.ratio_without_rise:.3g}"
+    return text

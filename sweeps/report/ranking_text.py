@@ -113,8 +113,9 @@ def at_k_rows(at_k: AtK) -> tuple[list[str], list[list[str]]]:
 
 def signal_rows(signal: Signal) -> tuple[list[str], list[list[str]]]:
     """Return head and rows of the table of signal and noise by evaluation set."""
-    head = ["set", "mean", "signal", "noise", "signal to noise"]
-    return head, [[row.set, *map(_short, (row.mean, row.signal, row.noise, row.ratio))] for row in signal.rows]
+    head = ["set", "mean", "signal", "noise", "signal to noise", "without the rise"]
+    numbers = [(row.mean, row.signal, row.noise, row.ratio, row.ratio_without_rise) for row in signal.rows]
+    return head, [[row.set, *map(_short, values)] for row, values in zip(signal.rows, numbers, strict=True)]
 
 
 def _short(value: float | None) -> str:

@@ -26,6 +26,7 @@ from sweeps.fit.fit import fit_curves
 from sweeps.report.drawing import svg
 from sweeps.report.figures import performance_figure
 from sweeps.report.page import Findings, render
+from sweeps.report.plain import table
 from sweeps.report.ranking_text import aggregate_rows, signal_rows
 from sweeps.run.journal import Journal
 from sweeps.source import load
@@ -111,6 +112,24 @@ def test_noise_is_that_of_the_authors_for_one_run_apart_from_the_divisor() -> No
     assert found.rows[0].noise == pytest.approx(theirs * np.sqrt(5 / 4) / np.sqrt(2))
 
 
+def test_a_rise_is_noise_and_the_ratio_without_it_is_given() -> None:
+    """`steep` rises by 0.1 per evaluation; `flat` has the same scatter about a level, and a fifth of the signal."""
+    scatter = np.array([0.0, 0.01, -0.01, 0.01, 0.0, -0.01, 0.01, -0.01])
+
+    def scores(level: float, slope: float) -> dict[str, list[float]]:
+        return {"0": [0.0, *(level + slope * np.arange(8) + scatter).tolist()]}
+
+    found = signals(
+        *(on_set(recipe, "steep", scores(level, 0.1)) for recipe, level in (("a", 0.0), ("b", 0.1))),
+        *(on_set(recipe, "flat", scores(level, 0.0)) for recipe, level in (("a", 0.5), ("b", 0.52))),
+    )
+    steep = next(row for row in found.rows if row.set == "steep")
+    line = np.polynomial.Polynomial.fit(np.arange(5), scatter[-5:], 1)
+    about = np.sqrt(((scatter[-5:] - line(np.arange(5))) ** 2).sum() / 3)
+    assert found.best == "flat" and steep.ratio_without_rise == pytest.approx(0.1 / about)
+    assert found.sentence.endswith(f"set steep leads with {0.1 / about:.3g}")
+
+
 def test_no_set_is_recommended_without_a_signal() -> None:
     wild = {recipe: {"0": [0.1, *[0.3, 0.7] * 4][:-1]} for recipe in "ab"}
     flat = {"0": [0.1, *[0.5] * 8]}
@@ -194,10 +213,13 @@ def test_a_study_is_read_once_and_its_tables_are_text(tmp_path: Path) -> None:
     assert found is not None and both is not None
     assert found.best == "math" and found.axis == "compute/virtual_device_hours" and found.compute == 15
     head, rows = signal_rows(found)
-    assert head[-1] == "signal to noise" and [row[0] for row in rows] == ["math", "code"]
+    assert head[-2:] == ["signal to noise", "without the rise"] and [row[0] for row in rows] == ["math", "code"]
     head, rows = aggregate_rows(both)
     assert head[2:] == ["interquartile mean", "P(base+loss=dapo improves on it)", "math", "code"]
     assert [row[0] for row in rows] == ["base+loss=dapo", "base"] and rows[0][3] == "-"
+    page = (ROOT / "docs" / "guide" / "fit.md").read_text()
+    for text in (found.sentence, table(*signal_rows(found)), both.sentence, table(*aggregate_rows(both))):
+        assert text in page
     by_size = make_parser().parse_args(["rank", source, "--group", "seed"])
     grouped, none = over_sets(by_size, load([source], factors=["seed"]))
     assert grouped is not None and none is None
