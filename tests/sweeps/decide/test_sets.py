@@ -298,3 +298,16 @@ def test_sources_without_sets(capsys: pytest.CaptureFixture[str]) -> None:
     assert curves_by_set(load([example]).runs, "compute/flops") == []
     assert main(["rank", example, "--sets", "a,b"]) == 1
     assert "--sets a,b: no evaluation set 'a'; the sources name none" in capsys.readouterr().err
+
+
+def test_logs_of_another_trainer_have_sets_on_request() -> None:
+    log, metric = str(ROOT / "tests" / "data" / "logs" / "prime_rl_history.json"), "eval/aime24/avg@16"
+    words = ["rank", log, "--metric", metric]
+    assert over_sets(make_parser().parse_args(words), load([log], metric=metric)) == (None, None)
+    found, both = over_sets(
+        make_parser().parse_args([*words, "--sets", "aime24,livecodebench"]), load([log], metric=metric)
+    )
+    assert found is None and both is not None  # one recipe, nothing to separate
+    (row,) = both.rows
+    assert row.recipe == "prime_rl_history" and list(row.by_set) == ["aime24", "livecodebench"]
+    assert row.iqm.value == pytest.approx(np.mean(list(row.by_set.values())))
