@@ -63,7 +63,8 @@ def main() -> None:
         "thresholds": THRESHOLDS,
         "cases": [case(*shape) for shape in SHAPES],
     }
-    parser.parse_args().output.write_text(json.dumps(content, indent=1) + "\n")
+    # One case per line.
+    parser.parse_args().output.write_text(json.dumps(content).replace('{"x"', '\n{"x"') + "\n")
 
 
 if __name__ == "__main__":
