@@ -267,12 +267,13 @@ def performance_figure(aggregate: Aggregate | None, ranking: Ranking) -> Figure 
     if aggregate is None:
         return None
     colour, short = colours(ranking), shortened([entry.recipe for entry in ranking.ranking])
+    ranked = {entry.recipe for entry in ranking.ranking if entry.rank is not None}
     with rc_context(STYLE):
         figure = Figure(figsize=(6.6, 2.9 + 0.19 * -(-len(aggregate.rows) // 2)), layout="constrained")
         panel = figure.subplots()
         for index, row in enumerate(aggregate.rows):
-            # Colours repeat after six recipes.
-            dash = _DASHES[index // 6 % len(_DASHES)]
+            # Colours repeat after six ranked recipes, and refused ones are all grey: distinguish them by dashes.
+            dash = _DASHES[(index // 6 if row.recipe in ranked else index) % len(_DASHES)]
             name = _legend(short[row.recipe])
             panel.step(aggregate.thresholds, row.profile, where="post", color=colour[row.recipe], ls=dash, label=name)
             if row.runs > 1:

@@ -270,7 +270,7 @@ def test_the_report_has_both(tmp_path: Path) -> None:
 
 
 def test_the_page_has_both_where_they_are_given(tmp_path: Path) -> None:
-    curves = [simulated(recipe, seeds=1, points=9) for recipe in ("base", "base+loss=dapo")]
+    curves = [simulated(recipe, a=0.3, seeds=1, points=9) for recipe in ("base", "base+loss=dapo")]
     fits = fit_curves(curves)
     ranking = rank(fits, brief=True)
     options = make_parser().parse_args(["rank", ".", "--sets", "math,code"])
