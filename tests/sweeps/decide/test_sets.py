@@ -279,6 +279,8 @@ def test_the_page_has_both_where_they_are_given(tmp_path: Path) -> None:
     assert figure is not None and performance_figure(None, ranking) is None
     lines, bands = figure.axes[0].lines, figure.axes[0].collections
     assert len(lines) == len(bands) == 2 and list(lines[0].get_ydata()) == list(both.rows[0].profile if both else ())
+    # Unranked recipes are all grey.
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 2
     given: dict[str, Any] = {
         "title": "x",
         "curves": curves,
