@@ -140,7 +140,7 @@ def curves_by_set(views: Sequence[JournalView], axis: str, factors: Sequence[str
         factors: as for `load`.
     """
     names = {name for view in views for record in view.of_kind("eval") for name in record.metrics}
-    if sum(_PASS_RATE.fullmatch(name) is not None for name in names) < 2:
+    if sum(PASS_RATE.fullmatch(name) is not None for name in names) < 2:
         return []
     by_folder = {view.path.parent.resolve(): view for view in views}
     into = Collected(Asked(metric=ALL, x=axis, factors=tuple(factors)), LoadedStudy())
