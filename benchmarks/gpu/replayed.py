@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from lightning_scalerl import Prompt, Task
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport
-from lightning_scalerl.generator.scripted import ScriptedGenerator
 from lightning_scalerl.rollouts.rollout import Rollout
+from tests.scripted import ScriptedGenerator
 
 VOCABULARY = 151_936
 # The published configuration of Qwen3-0.6B.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scalerl.generator.base import GroupRequest, StepReport
-from lightning_scalerl.generator.scripted import ScriptedGenerator
+from tests.scripted import ScriptedGenerator
 
 
 @dataclass

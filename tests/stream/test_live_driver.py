@@ -20,7 +20,6 @@ from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.channel import DirectChannel
 from lightning_scalerl.generator.fleet.fleet import Fleet
-from lightning_scalerl.generator.scripted import ScriptedGenerator
 from lightning_scalerl.measure.compute_meter import PHASES
 from lightning_scalerl.measure.probe import P99
 from lightning_scalerl.rollouts.grade import Outcome, Sample
@@ -35,6 +34,7 @@ from tests.generator.slow import Size, SlowGenerator, Weights, script, weights_o
 from tests.generator.threads import Threads
 from tests.helpers import CountingTask, fit, inline
 from tests.measure.test_compute_meter import check_hours
+from tests.scripted import ScriptedGenerator
 from tests.stream.test_rollout_stream import rates, stream_of
 from tests.test_module import Keep
 

@@ -15,7 +15,6 @@ from lightning_scalerl.axes.filter import DynamicSampling, Filter, NoFilter, Zer
 from lightning_scalerl.axes.resampling import NoPositiveResampling
 from lightning_scalerl.generator.base import FinishedRollout
 from lightning_scalerl.generator.channel import DirectChannel
-from lightning_scalerl.generator.scripted import ScriptedGenerator
 from lightning_scalerl.rollouts.grade import Grade, Outcome, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.rollouts.rollout import Group, Rollout, packed, unpacked
@@ -26,6 +25,7 @@ from lightning_scalerl.stream.virtual_driver import VirtualDriver
 from lightning_scalerl.verify.inline import InlineVerifiers
 from lightning_scalerl.verify.verification import RewardError, Verification
 from tests.helpers import CountingTask, inline, row, sampler
+from tests.scripted import ScriptedGenerator
 from tests.stream.test_rollout_stream import rates, script_of
 
 SCORE = {1: Outcome("score", 1.0), 0: Outcome("score", 0.0)}

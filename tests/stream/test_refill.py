@@ -20,7 +20,6 @@ from lightning_scalerl.axes.resampling import NoPositiveResampling, UniformResam
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import FinishedRollout
 from lightning_scalerl.generator.channel import DirectChannel
-from lightning_scalerl.generator.scripted import ScriptedGenerator
 from lightning_scalerl.measure.step_metrics import Pass, step_metrics
 from lightning_scalerl.rollouts.rollout import Rollout
 from lightning_scalerl.stream.cost_model import CostModel
@@ -30,6 +29,7 @@ from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.stream.virtual_driver import VirtualDriver
 from tests.examples import examples
 from tests.helpers import CountingTask, grade, inline, row, sampler
+from tests.scripted import ScriptedGenerator
 from tests.stream.test_rollout_stream import MODES, RATES, parts, rates, script_of, train
 
 Lengths = dict[tuple[int, int], int]

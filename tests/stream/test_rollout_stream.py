@@ -17,7 +17,6 @@ from lightning_scalerl.axes.resampling import NoPositiveResampling, Resampling, 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import GroupRequest
 from lightning_scalerl.generator.channel import DirectChannel
-from lightning_scalerl.generator.scripted import Script, ScriptedGenerator
 from lightning_scalerl.stream.cost_model import CostModel
 from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource
@@ -26,6 +25,7 @@ from lightning_scalerl.stream.virtual_driver import SchedulerStuckError, Virtual
 from lightning_scalerl.verify.verification import RewardError
 from tests.examples import examples
 from tests.helpers import CountingTask, inline, row, sampler
+from tests.scripted import Script, ScriptedGenerator
 
 
 def script_of(lengths: Mapping[tuple[int, int], int] | None) -> Script:

@@ -1,4 +1,4 @@
-"""Generator that follows a script instead of a model, to test schedulers and replay rollouts."""
+"""Generator that follows a script instead of a model, to test drivers of the stream and to replay rollouts."""
 
 from __future__ import annotations
 
