@@ -104,6 +104,13 @@ class Translation:
             return
         self.missing.append(Missing(key, _shown(value), why))
 
+    def says_if(self, same: bool, axis: str, value: Any, why: str) -> None:
+        """Record that the trainer behaves as the choice on an axis does, or else that it has no counterpart."""
+        if same:
+            self.says(axis)
+        else:
+            self.lacks(axis, value, why)
+
     def note(self, text: str) -> None:
         """Add a difference that no setting of either trainer can remove."""
         self.notes.append(text)
@@ -211,6 +218,17 @@ class Run:
         """Number of steps that train on samples of the same version of the weights."""
         mode = self.choices.async_mode
         return mode.k if isinstance(mode, PPOOffPolicy) else 1
+
+    @property
+    def evaluation(self) -> tuple[int, int]:
+        """Number of steps between evaluations (0 for none), and samples per held-out prompt."""
+        evaluation = self.recipe.evaluation
+        return int(evaluation.get("every_n_steps", 0)), int(evaluation.get("samples", 1))
+
+    @property
+    def dtype(self) -> str:
+        """Type that the policy computes in, by its full name."""
+        return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.choices.precision.policy]
 
     @property
     def vllm(self) -> bool:
@@ -357,6 +375,38 @@ def distance(run: Run) -> float | None:
     if isinstance(kl, NoKL):
         return 0.0
     return kl.coefficient if isinstance(kl, FixedKL) and kl.where == "loss" else None
+
+
+def kl_term(run: Run, into: Translation, aggregation: type[Aggregation], averaged: str) -> float | None:
+    """Return the coefficient of the KL term, for trainers with one coefficient and a fixed aggregation of the term.
+
+    Args:
+        run: the run to translate.
+        into: gets an entry in `missing` for any other KL; the result is None then.
+        aggregation: the trainer's aggregation of the term.
+        averaged: reason for an entry if the run aggregates the term in another way.
+    """
+    kl, beta = run.choices.kl, distance(run)
+    if beta is None:
+        into.lacks("kl", kl, "one coefficient for all tokens, in the loss: kl=fixed is translated")
+    elif beta and run.aggregation_of(kl) is not aggregation:
+        into.lacks("kl.aggregation", kl, averaged)
+    return beta
+
+
+def evaluated(run: Run, into: Translation) -> int:
+    """Return the number of batches of `run.k` steps between evaluations; 0 for none, or if it is no whole number."""
+    every, _ = run.evaluation
+    if every % run.k:
+        into.lacks("evaluation.every_n_steps", every, f"evaluations are counted in batches of {run.k} steps there")
+        return 0
+    return every // run.k
+
+
+def no_adapter(run: Run, into: Translation, name: str) -> None:
+    """Add LoRA to `missing`; `name` is the trainer's own setting for an adapter."""
+    if not isinstance(run.choices.adapter, NoAdapter):
+        into.lacks("adapter", run.choices.adapter, f"how its adapter begins is not compared with ours ({name})")
 
 
 def lasting(run: Run, into: Translation, by_step: bool) -> tuple[bool, bool]:

@@ -10,7 +10,6 @@ Source: PrimeIntellect-ai/prime-rl 559b4477, packages/prime-rl-configs/src/prime
 
 from __future__ import annotations
 
-from lightning_scalerl.axes.adapter import LoRA
 from lightning_scalerl.axes.advantage import GroupAdvantage
 from lightning_scalerl.axes.aggregation import TokenAggregation
 from lightning_scalerl.axes.correction import Behaviour
@@ -18,7 +17,7 @@ from lightning_scalerl.axes.filter import NoFilter, ZeroVariance
 from lightning_scalerl.axes.length_control import Penalty
 from lightning_scalerl.axes.normalization import NoNormalization
 from lightning_scalerl.axes.truncated import MaskTruncated
-from lightning_scalerl.translate.record import Run, Translation, common, distance, lasting, on_policy
+from lightning_scalerl.translate.record import Run, Translation, common, distance, lasting, no_adapter, on_policy
 
 VERSION = "559b4477"
 ADAM_EPS = 1e-8  # torch's default, which prime-rl always uses
@@ -30,18 +29,17 @@ def to_prime_rl(run: Run) -> Translation:
     common(run, into)
     choices, recipe = run.choices, run.recipe
     into.lacks("loss", choices.loss, "its losses mask by differences of probabilities; trainer.loss.type is your own")
-    if not isinstance(choices.aggregation, TokenAggregation):
-        into.lacks("aggregation", choices.aggregation, "all tokens of a batch count the same there; aggregation=token")
-    else:
-        into.says("aggregation")
-    if distance(run) != 0:
-        into.lacks("kl", choices.kl, "kl_tau is the squared log-ratio to the engine, not a distance from a reference")
-    else:
-        into.says("kl")
-    if choices.entropy.acts:
-        into.lacks("entropy", choices.entropy, "there is no bonus")
-    else:
-        into.says("entropy")
+    tokens = isinstance(choices.aggregation, TokenAggregation)
+    into.says_if(
+        tokens, "aggregation", choices.aggregation, "all tokens of a batch count the same there; aggregation=token"
+    )
+    into.says_if(
+        distance(run) == 0,
+        "kl",
+        choices.kl,
+        "kl_tau is the squared log-ratio to the engine, not a distance from a reference",
+    )
+    into.says_if(not choices.entropy.acts, "entropy", choices.entropy, "there is no bonus")
     grouped = isinstance(choices.advantage, GroupAdvantage)
     if grouped:
         into.under("orchestrator.algo", "advantage", type="grpo")
@@ -55,20 +53,14 @@ def to_prime_rl(run: Run) -> Translation:
             into.note("filter: what is left out there is a rollout with an advantage of 0, whatever its group")
     else:
         into.lacks("filter", choices.filter, "its gates sample others by rules that are not compared with ours")
-    if isinstance(choices.truncated, MaskTruncated):
-        into.lacks("truncated", choices.truncated, "truncated completions are trained on there; truncated=keep")
-    else:
-        into.says("truncated")
+    masks, trained_on = isinstance(choices.truncated, MaskTruncated), "truncated completions are trained on there"
+    into.says_if(not masks, "truncated", choices.truncated, f"{trained_on}; truncated=keep")
     if isinstance(choices.length_control, Penalty):
         into.lacks("length_control", choices.length_control, "length_penalty there is linear in all tokens, no buffer")
-    if not isinstance(choices.correction, Behaviour):
-        into.lacks("correction", choices.correction, "the ratio is to the engine there; correction=behaviour")
-    else:
-        into.says("correction")
-    if choices.epochs.count > 1:
-        into.lacks("epochs", choices.epochs.count, "a batch is gone over once there")
-    else:
-        into.says("epochs")
+    engine = isinstance(choices.correction, Behaviour)
+    into.says_if(engine, "correction", choices.correction, "the ratio is to the engine there; correction=behaviour")
+    epochs = choices.epochs.count
+    into.says_if(epochs == 1, "epochs", epochs, "a batch is gone over once there")
     if run.k > 1:
         into.lacks(
             "async_mode", choices.async_mode, "it trains while it samples; phases of several steps are no setting"
@@ -78,8 +70,7 @@ def to_prime_rl(run: Run) -> Translation:
     _settings(run, into)
     if recipe.context.too_long == "refuse":
         into.note("context: nothing there refuses long prompts; what exceeds seq_len is cut off")
-    if isinstance(choices.adapter, LoRA):
-        into.lacks("adapter", choices.adapter, "how its adapter begins is not compared with ours (trainer.model.lora)")
+    no_adapter(run, into, "trainer.model.lora")
     return into
 
 
@@ -126,8 +117,7 @@ def _settings(run: Run, into: Translation) -> None:
     elif run.cosine is None:
         into.under("trainer.scheduler", type="constant")
     precision = run.choices.precision
-    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision.policy]
-    into.under("inference.vllm", "precision", dtype=dtype)
+    into.under("inference.vllm", "precision", dtype=run.dtype)
     into.under(
         "inference", "precision", enable_fp32_lm_head=precision.policy == "bf16" and precision.fp32_head_generator
     )

@@ -18,7 +18,6 @@ skyrl/backends/skyrl_train/utils/ppo_utils.py, workers/worker.py.
 
 from __future__ import annotations
 
-from lightning_scalerl.axes.adapter import LoRA
 from lightning_scalerl.axes.aggregation import (
     ConstantAggregation,
     PromptAggregation,
@@ -36,9 +35,11 @@ from lightning_scalerl.translate.record import (
     Translation,
     by_deviation,
     common,
-    distance,
     estimator,
+    evaluated,
+    kl_term,
     lasting,
+    no_adapter,
     on_policy,
 )
 
@@ -90,14 +91,9 @@ def _loss(run: Run, into: Translation) -> None:
     else:
         name = "gspo" if isinstance(loss, GSPO) else "regular"
         into.under(ALGORITHM, "loss", policy_loss_type=name, eps_clip_low=clips[0], eps_clip_high=clips[1])
-    beta = distance(run)
-    if beta is None:
-        into.lacks("kl", run.choices.kl, "one coefficient for all tokens, in the loss: kl=fixed is translated")
-    else:
-        if beta and run.aggregation_of(run.choices.kl) is not SampleAggregation:
-            into.lacks(
-                "kl.aggregation", run.choices.kl, "the distance is averaged over samples there, under every reduction"
-            )
+    averaged = "the distance is averaged over samples there, under every reduction"
+    beta = kl_term(run, into, SampleAggregation, averaged)
+    if beta is not None:
         into.under(ALGORITHM, "kl", use_kl_loss=bool(beta), kl_loss_coef=beta)
         into.under(ALGORITHM, "kl", kl_estimator_type="k3", use_kl_in_reward=False)
         if beta:
@@ -182,14 +178,11 @@ def _data(run: Run, into: Translation) -> None:
         sampling_params__top_k=-1,
         sampling_params__min_p=0.0,
     )
-    every = int(recipe.evaluation.get("every_n_steps", 0))
-    if every and every % k:
-        into.lacks("evaluation.every_n_steps", every, f"evaluations are counted in batches of {k} steps there")
-    elif every:
-        into.under("trainer", eval_interval=every // k, eval_before_train=True)
+    if every := evaluated(run, into):
+        into.under("trainer", eval_interval=every, eval_before_train=True)
         into.under(
             "generator",
-            eval_n_samples_per_prompt=int(recipe.evaluation.get("samples", 1)),
+            eval_n_samples_per_prompt=run.evaluation[1],
             eval_sampling_params__temperature=limits.temperature,
             eval_sampling_params__max_generate_length=limits.max_new_tokens,
         )
@@ -215,19 +208,16 @@ def _optimizer(run: Run, into: Translation) -> None:
         into.lacks("schedule", "cosine", "its end is counted in epochs of the data there")
     elif run.cosine is None:
         into.under("trainer.policy.optimizer_config", scheduler="constant_with_warmup", num_warmup_steps=0)
-    adapter = run.choices.adapter
-    if isinstance(adapter, LoRA):
-        into.lacks("adapter", adapter, "how its adapter begins is not compared with ours (policy.model.lora)")
+    no_adapter(run, into, "policy.model.lora")
 
 
 def _ratio(run: Run, into: Translation) -> None:
     """Add precision and the anchor of the importance ratio: the engine's log-probabilities or the trainer's."""
     correction, precision, loss = run.choices.correction, run.choices.precision, run.choices.loss
-    engine = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision.policy]
     if precision.policy == "fp32":
         into.lacks("precision", precision, "workers compute under autocast of BF16 there; precision=bf16 is nearest")
     into.set("precision", trainer__bf16=precision.policy == "bf16")
-    into.under("generator.inference_engine", "precision", model_dtype=engine)
+    into.under("generator.inference_engine", "precision", model_dtype=run.dtype)
     if run.head is None or run.head:
         into.lacks("precision.fp32_head", "true", "a head in FP32 beside a 16-bit policy is no setting there")
     under = f"{ALGORITHM}.off_policy_correction"

@@ -25,7 +25,7 @@ from lightning_scalerl.axes.length_control import Penalty
 from lightning_scalerl.axes.loss import CISPO, GSPO, Reinforce
 from lightning_scalerl.axes.normalization import BatchRewardNormalization, NoNormalization, PromptNormalization
 from lightning_scalerl.axes.truncated import MaskTruncated
-from lightning_scalerl.translate.record import Run, Translation, common, distance, lasting, on_policy
+from lightning_scalerl.translate.record import Run, Translation, common, kl_term, lasting, on_policy
 
 VERSION = "1.16.0"
 EPS = 1e-4  # TRL's fixed addition to a standard deviation
@@ -81,12 +81,8 @@ def _loss(run: Run, into: Translation) -> None:
             into.set("loss", epsilon=clips[0], epsilon_high=clips[1])
     into.set(router_aux_loss_coef=0.0)  # the default would add the load-balancing loss of a model with experts
     into.set("loss", importance_sampling_level="sequence" if isinstance(loss, GSPO) else "token")
-    beta = distance(run)
-    if beta is None:
-        into.lacks("kl", run.choices.kl, "one coefficient for all tokens, in the loss: kl=fixed is translated")
-    else:
-        if beta and run.aggregation_of(run.choices.kl) is not type(aggregation):
-            into.lacks("kl.aggregation", run.choices.kl, "the distance is averaged as the loss is there")
+    beta = kl_term(run, into, type(aggregation), "the distance is averaged as the loss is there")
+    if beta is not None:
         # The k3 estimator; by default TRL multiplies it by the ratio, which is another estimator.
         into.set("kl", beta=beta, use_bias_correction_kl=False)
     entropy = run.choices.entropy
@@ -129,15 +125,13 @@ def _credit(run: Run, into: Translation) -> None:
             scale,
             "scale_rewards=batch is the deviation of raw rewards (normalization=batch_reward_std), not of advantages",
         )
-    if not isinstance(choices.filter, NoFilter):
-        into.lacks(
-            "filter",
-            choices.filter,
-            "groups whose rewards are all equal stay in every denominator, and none is sampled again; filter=none is "
-            "translated",
-        )
-    else:
-        into.says("filter")
+    into.says_if(
+        isinstance(choices.filter, NoFilter),
+        "filter",
+        choices.filter,
+        "groups whose rewards are all equal stay in every denominator, and none is sampled again; filter=none is "
+        "translated",
+    )
     masks = isinstance(choices.truncated, MaskTruncated)
     if masks and isinstance(choices.aggregation, SampleAggregation):
         into.lacks(
@@ -188,8 +182,7 @@ def _data(run: Run, into: Translation) -> None:
         into.note(f"context: nothing there refuses prompts above {recipe.context.max_prompt_tokens} tokens")
     if recipe.batch.prompts > 1 and run.k > 1:
         into.note("async_mode: the rollouts of a generation batch are shuffled before it is cut into steps, not groups")
-    every = int(recipe.evaluation.get("every_n_steps", 0))
-    samples = int(recipe.evaluation.get("samples", 1))
+    every, samples = run.evaluation
     if every:
         into.set(
             eval_strategy="steps",

@@ -18,7 +18,6 @@ number in tests/parity.
 
 from __future__ import annotations
 
-from lightning_scalerl.axes.adapter import LoRA
 from lightning_scalerl.axes.aggregation import (
     ConstantAggregation,
     SampleAggregation,
@@ -39,7 +38,10 @@ from lightning_scalerl.translate.record import (
     common,
     distance,
     estimator,
+    evaluated,
+    kl_term,
     lasting,
+    no_adapter,
     on_policy,
 )
 
@@ -89,12 +91,8 @@ def _loss(run: Run, into: Translation) -> None:
         into.under(ACTOR, "loss", policy_loss__loss_mode=mode, clip_ratio_low=clips[0], clip_ratio_high=clips[1])
         if mode == "vanilla":
             into.under(ACTOR, "loss", clip_ratio_c=NEVER)  # turns off the dual clip
-    beta = distance(run)
-    if beta is None:
-        into.lacks("kl", run.choices.kl, "one coefficient for all tokens, in the loss: kl=fixed is translated")
-    else:
-        if beta and run.aggregation_of(run.choices.kl) is not type(aggregation):
-            into.lacks("kl.aggregation", run.choices.kl, "the distance is averaged as the loss is there")
+    beta = kl_term(run, into, type(aggregation), "the distance is averaged as the loss is there")
+    if beta is not None:
         into.under(ACTOR, "kl", use_kl_loss=bool(beta), kl_loss_coef=beta, kl_loss_type="low_var_kl")
         into.set("kl", algorithm__use_kl_in_reward=False)
         if beta:
@@ -122,10 +120,8 @@ def _credit(run: Run, into: Translation) -> None:
         into.under("algorithm.filter_groups", "filter", enable=False)
     else:
         into.lacks("filter", choices.filter, "a dropped group is replaced there; filter=dynamic_sampling or none")
-    if isinstance(choices.truncated, MaskTruncated):
-        into.lacks("truncated", choices.truncated, "truncated completions are trained on there; truncated=keep")
-    else:
-        into.says("truncated")
+    masks, trained_on = isinstance(choices.truncated, MaskTruncated), "truncated completions are trained on there"
+    into.says_if(not masks, "truncated", choices.truncated, f"{trained_on}; truncated=keep")
     if isinstance(choices.length_control, Penalty):
         into.lacks("length_control", choices.length_control, "a penalty of length is a reward function's there")
 
@@ -164,12 +160,9 @@ def _data(run: Run, into: Translation) -> None:
     # Passes over the data (`total_epochs`): enough for all steps even if the data is a single batch.
     into.under("trainer", total_training_steps=run.steps // k, total_epochs=run.steps // k)
     into.under("trainer", use_v1=True, v1__trainer_mode="sync")
-    every = int(recipe.evaluation.get("every_n_steps", 0))
-    if every and every % k:
-        into.lacks("evaluation.every_n_steps", every, f"evaluations are counted in batches of {k} steps there")
-    elif every:
-        into.under("trainer", test_freq=every // k, val_before_train=True)
-        samples = int(recipe.evaluation.get("samples", 1))
+    if every := evaluated(run, into):
+        into.under("trainer", test_freq=every, val_before_train=True)
+        _, samples = run.evaluation
         into.under(f"{ROLLOUT}.val_kwargs", n=samples, do_sample=True, temperature=limits.temperature)
 
 
@@ -195,20 +188,17 @@ def _optimizer(run: Run, into: Translation) -> None:
         into.under(f"{ACTOR}.optim", lr_scheduler_type="cosine", min_lr_ratio=cosine.final, num_cycles=0.5)
     elif cosine is None:
         into.under(f"{ACTOR}.optim", lr_scheduler_type="constant")
-    adapter = run.choices.adapter
-    if isinstance(adapter, LoRA):
-        into.lacks("adapter", adapter, "how its adapter begins is not compared with ours (model.lora_rank)")
+    no_adapter(run, into, "model.lora_rank")
 
 
 def _ratio(run: Run, into: Translation) -> None:
     """Add precision and the anchor of the importance ratio: the engine's log-probabilities or the trainer's."""
     correction, precision = run.choices.correction, run.choices.precision
-    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision.policy]
-    into.under(ROLLOUT, "precision", dtype=dtype)
+    into.under(ROLLOUT, "precision", dtype=run.dtype)
     # The reference policy has its own engine, which uses BF16 too by default.
     for engine in (ACTOR, "actor_rollout_ref.ref")[: 2 if distance(run) else 1]:
         into.under(f"{engine}.fsdp_config", model_dtype="fp32")
-        types = {"param_dtype": dtype, "reduce_dtype": "float32", "buffer_dtype": "float32"}
+        types = {"param_dtype": run.dtype, "reduce_dtype": "float32", "buffer_dtype": "float32"}
         into.add(f"{engine}.fsdp_config.mixed_precision", types)
     if precision.policy == "fp32":
         into.note("precision: flash attention, the default there, knows no FP32 (model.override_config)")
