@@ -30,57 +30,46 @@ class ObservedStep(Protocol):
     @property
     def batch(self) -> TrainBatch:
         """Batch to train on, with all groups that were sampled for it."""
-        ...
 
     @property
     def decode(self) -> Callable[[list[int]], str]:
         """Function from token ids to text, including special tokens."""
-        ...
 
     @property
     def admitted(self) -> int:
         """Number of groups admitted so far in the run."""
-        ...
 
     @property
     def completed_steps(self) -> int:
         """Number of optimizer steps done before this one."""
-        ...
 
     @property
     def groups_per_step(self) -> int:
         """Number of groups per step (P)."""
-        ...
 
     @property
     def dropped(self) -> int:
         """Number of groups that were dropped and replaced for this batch."""
-        ...
 
     @property
     def completions(self) -> int:
         """Average number of rollouts per group."""
-        ...
 
     @property
     def reward_sums(self) -> Sequence[Sequence[str]]:
         """Reward names in each weighted sum that the task grades by; the first one decides a pass."""
-        ...
 
     def histories(self) -> Sequence[Sequence[float]]:
         """Return the pass rates of each prompt's groups so far, one sequence per prompt."""
-        ...
 
     def probe_logprobs(self, precision: Any) -> Tensor:
         """Return log-probabilities (R, T) of a few rollouts of the batch, computed in this precision; R may be 0."""
-        ...
 
     def loss_weights_differ(self, theirs: DesignChoice, rounding: bool = False) -> bool:
         """Return whether the tokens' weights in the update would differ with `theirs` instead of the run's choice.
 
         With `rounding` the threshold is low enough to detect the rounding error of a 16-bit type.
         """
-        ...
 
 
 class DesignChoice(Callback):

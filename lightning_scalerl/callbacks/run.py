@@ -49,27 +49,22 @@ class Run(Protocol):
     @property
     def task(self) -> Task:
         """Task whose prompts the run trains on."""
-        ...
 
     @property
     def seed(self) -> int:
         """Seed of the prompt order and of sampling."""
-        ...
 
     @property
     def completed_steps(self) -> int:
         """Number of completed optimizer steps, which is also the version of the weights."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """Device that this rank trains on."""
-        ...
 
     @property
     def eval_sets(self) -> dict[str, PromptSet]:
         """Held-out prompts for evaluation, with their tokens, by name of the set."""
-        ...
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text without adding special tokens."""
@@ -77,25 +72,20 @@ class Run(Protocol):
 
     def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
         """Return a completion in the form that a grader takes."""
-        ...
 
     def verifying(self) -> AbstractContextManager[Verifiers]:
         """Open the verifiers that grade completions for the duration of a `with` block."""
-        ...
 
     @property
     def began(self) -> list[str]:
         """Lines to show the user once at the start of a fit; only on rank 0."""
-        ...
 
     def generating(self) -> AbstractContextManager[Generator]:
         """Lend the run's generator for work other than training; training's rollouts in flight are set aside."""
-        ...
 
     @property
     def stop_reason(self) -> str | None:
         """Reason to stop at the next clean point (after a step, or between two); None to continue."""
-        ...
 
 
 def run_of(module: object) -> Run:

@@ -97,25 +97,20 @@ class Generator(Protocol):
     @property
     def in_flight(self) -> int:
         """Number of rollouts submitted and not finished."""
-        ...
 
     @property
     def free_slots(self) -> int:
         """Number of further rollouts that would start in the next step if submitted now."""
-        ...
 
     @property
     def version(self) -> int:
         """Version of the weights in use: the number of optimizer steps that produced them."""
-        ...
 
     def submit(self, request: GroupRequest) -> None:
         """Queue a group for sampling; it starts as slots become free."""
-        ...
 
     def step(self) -> StepReport:
         """Sample one token for every rollout that has a slot; freed slots are refilled at once."""
-        ...
 
     def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
         """Use new weights from the next token on.
@@ -123,23 +118,18 @@ class Generator(Protocol):
         Rollouts in flight continue with their existing keys and values, or with recomputed ones if `recompute_kv`.
         Rollouts without a token yet are prefilled again in either case.
         """
-        ...
 
     def aside(self) -> AbstractContextManager[None]:
         """Lend the generator for other work: rollouts in flight pause, then resume with the earlier weights."""
-        ...
 
     def close(self) -> None:
         """Release resources outside this process's memory, such as child processes."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything in flight, for a checkpoint."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore everything in flight from a checkpoint."""
-        ...
 
 
 @contextmanager
@@ -171,11 +161,9 @@ class StopText(Protocol):
     @property
     def window(self) -> int:
         """Number of trailing tokens that the test needs."""
-        ...
 
     def __call__(self, tokens: Sequence[int]) -> bool:
         """Return whether these completion tokens (all so far, or the last ones) contain a stop text."""
-        ...
 
 
 def thinks_on(tokens: list[int]) -> bool:

@@ -16,7 +16,6 @@ class WeightChannel(Protocol):
     @property
     def version(self) -> int:
         """Last version that the generator has acknowledged, which it samples with."""
-        ...
 
     def publish(self, version: int, recompute_kv: bool = False) -> None:
         """Send the trainer's current weights and return once the generator has them.
@@ -25,7 +24,6 @@ class WeightChannel(Protocol):
             version: number of optimizer steps that produced these weights.
             recompute_kv: whether the KV cache of rollouts in flight is recomputed with the new weights.
         """
-        ...
 
 
 class DirectChannel:

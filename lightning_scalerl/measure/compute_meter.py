@@ -216,7 +216,6 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Return the current time in seconds."""
-        ...
 
 
 class WallClock:

@@ -54,11 +54,9 @@ class Scorer(Protocol):
     @property
     def version(self) -> int:
         """Version of the weights in use: the number of optimizer steps that led to them."""
-        ...
 
     def score(self, prompt_tokens: Sequence[int], tokens: Sequence[int]) -> Tensor | None:
         """Return log-probabilities (T,) of a completion's tokens, or None if the generator cannot answer now."""
-        ...
 
 
 # Start probe: number of rollouts, tokens of each, and the token at which thinking is interrupted.

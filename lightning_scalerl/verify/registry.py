@@ -19,11 +19,9 @@ class NamedGrader(Protocol):
 
     def grade(self, sample: Sample) -> Grade:
         """Grade one completion of a prompt."""
-        ...
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
         """Return a right and a wrong completion for an answer; None for one that it cannot construct."""
-        ...
 
 
 VERIFIERS: Mapping[str, type[NamedGrader]] = {

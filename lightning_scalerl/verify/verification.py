@@ -34,27 +34,21 @@ class Verifiers(Protocol):
 
     def submit(self, sample: Sample) -> int:
         """Queue a completion for grading and return its ticket."""
-        ...
 
     def submit_group(self, samples: Sequence[Sample]) -> Sequence[int]:
         """Queue the completions of a group, to be graded by one call; return their tickets."""
-        ...
 
     def wait(self, ticket: int) -> Outcome:
         """Block until a ticket has an outcome and return it. An outcome can be fetched once."""
-        ...
 
     def done(self) -> Sequence[tuple[int, Outcome]]:
         """Return (ticket, outcome) for all outcomes that were not fetched yet, without blocking."""
-        ...
 
     def forget(self, tickets: Iterable[int]) -> None:
         """Drop the outcomes of these tickets."""
-        ...
 
     def close(self) -> None:
         """End all verifier processes."""
-        ...
 
 
 def submit_bundle(verifiers: Verifiers, samples: Sequence[Sample]) -> Sequence[int]:

@@ -59,21 +59,17 @@ class Listener(Protocol):
 
     def is_ready(self, engine: Engine, slots: int, can_score: bool) -> None:
         """Handle an engine that has come up, with nothing in flight and uninitialized weights."""
-        ...
 
     def has_worked(
         self, engine: Engine, finished: Sequence[Any], computed: Sequence[int], busy_s: float, sampled: int
     ) -> None:
         """Handle an engine's report of finished rollouts and computed work."""
-        ...
 
     def holds(self, engine: Engine, number: int, digest: str) -> None:
         """Handle an engine's confirmation of the weights that it now uses."""
-        ...
 
     def has_lost(self, engine: Engine) -> None:
         """Handle the loss of an engine with everything it had in flight."""
-        ...
 
 
 class Engines:
