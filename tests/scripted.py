@@ -87,9 +87,7 @@ class ScriptedGenerator:
             finished.append(FinishedRollout(request.key, index, rollout))
         decoded = len(self._active)
         self._active = going_on
-        return StepReport(
-            finished=finished, prefill_tokens=0, prefill_context=0, decoded_tokens=decoded, decoded_context=decoded
-        )
+        return StepReport(finished, decoded_tokens=decoded, decoded_context=decoded)
 
     def aside(self) -> AbstractContextManager[None]:
         """Lend the generator for other work: rollouts in flight wait."""

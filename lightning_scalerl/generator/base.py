@@ -12,6 +12,9 @@ from torch import Tensor
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollouts.rollout import Rollout
 
+# Returns the trainer's current state dict.
+Weights = Callable[[], dict[str, Tensor]]
+
 
 @dataclass(frozen=True)
 class GroupRequest:
@@ -68,10 +71,10 @@ class StepReport:
     """
 
     finished: Sequence[FinishedRollout]
-    prefill_tokens: int
-    prefill_context: int
-    decoded_tokens: int
-    decoded_context: int
+    prefill_tokens: int = 0
+    prefill_context: int = 0
+    decoded_tokens: int = 0
+    decoded_context: int = 0
     prefilled: int = 0
     outside: int = 0
     lost_tokens: int = 0

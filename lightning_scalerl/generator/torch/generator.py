@@ -219,14 +219,7 @@ class TorchGenerator:
         decoding = self._slots.active
         new_logits, prefill_tokens, prefill_context, prefilled = self._fill_slots()
         if self._slots.active == 0:
-            return StepReport(
-                finished=(),
-                prefill_tokens=prefill_tokens,
-                prefill_context=prefill_context,
-                decoded_tokens=0,
-                decoded_context=0,
-                prefilled=prefilled,
-            )
+            return StepReport((), prefill_tokens, prefill_context, prefilled=prefilled)
         logits, context = self._decode(decoding)
         if new_logits:
             logits = torch.cat([logits, torch.stack(new_logits)])

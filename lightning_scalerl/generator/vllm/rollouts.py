@@ -75,7 +75,6 @@ class Computed:
 
 def report(finished: list[FinishedRollout], prefill: Computed, decoded: Computed, prefilled: int) -> StepReport:
     """Return the report of a step, with separate counts for prefill and decoding."""
-    left_out = prefill.outside + decoded.outside
     return StepReport(
         finished=finished,
         prefill_tokens=prefill.tokens,
@@ -83,7 +82,7 @@ def report(finished: list[FinishedRollout], prefill: Computed, decoded: Computed
         decoded_tokens=decoded.tokens,
         decoded_context=decoded.context,
         prefilled=prefilled,
-        outside=left_out,
+        outside=prefill.outside + decoded.outside,
     )
 
 
@@ -213,9 +212,7 @@ class InFlight:
         under_way, ended = from_state(state)
         self._waiting += under_way
         if ended:
-            self._ahead.append(
-                StepReport(finished=ended, prefill_tokens=0, prefill_context=0, decoded_tokens=0, decoded_context=0)
-            )
+            self._ahead.append(StepReport(ended))
 
 
 def state_of(
