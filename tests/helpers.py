@@ -149,9 +149,8 @@ def inline(stream: RolloutStream) -> InlineVerifiers:
 
 def grade(stream: RolloutStream, finished: FinishedRollout) -> None:
     """A rollout has ended: its outcome, at once."""
-    stream.ended(finished)
     verifiers = inline(stream)
-    for place, sample in stream.bundle((finished.key, finished.index)):
+    for place, sample in stream.ended(finished):
         stream.graded(place, verifiers.wait(verifiers.submit(sample)))
 
 

@@ -1,7 +1,7 @@
 """Generators take prompts and weights and return rollouts, in the trainer's process or in child processes.
 
-`base` defines the protocol of a generator, and `channel` carries weights to one. `torch/` is our own sampler, `vllm/`
-samples with vLLM, and `fleet/` runs several generators as engines in child processes:
+`base` defines the protocol of a generator. `torch/` is our own sampler, `vllm/` samples with vLLM, and `fleet/` runs
+several generators as engines in child processes:
 
     trainer --- Fleet --- Ledger (which engine has which rollout; no I/O)
                   |-------- WeightStore (published versions, one file each)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_scalerl.generator.channel import DirectChannel
 from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.mechanism import MechanismCounters
 from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
@@ -62,9 +61,8 @@ class DataPath:
         except BaseException:
             verifiers.close()
             raise
-        channel = DirectChannel(models.trained.weights, self.generator)
         self.driver = recipe.driver.driver(
-            self.stream, self.generator, channel, recipe.cost_model, verifiers, [meter.on_event]
+            self.stream, self.generator, models.trained.weights, recipe.cost_model, verifiers, [meter.on_event]
         )
         self.sampling.driver = self.driver
         decode = models.tokenizer.decode

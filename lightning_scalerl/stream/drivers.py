@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lightning_scalerl.checks import ConfigurationError, positive, whole_number
-from lightning_scalerl.generator.base import Generator
-from lightning_scalerl.generator.channel import WeightChannel
+from lightning_scalerl.generator.base import Generator, Weights
 from lightning_scalerl.generator.fleet.addresses import addresses_of, check_engines
 from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.stream.cost_model import CostModel
@@ -34,7 +33,7 @@ class Virtual:
         self,
         stream: RolloutStream,
         generator: Generator,
-        channel: WeightChannel,
+        weights: Weights,
         cost_model: CostModel,
         verifiers: Verifiers,
         listeners: Listeners,
@@ -43,7 +42,7 @@ class Virtual:
         return VirtualDriver(
             stream=stream,
             generator=generator,
-            channel=channel,
+            weights=weights,
             cost_model=cost_model,
             verifiers=verifiers,
             listeners=listeners,
@@ -107,11 +106,11 @@ class Live:
         self,
         stream: RolloutStream,
         generator: Generator,
-        channel: WeightChannel,
+        weights: Weights,
         cost_model: CostModel,
         verifiers: Verifiers,
         listeners: Listeners,
     ) -> Driver:
         """Build the live driver of a rollout stream. The cost model is unused: durations are real."""
         assert isinstance(generator, Fleet)
-        return LiveDriver(stream, generator, channel, verifiers, listeners, self.probe_every)
+        return LiveDriver(stream, generator, weights, verifiers, listeners, self.probe_every)

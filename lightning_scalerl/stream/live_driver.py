@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
-from lightning_scalerl.generator.channel import WeightChannel
+from lightning_scalerl.generator.base import Weights
 from lightning_scalerl.generator.fleet.fleet import Fleet, Work
 from lightning_scalerl.rollouts.grade import Sample
 from lightning_scalerl.rollouts.rollout import TrainBatch
@@ -42,7 +42,7 @@ class LiveDriver:
     Args:
         stream: the ledger of groups: what may be admitted, and which batch is due.
         generator: the generator processes, which sample on their own.
-        channel: publishes the trainer's weights to them.
+        weights: returns the trainer's current weights, to publish them.
         verifiers: grade finished rollouts while generation continues.
         listeners: called with every event.
         probe_every: optimizer steps between two probes of the generators' log-probabilities.
@@ -55,12 +55,12 @@ class LiveDriver:
         self,
         stream: RolloutStream,
         generator: Fleet,
-        channel: WeightChannel,
+        weights: Weights,
         verifiers: Verifiers,
         listeners: list[Callable[[Event], None]] | None = None,
         probe_every: int = 8,
     ) -> None:
-        self.stream, self.generator, self.channel = stream, generator, channel
+        self.stream, self.generator, self.weights = stream, generator, weights
         self.verifiers = verifiers
         self._grading: dict[int, Place] = {}  # by ticket
         self.listeners = listeners or []
@@ -115,7 +115,7 @@ class LiveDriver:
     def _publish(self) -> None:
         mode, version = self.stream.choices.async_mode, self.stream.completed_steps
         if mode.publishes(version):
-            self.channel.publish(version, mode.recompute_kv)
+            self.generator.publish(self.weights(), version, mode.recompute_kv)
 
     def _run(self) -> None:
         """Loop of the background thread, until the driver is closed or an error occurs."""
@@ -136,8 +136,7 @@ class LiveDriver:
         for listener in self.listeners:
             listener(Event("decode", time.monotonic(), report))
         for finished in report.finished:
-            self.stream.ended(finished)
-            self._grade(self.stream.bundle((finished.key, finished.index)))
+            self._grade(self.stream.ended(finished))
         graded = self.verifiers.done() if self._grading else ()
         for ticket, outcome in graded:
             # Grades requested before a checkpoint was loaded are ignored.
@@ -145,12 +144,12 @@ class LiveDriver:
                 self.stream.graded(self._grading.pop(ticket), outcome)
         # Admit only groups that can start at once: waiting for a slot would only make them staler.
         while self.generator.free_slots and self.stream.may_admit():
-            self.generator.submit(self.stream.admit(self.channel.version))
+            self.generator.submit(self.stream.admit(self.generator.version))
         if graded:
             self._changed.set()
 
     def _grade(self, bundle: Sequence[tuple[Place, Sample]]) -> None:
-        """Submit a bundle of `RolloutStream.bundle` for grading; an empty one is ignored."""
+        """Submit a bundle of `RolloutStream.ended` for grading; an empty one is ignored."""
         if bundle:
             tickets = submit_bundle(self.verifiers, [sample for _, sample in bundle])
             self._grading |= {ticket: place for (place, _), ticket in zip(bundle, tickets, strict=True)}

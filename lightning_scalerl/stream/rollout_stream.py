@@ -146,9 +146,11 @@ class RolloutStream:
             max_new_tokens=limit,
         )
 
-    def ended(self, finished: FinishedRollout) -> None:
-        """Record a finished rollout. `bundle` returns its sample for grading; pass the outcome to `graded`."""
-        self._ungraded[finished.key, finished.index] = finished.rollout, self.completed_steps
+    def ended(self, finished: FinishedRollout) -> list[tuple[Place, Sample]]:
+        """Record a finished rollout, and return what can be graded now (`_bundle`); pass outcomes to `graded`."""
+        place = finished.key, finished.index
+        self._ungraded[place] = finished.rollout, self.completed_steps
+        return self._bundle(place)
 
     def _sample(self, place: Place) -> Sample:
         return self.sample(self._open[place[0]].prompt, *self._ungraded[place])
@@ -157,7 +159,7 @@ class RolloutStream:
         """Return whether an open group is graded in one call, once all of its rollouts have finished."""
         return needs_group(self._grader, self._open[key].prompt)
 
-    def bundle(self, place: Place) -> list[tuple[Place, Sample]]:
+    def _bundle(self, place: Place) -> list[tuple[Place, Sample]]:
         """Return the samples that can be graded now that this rollout has finished.
 
         Usually that is this rollout. If its group is graded in one call, it is nothing until the last rollout of the
@@ -174,7 +176,7 @@ class RolloutStream:
         """Return the bundles of all finished rollouts without a grade, in order; a resumed run grades them again."""
         # One entry per bundle: a group that is graded in one call appears once.
         by_bundle = {(place[0], 0) if self.by_group(place[0]) else place: place for place in self._ungraded}
-        return [bundle for place in by_bundle.values() if (bundle := self.bundle(place))]
+        return [bundle for place in by_bundle.values() if (bundle := self._bundle(place))]
 
     def graded(self, place: Place, outcome: Outcome) -> None:
         """Record the outcome of a finished rollout; the last outcome of a group completes the group.

@@ -12,8 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from lightning_scalerl.generator.base import FinishedRollout, Generator, StepReport
-from lightning_scalerl.generator.channel import WeightChannel
+from lightning_scalerl.generator.base import FinishedRollout, Generator, StepReport, Weights
 from lightning_scalerl.rollouts.grade import Sample
 from lightning_scalerl.rollouts.rollout import TrainBatch, packed, unpacked
 from lightning_scalerl.stream.cost_model import CostModel
@@ -33,7 +32,7 @@ class VirtualDriver:
     Args:
         stream: the ledger of groups: what may be admitted, and which batch is due.
         generator: samples one token of every rollout in flight per step.
-        channel: publishes the trainer's weights to the generator.
+        weights: returns the trainer's current weights, to publish them.
         cost_model: durations in virtual time.
         verifiers: grade finished rollouts.
         listeners: called with every event.
@@ -44,7 +43,7 @@ class VirtualDriver:
 
     stream: RolloutStream
     generator: Generator
-    channel: WeightChannel
+    weights: Weights
     cost_model: CostModel
     verifiers: Verifiers
     listeners: list[Callable[[Event], None]] = field(default_factory=list)
@@ -116,8 +115,7 @@ class VirtualDriver:
             # Submit all before waiting for any, so that they are graded in parallel. Grades that take no virtual time
             # are awaited at once; the others arrive while sampling continues.
             for finished in report.finished:
-                stream.ended(finished)
-                self._grade(stream.bundle((finished.key, finished.index)), clock.now_s + self.cost_model.grade_s)
+                self._grade(stream.ended(finished), clock.now_s + self.cost_model.grade_s)
             while self._grading and self._grading[0][0] <= clock.now_s:
                 self._graded()
         else:
@@ -127,7 +125,7 @@ class VirtualDriver:
             )
 
     def _grade(self, bundle: Sequence[tuple[Place, Sample]], due_s: float) -> None:
-        """Submit a bundle of `RolloutStream.bundle` for grading; its grades arrive at `due_s` of virtual time."""
+        """Submit a bundle of `RolloutStream.ended` for grading; its grades arrive at `due_s` of virtual time."""
         if bundle:
             tickets = submit_bundle(self.verifiers, [sample for _, sample in bundle])
             self._grading += [(due_s, place, ticket) for (place, _), ticket in zip(bundle, tickets, strict=True)]
@@ -151,7 +149,7 @@ class VirtualDriver:
         # The tokens of the current step were sampled with the old weights: swap after they are done.
         arrival_s = self.clock.now_s if self._decoded is None else self.clock.generator_until_s
         self.clock.generator_from_s = arrival_s + self.cost_model.publish_s
-        self.channel.publish(version, mode.recompute_kv)
+        self.generator.publish(self.weights(), version, mode.recompute_kv)
         self._emit("publish")
 
     def _start_generator(self) -> None:
@@ -160,7 +158,7 @@ class VirtualDriver:
             return
         # Admit only groups that can start at once: waiting for a slot would only make them staler.
         while self.generator.free_slots and self.stream.may_admit():
-            self.generator.submit(self.stream.admit(self.channel.version))
+            self.generator.submit(self.stream.admit(self.generator.version))
             self._emit("admit")
         if not self.generator.in_flight:
             return

@@ -11,7 +11,6 @@ import pytest
 from lightning_scalerl.axes.async_mode import Pipeline
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import StepReport
-from lightning_scalerl.generator.channel import DirectChannel
 from lightning_scalerl.generator.fleet.addresses import check_engines
 from lightning_scalerl.generator.fleet.engines import GeneratorLostError
 from lightning_scalerl.generator.fleet.fleet import Fleet
@@ -62,7 +61,7 @@ def test_random_delays_on_either_side(seed: int, monkeypatch: pytest.MonkeyPatch
     mode = Pipeline(delays.choice([1, 2, 3, 5]))
     stream = stream_of(mode)
     fleet = fleet_at(*["local"] * (1 + (seed % 4 == 3)), most_s=delays.choice([0.0, 0.005, 0.03]))
-    driver = LiveDriver(stream, fleet, DirectChannel(lambda: weights_of(stream.completed_steps), fleet), inline(stream))
+    driver = LiveDriver(stream, fleet, lambda: weights_of(stream.completed_steps), inline(stream))
     with closing(driver):
         once(train(driver, 15, delays.choice([0.0, 0.02, 0.1]), seed), stream)
         metrics = driver.metrics()

@@ -18,7 +18,6 @@ from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
 from lightning_scalerl.axes.async_mode.base import AsyncMode
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator.channel import DirectChannel
 from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.measure.compute_meter import PHASES
 from lightning_scalerl.measure.probe import P99
@@ -49,8 +48,7 @@ def fleet(generators: int = 2, slots: int = 4, most_s: float = 0.01, silence_s: 
 
 def live(mode: AsyncMode, task: CountingTask | None = None, **size: Any) -> LiveDriver:
     stream, generators = stream_of(mode, task), fleet(**size)
-    channel = DirectChannel(lambda: weights_of(stream.completed_steps), generators)
-    return LiveDriver(stream, generators, channel, inline(stream))
+    return LiveDriver(stream, generators, lambda: weights_of(stream.completed_steps), inline(stream))
 
 
 def train(driver: LiveDriver | VirtualDriver, steps: int, most_s: float = 0.0, seed: int = 0) -> list[TrainBatch]:
@@ -95,7 +93,7 @@ def test_both_clocks_obey_one_rule(mode: AsyncMode) -> None:
     with closing(live(mode)) as driver:
         once(train(driver, 9, 0.02), driver.stream)
     stream, generator = stream_of(mode), ScriptedGenerator(script, 4)
-    virtual = VirtualDriver(stream, generator, DirectChannel(dict, generator), rates(), inline(stream))
+    virtual = VirtualDriver(stream, generator, dict, rates(), inline(stream))
     once(train(virtual, 9), stream)
 
 
@@ -176,11 +174,8 @@ def test_a_generator_that_is_lost_costs_its_share(how: signal.Signals, generator
 
 @pytest.mark.full
 def test_one_that_never_comes_back_ends_the_run_with_its_last_words() -> None:
-    class Broken(DirectChannel):
-        """Weights that no generator can take."""
-
     stream, generators = stream_of(Pipeline(2)), fleet(generators=1)
-    driver = LiveDriver(stream, generators, Broken(lambda: weights_of(-1), generators), inline(stream))
+    driver = LiveDriver(stream, generators, lambda: weights_of(-1), inline(stream))
     with closing(driver), pytest.raises(Exception, match="published as version 1"):
         train(driver, 9)
 

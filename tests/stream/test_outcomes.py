@@ -14,7 +14,6 @@ from lightning_scalerl.axes.async_mode.base import AsyncMode
 from lightning_scalerl.axes.filter import DynamicSampling, Filter, NoFilter, ZeroVariance
 from lightning_scalerl.axes.resampling import NoPositiveResampling
 from lightning_scalerl.generator.base import FinishedRollout
-from lightning_scalerl.generator.channel import DirectChannel
 from lightning_scalerl.rollouts.grade import Grade, Outcome, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.rollouts.rollout import Group, Rollout, packed, unpacked
@@ -170,7 +169,7 @@ def driver_of(
     stream: RolloutStream, grade_s: float, lengths: dict[tuple[int, int], int] | None = None
 ) -> VirtualDriver:
     generator = ScriptedGenerator(script_of(lengths), 5)
-    return VirtualDriver(stream, generator, DirectChannel(dict, generator), rates(grade_s=grade_s), inline(stream))
+    return VirtualDriver(stream, generator, dict, rates(grade_s=grade_s), inline(stream))
 
 
 def run(driver: VirtualDriver, steps: int) -> list[tuple[float, list[int], list[float]]]:

@@ -19,7 +19,6 @@ from lightning_scalerl.axes.filter import DynamicSampling, Filter, ZeroVariance
 from lightning_scalerl.axes.resampling import NoPositiveResampling, UniformResampling
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import FinishedRollout
-from lightning_scalerl.generator.channel import DirectChannel
 from lightning_scalerl.measure.step_metrics import Pass, step_metrics
 from lightning_scalerl.rollouts.rollout import Rollout
 from lightning_scalerl.stream.cost_model import CostModel
@@ -71,8 +70,7 @@ def driver_of(
         seed=0,
     )
     generator = ScriptedGenerator(script_of(lengths), slots)
-    channel = DirectChannel(dict, generator)
-    return VirtualDriver(stream, generator, channel, cost_model or rates(), inline(stream), [events.append]), events
+    return VirtualDriver(stream, generator, dict, cost_model or rates(), inline(stream), [events.append]), events
 
 
 def some_lengths(seed: int, giant: bool = False, share: float = 0.5) -> Lengths:

@@ -16,7 +16,6 @@ from lightning_scalerl.axes.async_mode.base import AsyncMode
 from lightning_scalerl.axes.resampling import NoPositiveResampling, Resampling, UniformResampling
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import GroupRequest
-from lightning_scalerl.generator.channel import DirectChannel
 from lightning_scalerl.stream.cost_model import CostModel
 from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource
@@ -76,8 +75,7 @@ def driver_of(
     events: list[Event] = []
     stream = stream_of(mode, groups=groups, size=size, resampling=resampling)
     generator = ScriptedGenerator(script_of(lengths), slots)
-    channel = DirectChannel(dict, generator)
-    return VirtualDriver(stream, generator, channel, cost_model or rates(), inline(stream), [events.append]), events
+    return VirtualDriver(stream, generator, dict, cost_model or rates(), inline(stream), [events.append]), events
 
 
 def train(driver: VirtualDriver, steps: int) -> list[Any]:
