@@ -161,7 +161,7 @@ class Engines:
             silent_s = time.monotonic() - (engine.transport.heard if engine.ready else engine.started)
             if gone is not None:
                 self._replace(engine, gone, at_start)
-            elif engine.transport.deaf:
+            elif engine.transport.gone_at is not None:
                 engine.ready = False  # no message can reach it
             elif silent_s > (self._around.silence_s if engine.ready else self._around.start_s):
                 self._replace(engine, f"said nothing for {silent_s:.0f} s", at_start)
@@ -205,7 +205,7 @@ class Engines:
         """End all child processes; vLLM servers that the run did not start keep running."""
         # Ask all before waiting for any, so that they end in parallel.
         for engine in self._all:
-            engine.transport.ask_to_stop()
+            engine.transport.tell("stop")
         for engine in self._all:
             engine.transport.stop(at_once=False)
         self._all = []

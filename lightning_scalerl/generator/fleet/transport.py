@@ -11,12 +11,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
 
 from lightning_scalerl.generator.fleet.wire import Line
 from sweeps.process import last_words
@@ -50,7 +48,7 @@ def _environment(device: str) -> dict[str, str]:
     return {**found, "CUDA_VISIBLE_DEVICES": device} if device else found
 
 
-class Child:
+class Child(Line):
     """Engine in a child process, started by the constructor.
 
     Args:
@@ -74,30 +72,12 @@ class Child:
             )
         # Close the child's end here. Otherwise it stays open when the child ends, and no end of file arrives.
         theirs.close()
-        self._line = Line(ours, around.news)
+        super().__init__(ours, around.news)
 
     @property
     def pid(self) -> int:
         """Process id of the child."""
         return self._process.pid
-
-    @property
-    def heard(self) -> float:
-        """Monotonic time of the child's last message."""
-        return self._line.heard
-
-    @property
-    def deaf(self) -> bool:
-        """Return whether the connection has ended, so that no message can reach the child."""
-        return self._line.gone_at is not None
-
-    def tell(self, *message: Any) -> None:
-        """Queue a message; it is dropped if the child is gone."""
-        self._line.tell(*message)
-
-    def said(self) -> Iterator[tuple[Any, ...]]:
-        """Yield the messages that have arrived."""
-        return self._line.said()
 
     def gone(self) -> str | None:
         """Return how the child ended, or None while it may still send messages.
@@ -106,8 +86,7 @@ class Child:
         """
         if (status := self._process.poll()) is not None:
             return f"ended with status {status}"
-        gone_at = self._line.gone_at
-        if gone_at is not None and time.monotonic() - gone_at >= EXIT_S:
+        if self.gone_at is not None and time.monotonic() - self.gone_at >= EXIT_S:
             return "closed its connection and did not end"
         return None
 
@@ -116,10 +95,6 @@ class Child:
         words = last_words(self._log)
         return f" ({words})" if words else ""
 
-    def ask_to_stop(self) -> None:
-        """Send `stop` to the child, without waiting for its end."""
-        self._line.tell("stop")
-
     def stop(self, at_once: bool = True) -> None:
         """Kill the process and close the connection; unless `at_once`, first give it `STOP_S` to end by itself."""
         if not at_once:
@@ -127,4 +102,4 @@ class Child:
                 self._process.wait(timeout=STOP_S)
         self._process.kill()
         self._process.wait()
-        self._line.close()
+        self.close()

@@ -39,6 +39,10 @@ class Line:
     Args:
         connection: this process's end.
         news: set when a message has arrived or the connection has ended.
+
+    Attributes:
+        heard: monotonic time of the last message.
+        gone_at: monotonic time at which the connection ended, so that no message can be sent; None while it is open.
     """
 
     def __init__(self, connection: Connection, news: threading.Event) -> None:
