@@ -25,39 +25,29 @@ C = TypeVar("C", bound="DesignChoice")
 
 
 class ObservedStep(Protocol):
-    """One optimizer step before its update, as the mechanism counters see it."""
+    """One optimizer step before its update, as the mechanism counters see it.
 
-    @property
-    def batch(self) -> TrainBatch:
-        """Batch to train on, with all groups that were sampled for it."""
+    Attributes:
+        batch: batch to train on, with all groups that were sampled for it.
+        admitted: number of groups admitted so far in the run.
+        completed_steps: number of optimizer steps done before this one.
+        groups_per_step: number of groups per step (P).
+        dropped: number of groups that were dropped and replaced for this batch.
+        completions: average number of rollouts per group.
+        reward_sums: reward names in each weighted sum that the task grades by; the first one decides a pass.
+    """
+
+    batch: TrainBatch
+    admitted: int
+    completed_steps: int
+    groups_per_step: int
+    dropped: int
+    completions: int
+    reward_sums: Sequence[Sequence[str]]
 
     @property
     def decode(self) -> Callable[[list[int]], str]:
         """Function from token ids to text, including special tokens."""
-
-    @property
-    def admitted(self) -> int:
-        """Number of groups admitted so far in the run."""
-
-    @property
-    def completed_steps(self) -> int:
-        """Number of optimizer steps done before this one."""
-
-    @property
-    def groups_per_step(self) -> int:
-        """Number of groups per step (P)."""
-
-    @property
-    def dropped(self) -> int:
-        """Number of groups that were dropped and replaced for this batch."""
-
-    @property
-    def completions(self) -> int:
-        """Average number of rollouts per group."""
-
-    @property
-    def reward_sums(self) -> Sequence[Sequence[str]]:
-        """Reward names in each weighted sum that the task grades by; the first one decides a pass."""
 
     def histories(self) -> Sequence[Sequence[float]]:
         """Return the pass rates of each prompt's groups so far, one sequence per prompt."""

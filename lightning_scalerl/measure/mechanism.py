@@ -81,6 +81,12 @@ class MechanismCounters:
             stream=self._stream,
             trained=self._trained,
             decode=self._decode,
+            admitted=self._stream.admitted,
+            completed_steps=self._stream.completed_steps,
+            groups_per_step=self._stream.groups_per_step,
+            completions=self._stream.completions,
+            dropped=self._stream.dropped_for_batch,
+            reward_sums=self._stream.reward_sums,
         )
         for ours, theirs in self._departures:
             self._acted[ours.axis] += ours.differs(theirs, step)
@@ -124,7 +130,7 @@ def neutral_of(choice: DesignChoice | None) -> DesignChoice:
     return neutral
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Step:
     """Implementation of `choice.ObservedStep` for a run's stream and policy."""
 
@@ -135,30 +141,12 @@ class _Step:
     stream: RolloutStream
     trained: TrainedPolicy
     decode: Callable[[list[int]], str]
-
-    @property
-    def admitted(self) -> int:
-        return self.stream.admitted
-
-    @property
-    def completed_steps(self) -> int:
-        return self.stream.completed_steps
-
-    @property
-    def groups_per_step(self) -> int:
-        return self.stream.groups_per_step
-
-    @property
-    def completions(self) -> int:
-        return self.stream.completions
-
-    @property
-    def dropped(self) -> int:
-        return self.stream.dropped_for_batch
-
-    @property
-    def reward_sums(self) -> Sequence[Sequence[str]]:
-        return self.stream.reward_sums
+    admitted: int
+    completed_steps: int
+    groups_per_step: int
+    completions: int
+    dropped: int
+    reward_sums: Sequence[Sequence[str]]
 
     def histories(self) -> Sequence[Sequence[float]]:
         return list(self.stream.prompts.histories())
