@@ -111,9 +111,8 @@ def judge(
         report.drain()
         message = report.text
     passed = why == "done" and secrets.compare_digest(message.encode(), nonce.encode())
-    if why == "done":
-        why = "passed" if passed else message or "the tests ended without a verdict"
-    return JudgeResult(passed, why, time.monotonic() - began)
+    reason = why if why != "done" else "passed" if passed else message or "the tests ended without a verdict"
+    return JudgeResult(passed, reason, time.monotonic() - began)
 
 
 def unjudgeable(tests: str, *, entry_point: str | None, prelude: str = "", names: Collection[str] = ()) -> str | None:

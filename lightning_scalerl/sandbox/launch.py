@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from lightning_scalerl.sandbox.inside import READY
 from lightning_scalerl.sandbox.limits import Limits
@@ -72,6 +72,10 @@ _PREFIX = "scalerl-sandbox-"
 SCRATCH = "SCALERL_SANDBOX_SCRATCH"
 # Range of user numbers for sandboxes: above those of systems and containers, below those that tools take for negative.
 _USERS = (1_900_000_000, 2_100_000_000)
+
+
+# Why `attend` has ended: `done` returned True, or a limit was reached.
+Ending = Literal["done", "timeout", "output_limit", "disk_limit"]
 
 
 class SandboxError(RuntimeError):
@@ -316,7 +320,7 @@ class Sandboxed:
 
 def attend(
     children: Sequence[Sandboxed], captures: Sequence[Capture], wall_s: float, done: Callable[[], bool]
-) -> tuple[str, float]:
+) -> tuple[Ending, float]:
     """Read from the children until `done` returns True or a limit is reached.
 
     Args:

@@ -8,7 +8,7 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_scalerl.sandbox.launch import Capture, Sandboxed, anonymous, attend
+from lightning_scalerl.sandbox.launch import Capture, Ending, Sandboxed, anonymous, attend
 from lightning_scalerl.sandbox.limits import Limits
 from lightning_scalerl.sandbox.walls import Protections, Walls
 
@@ -87,14 +87,10 @@ def run_in(walls: Walls, source: str, stdin: str, limits: Limits) -> ProgramResu
         return ProgramResult(status, out.text, err.text[-_STDERR_TAIL:], seconds)
 
 
-def _status(why: str, code: int | None, seconds: float, limits: Limits) -> Status:
+def _status(why: Ending, code: int | None, seconds: float, limits: Limits) -> Status:
     """Return how a program ended, from the reason that `attend` returned and the exit code."""
-    if why == "timeout":
-        return "timeout"
-    if why == "output_limit":
-        return "output_limit"
-    if why == "disk_limit":
-        return "disk_limit"
+    if why != "done":
+        return why
     # The kernel ends a process over its CPU limit with SIGXCPU, and with SIGKILL if that is ignored.
     if code == -signal.SIGXCPU or (code == -signal.SIGKILL and seconds >= limits.cpu_s):
         return "timeout"

@@ -36,6 +36,8 @@ _FRAMEWORKS = {"pytest", "mark", "unittest", "self"}
 # Prefixes of methods that a framework calls by name.
 _SET_UP = ("setUp", "tearDown", "setup_", "teardown_", "asyncSetUp", "asyncTearDown", "runTest")
 _CATCHES_ALL = {"AssertionError", "Exception", "BaseException"}
+# Calls in a handler that only report the error.
+_PRINTS = {"print", "print_exc", "warn", "info", "warning", "error", "exception", "debug", "write"}
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
@@ -475,14 +477,4 @@ def _swallows(handler: ast.ExceptHandler) -> bool:
 
 
 def _prints(call: ast.Call) -> bool:
-    return _last_name(call.func) in (
-        "print",
-        "print_exc",
-        "warn",
-        "info",
-        "warning",
-        "error",
-        "exception",
-        "debug",
-        "write",
-    )
+    return _last_name(call.func) in _PRINTS

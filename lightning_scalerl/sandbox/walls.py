@@ -48,21 +48,6 @@ class Protections:
     walls: Walls
     obstacles: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def network(self) -> bool:
-        """Return whether the network is inaccessible."""
-        return self.walls.isolated
-
-    @property
-    def files(self) -> bool:
-        """Return whether all files are inaccessible, except the scratch directory, Python and system libraries."""
-        return self.walls.isolated
-
-    @property
-    def processes(self) -> bool:
-        """Return whether other processes are inaccessible."""
-        return self.walls.isolated
-
     def lines(self) -> list[str]:
         """Return one line per protection: how it is provided, or why it is missing."""
         walls = self.walls
