@@ -159,11 +159,8 @@ class Programs:
             return judge_stdio(code, cases, self.limits, self.protections, self.total_s)
         entry_point = answer.get("entry_point")
         if "calls" in answer:
-            tests, prelude, program = (
-                _CALLS.format(calls=marshal.dumps(answer["calls"])),
-                "",
-                _join_sources(_IMPORTS, code),
-            )
+            tests, prelude = _CALLS.format(calls=marshal.dumps(answer["calls"])), ""
+            program = _join_sources(_IMPORTS, code)
         else:
             tests, prelude = str(answer["tests"]), str(answer.get("prelude") or "")
             program = _completed(prelude, code, entry_point)

@@ -325,11 +325,7 @@ def _call_trl(function: Callable[..., Any], samples: Sequence[Sample]) -> list[G
         for name, value in prompt.columns.items()
         if name not in ("prompt", "completion", *arguments)
     }
-    parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        wanted = {parameter.name for parameter in parameters}
-        arguments = {name: value for name, value in arguments.items() if name in wanted}
-    rewards = _awaited(function(**arguments))
+    rewards = _called(function, arguments)
     # `__len__` admits arrays and tensors of any library.
     if not isinstance(rewards, list | tuple) and not hasattr(rewards, "__len__"):
         raise TypeError(f"a reward function of TRL's form returns a list, not {type(rewards).__name__}")
@@ -378,11 +374,7 @@ def _call_verl(function: Callable[..., Any], sample: Sample) -> Grade:
         "ground_truth": model.get("ground_truth", sample.prompt.answer),
         "extra_info": columns.get("extra_info"),
     }
-    parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        wanted = {parameter.name for parameter in parameters}
-        arguments = {name: value for name, value in arguments.items() if name in wanted}
-    result = _awaited(function(**arguments))
+    result = _called(function, arguments)
     if not isinstance(result, Mapping):
         return Grade(result)
     numbers = {str(name): float(value) for name, value in result.items() if isinstance(value, bool | int | float)}
@@ -401,6 +393,15 @@ def _call_sample(function: Callable[..., Any], sample: Sample) -> Grade:
 
 def _call_answer(function: Callable[..., Any], sample: Sample) -> Grade:
     return Grade(_awaited(function(sample.completion, sample.prompt.answer)))
+
+
+def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Call a function with those of the arguments that it takes, and return its awaited result."""
+    parameters = inspect.signature(function).parameters.values()
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        wanted = {parameter.name for parameter in parameters}
+        arguments = {name: value for name, value in arguments.items() if name in wanted}
+    return _awaited(function(**arguments))
 
 
 def _awaited(value: Any) -> Any:
