@@ -202,12 +202,12 @@ class Pair:
 @contextmanager
 def sampling_with(generator: Any, **settings: Any) -> Iterator[None]:
     """Change the settings of a generator for a moment: starting another takes seconds."""
-    before = generator._sampling.settings
-    generator._sampling.settings = replace(before, **settings)
+    before = generator.sampling
+    generator.sampling = replace(before, **settings)
     try:
         yield
     finally:
-        generator._sampling.settings = before
+        generator.sampling = before
 
 
 def test_a_text_ends_a_completion_with_its_last_token(generator: Any) -> None:

@@ -101,9 +101,6 @@ class Engines:
     def __len__(self) -> int:
         return len(self._all)
 
-    def __contains__(self, engine: object) -> bool:
-        return engine in self._all
-
     def places(self) -> list[dict[str, Any]]:
         """Return each engine's address and state, in order of number; other threads call this without a lock."""
         return [{"where": str(engine.address), "state": "up" if engine.ready else "starting"} for engine in self]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport, nothing_computed
-from lightning_scalerl.generator.fleet.addresses import Address, addresses_of, blueprint_for, shares
+from lightning_scalerl.generator.fleet.addresses import addresses_of, blueprint_for, shares
 from lightning_scalerl.generator.fleet.engines import POLL_S, Engine, Engines, GeneratorLostError
 from lightning_scalerl.generator.fleet.ledger import Ledger
 from lightning_scalerl.generator.fleet.server import Blueprint
@@ -92,7 +92,10 @@ class Fleet:
         # With CUDA_VISIBLE_DEVICES set, a process sees its device as number 0.
         place = device.type if devices else str(device)
         blueprint = _checked(Blueprint(factory, arguments, type(model), model.config, place), model)
-        blueprints, devices = _shared_out(blueprint, engines, generators, devices, tensor_parallel, start_s)
+        addresses = addresses_of(engines, generators, tensor_parallel)
+        # CUDA_VISIBLE_DEVICES of the engines on this node, in turn.
+        devices = shares(devices, tensor_parallel, sum(address.kind == "local" for address in addresses))
+        blueprints = [(address, blueprint_for(address, blueprint, tensor_parallel, start_s)) for address in addresses]
         # No group is dispatched while this is set: the ledger is being swapped or saved.
         self._held = False
         self._asides = 0
@@ -349,20 +352,6 @@ class Fleet:
     def _end(self) -> None:
         self._engines.end()
         self._store.close()
-
-
-def _shared_out(
-    blueprint: Blueprint,
-    engines: Sequence[str],
-    generators: int,
-    devices: Sequence[str],
-    partners: int,
-    start_s: float,
-) -> tuple[list[tuple[Address, Blueprint]], list[str]]:
-    """Return each engine's address and blueprint, and CUDA_VISIBLE_DEVICES of the engines on this node in turn."""
-    addresses = addresses_of(engines, generators, partners)
-    own = shares(devices, partners, sum(address.kind == "local" for address in addresses))
-    return [(address, blueprint_for(address, blueprint, partners, start_s)) for address in addresses], own
 
 
 def _checked(blueprint: Blueprint, model: nn.Module) -> Blueprint:

@@ -143,7 +143,6 @@ class VLLMServerGenerator(InFlight):
                 transfer=transfer,
                 folder=None if folder is None else Path(folder),
                 bucket_bytes=max(1, min(int(bucket_mib * 2**20), total)),
-                timeout_s=silence_s,
             )
             undo.callback(self._sender.close)
             _log.info("generator: weights go to %s by %s", address, self._sender.way)
@@ -321,7 +320,7 @@ class VLLMServerGenerator(InFlight):
                 self._waiting.appendleft(each)
             elif reason not in ("stop", "length"):
                 raise EngineLostError(f"generator: {self._connection.address} has ended a request with {reason!r}")
-            elif self._sampling.ended(each, reason, self._version):
+            elif self._has_ended(each, reason):
                 finished.append(each.finished(reason))
             else:
                 self._waiting.appendleft(each)
@@ -348,7 +347,7 @@ class VLLMServerGenerator(InFlight):
                 decoded.add(length - 1, length, self._windows)
             stream.received += 1
             each.append([token], [logprob], self._version)
-            if self._sampling.stopped(each):
+            if self._stopped(each):
                 self._abort([event.name], "stop")
 
     def _label(self, stream: _Stream, event: End) -> None:
@@ -376,7 +375,7 @@ class VLLMServerGenerator(InFlight):
         body = {
             "request_id": name,
             "token_ids": each.sequence,
-            "sampling_params": self._sampling.wanted(each),
+            "sampling_params": self._wanted(each),
             "cache_salt": self._salt(),
             # From vLLM 0.33 on, the server reports versions only on request.
             "return_weight_versions": True,

@@ -153,13 +153,13 @@ class VLLMGenerator(InFlight):
             logprobs = (entry[token].logprob for entry, token in zip(completion.logprobs or (), tokens, strict=True))
             each.append(tokens, logprobs, self._version)
             reason = completion.finish_reason
-            if tokens and self._sampling.stopped(each):
+            if tokens and self._stopped(each):
                 if reason is None:
                     self._engine.abort_request([output.request_id])
                 reason = "stop"
             if reason is not None:
                 del self._running[output.request_id]
-                if self._sampling.ended(each, reason, self._version):
+                if self._has_ended(each, reason):
                     finished.append(each.finished(reason))
                 else:
                     self._start(each)
@@ -170,7 +170,7 @@ class VLLMGenerator(InFlight):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        wanted = SamplingParams(**self._sampling.wanted(each), output_kind=RequestOutputKind.DELTA)
+        wanted = SamplingParams(**self._wanted(each), output_kind=RequestOutputKind.DELTA)
         name = next(self._names)
         each.computed = 0
         self._running[name] = each

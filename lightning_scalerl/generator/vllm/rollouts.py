@@ -86,65 +86,6 @@ def report(finished: list[FinishedRollout], prefill: Computed, decoded: Computed
     )
 
 
-class Sampling:
-    """Rules that the sampling settings imply for rollouts in progress in vLLM.
-
-    Args:
-        settings: the run's sampling settings.
-    """
-
-    def __init__(self, settings: SamplingSettings) -> None:
-        self.settings = settings
-
-    def queue(self, request: GroupRequest) -> list[Sampled]:
-        """Return a group's rollouts, before their first token.
-
-        Raises:
-            ConfigurationError: the prompt is empty or too long for the engine, or the request has interruptions but no
-                phrase is set.
-        """
-        self.settings.check(request)
-        return [Sampled(request, index) for index in range(request.completions)]
-
-    def wanted(self, each: Sampled) -> dict[str, Any]:
-        """Return the sampling parameters of the request that continues a rollout to its interruption, or to its end."""
-        so_far = len(each.rollout.tokens)
-        until = each.request.limit(self.settings.max_new_tokens)
-        if each.request.interrupt_at and not each.looked:
-            until = min(until, max(each.request.interrupt_at[each.index], so_far + 1))
-        # Include the token count in the key: a continued rollout must not draw the numbers of its beginning again.
-        seed = np.random.SeedSequence((*each.request.random_key, each.index, so_far)).generate_state(1, np.uint64)
-        own = each.request.temperature
-        return {
-            "temperature": self.settings.temperature if own is None else own,
-            "max_tokens": until - so_far,
-            "stop_token_ids": sorted(self.settings.stop_tokens),
-            "ignore_eos": True,
-            "logprobs": 0,
-            "seed": int(seed[0]) >> 1,
-            "detokenize": False,
-        }
-
-    def stopped(self, each: Sampled) -> bool:
-        """Return whether a rollout's last tokens contain a stop text."""
-        return self.settings.stop_text is not None and self.settings.stop_text(each.rollout.tokens)
-
-    def ended(self, each: Sampled, reason: str, version: int) -> bool:
-        """Return whether the rollout has ended; one past its thinking limit gets the phrase and continues."""
-        if reason == "stop":
-            return True
-        if reason != "length":
-            raise RuntimeError(f"vllm ended a request with {reason!r}")
-        tokens, limit = each.rollout.tokens, each.request.limit(self.settings.max_new_tokens)
-        if len(tokens) < limit and not each.looked:
-            each.looked = True
-            if not self.settings.thinking_ended(list(tokens)):
-                phrase = list(self.settings.phrase[: limit - len(tokens)])
-                # Forced tokens are not sampled and count in neither loss nor ratio: record 0 as log-probability.
-                each.append(phrase, [0.0] * len(phrase), version, forced=True)
-        return len(tokens) >= limit
-
-
 class InFlight:
     """Bookkeeping of a generator that samples with vLLM: waiting and running rollouts, and reports not returned yet.
 
@@ -154,7 +95,7 @@ class InFlight:
     """
 
     def __init__(self, sampling: SamplingSettings, slots: int) -> None:
-        self.sampling, self._sampling, self._slots = sampling, Sampling(sampling), slots
+        self.sampling, self._slots = sampling, slots
         # vLLM returns log-probabilities of prompt tokens at temperature 1 only.
         self.can_score = sampling.temperature == 1.0
         self._version = 0
@@ -200,39 +141,65 @@ class InFlight:
             ConfigurationError: the prompt is empty or longer than the run allows, or the request has interruptions but
                 no phrase is set.
         """
-        self._waiting += self._sampling.queue(request)
+        self.sampling.check(request)
+        self._waiting += [Sampled(request, index) for index in range(request.completions)]
+
+    def _wanted(self, each: Sampled) -> dict[str, Any]:
+        """Return the sampling parameters of the request that continues a rollout to its interruption, or to its end."""
+        so_far = len(each.rollout.tokens)
+        until = each.request.limit(self.sampling.max_new_tokens)
+        if each.request.interrupt_at and not each.looked:
+            until = min(until, max(each.request.interrupt_at[each.index], so_far + 1))
+        # Include the token count in the key: a continued rollout must not draw the numbers of its beginning again.
+        seed = np.random.SeedSequence((*each.request.random_key, each.index, so_far)).generate_state(1, np.uint64)
+        own = each.request.temperature
+        return {
+            "temperature": self.sampling.temperature if own is None else own,
+            "max_tokens": until - so_far,
+            "stop_token_ids": sorted(self.sampling.stop_tokens),
+            "ignore_eos": True,
+            "logprobs": 0,
+            "seed": int(seed[0]) >> 1,
+            "detokenize": False,
+        }
+
+    def _stopped(self, each: Sampled) -> bool:
+        """Return whether a rollout's last tokens contain a stop text."""
+        return self.sampling.stop_text is not None and self.sampling.stop_text(each.rollout.tokens)
+
+    def _has_ended(self, each: Sampled, reason: str) -> bool:
+        """Return whether the rollout has ended; one past its thinking limit gets the phrase and continues."""
+        if reason == "stop":
+            return True
+        if reason != "length":
+            raise RuntimeError(f"vllm ended a request with {reason!r}")
+        tokens, limit = each.rollout.tokens, each.request.limit(self.sampling.max_new_tokens)
+        if len(tokens) < limit and not each.looked:
+            each.looked = True
+            if not self.sampling.thinking_ended(list(tokens)):
+                phrase = list(self.sampling.phrase[: limit - len(tokens)])
+                # Forced tokens are not sampled and count in neither loss nor ratio: record 0 as log-probability.
+                each.append(phrase, [0.0] * len(phrase), self._version, forced=True)
+        return len(tokens) >= limit
 
     def _state(self) -> dict[str, Any]:
-        """Return everything in flight and the weights, for a checkpoint."""
+        """Return everything in flight and the weights, for a checkpoint; keys and values are recomputed on resuming."""
+        under_way = self._under_way()
         ahead = [finished for report in self._ahead for finished in report.finished]
-        return state_of(self._under_way(), ahead, self._weights, self._version)
+        return {
+            "version": self._version,
+            "weights": dict(self._weights),
+            "under_way": [(request_state(each.request), each.index, each.looked) for each in under_way],
+            "finished": [(finished.key, finished.index) for finished in ahead],
+            "rollouts": packed([each.rollout for each in under_way] + [finished.rollout for finished in ahead]),
+        }
 
     def _restore(self, state: dict[str, Any]) -> None:
         """Queue the rollouts of a saved state with their tokens; rollouts that had ended are reported first."""
-        under_way, ended = from_state(state)
-        self._waiting += under_way
-        if ended:
+        rollouts = iter(unpacked(state["rollouts"]))
+        self._waiting += [
+            Sampled(request_from(request), index, next(rollouts), looked)
+            for request, index, looked in state["under_way"]
+        ]
+        if ended := [FinishedRollout(key, index, next(rollouts)) for key, index in state["finished"]]:
             self._ahead.append(StepReport(ended))
-
-
-def state_of(
-    under_way: Sequence[Sampled], ahead: Sequence[FinishedRollout], weights: dict[str, Tensor], version: int
-) -> dict[str, Any]:
-    """Return everything in flight and the weights, for a checkpoint; keys and values are recomputed on resuming."""
-    rollouts = [each.rollout for each in under_way] + [finished.rollout for finished in ahead]
-    return {
-        "version": version,
-        "weights": dict(weights),
-        "under_way": [(request_state(each.request), each.index, each.looked) for each in under_way],
-        "finished": [(finished.key, finished.index) for finished in ahead],
-        "rollouts": packed(rollouts),
-    }
-
-
-def from_state(state: dict[str, Any]) -> tuple[list[Sampled], list[FinishedRollout]]:
-    """Return a saved state's rollouts in progress, with their tokens, and its finished rollouts."""
-    rollouts = iter(unpacked(state["rollouts"]))
-    under_way = [
-        Sampled(request_from(request), index, next(rollouts), looked) for request, index, looked in state["under_way"]
-    ]
-    return under_way, [FinishedRollout(key, index, next(rollouts)) for key, index in state["finished"]]

@@ -40,11 +40,11 @@ class Control:
     """
 
     def __init__(self, connection: Connection, timeout_s: float) -> None:
-        self._connection, self._timeout_s = connection, timeout_s
+        self._connection, self.timeout_s = connection, timeout_s
         self.label: str | None = None
 
     def _post(self, path: str, body: Any = None) -> None:
-        self._connection.call("POST", path, body, timeout_s=self._timeout_s)
+        self._connection.call("POST", path, body, timeout_s=self.timeout_s)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Prepare the workers for a transfer method."""
@@ -69,7 +69,7 @@ class Control:
 
     def world_size(self) -> int:
         """Return the number of the server's workers."""
-        return int(self._connection.call("GET", "/get_world_size", timeout_s=self._timeout_s)["world_size"])
+        return int(self._connection.call("GET", "/get_world_size", timeout_s=self.timeout_s)["world_size"])
 
 
 def _as_json(update_info: Any) -> Any:
@@ -207,7 +207,6 @@ class BucketSender:
         folder: a folder that workers may see under the same path; None for this machine's shared memory.
         bucket_bytes: bucket size in bytes.
         dtype: dtype in which floating-point tensors are sent.
-        timeout_s: longest wait for the bytes of a bucket, in seconds.
 
     Raises:
         ConfigurationError: no method reaches the workers.
@@ -222,7 +221,6 @@ class BucketSender:
         folder: Path | None,
         bucket_bytes: int,
         dtype: torch.dtype,
-        timeout_s: float,
     ) -> None:
         self._control, self._bucket = control, Bucket(bucket_bytes, dtype)
         self._dtype, self.bytes_sent, self.buckets, self.digest, self.way = dtype, 0, 0, "", ""
@@ -234,9 +232,8 @@ class BucketSender:
         try:
             refused = self._tried_file() if transfer != "http" else "not tried"
             if refused and transfer != "file":
-                refused = (
-                    f"a file: {refused}; HTTP: {because}" if (because := self._tried_http(address, timeout_s)) else ""
-                )
+                because = self._tried_http(address)
+                refused = f"a file: {refused}; HTTP: {because}" if because else ""
             if refused:
                 raise ConfigurationError(
                     f"generator: no weights reach the workers of {address} ({refused}); name a folder that both sides "
@@ -259,9 +256,9 @@ class BucketSender:
         self.way = f"files in {self._folder.parent}"
         return ""
 
-    def _tried_http(self, address: str, timeout_s: float) -> str:
+    def _tried_http(self, address: str) -> str:
         """Return why the workers cannot reach this machine; "" if they can."""
-        host, content = own_address(address), secrets.token_hex(16)
+        host, content, timeout_s = own_address(address), secrets.token_hex(16), self._control.timeout_s
         self._shelf = _Shelf(host, timeout_s)
         self._shelf.content = (content.encode(), memoryview(b""))
         info = {"url": self._shelf.url, "key": self._shelf.key, "content": content, "timeout_s": timeout_s}
@@ -427,7 +424,6 @@ def new_sender(
     transfer: str,
     folder: Path | None,
     bucket_bytes: int,
-    timeout_s: float,
 ) -> BucketSender | EngineSender:
     """Return the sender for the transfer backend that a server was started with.
 
@@ -436,15 +432,7 @@ def new_sender(
     """
     control.give_up()
     if backend == BACKEND:
-        return BucketSender(
-            control,
-            address,
-            transfer=transfer,
-            folder=folder,
-            bucket_bytes=bucket_bytes,
-            dtype=dtype,
-            timeout_s=timeout_s,
-        )
+        return BucketSender(control, address, transfer=transfer, folder=folder, bucket_bytes=bucket_bytes, dtype=dtype)
     if backend in ("ipc", "nccl"):
         if device.type != "cuda":
             raise ConfigurationError(
