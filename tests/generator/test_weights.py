@@ -112,7 +112,7 @@ def test_the_size_of_buckets_changes_no_byte(bucket_mib: float) -> None:
     model = new_model(width=32, layers=1, seed=3)
     stores = [stored(model, Precision("bf16"), size) for size in (64.0, bucket_mib)]
     one, other = (store.current for store in stores)
-    assert one.path.read_bytes() == other.path.read_bytes() == b"".join(bytes(part) for part in other.buckets())
+    assert one.path.read_bytes() == other.path.read_bytes()
     assert one.digest == other.digest == other.digest_of_file()
     for store in stores:
         store.close()

@@ -8,9 +8,9 @@ of the file, and each reader reports the digest that it computed.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
-import mmap
 import os
 import shutil
 import tempfile
@@ -50,28 +50,15 @@ TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Published:
-    """One publish of weights: its file on the sender's node, with its size and digest.
+    """One publish of weights: its file on the sender's node, with its digest.
 
-    `number` is unique per publish, even if weights or version are the same. `bucket` is the bucket size in bytes.
+    `number` is unique per publish, even if weights or version are the same.
     """
 
     number: int
     version: int
     digest: str
-    size: int
     path: Path
-    bucket: int
-
-    def buckets(self) -> Iterator[memoryview]:
-        """Yield the file's bytes in order, one bucket at a time, without a copy."""
-        with (
-            self.path.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-            memoryview(mapped) as whole,
-        ):
-            for start in range(0, self.size, self.bucket):
-                with whole[start : start + self.bucket] as part:
-                    yield part
 
     def read(self) -> dict[str, Tensor]:
         """Return the tensors, memory-mapped; only on the node that has the file."""
@@ -81,10 +68,8 @@ class Published:
 
     def digest_of_file(self) -> str:
         """Return the digest of the file's current content."""
-        found = xxhash.xxh3_128()
-        for part in self.buckets():
-            found.update(part)
-        return found.hexdigest()
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 class Types:
@@ -163,14 +148,14 @@ class WeightStore:
         path = self.folder / f"weights-{number}.safetensors"
         partial = path.with_suffix(".partial")
         entries = _laid_out(weights, self._types)
-        digest, size = xxhash.xxh3_128(), 0
+        digest = xxhash.xxh3_128()
         with partial.open("wb") as file:
             for part in _bytes(entries, self._bucket):
                 digest.update(part)
-                size += file.write(part)
+                file.write(part)
         partial.rename(path)
         self.digests[number] = digest.hexdigest()
-        return Published(number, version, self.digests[number], size, path, self._bucket)
+        return Published(number, version, self.digests[number], path)
 
 
 Entry = tuple[str, Tensor, torch.dtype]
