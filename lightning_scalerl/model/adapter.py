@@ -9,8 +9,7 @@ is not needed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +74,8 @@ def add_lora(
         r=rank, lora_alpha=alpha, target_modules=target_names, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"
     )
     try:
-        with _same_random_numbers(), warnings.catch_warnings():
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            torch.manual_seed(_SEED)
             warnings.simplefilter("ignore")  # about GPT-2's Conv1D, whose transposed layout peft handles correctly
             peft.inject_adapter_in_model(config, model)
     except ValueError as error:
@@ -187,14 +187,6 @@ def _peft() -> Any:
             f'adapter: LoRA needs the package peft ({said(error)}); pip install "lightning-scalerl[lora]"'
         ) from error
     return peft
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Seed the host's random numbers for the `with` block, then restore the process's random state."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
-        yield
 
 
 def adapt(model: nn.Module, choice: Adapter) -> None:

@@ -471,10 +471,6 @@ def _swallows(handler: ast.ExceptHandler) -> bool:
     return all(
         isinstance(n, quiet)
         or (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
-        or (isinstance(n, ast.Expr) and isinstance(n.value, ast.Call) and _prints(n.value))
+        or (isinstance(n, ast.Expr) and isinstance(n.value, ast.Call) and _last_name(n.value.func) in _PRINTS)
         for n in handler.body
     )
-
-
-def _prints(call: ast.Call) -> bool:
-    return _last_name(call.func) in _PRINTS

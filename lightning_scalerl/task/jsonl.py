@@ -138,10 +138,7 @@ def _text(entry: Mapping[str, Any], name: str, default: str | None = None) -> st
         return default
     if name not in entry:
         raise ValueError(f"{name}: is missing")
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or not _is_finite(value):
+    infinite = isinstance(value, float) and not math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or infinite:
         raise ValueError(f"{name}: {shown(value)} must be a text or a finite number")
     return str(value)
-
-
-def _is_finite(value: str | float) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
