@@ -12,6 +12,11 @@ import shutil
 from pathlib import Path
 
 from sweeps.curve import UNITS
+from sweeps.decide.at_k import study_at_k
+from sweeps.decide.rank import rank
+from sweeps.fit.fit import fit_curves
+from sweeps.launch.settings import LaunchSettings
+from sweeps.report.ranking_text import at_k_rows
 from sweeps.source import load
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,10 +31,10 @@ def main() -> None:
     parser.add_argument("study", nargs="?", default="outputs/demo", help="the demo's output (default: %(default)s)")
     study = Path(parser.parse_args().study)
     KEPT.mkdir(parents=True, exist_ok=True)
-    for name in ("ranking.csv", "report_overlay.png"):
+    for name in ("ranking.csv", "report_overlay.png", "report_prompts.png"):
         shutil.copy(study / name, KEPT / name)
     assert FIGURE in (ROOT / "README.md").read_text(), f"the README shows {FIGURE}"
-    section = "\n".join([BEGIN, *describe(study), "", *table(KEPT / "ranking.csv"), END])
+    section = "\n".join([BEGIN, *describe(study), "", *table(KEPT / "ranking.csv"), "", *several_attempts(study), END])
     PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: section, PAGE.read_text(), flags=re.DOTALL))
 
 
@@ -67,6 +72,28 @@ def table(path: Path) -> list[str]:
         cells = [row["recipe"], row["verdict"], asymptote, chance, *shape]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def several_attempts(study: Path) -> list[str]:
+    """The rankings by pass@1 and by pass@k, and the figure of what happens to the prompts."""
+    loaded = load([str(study)])
+    margin = LaunchSettings.margin_of(study)
+    fits = fit_curves(loaded.curves)
+    both = study_at_k(
+        loaded, rank(fits, margin=margin), lambda name: load([str(study)], metric=name).curves, fit_curves
+    )
+    assert both is not None, "the demo's runs are evaluated with several completions per prompt"
+    head, rows = at_k_rows(both)
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+    return [
+        f"By several attempts (`scalerl rank outputs/demo`): {both.sentence}.",
+        "",
+        *lines,
+        "",
+        "Held-out prompts that always pass (dark), sometimes (light) and never (white), means over the two seeds:",
+        "",
+        "![shares of the demo's held-out prompts that always, sometimes and never pass](demo/report_prompts.png)",
+    ]
 
 
 def number(text: str, form: str) -> str:
