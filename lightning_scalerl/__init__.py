@@ -16,7 +16,8 @@ from sweeps import __version__ as __version__
 if TYPE_CHECKING:
     from lightning_scalerl.axes.choice import DesignChoice
     from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint
-    from lightning_scalerl.callbacks.evaluate import Evaluate, EvaluationSet
+    from lightning_scalerl.callbacks.evaluate import Evaluate
+    from lightning_scalerl.callbacks.evaluation_set import EvaluationSet
     from lightning_scalerl.callbacks.race import Race
     from lightning_scalerl.callbacks.run_log import RunLog
     from lightning_scalerl.checks import ConfigurationError
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _HOME_OF = {
     "ResumableCheckpoint": "callbacks.checkpointing",
     "Evaluate": "callbacks.evaluate",
-    "EvaluationSet": "callbacks.evaluate",
+    "EvaluationSet": "callbacks.evaluation_set",
     "Completion": "callbacks.predict",
     "Prediction": "callbacks.predict",
     "Race": "callbacks.race",

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_scalerl.callbacks.base import without_tips
+from lightning_scalerl.callbacks.evaluation_set import EvaluationSet, evaluation_set
 from lightning_scalerl.callbacks.run import Run, run_of
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.compat import lightning as compat
@@ -29,8 +30,6 @@ from lightning_scalerl.task.beside import TaskWithSets
 from lightning_scalerl.verify.verification import ErrorWatch, RewardError, Verifiers, submit_bundle
 from sweeps.run.passes import Passes, digest
 
-# Keys of an entry of `evaluation.sets` besides its task.
-_OF_A_SET = ("samples", "every_n_steps", "temperature", "max_new_tokens")
 # Number of tokens, with padding, up to which known solutions are scored in one forward pass.
 _SCORED_TOGETHER = 8192
 # Used where neither a script nor a recipe sets a value.
@@ -38,40 +37,6 @@ _DEFAULTS: Mapping[str, Any] = {"every_n_steps": 10, "samples": 4, "seed": 0, "p
 # Default of `prompts`, for "not given", because None already means all prompts. A string, so that LightningCLI can save
 # it.
 _RECIPES: Literal["recipe"] = "recipe"
-
-
-@dataclass(frozen=True)
-class EvaluationSet:
-    """Held-out sets of another task, which are only evaluated. None for the value of `Evaluate`, or of the context.
-
-    Args:
-        task: task with the prompts, their instruction and their grader; it needs no training prompts.
-        samples: completions per prompt.
-        every_n_steps: optimizer steps between evaluations; the first and the last weights are evaluated in any case.
-        temperature: sampling temperature; 0 for the most likely token.
-        max_new_tokens: longest completion in tokens, at most `context.max_new_tokens`.
-
-    Raises:
-        ConfigurationError: a value is invalid.
-    """
-
-    task: Task
-    samples: int | None = None
-    every_n_steps: int | None = None
-    temperature: float | None = None
-    max_new_tokens: int | None = None
-
-    def check(self, name: str) -> None:
-        """Check all values; `name` is that of the entry in `evaluation.sets`."""
-        field = f"evaluation.sets.{name}"
-        if not callable(getattr(self.task, "eval_sets", None)):
-            raise ConfigurationError(f"{field}.task: {type(self.task).__name__} is no task; give one of conf/task")
-        for key in ("samples", "every_n_steps", "max_new_tokens"):
-            if (value := getattr(self, key)) is not None:
-                whole_number(f"{field}.{key}", value)
-        cold = isinstance(self.temperature, int | float) and not isinstance(self.temperature, bool)
-        if self.temperature is not None and not (cold and 0 <= self.temperature < math.inf):
-            raise ConfigurationError(f"{field}.temperature: {self.temperature!r} must be a number, 0 or more")
 
 
 class Evaluate(Callback):
@@ -111,7 +76,7 @@ class Evaluate(Callback):
     ) -> None:
         without_tips()
         self.gold_logprob = gold_logprob
-        self.sets = {name: _evaluation_set(name, given) for name, given in (sets or {}).items()}
+        self.sets = {name: evaluation_set(name, given) for name, given in (sets or {}).items()}
         given = {"every_n_steps": every_n_steps, "samples": samples, "seed": seed}
         self._given: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if prompts != _RECIPES:
@@ -360,28 +325,6 @@ def _computed(scored: Sequence[tuple[Sequence[int], Sequence[int]]]) -> StepRepo
         decoded_context=sum((tokens - 1) * (2 * prompt + tokens) // 2 for prompt, tokens in pairs),
         prefilled=len(pairs),
     )
-
-
-def _evaluation_set(name: str, given: Any) -> EvaluationSet:
-    """Return an entry of `evaluation.sets` as a record.
-
-    Raises:
-        ConfigurationError: the name or a value is invalid.
-    """
-    field = f"evaluation.sets.{name}"
-    if not str(name).replace("_", "").isalnum():
-        raise ConfigurationError(f"{field}: a name must be of letters, digits and _: metrics bear it")
-    if isinstance(given, Mapping):
-        unknown = [key for key in given if key not in ("task", *_OF_A_SET)]
-        if unknown or "task" not in given:
-            raise ConfigurationError(
-                f"{field}: {', '.join(map(str, unknown)) or 'no task'}; an entry is a task and perhaps "
-                f"{', '.join(_OF_A_SET)}"
-            )
-        given = EvaluationSet(**given)
-    made = given if isinstance(given, EvaluationSet) else EvaluationSet(given)
-    made.check(name)
-    return made
 
 
 def _wrong_answers(wrong: Sequence[Counter[str | None]]) -> tuple[tuple[int, ...], ...] | None:

@@ -1,0 +1,70 @@
+"""Entries of `evaluation.sets`: held-out sets of other tasks, each with its own settings, which are only evaluated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_scalerl.checks import ConfigurationError, whole_number
+from lightning_scalerl.task.base import Task
+
+# Keys of an entry of `evaluation.sets` besides its task.
+_OF_A_SET = ("samples", "every_n_steps", "temperature", "max_new_tokens")
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Held-out sets of another task, which are only evaluated. None for the value of `Evaluate`, or of the context.
+
+    Args:
+        task: task with the prompts, their instruction and their grader; it needs no training prompts.
+        samples: completions per prompt.
+        every_n_steps: optimizer steps between evaluations; the first and the last weights are evaluated in any case.
+        temperature: sampling temperature; 0 for the most likely token.
+        max_new_tokens: longest completion in tokens, at most `context.max_new_tokens`.
+
+    Raises:
+        ConfigurationError: a value is invalid.
+    """
+
+    task: Task
+    samples: int | None = None
+    every_n_steps: int | None = None
+    temperature: float | None = None
+    max_new_tokens: int | None = None
+
+    def check(self, name: str) -> None:
+        """Check all values; `name` is that of the entry in `evaluation.sets`."""
+        field = f"evaluation.sets.{name}"
+        if not callable(getattr(self.task, "eval_sets", None)):
+            raise ConfigurationError(f"{field}.task: {type(self.task).__name__} is no task; give one of conf/task")
+        for key in ("samples", "every_n_steps", "max_new_tokens"):
+            if (value := getattr(self, key)) is not None:
+                whole_number(f"{field}.{key}", value)
+        cold = isinstance(self.temperature, int | float) and not isinstance(self.temperature, bool)
+        if self.temperature is not None and not (cold and 0 <= self.temperature < math.inf):
+            raise ConfigurationError(f"{field}.temperature: {self.temperature!r} must be a number, 0 or more")
+
+
+def evaluation_set(name: str, given: Any) -> EvaluationSet:
+    """Return an entry of `evaluation.sets` as a record.
+
+    Raises:
+        ConfigurationError: the name or a value is invalid.
+    """
+    field = f"evaluation.sets.{name}"
+    if not str(name).replace("_", "").isalnum():
+        raise ConfigurationError(f"{field}: a name must be of letters, digits and _: metrics bear it")
+    if isinstance(given, Mapping):
+        unknown = [key for key in given if key not in ("task", *_OF_A_SET)]
+        if unknown or "task" not in given:
+            raise ConfigurationError(
+                f"{field}: {', '.join(map(str, unknown)) or 'no task'}; an entry is a task and perhaps "
+                f"{', '.join(_OF_A_SET)}"
+            )
+        given = EvaluationSet(**given)
+    made = given if isinstance(given, EvaluationSet) else EvaluationSet(given)
+    made.check(name)
+    return made
