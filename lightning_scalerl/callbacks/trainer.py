@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -26,6 +26,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.model_summary.model_summary import _format_summary_table
 
 from lightning_scalerl.callbacks.evaluate import evaluation_of
+from lightning_scalerl.callbacks.evaluation_set import EvaluationSet
 from lightning_scalerl.callbacks.progress import StepProgress
 from lightning_scalerl.checks import ConfigurationError, did_you_mean
 from lightning_scalerl.compat import lightning as compat
@@ -142,6 +143,8 @@ def _check_monitor(trainer: Trainer, callback: Any) -> None:
     task = trainer.datamodule.task  # type: ignore[attr-defined]
     samples = {} if evaluation is None else {each: one.samples or 1 for each, one in evaluation.settings(task).items()}
     valid = [metric for each, prompts in sets.items() for metric in _measured(each, prompts, samples.get(each, 1))]
+    if evaluation is not None and name.startswith("eval/"):
+        _check_intervals(callback, evaluation.settings(task))
     if name.startswith("eval/"):
         unknown = name not in (*valid, "eval/weight_version", *(f"eval/{set_name}/ungraded" for set_name in sets))
     else:
@@ -151,6 +154,23 @@ def _check_monitor(trainer: Trainer, callback: Any) -> None:
             f"callbacks: {type(callback).__name__} monitors {name!r}, which nothing logs{did_you_mean(name, valid)}; "
             f"valid: {', '.join(valid)}, and metrics of a step such as train/reward (docs/reference/metrics.md)"
         )
+
+
+def _check_intervals(callback: Any, settings: Mapping[str, EvaluationSet]) -> None:
+    """Refuse to monitor a set where another one is evaluated alone: the callback would read an earlier score again.
+
+    Raises:
+        ConfigurationError: a set is evaluated at steps at which the monitored one is not.
+    """
+    monitored = settings.get(str(callback.monitor).split("/")[1])
+    own = None if monitored is None else monitored.every_n_steps
+    for name, each in settings.items():
+        if own is not None and each.every_n_steps is not None and each.every_n_steps % own:
+            raise ConfigurationError(
+                f"evaluation.sets: {name} is evaluated every {each.every_n_steps} steps, alone at some of them, where "
+                f"{type(callback).__name__} would read the last score of {callback.monitor!r} again; make its "
+                f"every_n_steps a multiple of {own}"
+            )
 
 
 def _measured(name: str, prompts: Sequence[Prompt], samples: int) -> list[str]:

@@ -144,6 +144,16 @@ def test_bad_sets_of_a_run(tiny_model_path: str, tmp_path: Path) -> None:
         fit(tiny_model_path, steps=1, task=DatasetTask("aime", None, {"2024": AIME}, "math"))
 
 
+def test_a_monitored_set_is_evaluated_whenever_another_is(tiny_model_path: str) -> None:
+    """Else EarlyStopping would count an earlier score again, and ModelCheckpoint save weights under it."""
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    stop = EarlyStopping("eval/heldout/pass_rate", mode="max")
+    beside = {"a": EvaluationSet(CountingTask(), every_n_steps=3)}
+    with pytest.raises(ConfigurationError, match=r"evaluation.sets: a is evaluated every 3 steps, .* a multiple of 2"):
+        fit(tiny_model_path, steps=1, callbacks=[Evaluate(2, 1, sets=beside), stop])
+
+
 def test_prompts_that_are_trained_on_too_are_reported_and_kept() -> None:
     trained = DatasetTask(
         "columns", [{"prompt": "1+1=", "answer": "2"}, {"prompt": "5+1=", "answer": "6"}], 0.5, "math"
