@@ -64,6 +64,7 @@ _HOME_OF = {
     "Group": "rollouts.rollout",
     "Rollout": "rollouts.rollout",
     "TrainBatch": "rollouts.rollout",
+    "ComputeAxes": "verify.charges",
     "CostModel": "stream.cost_model",
     "Live": "stream.drivers",
     "Virtual": "stream.drivers",

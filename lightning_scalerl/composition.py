@@ -43,11 +43,12 @@ SETTINGS = frozenset(
         "health",
         "chat",
         "verify",
+        "compute",
     }
 )
 
 # Groups added in later versions, which old studies may lack.
-SINCE = ("driver", "reward", "health", "chat", "verify")
+SINCE = ("driver", "reward", "health", "chat", "verify", "compute")
 
 Folders = Sequence[str | Path]
 

@@ -360,7 +360,7 @@ class ScaleRL(LightningModule):
         self.save_hyperparameters(settings)
         self.memory = place_models(self.models, self.recipe, self.choices, self.trainer)
         devices = self.ranks.count + self.recipe.driver.engine_devices
-        self.meter = ComputeMeter(FlopModel.of(self.policy.model), devices=devices)
+        self.meter = ComputeMeter(FlopModel.of(self.policy.model), devices=devices, axes=self.recipe.compute)
         made_for = stage_of(self.trainer, self.recipe, self.choices, self.models)
         if stage != "fit":
             # Evaluation needs only the step from the stream, so the state that a fit left stays for the next one.

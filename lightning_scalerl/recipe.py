@@ -19,6 +19,7 @@ from lightning_scalerl.stream.prompts import TOO_LONG
 from lightning_scalerl.task.base import RewardScale
 from lightning_scalerl.update.health import Health
 from lightning_scalerl.update.terms import terms
+from lightning_scalerl.verify.charges import ComputeAxes
 from lightning_scalerl.verify.verification import Verification
 
 # From this many parameters on, the activations of one long row take more memory than all states of the model.
@@ -133,6 +134,7 @@ class Recipe:
     health: Health = Health()  # noqa: RUF009  # frozen
     chat: Chat = Chat()  # noqa: RUF009  # frozen
     verify: Verification = Verification()  # noqa: RUF009  # frozen
+    compute: ComputeAxes = ComputeAxes()  # noqa: RUF009  # frozen
     scaled_for: str | None = None
     evaluation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -32,12 +32,17 @@ def default_axis(on_gpu: bool) -> str:
 
 # Axes of other trainers' runs.
 TOKENS, STEPS = "compute/tokens", "compute/steps"
+# Axes of judges that are services.
+JUDGE_HOURS, JUDGE_TOKENS, JUDGE_COST = "compute/judge_hours", "compute/judge_tokens", "compute/judge_cost"
 UNITS = {
     DEVICE_HOURS: "device hours",
     VIRTUAL_HOURS: "virtual device hours",
     FLOPS: "FLOPs",
     TOKENS: "tokens",
     STEPS: "steps",
+    JUDGE_HOURS: "judge hours",
+    JUDGE_TOKENS: "judge tokens",
+    JUDGE_COST: "judge cost",
 }
 
 

@@ -241,6 +241,7 @@ class Evaluate(Callback):
         for submitted in tickets:
             assert submitted.ticket is not None
             place, outcome = submitted.place, verifiers.wait(submitted.ticket)
+            run.meter.judged(outcome.charges, evaluation=True)
             watch.observe(prompts[place], outcome)
             if outcome.kind == "score":
                 scored[place] += 1

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from lightning_scalerl.choices import Passes
 from lightning_scalerl.measure.flops import FlopModel
+from lightning_scalerl.rollouts.grade import Charge
 from lightning_scalerl.rollouts.rollout import TrainBatch
 from lightning_scalerl.stream.events import Event
+from lightning_scalerl.verify.charges import ChargeLedger, ComputeAxes
 from sweeps.run.activity import activity
 
 # Parts of the device-hours axis; in "idle" the trainer only waits.
@@ -35,9 +37,16 @@ class ComputeMeter:
         flop_model: cost of the model.
         devices: number of devices; the wall clock is multiplied by it.
         clock: source of time; None for the system's monotonic clock.
+        axes: whether and how the cost of judges is part of device hours.
     """
 
-    def __init__(self, flop_model: FlopModel, devices: int = 1, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        flop_model: FlopModel,
+        devices: int = 1,
+        clock: Clock | None = None,
+        axes: ComputeAxes = ComputeAxes(),  # noqa: B008  # frozen
+    ) -> None:
         self._flop_model = flop_model
         self.devices = devices
         self._clock = clock or WallClock()
@@ -51,6 +60,8 @@ class ComputeMeter:
         self._sampled = {"tokens": 0, "flops": 0.0}  # by this process; gives the mean cost of a token
         self._owed_flops = 0.0  # FLOPs of lost sampling that has not been repeated yet
         self._hours_at_step = 0.0
+        self._axes = axes
+        self._charges = ChargeLedger()
 
     def start(self) -> None:
         """Start counting wall clock on the device-hours axis; no effect if it is counted already."""
@@ -124,6 +135,16 @@ class ComputeMeter:
             flops += self._flop_model.adapting(lengths, prompts, passes.policy_updates, passes.policy_forwards)
         self._flops["train"] += flops + (3 * passes.value_updates + passes.value_forwards) * value
 
+    def judged(self, charges: Iterable[Charge], evaluation: bool = False) -> None:
+        """Count what judges cost for one completion, of training or of an evaluation."""
+        with self._lock:
+            self._charges.add(charges, evaluation)
+
+    @property
+    def judge_device_hours(self) -> float:
+        """Device hours that stand for the cost of judges (`compute.judge`); 0 by default."""
+        return self._axes.device_hours(self._charges.training)
+
     def evaluation_thrown_away(self, flops_before: float) -> None:
         """Remove the FLOPs of an aborted evaluation: it will run again and must not count twice.
 
@@ -158,6 +179,10 @@ class ComputeMeter:
             "compute/device_hours": sum(hours.values()),
             **{f"compute/device_hours_{phase}": value for phase, value in hours.items()},
         }
+        values |= self._charges.metrics()
+        if judge_hours := self.judge_device_hours:
+            values["compute/device_hours"] += judge_hours
+            values["compute/device_hours_judge"] = judge_hours
         for name in WASTED:
             values[f"compute/wasted_{name}"] = self._wasted[name]
         return values
@@ -177,12 +202,15 @@ class ComputeMeter:
         return {
             "eval_cost/flops": self._flops["evaluate"],
             "time/evaluate_s": self._seconds["evaluate"],
+            **self._charges.evaluation_metrics(),
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Return all counts, for a checkpoint."""
         self._book()
+        judged = {"charges": self._charges.state_dict()} if self._charges.used else {}
         return {
+            **judged,
             "flops": dict(self._flops),
             "seconds": dict(self._seconds),
             "wasted": dict(self._wasted),
@@ -203,6 +231,8 @@ class ComputeMeter:
         self._booked_until = self._clock.now()
         self._wasted = dict(state["wasted"])
         self._owed_flops = state.get("owed_flops", 0.0)
+        if "charges" in state:
+            self._charges.load_state_dict(state["charges"])
         self._hours_at_step = self.metrics()["compute/device_hours"]
 
 

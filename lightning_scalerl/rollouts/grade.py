@@ -35,6 +35,27 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Charge:
+    """Cost of one answer of a judge that is a service.
+
+    Attributes:
+        key: hash of the question. A run counts each key once; an empty key (an answer that no cache keeps, such as a
+            failed one) counts every time.
+        seconds: time of the requests, without pauses between them.
+        prompt_tokens, completion_tokens: as the service reports them.
+        cost: price of the tokens, in the unit of the prices that the user gave.
+        paid: whether the service was asked now; False if the answer was in the cache.
+    """
+
+    key: str
+    seconds: float
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float = 0.0
+    paid: bool = True
+
+
+@dataclass(frozen=True)
 class Grade:
     """Result of a grader for one completion: a reward, or an abstention.
 
@@ -48,6 +69,7 @@ class Grade:
         answer: the answer that the completion gives, in a form in which the grader's equal answers are equal texts;
             empty if it gives none; None if the grader does not tell answers apart. Only wrong answers need it, since
             all right ones are equal (`sweeps.run.pass_at_k`).
+        charges: costs of the judges that were asked.
     """
 
     reward: float | None
@@ -57,6 +79,7 @@ class Grade:
     extra: Mapping[str, str] = field(default_factory=dict)
     terms: Mapping[str, float] = field(default_factory=dict)
     answer: str | None = None
+    charges: tuple[Charge, ...] = ()
 
 
 class Grader(Protocol):
@@ -92,6 +115,7 @@ class Outcome:
         seconds: grading time of all attempts together.
         attempts: number of attempts.
         correct, extra, terms, answer: see `Grade`.
+        charges: costs of the judges in all attempts together, also in those that failed.
     """
 
     kind: Kind
@@ -104,6 +128,12 @@ class Outcome:
     extra: Mapping[str, str] = field(default_factory=dict)
     terms: Mapping[str, float] = field(default_factory=dict)
     answer: str | None = None
+    charges: tuple[Charge, ...] = ()
+
+
+def charges_of(result: Grade | Exception) -> tuple[Charge, ...]:
+    """Return the charges of a grade, or those that an exception carries because a judge failed after it was asked."""
+    return tuple(getattr(result, "charges", ()))
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ class DataPath:
             completions=recipe.batch.completions,
             max_new_tokens=recipe.context.max_new_tokens,
             seed=stage.seed,
+            charged=meter.judged,
         )
         # Start these after all other checks, because they may start processes.
         verifiers, self._tried = self.sampling.new_verifiers()
@@ -82,11 +83,15 @@ class DataPath:
     @property
     def notes(self) -> list[str]:
         """Lines to show once at the start: prompt lengths, one prompt as the model reads it, the verifier trial."""
-        return [*self.sampling.notes, self._tried]
+        return [*self.sampling.notes, *self._tried.splitlines()]
 
     def compute(self) -> dict[str, Any]:
         """Return all compute axes, which are a part of every record."""
-        return {**self.meter.metrics(), **self.driver.metrics()}
+        axes = {**self.meter.metrics(), **self.driver.metrics()}
+        # The meter has added the judges' hours to the device hours; the virtual clock knows nothing of judges.
+        if "compute/virtual_device_hours" in axes:
+            axes["compute/virtual_device_hours"] += self.meter.judge_device_hours
+        return axes
 
     def saved(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""

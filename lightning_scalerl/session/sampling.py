@@ -22,6 +22,7 @@ from lightning_scalerl.session.models import Models
 from lightning_scalerl.stream.drivers import Driver, Live
 from lightning_scalerl.stream.prompts import PromptSet, fitting
 from lightning_scalerl.task.base import Task, passes
+from lightning_scalerl.verify.rewards import ready
 from lightning_scalerl.verify.verification import Verifiers, check_verifiers
 
 TRAINING = "training"
@@ -121,13 +122,15 @@ class Sampling:
     def new_verifiers(self) -> tuple[Verifiers, str]:
         """Start the verifiers that grade completions, and try them on known answers; also return a line on that."""
         task = self.stage.task
-        verifiers = self.stage.recipe.verify.verifiers(task.grader(), task.trusted)
+        grader = task.grader()
+        services = ready(grader)
+        verifiers = self.stage.recipe.verify.verifiers(grader, task.trusted)
         try:
             tried = check_verifiers(verifiers, task.known(), partial(passes, task))
         except BaseException:
             verifiers.close()
             raise
-        return verifiers, tried
+        return verifiers, "\n".join([*services, tried])
 
     def new_generator(self) -> Generator:
         """Build a generator with a copy of the current weights, in this process or in the driver's engine processes.

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_scalerl.axes.curriculum import weighed_sum
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
-from lightning_scalerl.rollouts.grade import Outcome, Sample, needs_group
+from lightning_scalerl.rollouts.grade import Charge, Outcome, Sample, needs_group
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.rollouts.rollout import Group, Rollout, TrainBatch, packed, unpacked
 from lightning_scalerl.stream.credit import assemble, enters, remember
@@ -57,6 +57,7 @@ class RolloutStream:
         reward: scale from the verifier's reward to the training reward.
         verification: settings for completions that cannot be graded.
         phrase_tokens: length in tokens of the phrase that interrupts thinking; 0 without one.
+        charged: called with the charges of each graded completion.
     """
 
     prompts: PromptSource
@@ -71,6 +72,7 @@ class RolloutStream:
     reward: RewardScale = RewardScale()  # noqa: RUF009  # frozen
     verification: Verification = Verification()  # noqa: RUF009  # frozen
     phrase_tokens: int = 0
+    charged: Callable[[Sequence[Charge]], None] = lambda charges: None
     completed_steps: int = 0
     admitted: int = 0
     dropped: int = 0  # groups dropped by a refilling filter; each lets one more group be admitted
@@ -186,6 +188,7 @@ class RolloutStream:
         """
         key, index = place
         group, (rollout, _) = self._open[key], self._ungraded.pop(place)
+        self.charged(outcome.charges)
         self.watch.observe(group.prompt, outcome)
         scored = outcome.kind == "score" or (outcome.kind == "error" and self.verification.on_error == "zero")
         rollout.outcome = "score" if scored else outcome.kind

@@ -15,6 +15,7 @@ from lightning_scalerl.task.base import PoolTask, contents, file_digest
 from lightning_scalerl.task.formats import FORMATS, Columns, Problem, Row, no_answer
 from lightning_scalerl.task.overlap import check_rules, split, without_overlap
 from lightning_scalerl.task.rows import fields_of, source_of
+from lightning_scalerl.verify.judge import Judge
 from lightning_scalerl.verify.programs import Programs
 from lightning_scalerl.verify.registry import QUICK, listed, reward_sum
 from lightning_scalerl.verify.registry import content as content_of
@@ -80,7 +81,8 @@ class DatasetTask(PoolTask):
         self.trusted = all(isinstance(grader, QUICK) for grader in graders)
         # Columns are sent with every completion and may hold megabytes, so keep them only if a function may read them.
         self._keeps_columns = any(isinstance(grader, FunctionGrader) for grader in graders)
-        only_functions = all(isinstance(grader, FunctionGrader) for grader in graders)
+        only_functions = all(isinstance(grader, FunctionGrader) or _needs_none(grader) for grader in graders)
+        self._reads_all_rows = self._keeps_columns or all(map(_needs_none, graders))
         default_columns = format == "columns" and not fields
         self._read = _OptionalAnswer() if default_columns and only_functions else _reader(format, fields)
         self._identity = rewards
@@ -176,7 +178,7 @@ class DatasetTask(PoolTask):
                 ) from error
             except Exception as error:
                 raise ConfigurationError(f"{field}: {source.path}, row {number}: {said(error)}") from error
-            if no_answer(problem.answer) and not self._keeps_columns:
+            if no_answer(problem.answer) and not self._reads_all_rows:
                 unanswered.append(number)
                 continue
             if (reason := self._unjudgeable(problem.answer)) is not None:
@@ -278,6 +280,11 @@ def _check_given(train: Any, heldout: Any, rewards: Any) -> None:
         )
 
 
+def _needs_none(grader: Grader) -> bool:
+    """Return whether a grader is a judge whose prompt does not show the row's answer."""
+    return isinstance(grader, Judge) and not grader.needs_answer
+
+
 def _by_name(heldout: Any) -> Any:
     """Return held-out sets by name. A single set in memory gets the name `heldout`; other forms are unchanged."""
     rows = isinstance(heldout, list | tuple) and all(isinstance(row, Mapping) for row in heldout)
@@ -290,7 +297,7 @@ def _rewards_content(rewards: Any) -> Any:
 
 
 class _OptionalAnswer:
-    """Reader of rows that only functions grade: the column `prompt` is required, `answer` is optional."""
+    """Reader of rows whose graders need no answer: the column `prompt` is required, `answer` is optional."""
 
     def __call__(self, row: Row) -> Problem:
         return Columns(answer="answer" if "answer" in row else None)(row)

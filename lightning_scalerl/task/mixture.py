@@ -11,7 +11,7 @@ from lightning_scalerl.rollouts.grade import Grade, Grader, Known, Sample, needs
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import PoolTask, Task, check_task
 from lightning_scalerl.task.overlap import check_rules, without_overlap
-from lightning_scalerl.verify.rewards import together
+from lightning_scalerl.verify.rewards import ready, together
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,10 @@ class MixtureGrader:
         for grader in self._all:
             if hasattr(grader, "prepare"):
                 grader.prepare()
+
+    def ready(self) -> Sequence[str]:
+        """Try the graders of all tasks that are services; returns one line per service."""
+        return [line for grader in self._all for line in ready(grader)]
 
     @property
     def longest_s(self) -> float:

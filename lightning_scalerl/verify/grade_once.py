@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_scalerl.checks import said
-from lightning_scalerl.rollouts.grade import Grade, Grader, Outcome, Sample
+from lightning_scalerl.rollouts.grade import Grade, Grader, Outcome, Sample, charges_of
 
 
 def attempt(grader: Grader, sample: Sample) -> Outcome:
@@ -50,7 +50,8 @@ _NOTE_PREFIX = "in reward function "
 
 def _raised(error: Exception, seconds: float) -> Outcome:
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE_PREFIX)]
-    return Outcome("error", why=f"raised {said(error)}{f' ({notes[0]})' if notes else ''}", seconds=seconds)
+    why = f"raised {said(error)}{f' ({notes[0]})' if notes else ''}"
+    return Outcome("error", why=why, seconds=seconds, charges=charges_of(error))
 
 
 def _outcome(grade: Grade, began: float) -> Outcome:
@@ -62,10 +63,11 @@ def _outcome(grade: Grade, began: float) -> Outcome:
     except Exception as error:
         return _raised(error, time.perf_counter() - began)
     seconds = time.perf_counter() - began
+    charges, extra = charges_of(grade), dict(grade.extra)
     if problem:
-        return Outcome("error", why=problem, seconds=seconds)
+        return Outcome("error", why=problem, seconds=seconds, charges=charges)
     if grade.reward is None:
-        return Outcome("abstain", parts=parts, why=grade.why, seconds=seconds, extra=dict(grade.extra))
+        return Outcome("abstain", parts=parts, why=grade.why, seconds=seconds, extra=extra, charges=charges)
     reward, correct = float(grade.reward), None if grade.correct is None else bool(grade.correct)
     terms = {str(name): float(value) for name, value in grade.terms.items()}
     return Outcome(
@@ -74,9 +76,10 @@ def _outcome(grade: Grade, began: float) -> Outcome:
         parts=parts,
         seconds=seconds,
         correct=correct,
-        extra=dict(grade.extra),
+        extra=extra,
         terms=terms,
         answer=grade.answer,
+        charges=charges,
     )
 
 

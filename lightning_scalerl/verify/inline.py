@@ -31,7 +31,7 @@ class InlineVerifiers:
         outcome = attempt(self._grader, sample)
         while outcome.kind == "error" and outcome.attempts <= self._retries:
             again = attempt(self._grader, sample)
-            outcome = replace(again, seconds=outcome.seconds + again.seconds, attempts=outcome.attempts + 1)
+            outcome = _together(outcome, again)
         self._done[ticket] = outcome
         return ticket
 
@@ -39,14 +39,10 @@ class InlineVerifiers:
         """Grade the completions of a group by one call and return the tickets of their outcomes."""
         activity.note("grade")
         outcomes = attempt_group(self._grader, samples)
-        for attempts in range(2, self._retries + 2):
+        for _ in range(self._retries):
             if not any(outcome.kind == "error" for outcome in outcomes):
                 break
-            spent = [outcome.seconds for outcome in outcomes]
-            outcomes = [
-                replace(again, seconds=earlier_s + again.seconds, attempts=attempts)
-                for earlier_s, again in zip(spent, attempt_group(self._grader, samples), strict=True)
-            ]
+            outcomes = list(map(_together, outcomes, attempt_group(self._grader, samples)))
         tickets = list(range(self._next, self._next + len(samples)))
         self._next += len(samples)
         self._done |= dict(zip(tickets, outcomes, strict=True))
@@ -69,3 +65,13 @@ class InlineVerifiers:
 
     def close(self) -> None:
         """Do nothing: there are no processes to end."""
+
+
+def _together(earlier: Outcome, again: Outcome) -> Outcome:
+    """Return the outcome of another attempt, with the time and the charges of the attempts before it."""
+    return replace(
+        again,
+        seconds=earlier.seconds + again.seconds,
+        attempts=earlier.attempts + 1,
+        charges=earlier.charges + again.charges,
+    )

@@ -28,7 +28,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.rollouts.grade import Grader, Outcome, Sample
+from lightning_scalerl.rollouts.grade import Charge, Grader, Outcome, Sample
 from lightning_scalerl.sandbox.launch import SCRATCH, remove_left
 from sweeps.process import ended_with, kill_group
 from sweeps.run.activity import activity
@@ -51,6 +51,7 @@ class _Job:
     samples: tuple[Sample, ...]
     attempts: int = 0
     seconds: float = 0.0
+    charges: dict[int, tuple[Charge, ...]] = field(default_factory=dict)  # of failed attempts, by ticket
 
     @cached_property
     def message(self) -> memoryview:
@@ -365,13 +366,18 @@ class VerifierPool:
                 return
             if any(outcome.kind == "error" for outcome in outcomes) and job.attempts <= self._retries:
                 job.seconds += sum(outcome.seconds for outcome in outcomes)
+                for ticket, outcome in zip(job.tickets, outcomes, strict=True):
+                    job.charges[ticket] = job.charges.get(ticket, ()) + outcome.charges
                 self._shared.queue.append(job)
                 return
             earlier_s = job.seconds / len(job.tickets)  # per completion, of the attempts that failed
             for ticket, outcome in zip(job.tickets, outcomes, strict=True):
                 if ticket in self._shared.waiting:
                     seconds = earlier_s + outcome.seconds
-                    self._shared.done[ticket] = replace(outcome, seconds=seconds, attempts=job.attempts)
+                    charges = job.charges.get(ticket, ()) + outcome.charges
+                    self._shared.done[ticket] = replace(
+                        outcome, seconds=seconds, attempts=job.attempts, charges=charges
+                    )
             if self._shared.awaited.intersection(job.tickets):
                 self._changed.notify_all()
 

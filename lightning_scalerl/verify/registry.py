@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollouts.grade import Grade, Sample
+from lightning_scalerl.verify.judge import Judge, judge_identity
 from lightning_scalerl.verify.mathematics import Mathematics
 from lightning_scalerl.verify.programs import Programs
 from lightning_scalerl.verify.rewards import FunctionGrader, Given, RewardSum, Source, Weighted
@@ -15,13 +16,14 @@ from lightning_scalerl.verify.text import Choice, ExactMatch, QuestionAnswer, Tr
 
 
 class NamedGrader(Protocol):
-    """Grader that can construct a right and a wrong completion for an answer."""
+    """Grader that is chosen by its name.
+
+    Most have a method `known(answer)`, which returns a right and a wrong completion, or None for one that it cannot
+    construct.
+    """
 
     def grade(self, sample: Sample) -> Grade:
         """Grade one completion of a prompt."""
-
-    def known(self, answer: Any) -> tuple[str | None, str | None]:
-        """Return a right and a wrong completion for an answer; None for one that it cannot construct."""
 
 
 VERIFIERS: Mapping[str, type[NamedGrader]] = {
@@ -31,6 +33,7 @@ VERIFIERS: Mapping[str, type[NamedGrader]] = {
     "question_answer": QuestionAnswer,
     "truthful": TruthfulAnswer,
     "code": Programs,
+    "judge": Judge,
 }
 # Verifiers that only compare texts and never hang, so that they may run in the trainer's process.
 QUICK = (ExactMatch, Choice, QuestionAnswer, TruthfulAnswer)
@@ -65,6 +68,8 @@ def named(field: str, given: Reward) -> Weighted:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ConfigurationError(f"{field}.weight: {weight!r} must be a number")
     if isinstance(use, str) and use in VERIFIERS:
+        if use == "judge" and custom_name:
+            settings["label"] = str(custom_name)
         try:
             return Weighted(str(custom_name or use), VERIFIERS[use](**settings), float(weight))
         except TypeError as error:
@@ -115,6 +120,7 @@ def content(given: Any, digest: Any) -> Any:
     if callable(given):
         return {"source": Given("task.rewards", given).digest()}
     if isinstance(given, Mapping):
+        given = judge_identity(given) if given.get("use") == "judge" else given
         return {key: content(value, digest) if key == "use" else value for key, value in given.items()}
     if isinstance(given, str) and given not in VERIFIERS:
         place, _, function = given.rpartition(":")

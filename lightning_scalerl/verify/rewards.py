@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from lightning_scalerl.checks import ConfigurationError, said
-from lightning_scalerl.rollouts.grade import Grade, Grader, Sample, needs_group
+from lightning_scalerl.rollouts.grade import Charge, Grade, Grader, Sample, charges_of, needs_group
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.verify.grade_once import in_function
 
@@ -338,6 +338,32 @@ def _call_trl(function: Callable[..., Any], samples: Sequence[Sample]) -> list[G
     ]
 
 
+class JudgedError(RuntimeError):
+    """Error of a grade, with the charges of the judges that were asked for it."""
+
+    def __init__(self, message: str, charges: tuple[Charge, ...] = ()) -> None:
+        super().__init__(message)
+        self.charges = charges
+
+    @classmethod
+    def of(cls, error: Exception, charges: tuple[Charge, ...]) -> JudgedError:
+        """Return the error of another reward with these charges, and with its notes."""
+        judged = cls(said(error), charges)
+        for note in getattr(error, "__notes__", ()):
+            judged.add_note(note)
+        return judged
+
+
+def ready(grader: Any) -> Sequence[str]:
+    """Try a grader that is a service, before anything is computed; returns one line per service that it asks.
+
+    Raises:
+        ConfigurationError: a service does not answer, or its key is missing.
+    """
+    method = getattr(grader, "ready", None)
+    return () if method is None else list(method())
+
+
 def one_by_one(grader: Grader, samples: Sequence[Sample]) -> list[Grade | Exception]:
     """Grade each completion of a group separately; an exception affects only its own completion."""
     grades: list[Grade | Exception] = []
@@ -461,6 +487,10 @@ class RewardSum:
             if hasattr(reward.grader, "prepare"):
                 reward.grader.prepare()
 
+    def ready(self) -> Sequence[str]:
+        """Try all graders that are services once; returns one line per service."""
+        return [line for reward in self.rewards for line in ready(reward.grader)]
+
     @property
     def longest_s(self) -> float:
         """Maximum seconds of all graders that have their own limits, one after the other."""
@@ -492,7 +522,9 @@ class RewardSum:
     def _summed_or_error(self, row: Sequence[Grade | Exception]) -> Grade | Exception:
         grades = [grade for grade in row if isinstance(grade, Grade)]
         if len(grades) < len(row):
-            return next(error for error in row if isinstance(error, Exception))
+            error = next(error for error in row if isinstance(error, Exception))
+            charges = tuple(charge for entry in row for charge in charges_of(entry))
+            return error if charges == charges_of(error) else JudgedError.of(error, charges)
         try:
             return self._summed(grades)
         except Exception as error:  # a reward is not a finite number
@@ -508,11 +540,14 @@ class RewardSum:
                 parts[one.name] = numbers[one.name]
         terms = {one.name: one.weight * numbers[one.name] for one in self.rewards if one.name in numbers}
         extra = {name: text for _, grade in grades for name, text in grade.extra.items()}
+        charges = tuple(charge for _, grade in grades for charge in grade.charges)
         if not terms:
-            return Grade(None, parts, grades[0][1].why or "every reward abstains", extra=extra)
+            return Grade(None, parts, grades[0][1].why or "every reward abstains", extra=extra, charges=charges)
         first = next(grade for _, grade in grades if grade.reward is not None)
         assert first.reward is not None
         correct = float(first.reward) >= 1.0 if first.correct is None else first.correct
         reward = sum(terms.values())
-        several = terms if len(grades) > 1 else {}
-        return Grade(reward, parts, correct=correct, extra=extra, terms=several, answer=first.answer)
+        weighted = terms if len(grades) > 1 else {}
+        return Grade(
+            reward, parts, correct=correct, extra=extra, terms=weighted, answer=first.answer, charges=charges
+        )

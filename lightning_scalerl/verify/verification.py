@@ -108,7 +108,8 @@ class Verification:
         if longest_s > self.timeout_s:
             raise ConfigurationError(
                 f"verify.timeout_s: {self.timeout_s:g} is less than the {longest_s:g} s that the task's verifiers may "
-                "take by their own limits (task.sandbox.wall_s, and what a start takes); raise it or lower those"
+                "take by their own limits (task.sandbox.wall_s, a judge's timeout_s, and what a start takes); raise it "
+                "or lower those"
             )
         if trusted or self.workers == 0:
             return InlineVerifiers(grader, self.retries)

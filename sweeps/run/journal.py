@@ -52,7 +52,11 @@ CONFIG_FILE = "config.yaml"
 SEMANTICS_FILE = "semantics.json"
 
 # Metrics that depend on the wall clock. In a deterministic mode all others must repeat bit for bit.
-WALL_CLOCK_PREFIXES = ("compute/device_hours", "compute/wasted_", "time/")
+WALL_CLOCK_PREFIXES = (
+    *("compute/device_hours", "compute/wasted_", "time/"),
+    # Seconds of a judge's answers, and how many of them a run has paid and not found in the cache.
+    *("compute/judge_hours", "eval_cost/judge_hours", "verify/judge_"),
+)
 
 
 class JournalError(UserError):

@@ -1,0 +1,124 @@
+"""Ledger of what judges cost, and the setting that adds it to the device hours of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.rollouts.grade import Charge
+
+DEVICE_HOURS = "device_hours"
+
+
+@dataclass(frozen=True)
+class ComputeAxes:
+    """Settings of the compute axes.
+
+    Args:
+        judge: how the cost of judges that are services is added to device hours and virtual device hours: None to keep
+            it on axes of its own, "device_hours" for one device during the seconds of each request, or a number, the
+            price of a device hour by which the judges' price is divided.
+    """
+
+    neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "ComputeAxes", "judge": None}
+
+    judge: str | float | None = None
+
+    def __post_init__(self) -> None:
+        price = isinstance(self.judge, int | float) and not isinstance(self.judge, bool) and 0 < self.judge < 1e100
+        if not (self.judge in (None, DEVICE_HOURS) or price):
+            raise ConfigurationError(
+                f"compute.judge: {self.judge!r} must be null, device_hours (the judge's seconds), or the price of a "
+                "device hour, a number above 0 (the judge's price divided by it)"
+            )
+
+    def device_hours(self, totals: Totals) -> float:
+        """Return the device hours that stand for these costs; 0 without a judge."""
+        if self.judge is None:
+            return 0.0
+        return totals.seconds / 3600.0 if self.judge == DEVICE_HOURS else totals.cost / float(self.judge)
+
+
+@dataclass
+class Totals:
+    """Sums of charges: seconds of requests, tokens, and the price in the user's unit."""
+
+    seconds: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float = 0.0
+
+    def add(self, charge: Charge) -> None:
+        """Add one charge."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(charge, field.name))
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """Return the sums as metrics whose names begin with `prefix`."""
+        return {
+            f"{prefix}_hours": self.seconds / 3600.0,
+            f"{prefix}_tokens": float(self.prompt_tokens + self.completion_tokens),
+            f"{prefix}_prompt_tokens": float(self.prompt_tokens),
+            f"{prefix}_completion_tokens": float(self.completion_tokens),
+            f"{prefix}_cost": self.cost,
+        }
+
+
+class ChargeLedger:
+    """Counts what judges cost a run, training and evaluation apart.
+
+    Each answer counts once, when the run first uses it, with its recorded cost, whether or not it is in the cache. So a
+    recipe that finds answers of an earlier recipe does not look cheaper, and a run that resumes after kill -9 has the
+    same compute axis as an undisturbed one, although it pays no answer twice. The number of answers that were paid is
+    counted separately.
+    """
+
+    def __init__(self) -> None:
+        self.training, self.evaluation = Totals(), Totals()
+        self._counted: dict[bool, set[int]] = {False: set(), True: set()}  # keys, by whether of an evaluation
+        self._answers = {"asked": 0, "cached": 0}
+
+    def add(self, charges: Iterable[Charge], evaluation: bool = False) -> None:
+        """Count the charges of one completion."""
+        totals, counted = self.evaluation if evaluation else self.training, self._counted[evaluation]
+        for charge in charges:
+            self._answers["asked" if charge.paid else "cached"] += 1
+            # 63 bits of the hash: a million answers collide with a chance of 1e-7, and the checkpoint stays small.
+            key = int(charge.key[:16] or "0", 16) >> 1
+            if not charge.key or key not in counted:
+                totals.add(charge)
+            if charge.key:
+                counted.add(key)
+
+    @property
+    def used(self) -> bool:
+        """Whether a judge was asked, or an answer was in the cache."""
+        return any(self._answers.values())
+
+    def metrics(self) -> dict[str, float]:
+        """Return the judges' own compute axes, and the numbers of answers; empty for a run without a judge."""
+        if not self.used:
+            return {}
+        answers = {f"verify/judge_{name}": float(count) for name, count in self._answers.items()}
+        return self.training.metrics("compute/judge") | answers
+
+    def evaluation_metrics(self) -> dict[str, float]:
+        """Return what judges cost in evaluations, which is on no compute axis; empty without a judge."""
+        return self.evaluation.metrics("eval_cost/judge") if self.used else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all sums and counted keys, for a checkpoint."""
+        return {
+            "training": vars(self.training).copy(),
+            "evaluation": vars(self.evaluation).copy(),
+            "counted": [sorted(self._counted[evaluation]) for evaluation in (False, True)],
+            "answers": dict(self._answers),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore all sums and counted keys."""
+        self.training, self.evaluation = Totals(**state["training"]), Totals(**state["evaluation"])
+        self._counted = dict(zip((False, True), map(set, state["counted"]), strict=True))
+        self._answers = dict(state["answers"])

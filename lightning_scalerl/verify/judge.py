@@ -1,0 +1,308 @@
+"""Reward `judge`: a language model behind an HTTP endpoint reads each completion and states a verdict."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from lightning_scalerl.cache import cache_dir
+from lightning_scalerl.checks import ConfigurationError, not_negative, positive, said, whole_number
+from lightning_scalerl.rollouts.grade import Charge, Grade, Sample
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.verify.judge_client import Answer, AnswerCache, Endpoint, JudgeError, question_key
+from sweeps.redact import is_secret_name
+
+log = logging.getLogger(__name__)
+
+FIELD = "task.rewards: judge: "  # before a setting's name in errors
+
+PROMPT = """You grade an answer to a question.
+
+Question:
+{question}
+
+Reference answer:
+{answer}
+
+Answer to grade:
+{completion}
+
+Is the answer to grade right, which means equivalent to the reference answer? Reply with one line,
+"Verdict: yes" or "Verdict: no"."""
+PATTERN = (
+    r"(?i)\b(?:verdict|score)\b\W{0,5}?(yes|no|true|false|correct|incorrect|pass|fail|-?\d+(?:\.\d+)?)(?![\w.]*\w)"
+)
+# Verdicts in words, as a share of the way from `low` to `high`.
+_WORDS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "pass": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0, "fail": 0.0}
+# Other braces of a template stay as they are: a judge's prompt may show JSON.
+_FIELDS = re.compile(r"\{(prompt|question|answer|completion)\}")
+# Settings that change neither a verdict nor what it costs.
+OPERATIONAL = frozenset({"url", "key_env", "cache", "timeout_s", "retries", "concurrency"})
+# Only this much of the end of a judge's answer is searched for a verdict.
+_LAST = 20_000
+# Seconds that a worker may need beyond the limit on an answer, to start a request and to write the cache.
+_OVERHEAD_S = 2.0
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Rewards a completion by the verdict of a language model, 0 to 1.
+
+    All completions of a group are sent at the same time. An answer without a verdict, a timeout and a refused
+    connection are errors of the infrastructure, never a reward of 0.
+
+    Args:
+        url: endpoint of OpenAI's chat form: `http://host:8000`, `https://host/v1` or the whole path.
+        model: the judge's name at the endpoint.
+        prompt: template of the message with {completion} (the text after the thinking), and optionally {question},
+            {prompt} (the question with the task's instruction) and {answer} (the row's answer).
+        system: system message; empty for none.
+        pattern: regular expression with one group; its last match in the judge's answer is the verdict, a number or one
+            of yes, no, true, false, correct, incorrect, pass, fail.
+        low, high: verdicts in numbers that are rewarded with 0 and 1; others are in between.
+        temperature: sampling temperature of the judge.
+        max_tokens: limit on its answer in tokens.
+        options: further fields of the request, such as {seed: 0}; null removes a field, such as {max_tokens: null}.
+        price_prompt, price_completion: price of a million tokens.
+        key_env: environment variable that holds the key of the endpoint.
+        timeout_s: limit in seconds on one answer, retries included; `verify.timeout_s` must be a little longer.
+        retries: number of further attempts after a connection error, 429 or 5xx.
+        concurrency: number of requests at the same time, per process (`verify.workers`).
+        cache: folder of the answers; empty for one in the user's cache folder, None for no cache.
+        label: prefix of the recorded values; the reward's `name`.
+
+    Raises:
+        ConfigurationError: a setting is missing or invalid.
+    """
+
+    url: str = ""
+    model: str = ""
+    prompt: str = PROMPT
+    system: str = ""
+    pattern: str = PATTERN
+    low: float = 0.0
+    high: float = 1.0
+    temperature: float = 0.0
+    max_tokens: int = 512
+    options: Mapping[str, Any] = field(default_factory=dict)
+    price_prompt: float = 0.0
+    price_completion: float = 0.0
+    key_env: str = ""
+    timeout_s: float = 60.0
+    retries: int = 4
+    concurrency: int = 32
+    cache: str | None = ""
+    label: str = "judge"
+
+    def __post_init__(self) -> None:
+        _check_url(self.url)
+        _text("model", self.model, "give the judge's name at the endpoint")
+        _text("prompt", self.prompt, "give a template with {completion}")
+        if "{completion}" not in self.prompt:
+            raise _wrong("prompt", self.prompt[:80], "must contain {completion}, the text to judge")
+        try:
+            groups = re.compile(self.pattern).groups
+        except (re.error, TypeError) as error:
+            raise _wrong("pattern", self.pattern, f"must be a regular expression ({error})") from error
+        if groups != 1:
+            raise _wrong("pattern", self.pattern, f"must have one group, the verdict, not {groups}")
+        for name in ("price_prompt", "price_completion", "temperature"):
+            not_negative(f"{FIELD}{name}", getattr(self, name))
+        for name in ("low", "high"):
+            if isinstance(value := getattr(self, name), bool) or not isinstance(value, int | float):
+                raise _wrong(name, value, "must be a number")
+        if not self.low < self.high:
+            raise _wrong("low", self.low, f"must be below {FIELD}high, {self.high!r}")
+        if not isinstance(self.options, Mapping):
+            raise _wrong("options", self.options, "must be a mapping of fields of the request, such as {seed: 0}")
+        whole_number(f"{FIELD}max_tokens", self.max_tokens)
+        whole_number(f"{FIELD}retries", self.retries, least=0)
+        whole_number(f"{FIELD}concurrency", self.concurrency)
+        positive(f"{FIELD}timeout_s", self.timeout_s)
+
+    @property
+    def longest_s(self) -> float:
+        """Maximum wall-clock seconds of one answer, retries included."""
+        return self.timeout_s + _OVERHEAD_S
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether a row needs an answer to be judged."""
+        return "{answer}" in self.prompt
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Endpoint with the limits on its requests."""
+        return Endpoint(self.url, self.key_env, self.timeout_s, self.retries, self.concurrency)
+
+    @property
+    def answers(self) -> AnswerCache | None:
+        """Cache of answers; None without one."""
+        if self.cache is None:
+            return None
+        return AnswerCache(Path(self.cache).expanduser() if self.cache else cache_dir() / "judge")
+
+    def ready(self) -> Sequence[str]:
+        """Ask the endpoint one short question, which costs a few tokens; returns a line about the answer.
+
+        Raises:
+            ConfigurationError: the key's variable is not set, the cache cannot be written, or there is no answer.
+        """
+        if self.key_env and not os.environ.get(self.key_env):
+            raise _wrong("key_env", self.key_env, "this environment variable is not set; set it to the endpoint's key")
+        if self.answers is not None:
+            try:
+                self.answers.check()
+            except OSError as error:
+                raise _wrong("cache", str(self.answers.folder), f"cannot be written ({error.strerror})") from error
+        (answer,) = self.endpoint.ask([self._body("Reply with the word ready.")])
+        if isinstance(answer, JudgeError):
+            raise _wrong("url", self.endpoint.shown, f"does not answer ({answer}); start the endpoint or mend the url")
+        return [f"judge: {self.model} at {self.endpoint.shown} answers in {answer.seconds:.2g} s"]
+
+    def needs_group(self, prompt: Prompt) -> bool:
+        """Return True: all completions of a group are sent at the same time."""
+        return True
+
+    def grade(self, sample: Sample) -> Grade:
+        """Grade one completion.
+
+        Raises:
+            JudgeError: there is no verdict.
+        """
+        (grade,) = self.grade_group([sample])
+        if isinstance(grade, Exception):
+            raise grade
+        return grade
+
+    def grade_group(self, samples: Sequence[Sample]) -> list[Grade | Exception]:
+        """Grade all completions of a group: from the cache, or by concurrent requests. Equal ones are asked once."""
+        requests = [self._body(self._message(sample)) for sample in samples]
+        keys = list(map(question_key, requests))
+        bodies = dict(zip(keys, requests, strict=True))
+        answers: dict[str, Answer | JudgeError] = {key: answer for key in bodies if (answer := self._cached(key))}
+        missing = [key for key in bodies if key not in answers]
+        if missing:
+            # Each answer is stored at once: if the process dies before the last one, the others are not paid again.
+            new = self.endpoint.ask(
+                [bodies[key] for key in missing], lambda number, answer: self._kept(missing[number], answer)
+            )
+            answers |= zip(missing, new, strict=True)
+        paid = {key: keys.index(key) for key in missing}  # by the first completion with this question
+        return [self._grade(key, answers[key], paid.get(key) == number) for number, key in enumerate(keys)]
+
+    def _cached(self, key: str) -> Answer | None:
+        """Return the cached answer if it has a verdict under the present pattern."""
+        answer = None if self.answers is None else self.answers.get(key)
+        return None if answer is None or self._verdict(answer.text) is None else answer
+
+    def _kept(self, key: str, answer: Answer | JudgeError) -> Answer | JudgeError:
+        """Store a new answer and return the stored one, or an error if it has no verdict."""
+        if isinstance(answer, JudgeError):
+            return answer
+        if self._verdict(answer.text) is None:
+            why = "no verdict in its answer" if answer.complete else "its answer was cut off at max_tokens"
+            excerpt = " ".join(answer.text.split())[-120:]
+            return JudgeError(f"judge {self.model}: {why} ({excerpt!r})", (self._charge("", answer, True),))
+        if self.answers is None:
+            return answer
+        try:
+            stored = self.answers.put(key, answer)
+            # The stored one is of no use if its verdict was read by another pattern.
+            return stored if self._verdict(stored.text) is not None else self.answers.put(key, answer, replace=True)
+        except OSError as error:
+            log.warning("judge: an answer is not in the cache and will be paid again (%s)", said(error))
+            return answer
+
+    def _grade(self, key: str, answer: Answer | JudgeError, paid: bool) -> Grade | Exception:
+        """Return the grade of one completion, or its error; only the first of equal completions has paid."""
+        if isinstance(answer, JudgeError):
+            return answer if paid else JudgeError(str(answer))
+        charge = self._charge("" if self.answers is None and paid else key, answer, paid)
+        costs: dict[str, float] = {
+            "prompt_tokens": charge.prompt_tokens,
+            "completion_tokens": charge.completion_tokens,
+        }
+        if self.price_prompt or self.price_completion:
+            costs["cost"] = charge.cost
+        # Without the seconds, in which two runs of one seed differ.
+        parts = {f"{self.label}_{name}": float(value) for name, value in costs.items()}
+        return Grade(self._verdict(answer.text), parts, extra={self.label: answer.text}, charges=(charge,))
+
+    def _charge(self, key: str, answer: Answer, paid: bool) -> Charge:
+        price = self.price_prompt * answer.prompt_tokens + self.price_completion * answer.completion_tokens
+        return Charge(key, answer.seconds, answer.prompt_tokens, answer.completion_tokens, price / 1e6, paid)
+
+    def _message(self, sample: Sample) -> str:
+        """Return the template with its fields; braces in a completion are not read as fields."""
+        prompt = sample.prompt
+        values = {
+            "prompt": prompt.text,
+            "question": prompt.question or prompt.text,
+            "answer": str(prompt.answer),
+            "completion": sample.answer,
+        }
+        return _FIELDS.sub(lambda match: values[match[1]], self.prompt)
+
+    def _body(self, message: str) -> dict[str, Any]:
+        """Return the request for a message."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        body = {
+            "model": self.model,
+            "messages": [*system, {"role": "user", "content": message}],
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+            **self.options,
+        }
+        return {name: value for name, value in body.items() if value is not None}
+
+    def _verdict(self, text: str) -> float | None:
+        """Return the reward that a judge's answer states, or None if it states none."""
+        found = list(re.finditer(self.pattern, text[-_LAST:]))
+        word = ((found[-1][1] or "") if found else "").strip().lower()
+        if word in _WORDS:
+            return _WORDS[word]
+        try:
+            share = (float(word) - self.low) / (self.high - self.low)
+        except ValueError:
+            return None
+        return share if 0 <= share <= 1 else None
+
+
+def judge_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that identify a judge: all that decide a verdict or its cost, not the address or the key."""
+    return {name: value for name, value in settings.items() if name not in OPERATIONAL}
+
+
+def _wrong(name: str, value: Any, remedy: str) -> ConfigurationError:
+    return ConfigurationError(f"{FIELD}{name}: {value!r} {remedy}")
+
+
+def _text(name: str, value: Any, remedy: str) -> None:
+    if not isinstance(value, str) or not value.strip():
+        raise _wrong(name, value, f"is no text; {remedy}")
+
+
+def _check_url(url: Any) -> None:
+    """Check an endpoint's address.
+
+    Raises:
+        ConfigurationError: it is missing, not of http or https, or has a secret in it.
+    """
+    _text("url", url, "give the endpoint, such as http://localhost:8000/v1")
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        raise _wrong("url", url, "must be an address, such as http://localhost:8000/v1") from None
+    # Before any other message, because it would print the login or key.
+    if "@" in parts.netloc or any(is_secret_name(name) for name, _ in parse_qsl(parts.query)):
+        raise ConfigurationError(f"{FIELD}url: it contains a secret; put that into a variable, named by key_env")
+    if not valid:
+        raise _wrong("url", url, "must begin with http:// or https:// and name a host")

@@ -1,0 +1,470 @@
+"""A judge behind an endpoint: verdicts, retries, limits, cache, cost, and what is refused at the start."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.rollouts.grade import Charge, Grade, Sample
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.task.dataset import DatasetTask
+from lightning_scalerl.task.mixture import MixtureTask
+from lightning_scalerl.verify import judge_client
+from lightning_scalerl.verify.charges import ChargeLedger, ComputeAxes
+from lightning_scalerl.verify.inline import InlineVerifiers
+from lightning_scalerl.verify.judge import Judge
+from lightning_scalerl.verify.judge_client import Answer, AnswerCache, JudgeError
+from lightning_scalerl.verify.pool import VerifierPool
+from lightning_scalerl.verify.registry import content, reward_sum
+from lightning_scalerl.verify.verification import Verification
+from tests.verify.stand_in import Reply, chat, refused, stand_in
+
+PROMPT = "Q: {question} A: {answer} C: {completion}"
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(judge_client, "_PAUSE_S", 0.001)
+    monkeypatch.setenv("SCALERL_CACHE", str(tmp_path / "cache"))
+
+
+def judge_at(url: str, **more: Any) -> Judge:
+    return Judge(**{"url": url, "model": "m", "prompt": PROMPT, "retries": 0, "timeout_s": 5.0, **more})
+
+
+def sample(completion: str, question: str = "1+1", answer: str = "2") -> Sample:
+    return Sample(Prompt("p", question, answer), completion, completion)
+
+
+def by_content(message: str, number: int) -> Reply:
+    """Yes for completions with a 2."""
+    return chat("Verdict: yes" if "2" in message.rpartition("C: ")[2] else "Verdict: no")
+
+
+# --- verdicts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "reward"),
+    [
+        ("Verdict: yes", {}, 1.0),
+        ("**Verdict:** No.", {}, 0.0),
+        ("Verdict: yes\nbut no\nFinal verdict: no", {}, 0.0),
+        ("verdict: incorrect", {}, 0.0),
+        ("Score: 7/10", {"high": 10}, 0.7),
+        ("Score: -1", {"low": -1, "high": 1}, 0.0),
+        ("score = 0.5.", {}, 0.5),
+        ('{"grade": 3}', {"pattern": r'"grade": (\d)', "low": 1, "high": 5}, 0.5),
+        ("Verdict: not sure", {}, None),
+        ("Score: 11", {"high": 10}, None),
+        ("Score: 1.2.3", {}, None),
+        ("yes", {}, None),
+        ("", {}, None),
+        ("nan", {"pattern": "(nan)"}, None),
+    ],
+)
+def test_verdict(text: str, settings: dict[str, Any], reward: float | None) -> None:
+    with stand_in(lambda *_: chat(text)) as service:
+        judge = judge_at(service.url, **settings)
+        if reward is not None:
+            assert judge.grade(sample("x")).reward == pytest.approx(reward)
+            return
+        with pytest.raises(JudgeError, match="no verdict in its answer"):
+            judge.grade(sample("x"))
+
+
+def test_the_request_is_the_template_and_braces_elsewhere_stay() -> None:
+    with stand_in(by_content) as service:
+        judge = judge_at(
+            service.url,
+            prompt='{"score": 1} {question}|{prompt}|{answer}|{completion}',
+            system="Be fair.",
+            options={"seed": 7, "max_tokens": None},
+        )
+        prompt = Prompt("p", "1+1\nbriefly", "2", question="1+1")
+        judge.grade(Sample(prompt, "<think>2</think>{answer}2", "{answer}2"))
+    (body,) = service.bodies
+    assert body == {
+        "model": "m",
+        "messages": [
+            {"role": "system", "content": "Be fair."},
+            {"role": "user", "content": '{"score": 1} 1+1|1+1\nbriefly|2|{answer}2'},
+        ],
+        "temperature": 0.0,
+        "seed": 7,
+    }
+    assert service.paths == ["/v1/chat/completions"]
+
+
+# --- what goes wrong is an error, never 0 ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reply", "said", "asked"),
+    [
+        (refused(429), "status 429 no", 3),
+        (refused(503, "busy"), "status 503 busy", 3),
+        (refused(401), "status 401", 1),
+        (refused(302, "", Location="http://elsewhere/"), "status 302", 1),
+        (None, "Disconnected", 3),
+        ((200, {}, b"{not json"), r"not of OpenAI's chat form \('\{not json'\)", 3),
+        ((200, {}, b'{"choices": []}'), "not of OpenAI's chat form", 3),
+        ((200, {}, b"[1]"), "not of OpenAI's chat form", 3),
+        (chat("I like it"), "no verdict in its answer", 1),
+        (chat("Verd", "length"), "cut off at max_tokens", 1),
+        (chat(None, "length"), "cut off at max_tokens", 1),
+    ],
+)
+def test_an_answer_without_a_verdict_is_an_error(reply: Reply, said: str, asked: int) -> None:
+    with stand_in(lambda *_: reply) as service:
+        verifiers = InlineVerifiers(judge_at(service.url, retries=2), retries=0)
+        outcome = verifiers.wait(verifiers.submit(sample("2")))
+    assert outcome.kind == "error"
+    assert re.search(said, outcome.why), outcome.why
+    assert len(service.bodies) == asked
+    assert not (Path(os.environ["SCALERL_CACHE"]) / "judge").exists(), "no error is kept"
+
+
+def test_429_then_right() -> None:
+    with stand_in(lambda message, number: refused(429) if number < 3 else chat("Verdict: yes")) as service:
+        grade = judge_at(service.url, retries=2).grade(sample("2"))
+    assert grade.reward == 1.0
+    assert len(service.bodies) == 3
+
+
+def test_the_endpoint_says_when_to_come_back() -> None:
+    reply = refused(429, Retry_After="0.2")
+    with stand_in(lambda message, number: reply if number == 1 else chat("Verdict: yes")) as service:
+        began = time.monotonic()
+        assert judge_at(service.url, retries=1).grade(sample("2")).reward == 1.0
+        assert time.monotonic() - began >= 0.2
+        with pytest.raises(JudgeError, match=r"no time is left of timeout_s=0\.1"):
+            service.bodies.clear()
+            judge_at(service.url, retries=1, timeout_s=0.1, cache=None).grade(sample("2"))
+
+
+def test_a_late_answer_is_an_error_in_time() -> None:
+    with stand_in(by_content, wait_s=0.6) as service:
+        began = time.monotonic()
+        with pytest.raises(JudgeError, match=r"no answer within timeout_s=0\.1$") as raised:
+            judge_at(service.url, timeout_s=0.1, retries=5).grade(sample("2"))
+        assert time.monotonic() - began < 0.5
+    (charge,) = raised.value.charges
+    assert charge.key == "" and charge.seconds == pytest.approx(0.1, abs=0.1)
+
+
+def test_nobody_listens() -> None:
+    with stand_in(by_content) as service:
+        pass
+    with pytest.raises(JudgeError, match="Cannot connect"):
+        judge_at(service.url).grade(sample("2"))
+
+
+def test_one_of_a_group_that_fails_does_not_harm_the_others() -> None:
+    def reply(message: str, number: int) -> Reply:
+        return refused(400) if "bad" in message else by_content(message, number)
+
+    with stand_in(reply) as service:
+        verifiers = InlineVerifiers(judge_at(service.url, cache=None), retries=0)
+        tickets = verifiers.submit_group([sample(text) for text in ("2", "bad", "3")])
+        outcomes = [verifiers.wait(ticket) for ticket in tickets]
+    assert [(outcome.kind, outcome.reward) for outcome in outcomes] == [("score", 1.0), ("error", 0.0), ("score", 0.0)]
+
+
+# --- concurrency ----------------------------------------------------------------------------------------------
+
+
+def test_a_group_is_asked_at_once_and_no_more_than_allowed_at_a_time() -> None:
+    group = [sample(f"{number}") for number in range(8)]
+    with stand_in(by_content, wait_s=0.1) as service:
+        grades = judge_at(service.url, concurrency=4).grade_group(group)
+    assert service.most == 4
+    assert [grade.reward for grade in grades if isinstance(grade, Grade)] == [0, 0, 1, 0, 0, 0, 0, 0]
+
+
+def test_it_works_inside_of_a_running_event_loop() -> None:
+    import asyncio
+
+    async def notebook(judge: Judge) -> float | None:
+        return judge.grade(sample("2")).reward
+
+    with stand_in(by_content) as service:
+        assert asyncio.run(notebook(judge_at(service.url))) == 1.0
+
+
+def test_worker_processes_grade_whole_groups_and_share_the_cache(tmp_path: Path) -> None:
+    with stand_in(by_content) as service:
+        grader = reward_sum("task.rewards", {**JUDGE, "url": service.url, "cache": str(tmp_path / "shared")})
+        pool = VerifierPool(grader, workers=2, timeout_s=20.0)
+        try:
+            for _ in range(2):
+                tickets = [*pool.submit_group([sample("2"), sample("3")]), *pool.submit_group([sample("4")])]
+                outcomes = [pool.wait(ticket) for ticket in tickets]
+                assert [outcome.reward for outcome in outcomes] == [1.0, 0.0, 0.0], outcomes
+        finally:
+            pool.close()
+    assert len(service.bodies) == 3
+    assert all(not charge.paid for outcome in outcomes for charge in outcome.charges)
+
+
+# --- cache and cost -------------------------------------------------------------------------------------------
+
+JUDGE: dict[str, Any] = {"use": "judge", "url": "http://localhost:1", "model": "m", "prompt": PROMPT}
+
+
+def test_equal_completions_are_paid_once_and_cached_ones_not_at_all() -> None:
+    group = [sample("2"), sample("3"), sample("2")]
+    with stand_in(by_content) as service:
+        judge = judge_at(service.url, price_prompt=2.0, price_completion=4.0)
+        first, again = judge.grade_group(group), judge.grade_group(group)
+    assert len(service.bodies) == 2
+    charges = [[grade.charges[0] for grade in grades if isinstance(grade, Grade)] for grades in (first, again)]
+    assert [charge.paid for charge in charges[0]] == [True, True, False]
+    assert [charge.paid for charge in charges[1]] == [False, False, False]
+    assert [(charge.key, charge.seconds) for charge in charges[0]] == [(c.key, c.seconds) for c in charges[1]]
+    assert charges[0][0].cost == pytest.approx((2 * 10 + 4 * 3) / 1e6)
+    assert isinstance(first[0], Grade)
+    assert first[0].parts == {
+        "judge_prompt_tokens": 10.0,
+        "judge_completion_tokens": 3.0,
+        "judge_cost": pytest.approx(32e-6),
+    }
+    assert first[0].extra == {"judge": "Verdict: yes"}
+
+
+@pytest.mark.parametrize("change", [{"model": "n"}, {"system": "s"}, {"temperature": 1.0}, {"max_tokens": 9}])
+def test_another_question_is_asked_anew(change: dict[str, Any]) -> None:
+    with stand_in(by_content) as service:
+        judge_at(service.url).grade(sample("2"))
+        judge_at(service.url, timeout_s=4.0, concurrency=1).grade(sample("2"))
+        assert len(service.bodies) == 1, "neither of these settings is part of the question"
+        judge_at(service.url, **change).grade(sample("2"))
+    assert len(service.bodies) == 2
+
+
+def test_a_pattern_that_does_not_fit_the_cached_answer_asks_anew_and_replaces_it() -> None:
+    replies = iter([chat("Verdict: yes"), chat("Grade: 1")])
+    with stand_in(lambda *_: next(replies)) as service:
+        judge_at(service.url).grade(sample("2"))
+        for _ in range(2):
+            assert judge_at(service.url, pattern=r"Grade: (\d)").grade(sample("2")).reward == 1.0
+    assert len(service.bodies) == 2
+
+
+def test_the_first_answer_stays_and_a_torn_file_is_none(tmp_path: Path) -> None:
+    cache = AnswerCache(tmp_path)
+    with ThreadPoolExecutor(8) as threads:
+        stored = list(threads.map(lambda number: cache.put("ab1", Answer(f"{number}", float(number))), range(8)))
+    assert len(set(stored)) == 1 and cache.get("ab1") == stored[0]
+    assert [path.name for path in (tmp_path / "ab").iterdir()] == ["ab1.json"]
+    for torn in ("", '{"text": "a', "[]", '{"other": 1}', '{"text": 1, "seconds": 2.0}'):
+        (tmp_path / "ab" / "ab1.json").write_text(torn)
+        assert cache.get("ab1") is None
+        assert cache.put("ab1", Answer("new", 1.0)) == Answer("new", 1.0) == cache.get("ab1")
+
+
+def test_a_file_system_without_links_keeps_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_link(self: Path, target: Path) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "hardlink_to", no_link)
+    cache = AnswerCache(tmp_path)
+    assert cache.put("ab1", Answer("a", 1.0)) == cache.get("ab1") == Answer("a", 1.0)
+
+
+def test_a_cache_that_cannot_be_written_later_costs_no_verdict(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    with stand_in(by_content) as service:
+        assert judge_at(service.url, cache=str(tmp_path / "file")).grade(sample("2")).reward == 1.0
+    assert "will be paid again" in caplog.text
+
+
+def test_attempts_that_failed_are_paid_too() -> None:
+    replies = iter([chat("hm"), chat("Verdict: yes")])
+    with stand_in(lambda *_: next(replies)) as service:
+        verifiers = InlineVerifiers(reward_sum("task.rewards", {**JUDGE, "url": service.url}), retries=1)
+        (ticket,) = verifiers.submit_group([sample("2")])
+        outcome = verifiers.wait(ticket)
+    assert (outcome.kind, outcome.attempts) == ("score", 2)
+    assert [charge.prompt_tokens for charge in outcome.charges] == [10, 10]
+
+
+def test_another_reward_that_raises_does_not_hide_what_the_judge_cost() -> None:
+    def raises(completion: str, answer: str) -> float:
+        raise ValueError("oh")
+
+    with stand_in(by_content) as service:
+        grader = reward_sum("task.rewards", [{**JUDGE, "url": service.url}, {"use": raises}])
+        verifiers = InlineVerifiers(grader, retries=0)
+        (ticket,) = verifiers.submit_group([sample("2")])
+        outcome = verifiers.wait(ticket)
+    assert outcome.kind == "error" and "ValueError: oh" in outcome.why and "reward function raises" in outcome.why
+    assert len(outcome.charges) == 1
+
+
+def test_ledger_counts_an_answer_once_and_continues() -> None:
+    ledger = ChargeLedger()
+    assert ledger.metrics() == ledger.evaluation_metrics() == {}
+    one, two = "1" * 64, "2" * 64
+    ledger.add([Charge(one, 3600.0, 10, 3, 0.5), Charge(one, 3600.0, 10, 3, 0.5, paid=False)])
+    ledger.add([Charge("", 1800.0, 1, 1, 0.25)] * 2)
+    ledger.add([Charge(one, 60.0, 2, 1, 0.1, paid=False)], evaluation=True)
+    resumed = ChargeLedger()
+    resumed.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    for each in (ledger, resumed):
+        each.add([Charge(one, 3600.0, 10, 3, 0.5), Charge(two, 7200.0, 5, 5, 1.0, paid=False)])
+    assert (
+        resumed.metrics()
+        == ledger.metrics()
+        == {
+            "compute/judge_hours": 4.0,
+            "compute/judge_tokens": 27.0,
+            "compute/judge_prompt_tokens": 17.0,
+            "compute/judge_completion_tokens": 10.0,
+            "compute/judge_cost": 2.0,
+            "verify/judge_asked": 4.0,
+            "verify/judge_cached": 3.0,
+        }
+    )
+    assert resumed.evaluation_metrics()["eval_cost/judge_tokens"] == 3.0
+    assert ComputeAxes().device_hours(resumed.training) == 0.0
+    assert ComputeAxes("device_hours").device_hours(resumed.training) == 4.0
+    assert ComputeAxes(2.5).device_hours(resumed.training) == 0.8
+
+
+@pytest.mark.parametrize("value", ["hours", 0, -1.0, True, float("nan"), float("inf")])
+def test_compute_judge_is_checked(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^compute\.judge: .* must be null, device_hours"):
+        ComputeAxes(value)
+
+
+# --- refused at the start -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"url": ""}, "url: '' is no text; give the endpoint"),
+        ({"url": None}, "url: None is no text"),
+        ({"url": "ftp://host/v1"}, "url: 'ftp://host/v1' must begin with http"),
+        ({"url": "host:8000"}, "url: 'host:8000' must begin with http"),
+        ({"url": "http://"}, "url: 'http://' must begin with http"),
+        ({"url": "http://host:port"}, "url: 'http://host:port' must be an address"),
+        ({"url": "https://me:hunter2@host"}, "url: it contains a secret"),
+        ({"url": "https://host?api_key=hunter2"}, "url: it contains a secret"),
+        ({"model": ""}, "model: '' is no text"),
+        ({"prompt": "is {answer} right?"}, r"prompt: 'is \{answer\} right\?' must contain \{completion\}"),
+        ({"pattern": "("}, "pattern: .* must be a regular expression"),
+        ({"pattern": "yes"}, "pattern: 'yes' must have one group"),
+        ({"low": 1}, "low: 1 must be below"),
+        ({"high": "ten"}, "high: 'ten' must be a number"),
+        ({"options": ["seed"]}, "options: .* must be a mapping"),
+        ({"temperature": -1}, "temperature: -1 must be a number, 0 or more"),
+        ({"price_prompt": "3"}, "price_prompt: '3' must be a number"),
+        ({"max_tokens": 0}, "max_tokens: 0 must be a whole number"),
+        ({"retries": -1}, "retries: -1 must be a whole number"),
+        ({"concurrency": 0}, "concurrency: 0 must be"),
+        ({"timeout_s": 0}, "timeout_s: 0 must be"),
+        ({"temprature": 1}, "judge has no such setting"),
+    ],
+)
+def test_settings_are_refused_in_one_line(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^task.rewards: (judge: )?{said}") as raised:
+        reward_sum("task.rewards", {**JUDGE, **settings})
+    assert "\n" not in str(raised.value) and "hunter2" not in str(raised.value)
+
+
+def test_the_pool_must_wait_longer_than_the_judge() -> None:
+    with pytest.raises(ConfigurationError, match=r"^verify\.timeout_s: 10 is less than the 62 s .* judge's timeout_s"):
+        Verification().verifiers(reward_sum("task.rewards", JUDGE), trusted=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "url: 'http://127.0.0.1:.*/v1/chat/completions' does not answer"),
+        ({"key_env": "NO_SUCH_KEY"}, "key_env: 'NO_SUCH_KEY' this environment variable is not set"),
+        ({"cache": "/dev/null/judge"}, "cache: '/dev/null/judge' cannot be written"),
+    ],
+)
+def test_what_a_run_needs_is_tried_before_it_begins(settings: dict[str, Any], said: str) -> None:
+    with stand_in(by_content) as service:
+        pass
+    grader = reward_sum("task.rewards", {**JUDGE, "url": service.url, "retries": 0, **settings})
+    with pytest.raises(ConfigurationError, match=f"^task.rewards: judge: {said}"):
+        grader.ready()
+
+
+def test_the_key_is_sent_and_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_JUDGE", "hunter2-and-more")
+    with stand_in(lambda *_: refused(401, "bad key hunter2-and-more")) as service:
+        judge = judge_at(service.url, key_env="MY_JUDGE")
+        with pytest.raises(ConfigurationError, match=r"status 401 bad key \*\*\*") as raised:
+            judge.ready()
+    assert service.headers[0]["Authorization"] == "Bearer hunter2-and-more"
+    assert "hunter2" not in str(raised.value) + repr(judge)
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [("", "/v1/chat/completions"), ("/api/v1/", "/api/v1/chat/completions"), ("/v1/chat/completions", None)],
+)
+def test_address(url: str, path: str | None) -> None:
+    assert judge_at(f"http://host:1{url}").endpoint.address == f"http://host:1{path or url}"
+    assert judge_at("https://host/v1?api-version=3").endpoint.address.endswith("/v1/chat/completions?api-version=3")
+
+
+# --- as a task's reward ---------------------------------------------------------------------------------------
+
+ROWS = [{"prompt": f"{number}+0", "answer": str(number)} for number in range(6)]
+
+
+def task_of(**judge: Any) -> DatasetTask:
+    return DatasetTask(train=ROWS[:4], heldout=ROWS[4:], rewards={**JUDGE, **judge})
+
+
+def test_identity_has_what_decides_a_verdict_and_neither_address_nor_key() -> None:
+    plain = task_of().identity()
+    operational = {
+        "url": "https://elsewhere", "key_env": "K", "cache": None, "timeout_s": 5.0, "retries": 1, "concurrency": 2,
+    }  # fmt: skip
+    assert task_of(**operational).identity() == plain == {"use": "judge", "model": "m", "prompt": PROMPT}
+    for change in ({"model": "n"}, {"prompt": "{completion}"}, {"temperature": 0.5}, {"price_prompt": 1.0}):
+        assert task_of(**change).identity() != plain
+    assert content([{"use": "judge", "url": "u"}, "math"], str) == [{"use": "judge"}, "math"]
+
+
+def test_rows_need_an_answer_only_if_the_judge_sees_it() -> None:
+    rows = [{"prompt": f"a poem about {number}"} for number in range(4)]
+    rewards = {**JUDGE, "prompt": "{question} {completion}"}
+    assert len(DatasetTask(train=rows[:3], heldout=rows[3:], rewards=rewards).train_prompts()) == 3
+    with pytest.raises(ConfigurationError, match="no column answer"):
+        DatasetTask(train=rows[:3], heldout=rows[3:], rewards=JUDGE)
+
+
+def test_a_name_of_its_own_in_a_mixture() -> None:
+    with stand_in(by_content) as service:
+        task = MixtureTask({"one": task_of(url=service.url, name="helpful"), "two": task_of(url=service.url)})
+        assert [line.partition(" at ")[0] for line in task.grader().ready()] == ["judge: m"] * 2  # type: ignore[attr-defined]
+        verifiers = InlineVerifiers(task.grader())
+        prompt = next(prompt for prompt in task.train_prompts() if prompt.source == "one")
+        (ticket,) = verifiers.submit_group([Sample(prompt, "2", "2")])
+        outcome = verifiers.wait(ticket)
+    assert outcome.reward == 1.0 and outcome.correct and len(outcome.charges) == 1
+    assert set(outcome.parts) == {"one/helpful_prompt_tokens", "one/helpful_completion_tokens"}
+    assert outcome.extra == {"helpful": "Verdict: yes"}
+
+
+def test_known_completions_try_the_judge(tmp_path: Path) -> None:
+    task = DatasetTask(train=ROWS[:4], heldout=ROWS[4:], rewards=JUDGE, right="{answer}", wrong="none")
+    assert [known.right for known in task.known()] == [True, False] * 4
