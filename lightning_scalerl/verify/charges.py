@@ -55,14 +55,14 @@ class Totals:
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(charge, field.name))
 
-    def metrics(self, prefix: str) -> dict[str, float]:
-        """Return the sums as metrics whose names begin with `prefix`."""
+    def by_name(self) -> dict[str, float]:
+        """Return the sums by the names that they have in metrics."""
         return {
-            f"{prefix}_hours": self.seconds / 3600.0,
-            f"{prefix}_tokens": float(self.prompt_tokens + self.completion_tokens),
-            f"{prefix}_prompt_tokens": float(self.prompt_tokens),
-            f"{prefix}_completion_tokens": float(self.completion_tokens),
-            f"{prefix}_cost": self.cost,
+            "hours": self.seconds / 3600.0,
+            "tokens": float(self.prompt_tokens + self.completion_tokens),
+            "prompt_tokens": float(self.prompt_tokens),
+            "completion_tokens": float(self.completion_tokens),
+            "cost": self.cost,
         }
 
 
@@ -94,19 +94,20 @@ class ChargeLedger:
 
     @property
     def used(self) -> bool:
-        """Whether a judge was asked, or an answer was in the cache."""
+        """True once a judge was asked, or an answer was in the cache."""
         return any(self._answers.values())
 
     def metrics(self) -> dict[str, float]:
         """Return the judges' own compute axes, and the numbers of answers; empty for a run without a judge."""
         if not self.used:
             return {}
-        answers = {f"verify/judge_{name}": float(count) for name, count in self._answers.items()}
-        return self.training.metrics("compute/judge") | answers
+        axes = {f"compute/judge_{name}": value for name, value in self.training.by_name().items()}
+        return axes | {f"verify/judge_{name}": float(count) for name, count in self._answers.items()}
 
     def evaluation_metrics(self) -> dict[str, float]:
         """Return what judges cost in evaluations, which is on no compute axis; empty without a judge."""
-        return self.evaluation.metrics("eval_cost/judge") if self.used else {}
+        totals = self.evaluation.by_name() if self.used else {}
+        return {f"eval_cost/judge_{name}": value for name, value in totals.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all sums and counted keys, for a checkpoint."""

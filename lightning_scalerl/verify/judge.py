@@ -133,7 +133,7 @@ class Judge:
 
     @property
     def needs_answer(self) -> bool:
-        """Whether a row needs an answer to be judged."""
+        """True if a row needs an answer to be judged."""
         return "{answer}" in self.prompt
 
     @property

@@ -194,11 +194,13 @@ def _answer(raw: bytes) -> Answer:
         choice = reply["choices"][0]
         text = choice["message"].get("content")
         usage = reply.get("usage") or {}
-        counts = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+        sent, received = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         excerpt = " ".join(raw.decode(errors="replace").split())[:80]
         raise ValueError(f"an answer that is not of OpenAI's chat form ({excerpt!r})") from error
-    return Answer(text if isinstance(text, str) else "", 0.0, *counts, complete=choice.get("finish_reason") != "length")
+    return Answer(
+        text if isinstance(text, str) else "", 0.0, sent, received, complete=choice.get("finish_reason") != "length"
+    )
 
 
 def _with_seconds(answer: Answer, seconds: float) -> Answer:

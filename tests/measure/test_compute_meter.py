@@ -15,7 +15,9 @@ from lightning_scalerl.generator.base import StepReport
 from lightning_scalerl.measure import heartbeat
 from lightning_scalerl.measure.compute_meter import ComputeMeter, spent_in
 from lightning_scalerl.measure.heartbeat import HEARTBEAT_FILE, MeterHeartbeat, spent_by_heartbeat
+from lightning_scalerl.rollouts.grade import Charge
 from lightning_scalerl.stream.events import Event
+from lightning_scalerl.verify.charges import ComputeAxes
 
 HOUR = 3600.0
 
@@ -205,3 +207,25 @@ def test_a_heartbeat_is_rare_harmless_and_gone_with_a_finished_run(
     nowhere.stop(finished=True)
     assert caplog.text.count("not written") == 1
     assert spent_in({}) == {"flops": 0, "device_hours": 0}
+
+
+@pytest.mark.parametrize(("judge", "added"), [(None, 0.0), ("device_hours", 2.0), (0.5, 6.0)])
+def test_what_judges_cost_is_on_axes_of_its_own_and_on_the_device_hours_if_asked(
+    judge: str | float | None, added: float
+) -> None:
+    bench = Bench()
+    assert not [name for name in bench.meter.metrics() if "judge" in name], "a run without a judge has no such axis"
+    assert not [name for name in bench.meter.evaluation_metrics() if "judge" in name]
+    assert "charges" not in bench.meter.state_dict()
+    meter = ComputeMeter(TokenCost(), 4, bench.clock, ComputeAxes(judge))  # type: ignore[arg-type]
+    meter.judged([Charge("a" * 64, HOUR, 20, 10, 9.0)], evaluation=True)
+    assert meter.metrics()["compute/judge_hours"] == 0.0, "the axis begins at 0 in the first evaluation"
+    meter.judged([Charge("a" * 64, 2 * HOUR, 20, 10, 3.0)])
+    resumed = ComputeMeter(TokenCost(), 2, bench.clock, ComputeAxes(judge))  # type: ignore[arg-type]
+    resumed.load_state_dict(meter.state_dict())
+    for each in (meter, resumed):
+        metrics = each.metrics()
+        assert metrics["compute/judge_hours"] == 2.0 and metrics["compute/judge_cost"] == 3.0
+        assert metrics["compute/device_hours"] == metrics.get("compute/device_hours_judge", 0.0) == added
+        assert each.judge_device_hours == added
+        assert each.evaluation_metrics()["eval_cost/judge_cost"] == 9.0

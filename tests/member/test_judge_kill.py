@@ -43,7 +43,7 @@ def test_a_run_with_a_judge_that_was_killed_continues_bit_for_bit_and_pays_once(
         kept = [
             entry for entry in place.overrides(output) if not entry.startswith(("task=", "task.verifier", "verify"))
         ]
-        return [*kept, "task=dataset", f"task.rewards={judge}", "verify.timeout_s=60", "seed=3"]
+        return [*kept, "task=dataset", f"task.rewards={judge}", "verify.timeout_s=60", "compute.judge=1e-3", "seed=3"]
 
     def run_here(given: list[str]) -> Path:
         (spec,) = plan_members([given])
@@ -85,6 +85,10 @@ def test_a_run_with_a_judge_that_was_killed_continues_bit_for_bit_and_pays_once(
     assert last["compute/judge_tokens"] == last["compute/judge_prompt_tokens"] + last["compute/judge_completion_tokens"]
     assert last["compute/judge_cost"] == pytest.approx(3e-6 * last["compute/judge_prompt_tokens"])
     assert last["eval_cost/judge_tokens"] > 0
+    added = last["compute/judge_cost"] / 1e-3
+    measured = read_journal(run_dir).of_kind("eval")[-1].metrics
+    assert measured["compute/device_hours_judge"] == pytest.approx(added)
+    assert measured["compute/device_hours"] > added and last["compute/virtual_device_hours"] > added
     assert len({metrics["train/gradient_norm"] for kind, _, metrics in expected if kind == "train"}) == STEPS
     rewards = [metrics["reward/judge_prompt_tokens"] for kind, _, metrics in expected if kind == "train"]
     assert all(1 <= tokens <= 40 for tokens in rewards)

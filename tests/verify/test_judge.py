@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.member.identity import part_of
 from lightning_scalerl.rollouts.grade import Charge, Grade, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.dataset import DatasetTask
@@ -442,6 +443,12 @@ def test_identity_has_what_decides_a_verdict_and_neither_address_nor_key() -> No
     for change in ({"model": "n"}, {"prompt": "{completion}"}, {"temperature": 0.5}, {"price_prompt": 1.0}):
         assert task_of(**change).identity() != plain
     assert content([{"use": "judge", "url": "u"}, "math"], str) == [{"use": "judge"}, "math"]
+
+
+def test_compute_judge_is_part_of_an_identity_unless_it_adds_nothing() -> None:
+    group = {"_target_": "lightning_scalerl.ComputeAxes", "judge": None}
+    assert part_of("compute", group) is None
+    assert part_of("compute", {**group, "judge": 2.5}) == {"choice": "ComputeAxes", "judge": 2.5}
 
 
 def test_rows_need_an_answer_only_if_the_judge_sees_it() -> None:
