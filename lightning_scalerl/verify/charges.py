@@ -101,13 +101,17 @@ class ChargeLedger:
         """Return the judges' own compute axes, and the numbers of answers; empty for a run without a judge."""
         if not self.used:
             return {}
-        axes = {f"compute/judge_{name}": value for name, value in self.training.by_name().items()}
+        axes = {f"compute/judge_{name}": self.training.by_name()[name] for name in self._known()}
         return axes | {f"verify/judge_{name}": float(count) for name, count in self._answers.items()}
 
     def evaluation_metrics(self) -> dict[str, float]:
         """Return what judges cost in evaluations, which is on no compute axis; empty without a judge."""
-        totals = self.evaluation.by_name() if self.used else {}
-        return {f"eval_cost/judge_{name}": value for name, value in totals.items()}
+        return {f"eval_cost/judge_{name}": self.evaluation.by_name()[name] for name in self._known()}
+
+    def _known(self) -> list[str]:
+        """Return the names of all sums that are not 0 throughout: there may be no prices, or no tokens reported."""
+        training, evaluation = self.training.by_name(), self.evaluation.by_name()
+        return [name for name in training if training[name] or evaluation[name]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return all sums and counted keys, for a checkpoint."""

@@ -31,6 +31,7 @@ _AGAIN = frozenset({408, 409, 425, 429, *range(500, 600)})
 # so that many workers do not come back at the same moment.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
 _MOST_BYTES = 4 * 2**20
+_HERE = ("localhost", "127.0.0.1", "::1")  # never behind a proxy
 _SHOWN = 200  # characters of an error's body
 
 
@@ -165,7 +166,8 @@ class Endpoint:
         key = os.environ.get(self.key_env, "") if self.key_env else ""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         parts = urlsplit(self.address)
-        proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
+        host = parts.hostname or ""
+        proxy = None if host in _HERE or proxy_bypass(host) else getproxies().get(parts.scheme)
         # A redirect would send the key elsewhere.
         post = session.post(self.address, json=body, headers=headers, proxy=proxy, allow_redirects=False)
         async with post as response:

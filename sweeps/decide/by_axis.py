@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sweeps.as_json import AsJson
-from sweeps.curve import DEVICE_HOURS, UNITS
+from sweeps.curve import DEVICE_HOURS, JUDGE_HOURS, UNITS
 from sweeps.decide.reward import RewardRow, rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
@@ -76,7 +76,8 @@ def by_axis(fits: Mapping[str, Sequence[Fit]], rate: float | None = None) -> ByA
     if rate is not None:
         if not 0 < rate < float("inf"):
             raise UserError(f"--rate {rate:g}: must be a positive price of a device hour")
-        timed = [column for column in columns if column.axis.casefold().rstrip("s").endswith("hour")]
+        hourly = [column for column in columns if column.axis.casefold().rstrip("s").endswith("hour")]
+        timed = [column for column in hourly if column.axis != JUDGE_HOURS]  # a judge has a price of its own
         # Prefer device hours over other axes in hours.
         hours = min(timed, key=lambda column: column.axis != DEVICE_HOURS, default=None)
         if hours is None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.composition import build, compose
 from lightning_scalerl.member.identity import part_of
 from lightning_scalerl.rollouts.grade import Charge, Grade, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
@@ -26,6 +27,7 @@ from lightning_scalerl.verify.judge_client import Answer, AnswerCache, JudgeErro
 from lightning_scalerl.verify.pool import VerifierPool
 from lightning_scalerl.verify.registry import content, reward_sum
 from lightning_scalerl.verify.verification import Verification
+from sweeps.redact import redact_override
 from tests.verify.stand_in import Reply, chat, refused, stand_in
 
 PROMPT = "Q: {question} A: {answer} C: {completion}"
@@ -343,6 +345,14 @@ def test_ledger_counts_an_answer_once_and_continues() -> None:
     assert ComputeAxes(2.5).device_hours(resumed.training) == 0.8
 
 
+def test_an_axis_without_values_is_not_recorded() -> None:
+    ledger = ChargeLedger()
+    ledger.add([Charge("", 36.0, 5, 0, 0.0)], evaluation=True)
+    ledger.add([Charge("1" * 64, 0.0, 0, 0, 0.0, paid=False)])
+    axes = {name: value for name, value in ledger.metrics().items() if name.startswith("compute/")}
+    assert axes == {"compute/judge_hours": 0.0, "compute/judge_tokens": 0.0, "compute/judge_prompt_tokens": 0.0}
+
+
 @pytest.mark.parametrize("value", ["hours", 0, -1.0, True, float("nan"), float("inf")])
 def test_compute_judge_is_checked(value: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"^compute\.judge: .* must be null, device_hours"):
@@ -426,6 +436,19 @@ def test_address(url: str, path: str | None) -> None:
 
 
 # --- as a task's reward ---------------------------------------------------------------------------------------
+
+OVERRIDE = 'task.rewards={use: judge, url: "http://judge-node:8000/v1", model: Qwen/Qwen3-8B, key_env: JUDGE_API_KEY}'
+
+
+def test_the_pages_command_composes_and_the_name_of_the_key_is_no_secret(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    rows = [f"task.train={tmp_path}/train.jsonl", f"task.heldout={{test: {tmp_path}/test.jsonl}}", "task.leaks=keep"]
+    task = build(compose(["task=dataset", *rows, OVERRIDE, "compute.judge=2.5", "verify.timeout_s=70"]), "task")
+    (weighted,) = task.grader().rewards
+    assert weighted.grader == Judge(url="http://judge-node:8000/v1", model="Qwen/Qwen3-8B", key_env="JUDGE_API_KEY")
+    assert redact_override(OVERRIDE) == OVERRIDE
+
 
 ROWS = [{"prompt": f"{number}+0", "answer": str(number)} for number in range(6)]
 
