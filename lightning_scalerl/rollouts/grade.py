@@ -5,7 +5,7 @@ Nothing here imports torch, because verifier processes use these records.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -98,6 +98,16 @@ def needs_group(grader: object, prompt: Prompt) -> bool:
     """Return whether a grader is called once per group, instead of once per completion."""
     method = getattr(grader, "needs_group", None)
     return method is not None and bool(method(prompt))
+
+
+def ready(grader: object) -> Sequence[str]:
+    """Try a grader that is a service, before anything is computed; returns one line per service that it asks.
+
+    Raises:
+        ConfigurationError: a service does not answer, or its key is missing.
+    """
+    method = getattr(grader, "ready", None)
+    return () if method is None else list(method())
 
 
 Kind = Literal["score", "abstain", "error"]

@@ -18,11 +18,11 @@ from lightning_scalerl.generator.base import EndOfThinking, Generator, SamplingS
 from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.model.chat import Rendering, StopTexts
 from lightning_scalerl.recipe import Recipe
+from lightning_scalerl.rollouts.grade import ready
 from lightning_scalerl.session.models import Models
 from lightning_scalerl.stream.drivers import Driver, Live
 from lightning_scalerl.stream.prompts import PromptSet, fitting
 from lightning_scalerl.task.base import Task, passes
-from lightning_scalerl.verify.rewards import ready
 from lightning_scalerl.verify.verification import Verifiers, check_verifiers
 
 TRAINING = "training"

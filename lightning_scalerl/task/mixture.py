@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.rollouts.grade import Grade, Grader, Known, Sample, needs_group
+from lightning_scalerl.rollouts.grade import Grade, Grader, Known, Sample, needs_group, ready
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import PoolTask, Task, check_task
 from lightning_scalerl.task.overlap import check_rules, without_overlap
-from lightning_scalerl.verify.rewards import ready, together
+from lightning_scalerl.verify.rewards import together
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from lightning_scalerl.checks import said
 from lightning_scalerl.rollouts.grade import Charge
 from sweeps.redact import MASK, redact
 from sweeps.run.files import read_json, write_atomically
@@ -63,6 +64,14 @@ class JudgeError(RuntimeError):
     def __init__(self, message: str, charges: tuple[Charge, ...] = ()) -> None:
         super().__init__(message)
         self.charges = charges
+
+    @classmethod
+    def of(cls, error: Exception, charges: tuple[Charge, ...]) -> JudgeError:
+        """Return the error of another reward, notes included, with the charges of the judges beside it."""
+        judged = cls(said(error), charges)
+        for note in getattr(error, "__notes__", ()):
+            judged.add_note(note)
+        return judged
 
 
 # (index of the request, its result) -> the result to use.

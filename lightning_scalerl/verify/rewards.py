@@ -23,9 +23,10 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from lightning_scalerl.checks import ConfigurationError, said
-from lightning_scalerl.rollouts.grade import Charge, Grade, Grader, Sample, charges_of, needs_group
+from lightning_scalerl.rollouts.grade import Grade, Grader, Sample, charges_of, needs_group, ready
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.verify.grade_once import in_function
+from lightning_scalerl.verify.judge_client import JudgeError
 
 Form = Literal["trl", "verl", "sample", "answer"]
 
@@ -338,32 +339,6 @@ def _call_trl(function: Callable[..., Any], samples: Sequence[Sample]) -> list[G
     ]
 
 
-class JudgedError(RuntimeError):
-    """Error of a grade, with the charges of the judges that were asked for it."""
-
-    def __init__(self, message: str, charges: tuple[Charge, ...] = ()) -> None:
-        super().__init__(message)
-        self.charges = charges
-
-    @classmethod
-    def of(cls, error: Exception, charges: tuple[Charge, ...]) -> JudgedError:
-        """Return the error of another reward with these charges, and with its notes."""
-        judged = cls(said(error), charges)
-        for note in getattr(error, "__notes__", ()):
-            judged.add_note(note)
-        return judged
-
-
-def ready(grader: Any) -> Sequence[str]:
-    """Try a grader that is a service, before anything is computed; returns one line per service that it asks.
-
-    Raises:
-        ConfigurationError: a service does not answer, or its key is missing.
-    """
-    method = getattr(grader, "ready", None)
-    return () if method is None else list(method())
-
-
 def one_by_one(grader: Grader, samples: Sequence[Sample]) -> list[Grade | Exception]:
     """Grade each completion of a group separately; an exception affects only its own completion."""
     grades: list[Grade | Exception] = []
@@ -524,7 +499,7 @@ class RewardSum:
         if len(grades) < len(row):
             error = next(error for error in row if isinstance(error, Exception))
             charges = tuple(charge for entry in row for charge in charges_of(entry))
-            return error if charges == charges_of(error) else JudgedError.of(error, charges)
+            return error if charges == charges_of(error) else JudgeError.of(error, charges)
         try:
             return self._summed(grades)
         except Exception as error:  # a reward is not a finite number

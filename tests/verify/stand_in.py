@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from lightning_scalerl.rollouts.grade import Sample
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.verify.judge import Judge
+
 # Status, headers and body of an answer; None to close the connection without one.
 Reply = tuple[int, Mapping[str, str], bytes] | None
 
@@ -106,3 +110,20 @@ def stand_in(reply: Callable[[str, int], Reply], wait_s: float = 0.0) -> Iterato
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+PROMPT = "Q: {question} A: {answer} C: {completion}"
+JUDGE: dict[str, Any] = {"use": "judge", "url": "http://localhost:1", "model": "m", "prompt": PROMPT}
+
+
+def judge_at(url: str, **more: Any) -> Judge:
+    return Judge(**{"url": url, "model": "m", "prompt": PROMPT, "retries": 0, "timeout_s": 5.0, **more})
+
+
+def sample(completion: str, question: str = "1+1", answer: str = "2") -> Sample:
+    return Sample(Prompt("p", question, answer), completion, completion)
+
+
+def by_content(message: str, number: int) -> Reply:
+    """Yes for completions with a 2."""
+    return chat("Verdict: yes" if "2" in message.rpartition("C: ")[2] else "Verdict: no")
