@@ -523,6 +523,4 @@ class RewardSum:
         correct = float(first.reward) >= 1.0 if first.correct is None else first.correct
         reward = sum(terms.values())
         weighted = terms if len(grades) > 1 else {}
-        return Grade(
-            reward, parts, correct=correct, extra=extra, terms=weighted, answer=first.answer, charges=charges
-        )
+        return Grade(reward, parts, correct=correct, extra=extra, terms=weighted, answer=first.answer, charges=charges)
