@@ -17,7 +17,7 @@ from lightning_scalerl.composition import build, compose
 from lightning_scalerl.member.identity import part_of
 from lightning_scalerl.rollouts.grade import Grade, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
-from lightning_scalerl.session.sampling import new_verifiers
+from lightning_scalerl.session.sampling import Sampling
 from lightning_scalerl.task.dataset import DatasetTask
 from lightning_scalerl.task.mixture import MixtureTask
 from lightning_scalerl.verify import judge_client
@@ -261,16 +261,17 @@ def test_what_a_run_needs_is_tried_before_it_begins(settings: dict[str, Any], sa
 
 
 def test_a_run_tries_its_judge_before_it_starts_a_process() -> None:
-    def inputs(url: str) -> Any:
+    def new_verifiers(url: str) -> tuple[Any, str]:
         recipe = SimpleNamespace(verify=Verification(workers=0, timeout_s=70.0))
-        return SimpleNamespace(task=task_of(url=url, retries=0), recipe=recipe)
+        stage = SimpleNamespace(task=task_of(url=url, retries=0), recipe=recipe)
+        return Sampling.new_verifiers(SimpleNamespace(stage=stage))  # type: ignore[arg-type]
 
     with stand_in(by_content) as service:
-        verifiers, said = new_verifiers(inputs(service.url))
+        verifiers, said = new_verifiers(service.url)
         verifiers.close()
     assert re.match(rf"judge: m at {service.url}/chat/completions answers in [\d.e-]+ s\nverifier: ", said), said
     with pytest.raises(ConfigurationError, match="does not answer"):
-        new_verifiers(inputs(service.url))
+        new_verifiers(service.url)
 
 
 def test_the_key_is_sent_and_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
