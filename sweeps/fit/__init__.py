@@ -8,7 +8,7 @@
 
 `predict` looks ahead from a fit and `history` repeats fits at growing compute. `compare`, `sensitivity` and `published`
 fit under other assumptions. A new family is an entry in `family.FAMILIES` and its name in `names`. Every claim about
-intervals is measured in `benchmarks/coverage.py`.
+intervals is measured in `benchmarks/coverage.py`; docs/reference/methods.md lists where their level of 95% is set.
 
 May import: `curve`.
 """

@@ -4,8 +4,9 @@
 are tried. `frame` reads any table into a pandas DataFrame; `cells`, `columns`, `text`, `log` and
 `collected` are shared.
 
-A new format is a module with `matches` and `read` and a line in `readers`; another framework's names are an entry in
-`vocabulary`. A reader never guesses silently: the `source:` line states what became what.
+A new format is a module with `matches` and `read` and a line in `readers` (docs/reference/sources.md has one); another
+framework's names are an entry in `vocabulary`. A reader never guesses silently: the `source:` line states what became
+what.
 
 May import: `run`, `curve`, `tracking`.
 """
