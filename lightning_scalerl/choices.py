@@ -88,7 +88,7 @@ class Choices:
 
         Raises:
             ConfigurationError: an axis has neither a choice nor a neutral one, or has two choices; an axis is unknown;
-                or two choices contradict each other.
+                a choice lacks a method of its axis; or two choices contradict each other.
         """
         chosen = by_axis(choices)
         for axis in AXES:
@@ -101,6 +101,12 @@ class Choices:
                 f"(override /{missing[0]}: NAME, of conf/{missing[0]}/)"
             )
         for choice in chosen.values():
+            kind = type(choice)
+            # Lightning's Callback is no abstract base class, so Python itself does not refuse such a choice.
+            if absent := [name for name in dir(kind) if getattr(getattr(kind, name), "__isabstractmethod__", False)]:
+                raise ConfigurationError(
+                    f"{choice.axis}: {kind.__name__} lacks {', '.join(absent)}, which every choice on this axis defines"
+                )
             problem = choice.conflict(chosen)
             if problem:
                 raise ConfigurationError(problem)

@@ -61,6 +61,17 @@ def test_an_axis_that_is_left_open_has_its_neutral_choice() -> None:
         Choices.of(choice for choice in whole if choice.axis != "loss")
 
 
+def test_a_choice_that_lacks_a_method_of_its_axis_is_refused_before_compute() -> None:
+    from lightning_scalerl.axes.loss import Loss
+
+    class NoClip(Loss):
+        def per_token(self, trainer_logprobs: Any, anchor_logprobs: Any, advantages: Any, mask: Any) -> Any:
+            return -advantages * trainer_logprobs
+
+    with pytest.raises(ConfigurationError, match=r"^loss: NoClip lacks clipped, which every choice on this axis"):
+        Choices.of([*(choice for choice in row() if choice.axis != "loss"), NoClip()])
+
+
 def test_an_axis_of_ones_own_needs_a_neutral_choice() -> None:
     class Typo(DesignChoice):
         axis = "los"

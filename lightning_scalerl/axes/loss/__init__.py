@@ -1,6 +1,6 @@
 """Axis `loss`: surrogates of the policy's objective, one module each."""
 
-from lightning_scalerl.axes.loss.base import Loss, importance_ratio
+from lightning_scalerl.axes.loss.base import Loss, credited, importance_ratio
 from lightning_scalerl.axes.loss.cispo import CISPO, cispo
 from lightning_scalerl.axes.loss.dapo import DAPO, dapo
 from lightning_scalerl.axes.loss.gspo import GSPO, gspo
@@ -15,6 +15,7 @@ __all__ = [
     "Loss",
     "Reinforce",
     "cispo",
+    "credited",
     "dapo",
     "gspo",
     "importance_ratio",
