@@ -151,7 +151,7 @@ def weights(cuts: Sequence[Cut], name: str) -> Array:
     numbers: Array = np.zeros(x.shape[1])
     scale: Array = np.ones(len(y))
     for _ in range(100):  # iteratively reweighted least squares
-        numbers = np.linalg.lstsq(x * scale[:, None], y * scale, rcond=None)[0]
+        numbers = np.asarray(np.linalg.lstsq(x * scale[:, None], y * scale, rcond=None)[0], dtype=float)
         scale = 1 / np.sqrt(np.maximum(np.abs(y - x @ numbers), 1e-4))
     return numbers
 
@@ -214,7 +214,7 @@ errors, and neither a control (*saturating*) nor a real study gets worse by two.
 {corrections}
 
 A change is from a quarter to a half of the compute. The last correction uses no shares: it shows what the pass rate can
-do alone. About a dozen forms (constants, products, least squares too) were compared on other draws before these were
+do alone. About fifteen forms (constants, products, least squares too) were compared on other draws before these were
 chosen; each that improved relays made controls worse.
 
 ## Curves
