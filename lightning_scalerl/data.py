@@ -103,8 +103,8 @@ class RolloutDataModule(LightningDataModule):
             return entry, True
         if isinstance(entry, str):
             return known.get(entry, Prompt("", entry)), entry in known
-        if isinstance(entry, Mapping) and isinstance(self.task, DatasetTask):
-            return self.task.read([entry])[0], True
+        if isinstance(entry, Mapping) and isinstance(self._trained, DatasetTask):
+            return self._trained.read([entry])[0], True
         if isinstance(entry, list | tuple) and entry and all(isinstance(message, Mapping) for message in entry):
             messages = tuple(dict(message) for message in entry)
             return Prompt("", str(messages[-1].get("content", "")), messages=messages), False

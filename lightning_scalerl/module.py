@@ -419,7 +419,7 @@ class ScaleRL(LightningModule):
         self.ranks.share(lambda: self.data_path.publish_again())
         if steps >= self.trainer.max_steps and owed(self.trainer, steps):
             self.meter.start()
-            if not validate_now(self.trainer):
+            if not validate_now(self.trainer, last=True):
                 # Do not save: nothing is new, and Lightning's counters are not restored yet.
                 raise RunInterruptedError(f"step {steps}: {self.stop_reason}")
 

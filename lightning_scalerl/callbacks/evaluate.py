@@ -84,8 +84,9 @@ class Evaluate(Callback):
         self._taken: dict[str, Any] = {}
         self.follow({})
         self.passes: dict[str, Passes] = {}  # results of the last evaluation, by set
-        self.ends = False  # no step follows the weights that are evaluated next
+        self.is_last = False  # no step follows the weights that are evaluated next, so all sets are due
         self._last_step = -1
+        self._evaluated: set[str] = set()  # entries of `sets` evaluated at that step, and "" for the task's own sets
 
     def follow(self, settings: Mapping[str, Any]) -> None:
         """Take the arguments that were not given from a recipe's settings (`Recipe.evaluation`).
@@ -128,9 +129,12 @@ class Evaluate(Callback):
 
     def owes(self, step: int, max_steps: int, last: bool = False) -> bool:
         """Return whether an evaluation of the weights of `step` is due and not yet made; `last`: no step follows."""
-        self.ends = last or step >= max_steps
-        intervals = {self.every_n_steps, *(one.every_n_steps or self.every_n_steps for one in self.sets.values())}
-        return (self.ends or any(step % every == 0 for every in intervals)) and step != self._last_step
+        intervals = {"": self.every_n_steps} | {
+            name: one.every_n_steps or self.every_n_steps for name, one in self.sets.items()
+        }
+        ends = last or step >= max_steps
+        due = {name for name, every in intervals.items() if ends or step % every == 0}
+        return bool(due - self._evaluated if step == self._last_step else due)
 
     def settings(self, task: Task) -> dict[str, EvaluationSet]:
         """Return the settings of each held-out set of a run's task, none of them None but temperature and limit."""
@@ -154,15 +158,17 @@ class Evaluate(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last evaluated step, so that a resumed run does not repeat it."""
-        return {"last_step": self._last_step}
+        return {"last_step": self._last_step, "evaluated": sorted(self._evaluated)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the last evaluated step from a checkpoint."""
         self._last_step = state_dict["last_step"]
+        # Checkpoints of earlier versions are of runs without `sets`.
+        self._evaluated = set(state_dict.get("evaluated", [""]))
 
     def _evaluate(self, trainer: Trainer, run: Run) -> None:
         if self.owes(run.completed_steps, trainer.max_steps):
-            validate_now(trainer)
+            validate_now(trainer, last=run.completed_steps >= trainer.max_steps)
 
     def measure(self, run: Run, in_fit: bool = True) -> dict[str, float]:
         """Evaluate the current weights, and return pass rates of every held-out set and the cost. All ranks call it.
@@ -177,7 +183,13 @@ class Evaluate(Callback):
             raise EvaluationStoppedError(f"step {run.completed_steps}: asked to stop in the middle of an evaluation")
         if in_fit:
             self._last_step = run.completed_steps
+            self._evaluated = self._due(run.completed_steps)
         return metrics
+
+    def _due(self, step: int) -> set[str]:
+        """Return the entries of `sets` that are evaluated at `step`, and "" for the task's own sets."""
+        own = {name: one.every_n_steps or self.every_n_steps for name, one in self.sets.items()}
+        return {name for name, every in {"": self.every_n_steps, **own}.items() if self.is_last or step % every == 0}
 
     def _measure(self, run: Run, in_fit: bool) -> dict[str, float] | None:
         """Evaluate on rank 0 while the other ranks wait. Return None if a stop is requested meanwhile."""
@@ -185,11 +197,12 @@ class Evaluate(Callback):
         with run.meter.phase("evaluate"), run.generating() as generator, run.verifying() as verifiers:
             generator.publish(run.trained.weights(), run.completed_steps)
             metrics = {"eval/weight_version": float(run.completed_steps)}
-            before = run.meter.evaluation_flops
+            before = run.meter.evaluation_so_far()
             step, settings, self.passes = run.completed_steps, self.settings(run.task), {}
             for number, (name, prompts) in enumerate(run.eval_sets.items()):
-                every = settings[name].every_n_steps
-                if in_fit and not self.ends and every is not None and step % every:
+                every = settings[name].every_n_steps or self.every_n_steps
+                # A later record of a step replaces an earlier one, so the last evaluation has every set.
+                if in_fit and not self.is_last and step % every:
                     continue
                 rates = self._pass_rates(name, number, prompts, settings[name], run, generator, verifiers)
                 if rates is None:
@@ -331,9 +344,9 @@ def _computed(scored: Sequence[tuple[Sequence[int], Sequence[int]]]) -> StepRepo
 def _wrong_answers(wrong: Sequence[Counter[str | None]]) -> tuple[tuple[int, ...], ...] | None:
     """Return by prompt how often each different wrong answer was given, the most frequent first.
 
-    Completions without an answer are left out. None if the grader does not tell answers apart.
+    Completions without an answer are left out. None if the grader does not tell answers apart, or if nothing was wrong.
     """
-    if any(None in answers for answers in wrong):
+    if any(None in answers for answers in wrong) or not any(wrong):  # where all pass, nothing tells
         return None
     return tuple(tuple(count for answer, count in answers.most_common() if answer) for answers in wrong)
 
@@ -438,8 +451,16 @@ class EvaluationStoppedError(Exception):
     """Ends an evaluation because a stop of the run is requested."""
 
 
-def validate_now(trainer: Trainer) -> bool:
-    """Run Lightning's validation loop with all its hooks inside `fit`; return False if it was stopped early."""
+def validate_now(trainer: Trainer, last: bool) -> bool:
+    """Run Lightning's validation loop with all its hooks inside `fit`; return False if it was stopped early.
+
+    Args:
+        trainer: the Trainer.
+        last: whether no step follows, so that every set is evaluated.
+    """
+    evaluation = evaluation_of(trainer)
+    assert evaluation is not None
+    evaluation.is_last = last
     loop = trainer.fit_loop.epoch_loop.val_loop
     loop.restarting = False
     trainer.validating = True

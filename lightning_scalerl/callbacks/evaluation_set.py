@@ -21,7 +21,8 @@ class EvaluationSet:
     Args:
         task: task with the prompts, their instruction and their grader; it needs no training prompts.
         samples: completions per prompt.
-        every_n_steps: optimizer steps between evaluations; the first and the last weights are evaluated in any case.
+        every_n_steps: optimizer steps between evaluations; the first weights, and those at the end of the budget, are
+            evaluated in any case.
         temperature: sampling temperature; 0 for the most likely token.
         max_new_tokens: longest completion in tokens, at most `context.max_new_tokens`.
 

@@ -117,12 +117,12 @@ def _check_fit(trainer: Trainer) -> None:
                 "itself; use every_n_train_steps"
             )
     for callback in monitoring(trainer):
-        steps, evaluation = compat.saves_every_n_steps(callback), evaluation_of(trainer)
-        if str(callback.monitor).startswith("eval/") and steps and evaluation and steps % evaluation.every_n_steps:
+        steps, every = compat.saves_every_n_steps(callback), _every(trainer, str(callback.monitor))
+        if str(callback.monitor).startswith("eval/") and steps and every and steps % every:
             raise ConfigurationError(
                 f"callbacks: ModelCheckpoint(monitor={callback.monitor!r}, every_n_train_steps={steps}) would save "
                 "weights under the score of earlier ones; leave every_n_train_steps out, or make it a multiple of "
-                f"Evaluate's every_n_steps, {evaluation.every_n_steps}"
+                f"Evaluate's every_n_steps, {every}"
             )
         if str(callback.monitor).startswith("eval/") and not evaluates:
             raise ConfigurationError(
@@ -130,6 +130,15 @@ def _check_fit(trainer: Trainer) -> None:
                 "Evaluate(every_n_steps=...)"
             )
         _check_monitor(trainer, callback)
+
+
+def _every(trainer: Trainer, metric: str) -> int | None:
+    """Return the steps between evaluations of a metric's set; None without evaluation."""
+    evaluation = evaluation_of(trainer)
+    if evaluation is None:
+        return None
+    settings = evaluation.settings(trainer.datamodule.task).get(metric.split("/")[1]) if "/" in metric else None  # type: ignore[attr-defined]
+    return evaluation.every_n_steps if settings is None else settings.every_n_steps
 
 
 def _check_monitor(trainer: Trainer, callback: Any) -> None:
@@ -143,6 +152,8 @@ def _check_monitor(trainer: Trainer, callback: Any) -> None:
     task = trainer.datamodule.task  # type: ignore[attr-defined]
     samples = {} if evaluation is None else {each: one.samples or 1 for each, one in evaluation.settings(task).items()}
     valid = [metric for each, prompts in sets.items() for metric in _measured(each, prompts, samples.get(each, 1))]
+    if evaluation is not None and evaluation.gold_logprob:
+        valid += [f"eval/{each}/gold_logprob" for each, prompts in sets.items() if any(p.solution for p in prompts)]
     if evaluation is not None and name.startswith("eval/"):
         _check_intervals(callback, evaluation.settings(task))
     if name.startswith("eval/"):
@@ -181,7 +192,6 @@ def _measured(name: str, prompts: Sequence[Prompt], samples: int) -> list[str]:
         "pass_rate_se",
         "prompts_at_0",
         "prompts_at_1",
-        "gold_logprob",
         *(f"pass_rate_{difficulty}" for difficulty in difficulties),
     ]
     ends += [f"{kind}@{k}{end}" for k in sizes(samples) for kind in ("pass", "maj") for end in ("", "_se")]

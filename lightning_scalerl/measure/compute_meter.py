@@ -145,18 +145,18 @@ class ComputeMeter:
         """Device hours that stand for the cost of judges (`compute.judge`); 0 by default."""
         return self._axes.device_hours(self._charges.training)
 
-    def evaluation_thrown_away(self, flops_before: float) -> None:
-        """Remove the FLOPs of an aborted evaluation: it will run again and must not count twice.
+    def evaluation_so_far(self) -> tuple[float, dict[str, Any]]:
+        """Return FLOPs and judges' charges of evaluation so far, for `evaluation_thrown_away`."""
+        return self._flops["evaluate"], self._charges.state_dict()
+
+    def evaluation_thrown_away(self, before: tuple[float, dict[str, Any]]) -> None:
+        """Remove the cost of an aborted evaluation: it will run again and must not count twice.
 
         Args:
-            flops_before: value of `evaluation_flops` when the evaluation began.
+            before: what `evaluation_so_far` returned when the evaluation began.
         """
-        self._flops["evaluate"] = flops_before
-
-    @property
-    def evaluation_flops(self) -> float:
-        """FLOPs of evaluation so far; they are not on any compute axis."""
-        return self._flops["evaluate"]
+        self._flops["evaluate"], charges = before
+        self._charges.load_state_dict(charges)
 
     def spent_by_then(self, spent: Mapping[str, float]) -> None:
         """Count as wasted the work that an interrupted run did after the checkpoint from which it resumes.

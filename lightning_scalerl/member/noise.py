@@ -67,7 +67,8 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int, trust: boo
                 repeats_by_set.setdefault(name, []).append((rates, reported))
     except (ConfigurationError, CannotGoOnError) as error:
         raise UserError(str(error)) from error
-    return [_row(name, repeated, evaluation.samples) for name, repeated in repeats_by_set.items()]
+    samples = {name: one.samples or evaluation.samples for name, one in evaluation.settings(datamodule.task).items()}
+    return [_row(name, repeated, samples[name]) for name, repeated in repeats_by_set.items()]
 
 
 def _configured(model: str, overrides: Sequence[str], trust: bool) -> tuple[Any, str | None]:

@@ -71,7 +71,7 @@ def end_exhausted(trainer: Any, run: Run, reason: str) -> None:
     trainer.should_stop = True
     if run.ranks.leads:
         _log.warning("after step %d: %s", run.completed_steps, reason)
-    if owed(trainer, run.completed_steps, last=True) and not validate_now(trainer):
+    if owed(trainer, run.completed_steps, last=True) and not validate_now(trainer, last=True):
         stop_between_steps(trainer, run)
     for callback in trainer.callbacks:
         if isinstance(callback, ResumableCheckpoint):

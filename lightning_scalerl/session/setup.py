@@ -54,7 +54,7 @@ def supplied_choices(trainer: Any, recipe: Recipe, fitted: Choices | None) -> Se
     if evaluation is not None:
         evaluation.follow(recipe.evaluation)
         evaluation.check_context(recipe.context.max_new_tokens)
-        trainer.datamodule.evaluate_beside(evaluation.tasks)
+    trainer.datamodule.evaluate_beside({} if evaluation is None else evaluation.tasks)
     check_trainer(trainer)
     without_anonymous(trainer)
     meet(trainer)

@@ -10,7 +10,7 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollouts.grade import Grader, Known
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import Task
-from lightning_scalerl.task.mixture import MixtureGrader, rule_for_passes, set_names
+from lightning_scalerl.task.mixture import MixtureGrader, MixtureTask, rule_for_passes, set_names
 from lightning_scalerl.task.overlap import asked
 
 
@@ -37,6 +37,8 @@ class TaskWithSets(Task):
         self.names: dict[str, list[str]] = {}
         for name, task in sets.items():
             field = f"evaluation.sets.{name}"
+            if isinstance(task, MixtureTask):
+                raise ConfigurationError(f"{field}: its task is a mixture; give each of its tasks an entry of its own")
             named = set_names(name, task)
             if not named or not all(named.values()):
                 raise ConfigurationError(f"{field}: its task has no held-out prompts; give {field}.task.heldout")

@@ -316,6 +316,8 @@ def common(run: Run, into: Translation) -> None:
             into.lacks(f"precision.fp32_{part}", False, f"there is no rounding of it there; precision.fp32_{part}=true")
     if beside := run.recipe.evaluation.get("sets"):
         into.lacks("evaluation.sets", sorted(beside), "sets of other tasks are not translated; evaluation.sets={} is")
+    if run.recipe.evaluation.get("gold_logprob"):
+        into.lacks("evaluation.gold_logprob", True, "known solutions are not scored there")
     if run.recipe.chat.stop:
         into.lacks("chat.stop", list(run.recipe.chat.stop), "texts that end a completion are not translated")
     into.note(

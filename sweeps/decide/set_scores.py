@@ -34,8 +34,13 @@ class SetScores:
     notes: tuple[str, ...] = ()
 
 
-def set_scores(curves: Sequence[Curve]) -> SetScores | None:
+def set_scores(curves: Sequence[Curve], together: bool = False) -> SetScores | None:
     """Collect the scores of curves that differ in the factor `set`; None if no run has an evaluation after the start.
+
+    Args:
+        curves: one per recipe and evaluation set.
+        together: keep only evaluations at which a run evaluated all of its sets, so that sets are compared over the
+            same compute.
 
     The first evaluation of a run, at compute 0, is of the model before training and is left out. A run counts as having
     spent the compute of its last evaluation on any set: sets may be evaluated at different steps.
@@ -54,15 +59,30 @@ def set_scores(curves: Sequence[Curve]) -> SetScores | None:
     if compute < _EARLY * float(np.median(list(spent.values()))):
         recipe, seed = min(spent, key=lambda run: spent[run])
         notes.append(f"{recipe}, seed {seed}, ends at compute {compute:.4g}: all runs are compared there")
+    shared = _evaluated_together(curves)
     scores: dict[str, dict[str, dict[str, Array]]] = {}
     for curve in curves:
         by_recipe = scores.setdefault(curve.factors[SET], {})
         # The tolerance allows for rounding in sums of compute.
         kept = (curve.compute > 0) & (curve.compute <= compute * (1 + 1e-9))
         for seed in dict.fromkeys(curve.seed[kept].tolist()):
-            by_recipe.setdefault(_recipe(curve), {})[str(seed)] = curve.reward[kept & (curve.seed == seed)]
+            own = kept & (curve.seed == seed)
+            if together:
+                own &= np.isin(curve.compute, shared[_recipe(curve), str(seed)])
+            if own.any():
+                by_recipe.setdefault(_recipe(curve), {})[str(seed)] = curve.reward[own]
     metrics = {curve.factors[SET]: curve.metric for curve in curves}
     return SetScores(axis=curves[0].axis, compute=compute, metrics=metrics, scores=scores, notes=tuple(notes))
+
+
+def _evaluated_together(curves: Sequence[Curve]) -> dict[tuple[str, str], list[float]]:
+    """Return the compute at which a run evaluated all of its sets, by recipe and seed."""
+    shared: dict[tuple[str, str], set[float]] = {}
+    for curve in curves:
+        for seed in dict.fromkeys(curve.seed.tolist()):
+            run, at = (_recipe(curve), str(seed)), set(curve.compute[curve.seed == seed].tolist())
+            shared[run] = shared.get(run, at) & at
+    return {run: sorted(at) for run, at in shared.items()}
 
 
 def _recipe(curve: Curve) -> str:

@@ -82,7 +82,7 @@ def signal_to_noise(curves: Sequence[Curve]) -> Signal | None:
     Args:
         curves: one per recipe and evaluation set, which is the factor `set`.
     """
-    found = set_scores(curves)
+    found = set_scores(curves, together=True)
     if found is None:
         return None
     compared = {name: recipes for name, recipes in found.scores.items() if len(recipes) > 1}

@@ -54,16 +54,19 @@ def metric_at_k(runs: Sequence[JournalView], metric: str) -> str | None:
         return None
     most = []
     for view in runs:
-        records = [record for record in view.of_kind("eval") if metric in record.metrics]
-        if not records:
+        evaluations = view.of_kind("eval")
+        records = [record for record in evaluations if metric in record.metrics]
+        if evaluations and not records:
             return None
+        if not records:
+            continue  # a run without an evaluation so far
         recorded = [_AT_K.fullmatch(name) for name in records[-1].metrics]
         known = [int(each[3]) for each in recorded if each and each[2] == "pass" and each[1] == named[1]]
         if not known:  # a journal of an earlier version
             passes = read_passes(view.path.parent, named[1], [records[-1].step])
             known = [k for each in passes.values() for k in sizes(max(each.scored, default=0))]
         most.append(max(known, default=1))
-    return f"eval/{named[1]}/pass@{min(most)}" if min(most) > 1 else None
+    return f"eval/{named[1]}/pass@{min(most)}" if min(most, default=1) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,13 @@ def prompt_shares(runs: Sequence[JournalView], axis: str, metric: str) -> list[P
     for view in runs if named is not None else ():
         compute = {record.step: record.metrics.get(axis) for record in view.of_kind("eval")}
         kept = read_passes(view.path.parent, named[1] if named else "", list(compute))
-        known = {step: (at, kept[step]) for step, at in compute.items() if at is not None and step in kept}
+        # Prompts can be compared only between evaluations of the same prompts.
+        prompts = kept[max(kept)].prompts if kept else ""
+        known = {
+            step: (at, kept[step])
+            for step, at in compute.items()
+            if at is not None and step in kept and kept[step].prompts == prompts
+        }
         if known:
             by_recipe.setdefault(str(view.header.get("recipe", "")), []).append(known)
     return [shares for recipe, known in by_recipe.items() if (shares := _shares(recipe, known)) is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_scalerl import ConfigurationError, DatasetTask, Evaluate, EvaluationSet, ResumableCheckpoint, RunLog
+from lightning_scalerl import (
+    ConfigurationError,
+    DatasetTask,
+    Evaluate,
+    EvaluationSet,
+    MixtureTask,
+    ResumableCheckpoint,
+    RunLog,
+)
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
+from lightning_scalerl.callbacks.evaluate import _wrong_answers
 from lightning_scalerl.generator.base import GroupRequest, SamplingSettings
 from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.task.beside import TaskWithSets
@@ -152,6 +162,55 @@ def test_a_monitored_set_is_evaluated_whenever_another_is(tiny_model_path: str) 
     beside = {"a": EvaluationSet(CountingTask(), every_n_steps=3)}
     with pytest.raises(ConfigurationError, match=r"evaluation.sets: a is evaluated every 3 steps, .* a multiple of 2"):
         fit(tiny_model_path, steps=1, callbacks=[Evaluate(2, 1, sets=beside), stop])
+
+
+def test_at_an_early_end_the_sets_that_were_not_due_are_evaluated() -> None:
+    """Then all of them are, because a later record of a step replaces an earlier one."""
+    evaluation = Evaluate(8, sets={"s": {"task": CountingTask(), "every_n_steps": 16}})
+    evaluation.load_state_dict({"last_step": 8, "evaluated": [""]})
+    assert not evaluation.owes(8, 100) and evaluation.owes(8, 100, last=True) and evaluation.owes(8, 8)
+    evaluation.load_state_dict({"last_step": 16, "evaluated": ["", "s"]})
+    assert not evaluation.owes(16, 100, last=True) and evaluation.owes(24, 100)
+    alone = Evaluate(8)
+    alone.load_state_dict({"last_step": 8})  # a checkpoint of an earlier version
+    assert not alone.owes(8, 100, last=True)
+
+
+def test_validate_and_predict_after_sets(tiny_model_path: str) -> None:
+    """Another callback, or none, has other sets; rows to predict are still the task's."""
+    from lightning_scalerl import RolloutDataModule
+
+    rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(6)]
+    task = DatasetTask("columns", rows, {"a": rows[:2]}, "exact_match", leaks="keep")
+    data = RolloutDataModule(task, predict=[{"prompt": "5+5=", "answer": "10"}])
+    data.evaluate_beside({"aime": CountingTask()})
+    assert list(data.task.eval_sets()) == ["a", "aime"] and len(data.predicted.prompts) == 1
+    data.evaluate_beside({})
+    assert Evaluate().settings(data.task).keys() == {"a"}
+
+
+def test_a_mixture_is_no_entry() -> None:
+    mixture = MixtureTask({"a": CountingTask(), "b": CountingTask()})
+    with pytest.raises(ConfigurationError, match=r"evaluation.sets.mix: its task is a mixture; give each of its tasks"):
+        TaskWithSets(CountingTask(), {"mix": mixture})
+
+
+def test_a_checkpoint_may_follow_the_interval_of_the_set_that_it_monitors(tiny_model_path: str) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    beside = {"s": {"task": CountingTask(), "every_n_steps": 1}}
+    saves = ModelCheckpoint(monitor="eval/s/pass_rate", every_n_train_steps=1)
+    module = fit(tiny_model_path, steps=1, callbacks=[Evaluate(2, 1, sets=beside), saves], enable_checkpointing=True)
+    assert module.completed_steps == 1
+    with pytest.raises(ConfigurationError, match=r"eval/heldout/gold_logprob.*nothing logs"):
+        saves = ModelCheckpoint(monitor="eval/heldout/gold_logprob")
+        fit(tiny_model_path, steps=1, callbacks=[Evaluate(2, 1), saves], enable_checkpointing=True)
+
+
+def test_where_all_pass_nothing_tells_whether_answers_are_told_apart() -> None:
+    assert _wrong_answers([Counter(), Counter()]) is None
+    assert _wrong_answers([Counter({"7": 2, "": 1}), Counter()]) == ((2,), ())
+    assert _wrong_answers([Counter({None: 1}), Counter({"7": 1})]) is None
 
 
 def test_prompts_that_are_trained_on_too_are_reported_and_kept() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -111,3 +112,17 @@ def test_shares_of_prompts_are_those_of_the_passes(tmp_path: Path) -> None:
     assert shares.never == (0.5, 0.25) and shares.always == (0.25, 0.5)
     assert (shares.gained, shares.lost) == ((2 + 1) / 8, (1 + 0) / 8)
     assert prompt_shares(views, "compute/flops", "train/reward") == []
+
+
+def test_a_run_without_an_evaluation_does_not_hide_the_second_ranking(study: Path) -> None:
+    views = [read_journal(folder) for folder in sorted((study / "runs").iterdir())]
+    started = replace(views[0], records=[record for record in views[0].records if record.kind == "train"])
+    assert metric_at_k([*views, started], "eval/heldout/pass_rate") == "eval/heldout/pass@8"
+    assert metric_at_k([started], "eval/heldout/pass_rate") is None
+
+
+def test_other_prompts_are_not_compared(tmp_path: Path) -> None:
+    folder = run(tmp_path, "one", 0, sharp=True)
+    write_passes(folder, 12, {"heldout": Passes("others", (1, 0), (2, 2))})
+    (shares,) = prompt_shares([read_journal(folder)], "compute/flops", "eval/heldout/pass_rate")
+    assert len(shares.compute) == 1 and (shares.gained, shares.lost) == (0.0, 0.0)
