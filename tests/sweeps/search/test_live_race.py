@@ -28,7 +28,7 @@ from sweeps.search.settings import RaceSettings
 from sweeps.source import load
 from tests.examples import every
 from tests.sweeps.launch.test_study import Recorder
-from tests.sweeps.search.runners import STEPS, Cluster, KilledError, Runners, member, uneven
+from tests.sweeps.search.runners import METRIC, STEPS, Cluster, KilledError, Runners, member, uneven
 
 LIVE = RaceSettings(mode="live", budget=1.0, p_ahead=0.05, growth=1.2)
 
@@ -352,7 +352,7 @@ def test_an_evaluation_that_cannot_be_read_ends_no_study(tmp_path: Path) -> None
     def spoilt(timeout_s: float) -> Any:
         if executor.polls == 3:
             journal = executor._members[specs[0].run][1]
-            journal.record("eval", 5, {"eval/heldout/pass_rate": 0.5})  # without compute
+            journal.record("eval", 5, {METRIC: 0.5})  # without compute
         return poll(timeout_s)
 
     executor.poll = spoilt  # type: ignore[method-assign]
