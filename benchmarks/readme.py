@@ -79,9 +79,7 @@ def several_attempts(study: Path) -> list[str]:
     loaded = load([str(study)])
     margin = LaunchSettings.margin_of(study)
     fits = fit_curves(loaded.curves)
-    both = study_at_k(
-        loaded, rank(fits, margin=margin), lambda name: load([str(study)], metric=name).curves, fit_curves
-    )
+    both = study_at_k(loaded, rank(fits, margin=margin), fit_curves)
     assert both is not None, "the demo's runs are evaluated with several completions per prompt"
     head, rows = at_k_rows(both)
     lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]

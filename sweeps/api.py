@@ -245,10 +245,7 @@ def rank(*sources: Any, **options: Any) -> Decision:
     ranking = deciding.ranked(arguments, fits.fits, _workers())
     read_by = argparse.Namespace(**{**vars(fits.study.options), "sets": arguments.sets})
     at_k = study_at_k(
-        fits.study.study,
-        ranking,
-        lambda metric: reading.load_sources(read_by, metric=metric).curves,
-        lambda curves: fit_curves(curves, fits.fits[0].options, workers=_workers()),
+        fits.study.study, ranking, lambda curves: fit_curves(curves, fits.fits[0].options, workers=_workers())
     )
     signal, aggregate = reading.over_sets(read_by, fits.study.study)
     sentences = [ranking.sentence, *(part.sentence for part in (at_k, aggregate, signal) if part is not None)]

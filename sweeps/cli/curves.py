@@ -148,10 +148,7 @@ def compared_at_k(options: argparse.Namespace, study: LoadedStudy, ranking: Rank
     """Compare the ranking with that by pass@k, if every run was evaluated with several completions per prompt."""
     from sweeps.decide.at_k import study_at_k
 
-    def curves(metric: str) -> Sequence[Curve]:
-        return load_sources(options, metric=metric).curves
-
-    return study_at_k(study, ranking, curves, lambda found: fit_all(found, options))
+    return study_at_k(study, ranking, lambda curves: fit_all(curves, options))
 
 
 def check_sets(options: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ from sweeps.decide.reward import RewardRow
 from sweeps.fit.fit import Fit, Interval
 from sweeps.source import LoadedStudy
 from sweeps.source.held_out import metric_at_k
+from sweeps.source.journals import curves_of
 
 
 @dataclass(frozen=True)
@@ -87,24 +88,22 @@ def at_k(by_one: Ranking, by_k: Ranking, metric: str) -> AtK | None:
     return AtK(k=k, metric=metric, compute=by_one.rewards.compute, differs=differs, sentence=sentence, rows=rows)
 
 
-def study_at_k(
-    study: LoadedStudy,
-    ranking: Ranking,
-    curves: Callable[[str], Sequence[Curve]],
-    fit: Callable[[Sequence[Curve]], Sequence[Fit]],
-) -> AtK | None:
+def study_at_k(study: LoadedStudy, ranking: Ranking, fit: Callable[[Sequence[Curve]], Sequence[Fit]]) -> AtK | None:
     """Compare a study's ranking with that by pass@k; None if not all runs have pass@k.
 
     Args:
         study: the study as it was read for `ranking`.
         ranking: its ranking by the pass rate.
-        curves: metric -> the study's curves of this metric.
         fit: fits curves with the options of the ranking's fits.
     """
-    metric = metric_at_k(study.runs, study.curves[0].metric) if study.curves else None
-    if metric is None or len(ranking.ranking) < 2:
+    if not study.curves or len(ranking.ranking) < 2:
         return None
-    return at_k(ranking, rank(fit(curves(metric)), margin=ranking.margin, brief=True), metric)
+    curve = study.curves[0]
+    metric = metric_at_k(study.runs, curve.metric)
+    if metric is None:
+        return None
+    curves = curves_of(study.runs, metric, curve.axis, tuple(curve.factors))
+    return at_k(ranking, rank(fit(curves), margin=ranking.margin, brief=True), metric)
 
 
 def _place(ranking: Ranking, recipe: str) -> PlaceBy:

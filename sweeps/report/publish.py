@@ -76,7 +76,7 @@ def publish(
             with tracker.reaching("removing a tag"):
                 tracker.remove_tag(member.mlflow_run_id, STOPPED_TAG)
     ranking = rank(fits, margin=LaunchSettings.margin_of(directory))
-    at_k = study_at_k(loaded, ranking, lambda metric: load([str(directory)], metric=metric).curves, fit_curves)
+    at_k = study_at_k(loaded, ranking, fit_curves)
     links = publish_into(tracker=tracker, sweep=sweep, loaded=loaded, fits=fits, ranking=ranking, at_k=at_k)
     ranked(fits, ranking)
     print(links)

@@ -142,8 +142,13 @@ def curves_by_set(views: Sequence[JournalView], axis: str, factors: Sequence[str
     names = {name for view in views for record in view.of_kind("eval") for name in record.metrics}
     if sum(PASS_RATE.fullmatch(name) is not None for name in names) < 2:
         return []
+    return curves_of(views, ALL, axis, factors)
+
+
+def curves_of(views: Sequence[JournalView], metric: str, axis: str, factors: Sequence[str] = ()) -> list[Curve]:
+    """Return the curves of another metric of runs that were read before; arguments as for `curves_by_set`."""
     by_folder = {view.path.parent.resolve(): view for view in views}
-    into = Collected(Asked(metric=ALL, x=axis, factors=tuple(factors)), LoadedStudy())
+    into = Collected(Asked(metric=metric, x=axis, factors=tuple(factors)), LoadedStudy())
     read_runs(list(by_folder), into, by_folder.__getitem__)
     return into.curves()
 
