@@ -18,7 +18,7 @@ from lightning_scalerl.callbacks.run import Run, run_of
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.compat import lightning as compat
 from lightning_scalerl.generator.base import Generator, GroupRequest, StepReport
-from lightning_scalerl.measure.probe import Scorer, generator_scores
+from lightning_scalerl.measure.probe import Scorer, can_score, generator_scores
 from lightning_scalerl.rollouts.grade import Sample, needs_group
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.rollouts.rollout import Rollout
@@ -129,11 +129,7 @@ class Evaluate(Callback):
 
     def owes(self, step: int, max_steps: int, last: bool = False) -> bool:
         """Return whether an evaluation of the weights of `step` is due and not yet made; `last`: no step follows."""
-        intervals = {"": self.every_n_steps} | {
-            name: one.every_n_steps or self.every_n_steps for name, one in self.sets.items()
-        }
-        ends = last or step >= max_steps
-        due = {name for name, every in intervals.items() if ends or step % every == 0}
+        due = self._due(step, last or step >= max_steps)
         return bool(due - self._evaluated if step == self._last_step else due)
 
     def settings(self, task: Task) -> dict[str, EvaluationSet]:
@@ -183,13 +179,13 @@ class Evaluate(Callback):
             raise EvaluationStoppedError(f"step {run.completed_steps}: asked to stop in the middle of an evaluation")
         if in_fit:
             self._last_step = run.completed_steps
-            self._evaluated = self._due(run.completed_steps)
+            self._evaluated = self._due(run.completed_steps, self.is_last)
         return metrics
 
-    def _due(self, step: int) -> set[str]:
+    def _due(self, step: int, last: bool) -> set[str]:
         """Return the entries of `sets` that are evaluated at `step`, and "" for the task's own sets."""
         own = {name: one.every_n_steps or self.every_n_steps for name, one in self.sets.items()}
-        return {name for name, every in {"": self.every_n_steps, **own}.items() if self.is_last or step % every == 0}
+        return {name for name, every in {"": self.every_n_steps, **own}.items() if last or step % every == 0}
 
     def _measure(self, run: Run, in_fit: bool) -> dict[str, float] | None:
         """Evaluate on rank 0 while the other ranks wait. Return None if a stop is requested meanwhile."""
@@ -273,7 +269,7 @@ class Evaluate(Callback):
         It has no sampling noise, so it is smooth where pass rates are not. Empty if no prompt has a solution that fits
         into the context, or the generator cannot score. A prompt's tokens have equal weights, and so have prompts.
         """
-        if not self.gold_logprob or not getattr(generator, "can_score", hasattr(generator, "score")):
+        if not self.gold_logprob or not can_score(generator):
             return {}
         context, requests = run.recipe.context, []
         room = context.max_prompt_tokens + context.max_new_tokens

@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.model_summary.model_summary import _format_summary_table
 
-from lightning_scalerl.callbacks.evaluate import evaluation_of
+from lightning_scalerl.callbacks.evaluate import Evaluate, evaluation_of
 from lightning_scalerl.callbacks.evaluation_set import EvaluationSet
 from lightning_scalerl.callbacks.progress import StepProgress
 from lightning_scalerl.checks import ConfigurationError, did_you_mean
@@ -116,32 +116,44 @@ def _check_fit(trainer: Trainer) -> None:
                 "callbacks: ModelCheckpoint(train_time_interval=...) saves nothing where a module steps its optimizer "
                 "itself; use every_n_train_steps"
             )
-    for callback in monitoring(trainer):
-        steps, every = compat.saves_every_n_steps(callback), _every(trainer, str(callback.monitor))
-        if str(callback.monitor).startswith("eval/") and steps and every and steps % every:
-            raise ConfigurationError(
-                f"callbacks: ModelCheckpoint(monitor={callback.monitor!r}, every_n_train_steps={steps}) would save "
-                "weights under the score of earlier ones; leave every_n_train_steps out, or make it a multiple of "
-                f"Evaluate's every_n_steps, {every}"
-            )
-        if str(callback.monitor).startswith("eval/") and not evaluates:
-            raise ConfigurationError(
-                f"callbacks: {type(callback).__name__} monitors {callback.monitor!r} and nothing evaluates; add "
-                "Evaluate(every_n_steps=...)"
-            )
-        _check_monitor(trainer, callback)
-
-
-def _every(trainer: Trainer, metric: str) -> int | None:
-    """Return the steps between evaluations of a metric's set; None without evaluation."""
     evaluation = evaluation_of(trainer)
+    settings = {} if evaluation is None else evaluation.settings(trainer.datamodule.task)  # type: ignore[attr-defined]
+    for callback in monitoring(trainer):
+        if str(callback.monitor).startswith("eval/"):
+            _check_times(callback, evaluation, settings)
+        _check_monitor(trainer, callback, settings)
+
+
+def _check_times(callback: Any, evaluation: Evaluate | None, settings: Mapping[str, EvaluationSet]) -> None:
+    """Check that a callback acts only when the set that it monitors is evaluated; else it reads an earlier score.
+
+    Raises:
+        ConfigurationError: it would, or nothing evaluates.
+    """
     if evaluation is None:
-        return None
-    settings = evaluation.settings(trainer.datamodule.task).get(metric.split("/")[1]) if "/" in metric else None  # type: ignore[attr-defined]
-    return evaluation.every_n_steps if settings is None else settings.every_n_steps
+        raise ConfigurationError(
+            f"callbacks: {type(callback).__name__} monitors {callback.monitor!r} and nothing evaluates; add "
+            "Evaluate(every_n_steps=...)"
+        )
+    monitored = settings.get(str(callback.monitor).split("/")[1])
+    own = evaluation.every_n_steps if monitored is None else monitored.every_n_steps
+    steps = compat.saves_every_n_steps(callback)
+    if own and steps % own:
+        raise ConfigurationError(
+            f"callbacks: ModelCheckpoint(monitor={callback.monitor!r}, every_n_train_steps={steps}) would save "
+            "weights under the score of earlier ones; leave every_n_train_steps out, or make it a multiple of "
+            f"Evaluate's every_n_steps, {own}"
+        )
+    for name, each in settings.items():
+        if own and monitored is not None and each.every_n_steps is not None and each.every_n_steps % own:
+            raise ConfigurationError(
+                f"evaluation.sets: {name} is evaluated every {each.every_n_steps} steps, alone at some of them, where "
+                f"{type(callback).__name__} would read the last score of {callback.monitor!r} again; make its "
+                f"every_n_steps a multiple of {own}"
+            )
 
 
-def _check_monitor(trainer: Trainer, callback: Any) -> None:
+def _check_monitor(trainer: Trainer, callback: Any, settings: Mapping[str, EvaluationSet]) -> None:
     """Refuse a metric that is never logged, which Lightning itself would notice only after the first evaluation.
 
     Raises:
@@ -149,13 +161,13 @@ def _check_monitor(trainer: Trainer, callback: Any) -> None:
     """
     name, sets = str(callback.monitor), trainer.datamodule.task.eval_sets()  # type: ignore[attr-defined]
     evaluation = evaluation_of(trainer)
-    task = trainer.datamodule.task  # type: ignore[attr-defined]
-    samples = {} if evaluation is None else {each: one.samples or 1 for each, one in evaluation.settings(task).items()}
-    valid = [metric for each, prompts in sets.items() for metric in _measured(each, prompts, samples.get(each, 1))]
+    valid = [
+        metric
+        for each, prompts in sets.items()
+        for metric in _measured(each, prompts, settings[each].samples or 1 if each in settings else 1)
+    ]
     if evaluation is not None and evaluation.gold_logprob:
         valid += [f"eval/{each}/gold_logprob" for each, prompts in sets.items() if any(p.solution for p in prompts)]
-    if evaluation is not None and name.startswith("eval/"):
-        _check_intervals(callback, evaluation.settings(task))
     if name.startswith("eval/"):
         unknown = name not in (*valid, "eval/weight_version", *(f"eval/{set_name}/ungraded" for set_name in sets))
     else:
@@ -165,23 +177,6 @@ def _check_monitor(trainer: Trainer, callback: Any) -> None:
             f"callbacks: {type(callback).__name__} monitors {name!r}, which nothing logs{did_you_mean(name, valid)}; "
             f"valid: {', '.join(valid)}, and metrics of a step such as train/reward (docs/reference/metrics.md)"
         )
-
-
-def _check_intervals(callback: Any, settings: Mapping[str, EvaluationSet]) -> None:
-    """Refuse to monitor a set where another one is evaluated alone: the callback would read an earlier score again.
-
-    Raises:
-        ConfigurationError: a set is evaluated at steps at which the monitored one is not.
-    """
-    monitored = settings.get(str(callback.monitor).split("/")[1])
-    own = None if monitored is None else monitored.every_n_steps
-    for name, each in settings.items():
-        if own is not None and each.every_n_steps is not None and each.every_n_steps % own:
-            raise ConfigurationError(
-                f"evaluation.sets: {name} is evaluated every {each.every_n_steps} steps, alone at some of them, where "
-                f"{type(callback).__name__} would read the last score of {callback.monitor!r} again; make its "
-                f"every_n_steps a multiple of {own}"
-            )
 
 
 def _measured(name: str, prompts: Sequence[Prompt], samples: int) -> list[str]:

@@ -194,7 +194,7 @@ def logprob_gaps(
         gaps = _gaps(ours, [torch.tensor(rollout.generator_logprobs) for _, rollout in fresh_rollouts])
         return gaps[~torch.cat([torch.tensor(rollout.forced) for _, rollout in fresh_rollouts])]
     scorer = cast(Scorer, generator)
-    if getattr(generator, "can_score", hasattr(generator, "score")) and scorer.version == version:
+    if can_score(generator) and scorer.version == version:
         # Every n-th rollout, so that they come from many prompts: rollouts of one prompt are similar.
         spread = sampled[:: -(-len(sampled) // PROBE_ROLLOUTS)]
         with asking():
@@ -205,6 +205,11 @@ def logprob_gaps(
         # Tokens that older weights sampled may be very unlikely now, where 16-bit types have large errors: skip them.
         return _gaps(ours, theirs)[torch.cat(theirs) > math.log(LIKELY)]
     return torch.zeros(0)
+
+
+def can_score(generator: object) -> bool:
+    """Return whether a generator can compute log-probabilities of existing completions with its present settings."""
+    return bool(getattr(generator, "can_score", hasattr(generator, "score")))
 
 
 def generator_scores(scorer: Scorer, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor] | None:
