@@ -288,8 +288,7 @@ class ScaleRL(LightningModule):
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text without adding special tokens."""
-        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return tokens
+        return self.models.encode(text)
 
     def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
         """Return a completion in the form that a grader takes."""

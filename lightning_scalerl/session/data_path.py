@@ -48,7 +48,7 @@ class DataPath:
             choices=choices,
             reward=recipe.reward,
             verification=recipe.verify,
-            phrase_tokens=len(stage.encode(choices.length_control.phrase)),
+            phrase_tokens=len(models.encode(choices.length_control.phrase)),
             groups_per_step=recipe.batch.prompts,
             completions=recipe.batch.completions,
             max_new_tokens=recipe.context.max_new_tokens,

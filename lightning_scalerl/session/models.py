@@ -91,6 +91,11 @@ class Models:
         assert self.path is not None
         return load_model(self.path)
 
+    def encode(self, text: str) -> list[int]:
+        """Tokenize a text without adding special tokens."""
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return tokens
+
     @property
     def made_on(self) -> torch.device:
         """Device on which a whole model is created: the host if it will be sharded, else this rank's device."""

@@ -44,11 +44,6 @@ class Stage:
     local_ranks: int
     held_out: int | None
 
-    def encode(self, text: str) -> list[int]:
-        """Tokenize a text without adding special tokens."""
-        tokens: list[int] = self.models.tokenizer.encode(text, add_special_tokens=False)
-        return tokens
-
 
 class Sampling:
     """Prompts of a stage, rendered, tokenized and measured, with access to the generator and verifiers for them.
@@ -165,7 +160,7 @@ class Sampling:
         """
         stage, tokenizer = self.stage, self.stage.models.tokenizer
         control, context = stage.choices.length_control, stage.recipe.context
-        phrase = stage.encode(control.phrase) if control.phrase else []
+        phrase = stage.models.encode(control.phrase) if control.phrase else []
         problem = control.check_limit(context.max_new_tokens, len(phrase))
         if problem:
             raise ConfigurationError(problem)
@@ -194,7 +189,7 @@ def _check_rows(stage: Stage, tokens: Mapping[str, Sequence[Sequence[int]]]) -> 
     ours: dict[str, Iterable[int]] = {
         f"{name} prompts": (token for prompt in some for token in prompt) for name, some in tokens.items()
     }
-    ours["length_control.phrase"] = stage.encode(stage.choices.length_control.phrase)
+    ours["length_control.phrase"] = stage.models.encode(stage.choices.length_control.phrase)
     ours["the tokenizer's eos_token"] = [tokenizer.eos_token_id]
     for where, read in ours.items():
         missing = sorted({token for token in read if token >= rows})
