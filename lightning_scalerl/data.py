@@ -57,7 +57,7 @@ class RolloutDataModule(LightningDataModule):
         self.seed = seed
 
     def evaluate_beside(self, sets: Mapping[str, Task]) -> None:
-        """Add held-out sets of other tasks to those of the task, in place of those of an earlier call.
+        """Add held-out sets of other tasks to the task's own; they replace the sets of an earlier call.
 
         Raises:
             ConfigurationError: a task has no held-out prompts, or two sets have one name.

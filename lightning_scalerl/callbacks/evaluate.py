@@ -226,7 +226,7 @@ class Evaluate(Callback):
         # The key includes the run's seed: if all seeds had the same noise, their curves would bend alike, and a fit
         # would take the noise for the curve's shape. Recipes with the same seed share the noise, so that their
         # differences are paired.
-        # Sets of other tasks are told apart by name, so that one more of them does not change the others' numbers.
+        # The key of another task's set is its name, so that adding a set does not change the others' random numbers.
         of_set = number if settings.task is run.task else int.from_bytes(sha256(name.encode()).digest()[:8])
         samples = settings.samples or self.samples
         requests = [
@@ -342,7 +342,7 @@ def _wrong_answers(wrong: Sequence[Counter[str | None]]) -> tuple[tuple[int, ...
 
     Completions without an answer are left out. None if the grader does not tell answers apart, or if nothing was wrong.
     """
-    if any(None in answers for answers in wrong) or not any(wrong):  # where all pass, nothing tells
+    if any(None in answers for answers in wrong) or not any(wrong):
         return None
     return tuple(tuple(count for answer, count in answers.most_common() if answer) for answers in wrong)
 

@@ -37,7 +37,7 @@ class EvaluationSet:
     max_new_tokens: int | None = None
 
     def check(self, name: str) -> None:
-        """Check all values; `name` is that of the entry in `evaluation.sets`."""
+        """Check all values. `name` is the name of the entry in `evaluation.sets`, for errors."""
         field = f"evaluation.sets.{name}"
         if not callable(getattr(self.task, "eval_sets", None)):
             raise ConfigurationError(f"{field}.task: {type(self.task).__name__} is no task; give one of conf/task")

@@ -15,7 +15,7 @@ from lightning_scalerl.task.overlap import asked
 
 
 class TaskWithSets(Task):
-    """The task that a run trains on, with held-out sets of other tasks beside its own.
+    """The task that a run trains on, with held-out sets of other tasks in addition to its own.
 
     A set is named after its entry, or after the entry and itself (`aime_2024`) if its task has several held-out sets.
     Training prompts that are in such a set are kept, because a set must not change what a run trains on; their number

@@ -1,8 +1,8 @@
-"""Two rankings of one study: by pass@1, the share of right answers, and by pass@k, what k attempts reach.
+"""Two rankings of one study: by pass@1, the share of right answers, and by pass@k, the problems solved in k tries.
 
-A recipe can lead by pass@1 and trail by pass@k: it answers more often what the model could already answer, and what it
-never answers has not become less (Yue et al. 2025, arXiv 2504.13837). So a study with several completions per held-out
-prompt is ranked by both.
+A recipe can lead by pass@1 and trail by pass@k. Then it solves problems more often that the model could solve before,
+but it does not solve more problems (Yue et al. 2025, arXiv 2504.13837). So a study with several completions per
+held-out prompt is ranked by both.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Places(AsJson):
 
 @dataclass(frozen=True)
 class AtK(AsJson):
-    """Ranking by pass@k beside that by pass@1.
+    """Rankings by pass@1 and by pass@k, side by side.
 
     Attributes:
         k, metric: number of attempts, and the metric's name, such as `eval/heldout/pass@8`.
