@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -97,7 +97,7 @@ class StepReport:
     prefilled: int = 0
     outside: int = 0
     lost_tokens: int = 0
-    waiting: Sequence[WaitingRollout] = ()
+    waiting: Sequence[WaitingRollout] = field(default=(), kw_only=True)
 
     @property
     def computed(self) -> tuple[int, ...]:
@@ -269,9 +269,9 @@ def request_state(request: GroupRequest) -> dict[str, Any]:
     """Return a request as plain values, for a checkpoint. Turns are left out where there is only one."""
     neutral = {entry.name: entry.default for entry in fields(GroupRequest) if entry.name.startswith("turn")}
     return {
-        field: list(value) if isinstance(value, tuple) else value
-        for field, value in vars(request).items()
-        if value != neutral.get(field, MISSING)
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in vars(request).items()
+        if value != neutral.get(name, MISSING)
     }
 
 

@@ -226,7 +226,7 @@ class Slots:
                 row = [buffer[slot].clone() for buffer in self._buffers()]
                 paused.append(Paused(occupant, rollout, row, keys_values))
             else:
-                finished.append(FinishedRollout(*occupant.place, rollout))
+                finished.append(FinishedRollout(occupant.request.key, occupant.index, rollout))
         self._close_up(leaving)
         return finished, paused
 

@@ -136,7 +136,7 @@ class Waiting:
                 for each in paused
             ],
             "ended": [(each.key, each.index) for each in self._ended],
-            "rollouts": packed([each.rollout for each in (*paused, *self._ended)]),
+            "rollouts": packed([*(each.rollout for each in paused), *(each.rollout for each in self._ended)]),
         }
         return {"waiting": state}
 
