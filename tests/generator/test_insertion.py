@@ -15,7 +15,9 @@ from lightning_scalerl.generator.base import GroupRequest, SamplingSettings, req
 from lightning_scalerl.generator.insertion import NEVER, Insertions, Next
 from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.rollouts.rollout import Rollout, Source, Span
+from lightning_scalerl.stream.credit import assemble
 from tests.generator.test_torch_generator import full_forward, generator_of, requests, versions_of
+from tests.helpers import make_group, row
 
 SAMPLED, FORCED, ENVIRONMENT = Source.SAMPLED, Source.FORCED, Source.ENVIRONMENT
 KEEPS = ("slot", "cache", "nothing")
@@ -377,3 +379,22 @@ def test_rules_of_one_rollout() -> None:
     assert (rules.turn_limit, rules.point) == (17, 14)
     assert rules.after(12, stopped=True) is rules.after(17, stopped=False) is Next.END
     assert Insertions(GroupRequest(0, (1,), 1, (0,)), 0, sampling).point == NEVER
+
+
+def test_an_answer_is_not_trained_on() -> None:
+    """A batch with an environment's tokens is that with forced ones; both leave all masks and counts."""
+    batches = []
+    for source in (ENVIRONMENT, FORCED):
+        group = make_group([1.0, 0.0, 1.0], length=6)
+        for number, rollout in enumerate(group.rollouts):
+            rollout.sources[number + 1 : number + 3] = [source] * 2
+        batches.append(assemble([group], row(), max_new_tokens=8))
+        assert [rollout.length for rollout in group.rollouts] == [4 if source == ENVIRONMENT else 6] * 3
+    ours, forced = batches
+    for entry in dataclasses.fields(ours):
+        left, right = getattr(ours, entry.name), getattr(forced, entry.name)
+        assert torch.equal(left, right) if isinstance(left, torch.Tensor) else entry.name == "groups" or left == right
+    assert ours.loss_mask.tolist() == [[1, 0, 0, 1, 1, 1], [1, 1, 0, 0, 1, 1], [1, 1, 1, 0, 0, 1]]
+    assert ours.forced_mask.tolist() == (1 - ours.loss_mask).bool().tolist()
+    assert ours.denominators.tokens == 12 and ours.sample_tokens.tolist() == [4.0] * 3
+    assert ours.group_tokens.tolist() == [12.0] * 3

@@ -160,7 +160,13 @@ class Fleet:
 
     @_one_at_a_time
     def submit(self, request: GroupRequest) -> None:
-        """Queue a group; the whole group goes to the engine with most free slots, once one has room."""
+        """Queue a group; the whole group goes to the engine with most free slots, once one has room.
+
+        Raises:
+            ConfigurationError: its rollouts would wait for insertions, which engines do not report yet.
+        """
+        if request.turns > 1:
+            raise ConfigurationError(f"driver: turns={request.turns} needs driver=virtual; engines sample one turn")
         self._ledger.submit(request)
         self._dispatch()
 
