@@ -26,7 +26,7 @@ NEVER = 2**62
 
 
 class Next(Enum):
-    """What a rollout does behind its last token."""
+    """Decision about a rollout behind its last token."""
 
     GO_ON = "go on"
     WAIT = "wait"
