@@ -156,7 +156,14 @@ class Generator(Protocol):
 
 
 class TurnGenerator(Generator, Protocol):
-    """Generator whose rollouts may wait for insertions (`GroupRequest.turns`). Waiting rollouts are in flight."""
+    """Generator whose rollouts may wait for insertions (`GroupRequest.turns`). Waiting rollouts are in flight.
+
+    A caller reads `waiting` after `load_state_dict`. Some generators report rollouts that they restore once more.
+    """
+
+    @property
+    def idle(self) -> bool:
+        """Return whether `step` has nothing to do or to report: everything in flight waits for an insertion."""
 
     @property
     def waiting(self) -> list[WaitingRollout]:

@@ -172,6 +172,11 @@ class TorchGenerator:
         return max(0, self._slots.most - claimed)
 
     @property
+    def idle(self) -> bool:
+        """Return whether `step` has nothing to do or to report: everything in flight waits for an insertion."""
+        return not (self._waiting or self._slots.active or self._between.due)
+
+    @property
     def waiting(self) -> list[WaitingRollout]:
         """All rollouts that wait for an insertion, in the order in which they began to wait."""
         return self._between.reports

@@ -52,6 +52,11 @@ class Waiting:
         return self._keeps != "nothing"
 
     @property
+    def due(self) -> bool:
+        """Return whether a rollout goes on, or is reported, in the next step."""
+        return bool(self.answered or self._ended)
+
+    @property
     def held_slots(self) -> int:
         """Number of slots that are kept for waiting rollouts."""
         return len(self._paused) + len(self.answered) if self._keeps == "slot" else 0

@@ -168,6 +168,11 @@ class InFlight:
         return max(0, self._slots - self.in_flight + len(self._held))
 
     @property
+    def idle(self) -> bool:
+        """Return whether `step` has nothing to do or to report: everything in flight waits for an insertion."""
+        return not (self._under_way() or self._ahead)
+
+    @property
     def waiting(self) -> list[WaitingRollout]:
         """All rollouts that wait for an insertion, in the order in which they began to wait."""
         return [each.waiting() for each in self._held.values()]
