@@ -124,7 +124,6 @@ class Slots:
         # An answer is not sampled: record 0 as log-probability.
         self._logprobs[slot, inserted] = 0.0
         self._versions[slot, inserted] = version
-        self._forced[slot, inserted] = False
         self._count[slot] = inserted.stop
         self._limit[slot] = paused.insertions.turn_limit
         if self._interrupt_at[slot] != NEVER:
