@@ -98,7 +98,7 @@ def make_group(
                 tokens=[source.randint(1, 15) for _ in range(tokens)],
                 generator_logprobs=[-source.uniform(0.05, 3.0) for _ in range(tokens)],
                 weight_versions=[version] * tokens,
-                forced=[False] * tokens,
+                sources=[0] * tokens,
                 finish_reason="stop",
                 reward=reward,
                 correct=reward >= 1,

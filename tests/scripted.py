@@ -81,7 +81,7 @@ class ScriptedGenerator:
                 tokens=tokens,
                 generator_logprobs=[-1.0] * len(tokens),
                 weight_versions=versions,
-                forced=[False] * len(tokens),
+                sources=[0] * len(tokens),
                 finish_reason="stop",
             )
             finished.append(FinishedRollout(request.key, index, rollout))

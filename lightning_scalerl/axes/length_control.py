@@ -113,7 +113,7 @@ class Interruption(LengthControl):
     def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
         """Return whether tokens were forced, or the rollout passed the latest point without ending its thinking."""
         # Up to `high` tokens the drawn point may not have been reached, so only forced tokens count.
-        if len(rollout.tokens) <= self.high:
+        if rollout.length <= self.high:
             return any(rollout.forced)
         return any(rollout.forced) or self.end_of_thinking not in decode(rollout.tokens[: self.high])
 
@@ -154,14 +154,14 @@ class Penalty(LengthControl):
             return super().differs(theirs, step)
         rollouts = [rollout for group in step.batch.groups for rollout in group.sampled]
         # The penalty depends on correctness and length alone, so each pair is compared once.
-        lengths = {(rollout.correct, len(rollout.tokens)) for rollout in rollouts}
+        lengths = {(rollout.correct, rollout.length) for rollout in rollouts}
         # The penalty is added to the reward, so a base reward of 0 shows every difference.
         return any(self.reward(0.0, *length) != theirs.reward(0.0, *length) for length in lengths)
 
     def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
         """Return whether the penalty applies to the rollout and is not 0 at its length."""
         applies = rollout.correct or not self.only_correct
-        return applies and overlong_penalty(len(rollout.tokens), self.limit, self.buffer) < 0
+        return applies and overlong_penalty(rollout.length, self.limit, self.buffer) < 0
 
 
 class NoLengthControl(LengthControl):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -30,6 +30,8 @@ class GroupRequest:
             empty for never.
         max_new_tokens: token limit of this request; 0 for the generator's limit.
         temperature: sampling temperature of this request, 0 for the most likely token; None for the generator's.
+        turns: largest number of turns of a rollout. After each turn but the last it waits for an insertion.
+        turn_tokens: largest number of tokens of a turn; 0 for no limit of its own.
     """
 
     key: int
@@ -39,6 +41,8 @@ class GroupRequest:
     interrupt_at: tuple[int, ...] = ()
     max_new_tokens: int = 0
     temperature: float | None = None
+    turns: int = 1
+    turn_tokens: int = 0
 
     def limit(self, most: int) -> int:
         """Return the request's token limit; `most` is the generator's limit."""
@@ -55,19 +59,34 @@ class FinishedRollout:
 
 
 @dataclass(frozen=True)
+class WaitingRollout:
+    """Rollout `index` of group `key` that has ended a turn and waits for an insertion.
+
+    `rollout` is a copy of it so far. Its finish_reason is that of the turn: "stop", or "length" at the turn's limit.
+    """
+
+    key: int
+    index: int
+    rollout: Rollout
+
+
+@dataclass(frozen=True)
 class StepReport:
     """Report of one generator step: the rollouts that ended, and counts of the work done, for the compute meter.
 
     Attributes:
         finished: rollouts that ended in this step.
-        prefill_tokens: prompt tokens, plus tokens whose keys and values were recomputed after a publish.
+        prefill_tokens: prompt tokens, inserted tokens of environments, and tokens whose keys and values were
+            recomputed.
         prefill_context: tokens attended to in prefill, ignoring attention windows.
         decoded_tokens: tokens computed in decoding passes; a rollout's first token comes from its prefill instead.
         decoded_context: tokens attended to in decoding, ignoring attention windows.
-        prefilled: prompts whose last position went through the output head, once each even if rollouts share it.
+        prefilled: prompts and insertions whose last position went through the output head, once each even if rollouts
+            share it.
         outside: the part of both contexts outside the attention windows, summed over layers
             (`model.windows.outside`).
         lost_tokens: tokens of unfinished rollouts whose process died. They are sampled again.
+        waiting: rollouts that ended a turn in this step and wait for an insertion.
     """
 
     finished: Sequence[FinishedRollout]
@@ -78,6 +97,7 @@ class StepReport:
     prefilled: int = 0
     outside: int = 0
     lost_tokens: int = 0
+    waiting: Sequence[WaitingRollout] = field(default=(), kw_only=True)
 
     @property
     def computed(self) -> tuple[int, ...]:
@@ -86,7 +106,7 @@ class StepReport:
 
 
 # Fields of `StepReport` that count computed work, in order.
-COUNTS = tuple(entry.name for entry in fields(StepReport) if entry.name not in ("finished", "lost_tokens"))
+COUNTS = tuple(entry.name for entry in fields(StepReport) if entry.name not in ("finished", "lost_tokens", "waiting"))
 
 
 def nothing_computed() -> list[int]:
@@ -133,6 +153,38 @@ class Generator(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore everything in flight from a checkpoint."""
+
+
+class TurnGenerator(Generator, Protocol):
+    """Generator whose rollouts may wait for insertions (`GroupRequest.turns`). Waiting rollouts are in flight.
+
+    A caller reads `waiting` after `load_state_dict`. Some generators report rollouts that they restore once more.
+    """
+
+    @property
+    def idle(self) -> bool:
+        """Return whether `step` has nothing to do or to report: everything in flight waits for an insertion."""
+
+    @property
+    def waiting(self) -> list[WaitingRollout]:
+        """All rollouts that wait for an insertion, in the order in which they began to wait."""
+
+    def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
+        """Continue a waiting rollout behind these tokens; without room for them it ends as truncated.
+
+        Raises:
+            KeyError: the rollout does not wait.
+            ValueError: a token is not in the vocabulary.
+        """
+
+    def end(self, key: int, index: int, truncated: bool = False) -> None:
+        """End a waiting rollout; the next step reports it as finished.
+
+        Its finish_reason is that of its last turn, or "length" if it is truncated.
+
+        Raises:
+            KeyError: the rollout does not wait.
+        """
 
 
 @contextmanager
@@ -204,7 +256,8 @@ class SamplingSettings:
         """Check that a generator with these settings can serve a request.
 
         Raises:
-            ConfigurationError: the prompt is empty or too long, or the request has interruptions but no phrase is set.
+            ConfigurationError: the prompt is empty or too long, the request has interruptions but no phrase is set, or
+                it allows no turn.
         """
         length = len(request.prompt_tokens)
         if not 0 < length <= self.max_prompt_tokens:
@@ -213,11 +266,20 @@ class SamplingSettings:
             )
         if request.interrupt_at and not self.phrase:
             raise ConfigurationError("length_control.phrase: it has no tokens, an interruption would do nothing")
+        if request.turns < 1 or request.turn_tokens < 0:
+            raise ConfigurationError(
+                f"turns: {request.turns} must be at least 1, and turn_tokens, {request.turn_tokens}, at least 0"
+            )
 
 
 def request_state(request: GroupRequest) -> dict[str, Any]:
-    """Return a request as plain values, for a checkpoint."""
-    return {field: list(value) if isinstance(value, tuple) else value for field, value in vars(request).items()}
+    """Return a request as plain values, for a checkpoint. Turns are left out where there is only one."""
+    neutral = {entry.name: entry.default for entry in fields(GroupRequest) if entry.name.startswith("turn")}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in vars(request).items()
+        if value != neutral.get(name, MISSING)
+    }
 
 
 def request_from(state: dict[str, Any]) -> GroupRequest:

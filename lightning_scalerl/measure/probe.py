@@ -185,14 +185,14 @@ def logprob_gaps(
         real = column < (batch.lengths - batch.completion_start).unsqueeze(1)
         fresh = real & ((batch.weight_versions == version) | ~real).all(1, keepdim=True)
         if fresh.any():
-            # Forced tokens were not sampled, and some engines do not record their log-probability.
+            # Inserted tokens were not sampled, and some engines do not record their log-probability.
             return (trainer_logprobs - batch.generator_logprobs).abs()[fresh & ~batch.forced_mask].cpu()
     sampled = [(group, rollout) for group in batch.groups for rollout in group.sampled]
     fresh_rollouts = [pair for pair in sampled if set(pair[1].weight_versions) == {version}][:PROBE_ROLLOUTS]
     if fresh_rollouts:
         ours = _trainer_logprobs(fresh_rollouts, trained, size)
         gaps = _gaps(ours, [torch.tensor(rollout.generator_logprobs) for _, rollout in fresh_rollouts])
-        return gaps[~torch.cat([torch.tensor(rollout.forced) for _, rollout in fresh_rollouts])]
+        return gaps[~torch.cat([torch.tensor(rollout.inserted) for _, rollout in fresh_rollouts])]
     scorer = cast(Scorer, generator)
     if can_score(generator) and scorer.version == version:
         # Every n-th rollout, so that they come from many prompts: rollouts of one prompt are similar.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain
+from enum import IntEnum
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,26 @@ _PER_TOKEN = {
     "tokens": np.int32,
     "weight_versions": np.int32,
     "generator_logprobs": np.float64,
-    "forced": np.bool_,
+    "sources": np.int8,
 }
+
+
+class Source(IntEnum):
+    """Origin of a rollout's token: the model, a forced phrase, or an environment's answer."""
+
+    SAMPLED = 0
+    FORCED = 1
+    ENVIRONMENT = 2
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens `start` up to, but not including, `end` of a rollout, of one source and one version of the weights."""
+
+    source: Source
+    version: int
+    start: int
+    end: int
 
 
 @dataclass
@@ -34,7 +53,8 @@ class Rollout:
         tokens: token ids, a list of length T like the next three.
         generator_logprobs: log-probabilities at sampling time.
         weight_versions: for each token, the version of the weights that sampled it: their number of optimizer steps.
-        forced: for each token, whether it was inserted, not sampled. Forced tokens enter neither loss nor ratio.
+            For an inserted token, the version in use when it was inserted.
+        sources: for each token, its `Source`. Only sampled tokens enter loss and ratio.
         finish_reason: "stop" (end of sequence) or "length" (truncated).
         reward: the reward that is trained on.
         correct: whether the completion passes.
@@ -49,7 +69,7 @@ class Rollout:
     tokens: list[int]
     generator_logprobs: list[float]
     weight_versions: list[int]
-    forced: list[bool]
+    sources: list[int]
     finish_reason: str
     reward: float = 0.0
     correct: bool = False
@@ -65,18 +85,49 @@ class Rollout:
         """Return True if the completion hit the token limit."""
         return self.finish_reason == "length"
 
+    @property
+    def length(self) -> int:
+        """Number of the completion's tokens, without those of an environment: the length that is controlled."""
+        return len(self.tokens) - self.sources.count(Source.ENVIRONMENT)
+
+    @property
+    def forced(self) -> list[bool]:
+        """For each token, whether it belongs to a forced phrase."""
+        return [source == Source.FORCED for source in self.sources]
+
+    @property
+    def inserted(self) -> list[bool]:
+        """For each token, whether it was inserted, not sampled."""
+        return [source != Source.SAMPLED for source in self.sources]
+
+    @property
+    def spans(self) -> list[Span]:
+        """Return the runs of tokens that share their source and weight version, in order."""
+        spans, start = [], 0
+        for (source, version), tokens in groupby(zip(self.sources, self.weight_versions, strict=True)):
+            end = start + sum(1 for _ in tokens)
+            spans.append(Span(Source(source), version, start, end))
+            start = end
+        return spans
+
 
 def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Pack rollouts into a few flat tensors.
 
-    Per-token fields are concatenated over all rollouts: tokens, weight_versions, generator_logprobs, forced. Fields
-    with one entry per rollout: lengths, reward, correct, finish_reason, outcome, grade, parts, extra, terms, staged.
+    Per-token fields are concatenated over all rollouts: tokens, weight_versions, generator_logprobs, forced, and
+    environment if any token is an environment's. Fields with one entry per rollout: lengths, reward, correct,
+    finish_reason, outcome, grade, parts, extra, terms, staged.
     """
     # Flat tensors because a checkpoint needs half a minute for nested lists of millions of numbers.
     per_token = {
         name: torch.from_numpy(np.fromiter(chain.from_iterable(getattr(rollout, name) for rollout in rollouts), kind))
         for name, kind in _PER_TOKEN.items()
     }
+    # Two masks instead of the sources, the second one only where needed: as in checkpoints of earlier versions.
+    sources = per_token.pop("sources")
+    per_token["forced"] = sources == Source.FORCED
+    if (environment := sources == Source.ENVIRONMENT).any():
+        per_token["environment"] = environment
     return {
         **per_token,
         "lengths": torch.tensor([len(rollout.tokens) for rollout in rollouts], dtype=torch.int64),
@@ -95,7 +146,11 @@ def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 def unpacked(state: dict[str, Any]) -> list[Rollout]:
     """Restore exactly the rollouts that `packed` was given."""
     lengths = state["lengths"].tolist()
-    per_token = {name: [part.tolist() for part in torch.split(state[name], lengths)] for name in _PER_TOKEN}
+    sources = state["forced"].to(torch.int8) * Source.FORCED
+    if "environment" in state:
+        sources[state["environment"]] = Source.ENVIRONMENT
+    columns = {name: sources if name == "sources" else state[name] for name in _PER_TOKEN}
+    per_token = {name: [part.tolist() for part in torch.split(column, lengths)] for name, column in columns.items()}
     count = len(lengths)
     # Checkpoints of earlier versions lack these fields.
     outcomes, grades = state.get("outcome", ["score"] * count), state.get("grade", [0.0] * count)
@@ -218,7 +273,7 @@ class TrainBatch:
         generator_logprobs: (R, T).
         weight_versions: (R, T).
         loss_mask: (R, T), 1 for sampled tokens that carry credit.
-        forced_mask: (R, T), 1 for forced tokens.
+        forced_mask: (R, T), 1 for inserted tokens: forced ones and an environment's.
         advantages: (R, T).
         sample_tokens: (R,), loss-mask tokens of the rollout.
         group_tokens: (R,), loss-mask tokens of the rollout's whole group.
@@ -361,8 +416,8 @@ class Scored:
     def inside(self) -> Scored:
         """Return a copy with 0 outside the loss mask, in the models' outputs and in the batch's per-token tensors.
 
-        Every computation on credited tokens starts from this copy, so that no value of a forced or masked token (such
-        as NaN) can reach it.
+        Every computation on credited tokens starts from this copy, so that no value of an inserted or masked token
+        (such as NaN) can reach it.
         """
         batch, mask = self.batch, self.batch.loss_mask
         tables = {name: getattr(batch, name) for name in ("generator_logprobs", *BEFORE_UPDATE)}

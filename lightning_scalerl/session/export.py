@@ -20,7 +20,7 @@ from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.save import save_adapter, save_in_parts, save_model
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.rollouts.prompt import Prompt
-from lightning_scalerl.rollouts.rollout import Group, Rollout
+from lightning_scalerl.rollouts.rollout import Group, Rollout, Source
 from lightning_scalerl.session.models import Models
 from lightning_scalerl.stream.credit import lay_out
 from lightning_scalerl.update.trained import TrainedPolicy
@@ -86,7 +86,7 @@ def check_merged(trained: TrainedPolicy, model: nn.Module) -> None:
             tokens=row[TOKENS:],
             generator_logprobs=[0.0] * TOKENS,
             weight_versions=[0] * TOKENS,
-            forced=[False] * TOKENS,
+            sources=[Source.SAMPLED] * TOKENS,
             finish_reason="length",
         )
         for row in drawn

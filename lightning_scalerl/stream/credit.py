@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_scalerl.axes.normalization import Moments
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.rollouts.rollout import Denominators, Group, TrainBatch
+from lightning_scalerl.rollouts.rollout import Denominators, Group, Source, TrainBatch
 
 
 def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> TrainBatch:
@@ -48,8 +48,8 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
     for number, credit in zip(kept, advantages, strict=True):
         group = groups[number]
         credited = [index for index, rollout in enumerate(group.rollouts) if choices.truncated.credits(rollout)]
-        # Forced tokens were not sampled, so they do not count in any denominator.
-        group_tokens = sum(group.rollouts[index].forced.count(False) for index in credited)
+        # Inserted tokens were not sampled, so they do not count in any denominator.
+        group_tokens = sum(group.rollouts[index].sources.count(Source.SAMPLED) for index in credited)
         # A group whose rollouts are all masked as truncated does not count as a prompt of the loss.
         prompts += bool(credited)
         for index in credited:
@@ -113,9 +113,9 @@ def lay_out(rows: list[tuple[Group, Any, float, int, int]]) -> TrainBatch:
 
     rollouts = [rollout for _, rollout, *_ in rows]
     numbers: dict[int, int] = {}
-    forced = padded([rollout.forced for rollout in rollouts], longest, torch.bool)
+    inserted = padded([rollout.sources for rollout in rollouts], longest, torch.int8) != Source.SAMPLED
     lengths = torch.tensor([len(rollout.tokens) for rollout in rollouts], dtype=torch.long)
-    sampled = (torch.arange(longest) < lengths.unsqueeze(1)) & ~forced
+    sampled = (torch.arange(longest) < lengths.unsqueeze(1)) & ~inserted
     # Rewards and advantages were float64 until here (`Group.rewards`): round once.
     advantages = torch.tensor([credit for _, _, credit, *_ in rows], dtype=torch.float32)
     return TrainBatch(
@@ -125,7 +125,7 @@ def lay_out(rows: list[tuple[Group, Any, float, int, int]]) -> TrainBatch:
         generator_logprobs=padded([rollout.generator_logprobs for rollout in rollouts], longest, torch.float32),
         weight_versions=padded([rollout.weight_versions for rollout in rollouts], longest, torch.long),
         loss_mask=sampled.float(),
-        forced_mask=forced,
+        forced_mask=inserted,
         advantages=advantages.unsqueeze(1).expand(-1, longest).contiguous(),
         sample_tokens=sampled.sum(1).float(),
         group_tokens=torch.tensor([tokens for *_, tokens, _ in rows], dtype=torch.float32),

@@ -204,7 +204,7 @@ class RolloutStream:
             weighed = weighed_sum(outcome.reward, outcome.terms, factors)
             rollout.terms, rollout.staged = dict(outcome.terms), weighed != outcome.reward
             scaled = self.reward.scale(weighed)
-            rollout.reward = self.choices.length_control.reward(scaled, rollout.correct, len(rollout.tokens))
+            rollout.reward = self.choices.length_control.reward(scaled, rollout.correct, rollout.length)
             for axis in self.choices.own.values():
                 rollout.reward = axis.adjust_reward(rollout.reward, rollout)
         group.rollouts[index] = rollout

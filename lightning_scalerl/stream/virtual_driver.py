@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from lightning_scalerl.generator.base import FinishedRollout, Generator, StepReport, Weights
+from lightning_scalerl.generator.base import COUNTS, FinishedRollout, Generator, StepReport, Weights
 from lightning_scalerl.rollouts.grade import Sample
 from lightning_scalerl.rollouts.rollout import TrainBatch, packed, unpacked
 from lightning_scalerl.stream.cost_model import CostModel
@@ -204,7 +204,8 @@ class VirtualDriver:
             return {"clock": asdict(self.clock), "decoded": None, "grading": grading}
         finished = self._decoded.finished
         decoded = {
-            **{name: value for name, value in vars(self._decoded).items() if name != "finished"},
+            # Waiting rollouts are in the generator's state.
+            **{name: getattr(self._decoded, name) for name in (*COUNTS, "lost_tokens")},
             "finished": [(done.key, done.index) for done in finished],
             "rollouts": packed([done.rollout for done in finished]),
         }

@@ -28,7 +28,7 @@ LIMIT, BUFFER = 14336, 2048
 
 
 def rollout(tokens: int = 3, correct: bool = False, forced: tuple[int, ...] = ()) -> Rollout:
-    marks = [place in forced for place in range(tokens)]
+    marks = [int(place in forced) for place in range(tokens)]
     return Rollout([1] * tokens, [0.0] * tokens, [0] * tokens, marks, "stop", float(correct), correct)
 
 

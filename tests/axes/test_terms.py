@@ -72,7 +72,7 @@ def batch_of(seed: int = 0) -> TrainBatch:
     groups[1].history, groups[2].history = (1.0, 0.5), (0.0,)
     for group in groups:
         for rollout in group.rollouts[1:]:
-            rollout.forced = [place % 4 == 2 for place in range(len(rollout.tokens))]
+            rollout.sources = [int(place % 4 == 2) for place in range(len(rollout.tokens))]
     batch = assemble(groups, row(), max_new_tokens=8)
     source = torch.Generator().manual_seed(seed)
     column = torch.arange(batch.loss_mask.shape[1])

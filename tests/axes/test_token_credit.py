@@ -34,7 +34,7 @@ from lightning_scalerl.axes.normalization import (
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.rollouts.rollout import Group, TrainBatch
+from lightning_scalerl.rollouts.rollout import Group, Source, TrainBatch
 from lightning_scalerl.stream.credit import assemble, remember
 from lightning_scalerl.update.token_credit import token_credit
 from tests.examples import examples
@@ -140,8 +140,8 @@ def groups_of(seed: int = 0, rewards: Sequence[Sequence[float]] = ((1.0, 0.0, 0.
     groups = [make_group(each, admission=number, seed=seed) for number, each in enumerate(rewards)]
     for number, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):
         length = len(rollout.tokens)
-        rollout.forced = [place % 3 == 1 or (number < 2 and place == length - 1) for place in range(length)]
-        rollout.forced[0] = False
+        rollout.sources = [int(place % 3 == 1 or (number < 2 and place == length - 1)) for place in range(length)]
+        rollout.sources[0] = Source.SAMPLED
     return groups
 
 
@@ -276,8 +276,8 @@ def test_a_single_token_has_no_scale() -> None:
     choices = by_token(BatchNormalization(ddof=1, centre=True))
     group = make_group([1.0, 0.0])
     for rollout in group.rollouts:
-        rollout.forced = [True] * len(rollout.tokens)
-    group.rollouts[0].forced[0] = False
+        rollout.sources = [Source.FORCED] * len(rollout.tokens)
+    group.rollouts[0].sources[0] = Source.SAMPLED
     batch = scored([group], choices)
     assert batch.denominators.tokens == 1
     found = token_credit(batch, choices, alone)

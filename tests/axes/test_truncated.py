@@ -14,7 +14,7 @@ from lightning_scalerl.axes.filter import ZeroVariance
 from lightning_scalerl.axes.loss import CISPO
 from lightning_scalerl.axes.normalization import NoNormalization, PromptNormalization
 from lightning_scalerl.axes.truncated import KeepTruncated, MaskTruncated
-from lightning_scalerl.rollouts.rollout import Denominators, Group, PassSize, TrainBatch
+from lightning_scalerl.rollouts.rollout import Denominators, Group, PassSize, Source, TrainBatch
 from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.update.terms import loss_weights
 from tests.axes.test_contract import CREDIT, each_aggregation, each_loss, total_loss
@@ -33,7 +33,7 @@ def groups_of(truncated: list[set[int]], rewards: list[list[float]] = REWARDS) -
         for index, rollout in enumerate(group.rollouts):
             rollout.finish_reason = "length" if index in cut else "stop"
             if index % 2 and len(rollout.tokens) > 2:
-                rollout.forced[1] = True
+                rollout.sources[1] = Source.FORCED
     return groups
 
 

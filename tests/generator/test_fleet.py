@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -224,3 +225,41 @@ def test_the_torch_generator_samples_the_same_there_and_here(tiny_model: Any) ->
         for request in requests():
             there.submit(request)
         assert {(each.key, each.index): each.rollout.tokens for each in drained(there)} == expected
+
+
+@pytest.mark.slow
+def test_rollouts_wait_in_their_engines(tiny_model: Any) -> None:
+    """Answers reach the engine that has the rollout, also after a checkpoint; a lost engine's rollouts start again."""
+    given = with_sampling(precision=Precision("fp32"), max_prompt_tokens=8, max_new_tokens=20, stop_tokens=[])
+    asked = [dataclasses.replace(each, turns=3, turn_tokens=3) for each in requests(3)]
+
+    def answered(generator: Any, found: dict[Any, Any]) -> dict[Any, Any]:
+        deadline = time.monotonic() + 240
+        while generator.in_flight:
+            assert time.monotonic() < deadline, f"{generator.in_flight} rollouts never came"
+            for each in generator.waiting:
+                generator.insert(each.key, each.index, [2 + each.index] * 2)
+            found |= {(each.key, each.index): each.rollout for each in generator.step().finished}
+        return {place: (rollout.tokens, rollout.sources) for place, rollout in found.items()}
+
+    here = TorchGenerator(tiny_model, slots=4, **given)
+    there = Fleet(partial(TorchGenerator, slots=4), tiny_model, given, generators=2, silence_s=60, start_s=200)
+    with closing(there):
+        for request in asked:
+            here.submit(request)
+            there.submit(request)
+        expected = answered(here, {})
+        assert len(expected) == 9 and {len(tokens) for tokens, _ in expected.values()} == {13}
+        reported = 0
+        while not there.idle:
+            reported += len(there.step().waiting)
+        waiting = there.waiting
+        assert reported == len(waiting) == there.in_flight == 9 and there.free_slots == 8
+        state = there.state_dict()
+        assert answered(there, {}) == expected
+        there.load_state_dict(state)
+        assert sorted((each.key, each.index) for each in there.waiting) == sorted(expected)
+        os.kill(there.pids[0], signal.SIGKILL)
+        assert answered(there, {}) == expected and there.lost == 1
+        with pytest.raises(KeyError, match="rollout 0 of group 0 does not wait"):
+            there.end(0, 0)

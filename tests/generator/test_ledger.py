@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, WaitingRollout
 from lightning_scalerl.generator.fleet.ledger import Ledger
 from lightning_scalerl.rollouts.rollout import Rollout
 from tests.examples import examples
@@ -183,3 +183,25 @@ def test_names_of_a_restored_ledger_are_never_given_again() -> None:
     restored.load_state_dict({**ledger.state_dict(lambda engine: 0), "open": []})
     restored.submit(request(9))
     assert not named & {each.key for _, each in restored.assign({"b": 9})}
+
+
+def test_rollouts_that_wait() -> None:
+    """Each is reported once, continued once in its engine, and forgotten with it."""
+    ledger = Ledger()
+    ledger.submit(request(7))
+    ((_, sent),) = ledger.assign({"a": SLOTS})
+    first, second = (WaitingRollout(sent.key, index, finished(0, index).rollout) for index in (0, 1))
+    for each in (first, second, first):
+        ledger.waits(each, "a")
+    ledger.waits(WaitingRollout(sent.key, 2, first.rollout), "b")
+    assert ledger.owed("a") == 1 and ledger.in_flight == 3 and ledger.has_ended
+    assert [(each.key, each.index) for each in ledger.all_waiting()] == [(7, 0), (7, 1)]
+    assert ledger.continued(7, 0) == ("a", sent.key)
+    with pytest.raises(KeyError, match="rollout 0 of group 7 does not wait"):
+        ledger.continued(7, 0)
+    assert [each.index for each in ledger.collect_waiting()] == [1] and not ledger.collect_waiting()
+    ledger.finished(finished(sent.key, 1))
+    assert not ledger.all_waiting()
+    ledger.waits(first, "a")
+    ledger.keep_only(["b"])
+    assert not ledger.all_waiting() and not ledger.collect_waiting() and ledger.waiting == 2

@@ -347,14 +347,24 @@ def test_other_architectures(family: str) -> None:
     model = model.float().eval()
     check_head(model)
     generator = generator_of(model, slots=3)
-    for request in requests(3):
-        generator.submit(request)
+    # Every second prompt takes two turns, with two tokens of an environment between them.
+    for request in requests(4):
+        turns = 1 + request.key % 2
+        generator.submit(dataclasses.replace(request, turns=turns, turn_tokens=4))
     policy = Policy(model, FP32)
-    for (key, _), entry in drain(generator).items():
-        prompt = requests(3)[key].prompt_tokens
-        recorded = torch.tensor(entry.rollout.generator_logprobs)
-        assert torch.allclose(recorded, full_forward(model, prompt, entry.rollout.tokens), atol=2e-5)
-        assert torch.allclose(recorded, policy(one_row(prompt, entry.rollout))[0][0].detach(), atol=2e-5)
+    finished = []
+    while generator.in_flight:
+        report = generator.step()
+        finished += report.finished
+        for each in report.waiting:
+            generator.insert(each.key, each.index, [2, 5])
+    for entry in finished:
+        prompt = requests(4)[entry.key].prompt_tokens
+        sampled = ~torch.tensor(entry.rollout.inserted)
+        recorded = torch.tensor(entry.rollout.generator_logprobs)[sampled]
+        assert torch.allclose(recorded, full_forward(model, prompt, entry.rollout.tokens)[sampled], atol=2e-5)
+        assert torch.allclose(recorded, policy(one_row(prompt, entry.rollout))[0][0].detach()[sampled], atol=2e-5)
+    assert sum(any(entry.rollout.inserted) for entry in finished) == 6
 
 
 def one_row(prompt: tuple[int, ...], rollout: Any) -> TrainBatch:

@@ -27,6 +27,7 @@ from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.measure.probe import P99
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.windows import Window
+from lightning_scalerl.rollouts.rollout import Source
 from tests.examples import every
 from tests.generator.sampling import with_sampling
 from tests.helpers import CountingTask, fit
@@ -119,7 +120,7 @@ def gap(model: Any, prompt: Sequence[int], found: Sequence[FinishedRollout], tem
     """The largest difference over sampled tokens."""
     largest = 0.0
     for each in found:
-        theirs, sampled = torch.tensor(each.rollout.generator_logprobs), ~torch.tensor(each.rollout.forced)
+        theirs, sampled = torch.tensor(each.rollout.generator_logprobs), ~torch.tensor(each.rollout.inserted)
         differences = (trainers(model, prompt, each.rollout.tokens, temperature) - theirs).abs()[sampled]
         largest = max(largest, float(differences.max()))
     return largest
@@ -230,6 +231,51 @@ def test_thinking_that_has_ended_is_not_interrupted(generator: Any) -> None:
     with sampling_with(generator, thinking_ended=lambda tokens: len(tokens) == 4):
         generator.submit(GroupRequest(0, SHORT, 8, (2, 2), (4,) * 8))
         assert not any(any(each.rollout.forced) for each in drained(generator))
+
+
+def test_several_turns_are_those_of_one_pass(generator: Any, model: Any, tmp_path: Any) -> None:
+    """Rollouts continue behind answers of an environment, also after a checkpoint in which they wait for one."""
+    ANSWER = [12, STOP, 30]
+    generator.submit(GroupRequest(0, LONG, 8, (5, 5), (6,) * 8, turns=3, turn_tokens=4))
+    generator.submit(GroupRequest(1, SHORT, 4, (5, 6)))
+    found, waited = [], 0
+    while generator.in_flight > len(generator.waiting):
+        report = generator.step()
+        found += report.finished
+        waited += len(report.waiting)
+    assert waited == len(generator.waiting) == generator.in_flight == 8 and generator.free_slots == 8
+    waiting = generator.waiting
+    torch.save(generator.state_dict(), tmp_path / "state.pt")
+    generator.clear()
+    assert generator.in_flight == 0
+    generator.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert generator.waiting == waiting
+    while generator.in_flight:
+        for each in generator.waiting:
+            generator.insert(each.key, each.index, ANSWER)
+        found += generator.step().finished
+    assert len(found) == 12
+    for each in found:
+        answers = [span for span in each.rollout.spans if span.source == Source.ENVIRONMENT]
+        assert len(answers) == (2 if each.key == 0 else 0)
+        assert all(each.rollout.tokens[span.start : span.end] == ANSWER for span in answers)
+        assert len(each.rollout.tokens) <= 16
+    assert any(any(each.rollout.forced) for each in found)
+    assert gap(model, LONG, [each for each in found if each.key == 0]) < 1e-4
+    assert gap(model, SHORT, [each for each in found if each.key == 1]) < 1e-4
+
+
+def test_limits_of_turns(generator: Any) -> None:
+    generator.submit(GroupRequest(0, SHORT, 3, (5, 7), turns=2, turn_tokens=4))
+    while len(generator.waiting) < 3:
+        generator.step()
+    generator.insert(0, 0, [5] * 12)
+    generator.end(0, 1, truncated=True)
+    generator.end(0, 2)
+    with pytest.raises(KeyError, match="rollout 2 of group 0 does not wait"):
+        generator.end(0, 2)
+    lengths = [(len(each.rollout.tokens), each.rollout.finish_reason) for each in drained(generator)]
+    assert all(length <= 4 for length, _ in lengths) and lengths[0][1] == lengths[1][1] == "length"
 
 
 def test_the_same_seed_samples_the_same_and_each_rollout_another(generator: Any) -> None:

@@ -113,14 +113,25 @@ def test_the_same_seeds_give_the_same_tokens_as_in_this_process(generator: VLLMS
         for each in (inside, generator):
             each.submit(GroupRequest(0, LONG, 6, (3, 1)))
             each.submit(GroupRequest(1, SHORT, 4, (3, 2), (4,) * 4))
-        ours, theirs = drained(inside), drained(generator)
+            each.submit(GroupRequest(2, LONG, 3, (3, 3), turns=2, turn_tokens=4))
+        ours, theirs = answered(inside), answered(generator)
     finally:
         inside.close()
     assert [each.rollout.tokens for each in ours] == [each.rollout.tokens for each in theirs]
-    assert [each.rollout.forced for each in ours] == [each.rollout.forced for each in theirs]
-    assert any(any(each.rollout.forced) for each in theirs)
+    assert [each.rollout.sources for each in ours] == [each.rollout.sources for each in theirs]
+    assert {source for each in theirs for source in each.rollout.sources} == {0, 1, 2}
     for one, other in zip(ours, theirs, strict=True):
         assert one.rollout.generator_logprobs == pytest.approx(other.rollout.generator_logprobs, abs=1e-5)
+
+
+def answered(generator: Any) -> list[FinishedRollout]:
+    """Let everything in flight end; rollouts that wait get an answer."""
+    found: list[FinishedRollout] = []
+    while generator.in_flight:
+        for each in generator.waiting:
+            generator.insert(each.key, each.index, [9, 12])
+        found += generator.step().finished
+    return sorted(found, key=lambda each: (each.key, each.index))
 
 
 def signal_engine(server: Server, number: signal.Signals) -> None:

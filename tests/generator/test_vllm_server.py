@@ -245,7 +245,7 @@ def test_a_failed_update_stays_paused(server: StandIn, made: Any, model: Any) ->
     assert not server.paused.is_set() and server.calls.count("/resume") == 1
 
 
-# --- interruptions and texts ------------------------------------------------------------------------------------
+# --- interruptions, turns and texts --------------------------------------------------------------------------------
 
 
 def test_the_phrase_is_forced_where_thinking_has_not_ended(server: StandIn, made: Any) -> None:
@@ -779,3 +779,20 @@ def runs(pid: str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_rollout_goes_on_behind_an_answer(server: StandIn, made: Any) -> None:
+    generator = made()
+    generator.submit(GroupRequest(0, PROMPT, 2, (1,), turns=2, turn_tokens=2))
+    while len(generator.waiting) < 2:
+        generator.step()
+    assert [each.rollout.tokens for each in generator.waiting] == [[2, 3]] * 2 and generator.free_slots == 4
+    generator.insert(0, 1, [12, 13])
+    generator.end(0, 0)
+    first, second = (each.rollout for each in drained(generator))
+    assert first.tokens == [2, 3] and first.finish_reason == "length"
+    assert second.tokens == [2, 3, 12, 13, 2, 3] and second.sources == [0, 0, 2, 2, 0, 0]
+    asked = [body for body in server.bodies if body.get("stream")]
+    assert asked[-1]["token_ids"] == [*PROMPT, 2, 3, 12, 13] and asked[-1]["sampling_params"]["max_tokens"] == 2
+    with pytest.raises(ValueError, match="token 99999 is not in the vocabulary"):
+        generator.insert(0, 1, [99999])

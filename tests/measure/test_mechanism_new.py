@@ -43,7 +43,7 @@ from lightning_scalerl.choices import Choices
 from lightning_scalerl.distributed.ranks import Ranks
 from lightning_scalerl.measure.mechanism import MechanismCounters
 from lightning_scalerl.model.policy import Policy
-from lightning_scalerl.rollouts.rollout import Group, TrainBatch
+from lightning_scalerl.rollouts.rollout import Group, Source, TrainBatch
 from lightning_scalerl.stream.credit import assemble, remember
 from lightning_scalerl.update.token_credit import token_credit
 from lightning_scalerl.update.trained import TrainedPolicy
@@ -122,7 +122,7 @@ def one_token_each() -> list[Group]:
     """Of each rollout only the first token was sampled."""
     groups = groups_of()
     for rollout in (rollout for group in groups for rollout in group.rollouts):
-        rollout.forced = [place > 0 for place in range(len(rollout.tokens))]
+        rollout.sources = [int(place > 0) for place in range(len(rollout.tokens))]
     return groups
 
 
@@ -130,13 +130,13 @@ def nothing_sampled() -> list[Group]:
     """Every token was forced: there are rollouts, and none of their tokens carries credit."""
     groups = groups_of()
     for rollout in (rollout for group in groups for rollout in group.rollouts):
-        rollout.forced = [True] * len(rollout.tokens)
+        rollout.sources = [Source.FORCED] * len(rollout.tokens)
     return groups
 
 
 def one_token_in_all() -> list[Group]:
     groups = nothing_sampled()
-    groups[0].rollouts[0].forced[0] = False
+    groups[0].rollouts[0].sources[0] = Source.SAMPLED
     return groups
 
 

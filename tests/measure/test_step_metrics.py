@@ -19,7 +19,7 @@ from lightning_scalerl.axes.loss import CISPO
 from lightning_scalerl.axes.truncated import MaskTruncated
 from lightning_scalerl.measure.step_metrics import Pass, staleness, step_metrics
 from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
-from lightning_scalerl.rollouts.rollout import Group, PassSize, Rollout
+from lightning_scalerl.rollouts.rollout import Group, PassSize, Rollout, Source
 from lightning_scalerl.stream.credit import assemble
 from tests.axes.test_contract import CREDIT
 from tests.helpers import make_group
@@ -90,10 +90,10 @@ def some_groups() -> list[Group]:
         size = 3 + number
         rollout.tokens, rollout.weight_versions = [1] * size, [0] * size
         rollout.generator_logprobs = [-1.0 - 0.1 * place for place in range(size)]
-        rollout.forced = [False] * size
+        rollout.sources = [0] * size
         rollout.finish_reason = "length" if number in (3, 4, 8) else "stop"
     for number, forced in ((0, 1), (3, 2), (4, 3), (5, 4)):
-        rollouts[number].forced[1 : 1 + forced] = [True] * forced
+        rollouts[number].sources[1 : 1 + forced] = [Source.FORCED] * forced
     return groups
 
 

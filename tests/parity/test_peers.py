@@ -263,7 +263,7 @@ def stored_groups(with_forced: bool) -> list[Group]:
         for reward in rewards:
             logprobs, forced = next(rows)
             length = len(logprobs)
-            flags = [with_forced and bool(flag) for flag in forced]
+            flags = [int(with_forced and bool(flag)) for flag in forced]
             reason = "length" if next(truncated) else "stop"
             rollouts.append(Rollout([5] * length, logprobs, [0] * length, flags, reason, reward=reward))
         groups.append(Group(number, Prompt(str(number), "", ""), [3] * (number + 1), rollouts))

@@ -147,7 +147,7 @@ def batch_of() -> TrainBatch:
     groups = [make_group([1.0, 0.0], number, prompt_length=length) for number, length in enumerate((4, 6))]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     for rollout, size in zip(rollouts, (3, 5, 2, 1), strict=True):
-        rollout.tokens, rollout.weight_versions, rollout.forced = [1] * size, [0] * size, [False] * size
+        rollout.tokens, rollout.weight_versions, rollout.sources = [1] * size, [0] * size, [0] * size
         rollout.generator_logprobs = [-1.0] * size
     rollouts[1].finish_reason = "length"
     return assemble(groups, CREDIT.having(MaskTruncated()), max_new_tokens=5)

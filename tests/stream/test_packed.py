@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_scalerl.rollouts.rollout import Rollout, packed, unpacked
+from lightning_scalerl.rollouts.rollout import Rollout, Source, packed, unpacked
 
 
 @st.composite
@@ -23,7 +23,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         each(st.integers(0, 2**31 - 1)),  # type: ignore[arg-type]
         each(finite),  # type: ignore[arg-type]
         each(st.integers(0, 10**6)),  # type: ignore[arg-type]
-        each(st.booleans()),  # type: ignore[arg-type]
+        each(st.sampled_from(Source)),  # type: ignore[arg-type]
         draw(st.sampled_from(["stop", "length"])),
         draw(finite),
         draw(st.booleans()),

@@ -61,9 +61,15 @@ class Listener(Protocol):
         """Handle an engine that has come up, with nothing in flight and uninitialized weights."""
 
     def has_worked(
-        self, engine: Engine, finished: Sequence[Any], computed: Sequence[int], busy_s: float, sampled: int
+        self,
+        engine: Engine,
+        finished: Sequence[Any],
+        computed: Sequence[int],
+        busy_s: float,
+        sampled: int,
+        waiting: Sequence[Any],
     ) -> None:
-        """Handle an engine's report of finished rollouts and computed work."""
+        """Handle an engine's report of finished rollouts, computed work and rollouts that wait for an insertion."""
 
     def holds(self, engine: Engine, number: int, digest: str) -> None:
         """Handle an engine's confirmation of the weights that it now uses."""

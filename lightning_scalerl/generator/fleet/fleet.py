@@ -21,7 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport, nothing_computed
+from lightning_scalerl.generator.base import (
+    FinishedRollout,
+    GroupRequest,
+    StepReport,
+    WaitingRollout,
+    nothing_computed,
+)
 from lightning_scalerl.generator.fleet.addresses import addresses_of, blueprint_for, shares
 from lightning_scalerl.generator.fleet.engines import POLL_S, Engine, Engines, GeneratorLostError
 from lightning_scalerl.generator.fleet.ledger import Ledger
@@ -164,21 +170,55 @@ class Fleet:
         self._ledger.submit(request)
         self._dispatch()
 
+    @property
+    @_one_at_a_time
+    def idle(self) -> bool:
+        """Return whether everything in flight waits for an insertion, and has been reported."""
+        waiting = len(self._ledger.all_waiting())
+        return self._ledger.in_flight == waiting and not self._ledger.has_ended
+
+    @property
+    @_one_at_a_time
+    def waiting(self) -> list[WaitingRollout]:
+        """All rollouts that wait for an insertion. Those of a lost engine do not: they are sampled again."""
+        return self._ledger.all_waiting()
+
+    @_one_at_a_time
+    def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
+        """Continue a waiting rollout behind these tokens; without room for them it ends as truncated.
+
+        Raises:
+            KeyError: the rollout does not wait, or no longer because its engine was lost.
+        """
+        engine, name = self._ledger.continued(key, index)
+        engine.transport.tell("insert", name, index, tuple(tokens))
+
+    @_one_at_a_time
+    def end(self, key: int, index: int, truncated: bool = False) -> None:
+        """End a waiting rollout; a later step reports it as finished.
+
+        Raises:
+            KeyError: the rollout does not wait, or no longer because its engine was lost.
+        """
+        engine, name = self._ledger.continued(key, index)
+        engine.transport.tell("end", name, index, truncated)
+
     def wait(self, seconds: float) -> None:
         """Wait until an engine has sent a message, at most `seconds` seconds."""
         self._engines.wait(seconds)
 
     def step(self) -> StepReport:
-        """Return the rollouts that have ended; if none has, wait up to `POLL_S` for one."""
+        """Return the rollouts that have ended or wait; if there is none, wait up to `POLL_S` for one."""
         if not self._ledger.has_ended:
             self.wait(POLL_S)
         return self.collect()
 
     @_one_at_a_time
     def collect(self) -> StepReport:
-        """Return the rollouts that have ended and the work done since the last report, without waiting."""
+        """Return the rollouts that have ended or wait and the work done since the last report, without waiting."""
         self._engines.hear()
-        report = replace(StepReport(self._ledger.collect(), *self._computed), lost_tokens=self._lost_tokens)
+        ended, waiting = self._ledger.collect(), self._ledger.collect_waiting()
+        report = replace(StepReport(ended, *self._computed), lost_tokens=self._lost_tokens, waiting=waiting)
         self._computed, self._lost_tokens = nothing_computed(), 0
         return report
 
@@ -290,10 +330,12 @@ class Fleet:
                 own = dict(enumerate(state["generators"])).get(engine.number)
                 if own is None:
                     continue
-                self._engines.ask(engine, "load", own)
+                waiting = self._engines.ask(engine, "load", own)
                 for name, _, _, number in state["open"]:
                     if number == engine.number and engine in self._engines:
                         self._ledger.adopt(name, engine)
+                for each in waiting or ():
+                    self._ledger.waits(each, engine, report=False)
         finally:
             self._held = False
         self._dispatch()
@@ -307,9 +349,15 @@ class Fleet:
         self._dispatch()
 
     def has_worked(
-        self, engine: Engine, finished: Sequence[FinishedRollout], computed: Sequence[int], busy_s: float, sampled: int
+        self,
+        engine: Engine,
+        finished: Sequence[FinishedRollout],
+        computed: Sequence[int],
+        busy_s: float,
+        sampled: int,
+        waiting: Sequence[WaitingRollout],
     ) -> None:
-        """Record an engine's finished rollouts and computed work."""
+        """Record an engine's finished rollouts, its computed work, and its rollouts that wait for an insertion."""
         self.busy_s += busy_s
         if not engine.aside:  # inside `aside` the count is that of the evaluation's rollouts
             engine.sampled = sampled
@@ -321,6 +369,8 @@ class Fleet:
         for each in finished:
             if self._ledger.finished(each):
                 self._engines.count_rollout()
+        for rollout in waiting:
+            self._ledger.waits(rollout, engine)
         self._dispatch()
 
     def holds(self, engine: Engine, number: int, digest: str) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, request_from, request_state
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, WaitingRollout, request_from, request_state
 from lightning_scalerl.rollouts.rollout import packed, unpacked
 
 
@@ -19,13 +19,15 @@ from lightning_scalerl.rollouts.rollout import packed, unpacked
 class _Open:
     """Group in flight: the indices of its unfinished rollouts, and the engine that samples them.
 
-    `name` replaces the group's key in the engines, where keys of evaluation and training could collide.
+    `name` replaces the group's key in the engines, where keys of evaluation and training could collide. `waiting` has
+    the rollouts that wait for an insertion in their engine, with the group's key.
     """
 
     name: int
     request: GroupRequest
     missing: set[int]
     engine: Hashable | None = None
+    waiting: dict[int, WaitingRollout] = field(default_factory=dict)
 
 
 class Ledger:
@@ -40,6 +42,7 @@ class Ledger:
         self._open: dict[int, _Open] = {}
         self._waiting: deque[_Open] = deque()
         self._ended: list[FinishedRollout] = []
+        self._new_waiting: list[tuple[_Open, int]] = []
 
     @property
     def in_flight(self) -> int:
@@ -53,12 +56,13 @@ class Ledger:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether `collect` would return a rollout."""
-        return bool(self._ended)
+        """Return whether there is a rollout to report: one that has ended, or waits for an insertion."""
+        return bool(self._ended or self._new_waiting)
 
     def owed(self, engine: Hashable) -> int:
-        """Return the number of unfinished rollouts that an engine has."""
-        return sum(len(each.missing) for each in self._open.values() if each.engine == engine)
+        """Return the number of unfinished rollouts that an engine has, without those that wait for an insertion."""
+        owed = (len(each.missing) - len(each.waiting) for each in self._open.values() if each.engine == engine)
+        return sum(owed)
 
     def submit(self, request: GroupRequest) -> None:
         """Queue a group until an engine has room."""
@@ -95,6 +99,7 @@ class Ledger:
         if entry is None or each.index not in entry.missing:
             return False
         entry.missing.remove(each.index)
+        entry.waiting.pop(each.index, None)
         if not entry.missing:
             del self._open[each.key]
             if entry in self._waiting:  # an engine that was taken for lost has finished it
@@ -107,11 +112,41 @@ class Ledger:
         ended, self._ended = self._ended, []
         return ended
 
+    def waits(self, each: WaitingRollout, engine: Hashable, report: bool = True) -> None:
+        """Record that a rollout waits in an engine, unless that is known or the engine no longer has it."""
+        entry = self._open.get(each.key)
+        if entry is None or entry.engine != engine or each.index not in entry.missing - entry.waiting.keys():
+            return
+        entry.waiting[each.index] = replace(each, key=entry.request.key)
+        if report:
+            self._new_waiting.append((entry, each.index))
+
+    def all_waiting(self) -> list[WaitingRollout]:
+        """Return all rollouts that wait for an insertion."""
+        return [each for entry in self._open.values() for each in entry.waiting.values()]
+
+    def collect_waiting(self) -> list[WaitingRollout]:
+        """Return the rollouts that have begun to wait since the last call and still do."""
+        new, self._new_waiting = self._new_waiting, []
+        return [entry.waiting[index] for entry, index in new if index in entry.waiting]
+
+    def continued(self, key: int, index: int) -> tuple[Any, int]:
+        """Record that a rollout no longer waits; return its engine, and its group's name there.
+
+        Raises:
+            KeyError: it does not wait. Its engine may have been lost: then it is sampled again from its start.
+        """
+        for entry in self._open.values():
+            if entry.request.key == key and entry.waiting.pop(index, None) is not None:
+                return entry.engine, entry.name
+        raise KeyError(f"rollout {index} of group {key} does not wait for an insertion")
+
     def keep_only(self, engines: Collection[Hashable]) -> None:
         """Queue again every group whose engine is not one of `engines`, the oldest first."""
         lost = [each for each in self._open.values() if each.engine is not None and each.engine not in engines]
         for entry in lost:
             entry.engine = None
+            entry.waiting.clear()
         # Names increase in order of submission.
         self._waiting = deque(sorted({*self._waiting, *lost}, key=lambda each: each.name))
 
@@ -142,6 +177,7 @@ class Ledger:
         self._open = {
             name: _Open(name, request_from(request), set(missing)) for name, request, missing, _ in state["open"]
         }
+        self._new_waiting = []
         self._waiting = deque(self._open[name] for name in sorted(self._open))
         # Advance past both counters: names restored with the state must not be issued again.
         self.names.skip(state["next_name"])

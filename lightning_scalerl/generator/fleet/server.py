@@ -4,10 +4,11 @@
 this process ends too.
 
 Each message is a tuple that starts with its name. Messages to the child: `submit` (request), `publish` (weights,
-recompute_kv), `score` (prompt, tokens), `aside`, `back`, `state`, `load` (state), `stop`. Messages from the child:
-`ready` (slots, whether it can score), `work` (finished rollouts, counts of computed work, seconds, tokens of unfinished
-rollouts), `alive` (a heartbeat when there is nothing else to report), `published` (number and digest of the current
-weights), `reply` (value), `failed` (reason).
+recompute_kv), `insert` (key, index, tokens), `end` (key, index, truncated), `score` (prompt, tokens), `aside`, `back`,
+`state`, `load` (state), `stop`. Messages from the child: `ready` (slots, whether it can score), `work` (finished
+rollouts, counts of computed work, seconds, tokens of unfinished rollouts, rollouts that wait for an insertion), `alive`
+(a heartbeat when there is nothing else to report), `published` (number and digest of the current weights), `reply`
+(value), `failed` (reason).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from lightning_scalerl.generator.base import FinishedRollout, Generator, nothing_computed
+from lightning_scalerl.generator.base import FinishedRollout, Generator, WaitingRollout, nothing_computed
 from lightning_scalerl.generator.fleet.weights import Published
 from lightning_scalerl.generator.fleet.wire import receive, send
 
@@ -87,6 +88,7 @@ class Server:
         self._connection, self._generator = connection, generator
         self._aside: AbstractContextManager[None] | None = None
         self._finished: list[FinishedRollout] = []
+        self._waiting: list[WaitingRollout] = []
         self._computed = nothing_computed()
         self._busy_s = 0.0
         self._said = time.monotonic()
@@ -100,14 +102,14 @@ class Server:
         self._say("ready", self._generator.free_slots, getattr(self._generator, "can_score", False))
         try:
             while True:
-                idle = not self._generator.in_flight
+                idle = self._idle
                 while self._connection.poll(HEARTBEAT_S if idle else 0):
                     message = hear(self._connection)
                     if message[0] == "stop":
                         return
                     self._handle(*message)
                     idle = False
-                if self._generator.in_flight:
+                if not self._idle:
                     self._step()
                 self._report()
         except OSError as error:  # raised by `poll`
@@ -117,19 +119,25 @@ class Server:
             if self._aside is not None:
                 self._aside.__exit__(None, None, None)
 
+    @property
+    def _idle(self) -> bool:
+        """Return whether there is nothing to sample until a message arrives."""
+        return not self._generator.in_flight or getattr(self._generator, "idle", False)
+
     def _step(self) -> None:
         began = time.monotonic()
         report = self._generator.step()
         self._busy_s += time.monotonic() - began
         self._finished += report.finished
+        self._waiting += report.waiting
         self._computed = [before + more for before, more in zip(self._computed, report.computed, strict=True)]
 
     def _report(self, at_once: bool = False) -> None:
         waited_s = time.monotonic() - self._said
-        if self._finished or (self._busy_s and (at_once or waited_s >= REPORT_S)):
+        if self._finished or self._waiting or (self._busy_s and (at_once or waited_s >= REPORT_S)):
             in_flight = getattr(self._generator, "sampled_in_flight", 0)
-            self._say("work", self._finished, tuple(self._computed), self._busy_s, in_flight)
-            self._finished, self._computed, self._busy_s = [], nothing_computed(), 0.0
+            self._say("work", self._finished, tuple(self._computed), self._busy_s, in_flight, self._waiting)
+            self._finished, self._waiting, self._computed, self._busy_s = [], [], nothing_computed(), 0.0
         elif waited_s >= HEARTBEAT_S:
             self._say("alive")
 
@@ -144,6 +152,8 @@ class Server:
         """Handle one message of the parent, and reply if it waits for a reply."""
         if what == "submit":
             self._generator.submit(*rest)
+        elif what in ("insert", "end"):
+            getattr(self._generator, what)(*rest)
         elif what == "publish":
             published: Published = rest[0]
             digest = published.digest_of_file()
@@ -163,7 +173,7 @@ class Server:
             assert self._aside is not None
             self._aside.__exit__(None, None, None)
             # Drop unreported rollouts of the other work: the trainer no longer waits for them.
-            self._finished, self._aside = [], None
+            self._finished, self._waiting, self._aside = [], [], None
             self._say("reply", None)
         elif what == "state":
             self._report(at_once=True)
@@ -174,7 +184,7 @@ class Server:
             # A sent state contains no weights: the rollouts resume with the weights published last.
             weights = self._generator.state_dict().get("weights")
             self._generator.load_state_dict({**rest[0], "weights": weights})
-            self._say("reply", None)
+            self._say("reply", getattr(self._generator, "waiting", []))
         else:
             raise ValueError(f"generator server: no message {what!r}")
 

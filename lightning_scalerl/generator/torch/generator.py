@@ -4,7 +4,8 @@ A fixed number of slots decode together, one token per step. A slot whose rollou
 A prompt is prefilled once, and its keys and values are copied to all of its rollouts. Weights can change between any
 two tokens, and every token records the version that sampled it. After a change, rollouts in flight continue with
 their stale keys and values, or with recomputed ones. If a rollout thinks for too long, a phrase that ends its thinking
-is forced, token by token.
+is forced, token by token. At the end of a turn a rollout may wait for an insertion (`waiting`), whose tokens are
+prefilled onto its cache.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ from lightning_scalerl.generator.base import (
     SamplingSettings,
     StepReport,
     StopText,
+    WaitingRollout,
     request_from,
     request_state,
     set_aside,
 )
+from lightning_scalerl.generator.insertion import check_answer
 from lightning_scalerl.generator.torch.decodable import check_decodable
 from lightning_scalerl.generator.torch.policy import GeneratorPolicy
-from lightning_scalerl.generator.torch.slot_cache import SlotCache, decode, encode
+from lightning_scalerl.generator.torch.slot_cache import SlotCache, decode, encode, extend
 from lightning_scalerl.generator.torch.slots import Slots, host
+from lightning_scalerl.generator.torch.waiting import Waiting
 from lightning_scalerl.model.head import backbone, text_config
 from lightning_scalerl.model.policy import MAX_LOGITS
 
@@ -81,6 +85,8 @@ class TorchGenerator:
         sampling: sampling settings; the longest prompt and completion bound the cache.
         slots: number of rollouts that decode together.
         cache_gib: memory for keys and values, in GiB; None for all free memory.
+        waiting_keeps: part of its place that a rollout keeps while it waits for an insertion: "slot", "cache" or
+            "nothing" (`Waiting`).
 
     Raises:
         ConfigurationError: the model cannot be decoded token by token or over this context length (`decodable`), or
@@ -98,8 +104,10 @@ class TorchGenerator:
         *,
         slots: int,
         cache_gib: float | None = None,
+        waiting_keeps: str = "cache",
     ) -> None:
         whole_number("generator.slots", slots)
+        self._between = Waiting(sampling, waiting_keeps)
         self.check_model(model, sampling)
         self._check_memory(model, precision, slots, sampling.capacity, cache_gib)
         self.policy = GeneratorPolicy(model, precision)
@@ -150,17 +158,46 @@ class TorchGenerator:
     @property
     def in_flight(self) -> int:
         """Number of rollouts submitted and not finished."""
-        return self._waiting + self._slots.active
+        return self._waiting + self._slots.active + len(self._between)
 
     @property
     def sampled_in_flight(self) -> int:
         """Number of tokens sampled so far for the rollouts in flight."""
-        return int(self._slots.counts.sum())
+        return int(self._slots.counts.sum()) + self._between.sampled
 
     @property
     def free_slots(self) -> int:
         """Number of slots that no submitted rollout occupies or waits for."""
-        return max(0, self._slots.most - self.in_flight)
+        claimed = self._waiting + self._slots.active + self._between.claimed_slots
+        return max(0, self._slots.most - claimed)
+
+    @property
+    def idle(self) -> bool:
+        """Return whether `step` has nothing to do or to report: everything in flight waits for an insertion."""
+        return not (self._waiting or self._slots.active or self._between.due)
+
+    @property
+    def waiting(self) -> list[WaitingRollout]:
+        """All rollouts that wait for an insertion, in the order in which they began to wait."""
+        return self._between.reports
+
+    def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
+        """Continue a waiting rollout behind these tokens; without room for them it ends as truncated.
+
+        Raises:
+            KeyError: the rollout does not wait.
+            ValueError: a token is not in the vocabulary.
+        """
+        check_answer(tokens, output_size(self.policy))
+        self._between.insert(key, index, tokens)
+
+    def end(self, key: int, index: int, truncated: bool = False) -> None:
+        """End a waiting rollout; the next step reports it as finished.
+
+        Raises:
+            KeyError: the rollout does not wait.
+        """
+        self._between.end(key, index, truncated)
 
     @property
     def _waiting(self) -> int:
@@ -217,28 +254,31 @@ class TorchGenerator:
     def step(self) -> StepReport:
         """Sample one token for every rollout that has a slot, and return the rollouts that ended."""
         decoding = self._slots.active
+        finished = self._between.collect()
         new_logits, prefill_tokens, prefill_context, prefilled = self._fill_slots()
         if self._slots.active == 0:
-            return StepReport((), prefill_tokens, prefill_context, prefilled=prefilled)
+            return StepReport(finished, prefill_tokens, prefill_context, prefilled=prefilled)
         logits, context = self._decode(decoding)
         if new_logits:
             logits = torch.cat([logits, torch.stack(new_logits)])
         tokens, logprobs = sample_tokens(logits, self._slots.next_uniform(), self._temperature())
         forced = self._slots.append(tokens, logprobs, self._version)
-        # A forced token never ends a completion: the answer follows the phrase.
+        # A forced token never ends a completion or a turn: the answer follows the phrase.
         stopped = torch.isin(tokens, self._stop) & ~forced
         if self.sampling.stop_text is not None:
             stopped |= self._holds_stop_text(self.sampling.stop_text) & ~forced
-        ended = stopped | self._slots.full
-        finished = self._slots.release(torch.nonzero(ended).flatten().tolist(), stopped)
+        ending = torch.nonzero(stopped | self._slots.full).flatten().tolist()
+        ended, paused = self._slots.release(ending, stopped, self._between.cached)
+        self._between.hold(paused)
         # `outside` stays 0: `decodable` refuses models whose attention windows are shorter than a sequence.
         return StepReport(
-            finished=finished,
+            finished=[*finished, *ended],
             prefill_tokens=prefill_tokens,
             prefill_context=prefill_context,
             decoded_tokens=decoding,
             decoded_context=context,
             prefilled=prefilled,
+            waiting=self._between.reported(paused),
         )
 
     def _temperature(self) -> float | Tensor:
@@ -266,29 +306,45 @@ class TorchGenerator:
         return self.policy.logits(hidden), int((position + 1).sum())
 
     def _fill_slots(self) -> tuple[list[Tensor], int, int, int]:
-        """Give free slots to waiting rollouts.
+        """Give free slots to rollouts that go on after a turn, then to new ones.
 
         Returns:
-            Their prefill logits; then the prefill work as tokens, tokens attended to, and prompts.
+            Their prefill logits; then the prefill work as tokens, tokens attended to, and prompts or insertions.
         """
-        logits: list[Tensor] = []
         (tokens, context), self._owed = self._owed, [0, 0]
-        prompts = 0
-        while self._slots.active < self._slots.most and (self._prefilled or self._queue):
+        logits, used, seen = self._go_on()
+        tokens, context, prompts = tokens + used, context + seen, len(logits)
+        # Slots that are kept for waiting rollouts are not free.
+        most = self._slots.most - self._between.held_slots
+        while self._slots.active < most and (self._prefilled or self._queue):
             if not self._prefilled:
                 used, seen = self._prefill()
                 tokens, context, prompts = tokens + used, context + seen, prompts + len(self._prefilled)
             entry = self._prefilled[0]
             request, started = entry.request, entry.started
-            number = min(self._slots.most - self._slots.active, request.completions - started)
-            limit = request.limit(self.sampling.max_new_tokens)
-            self._slots.occupy(request, started, number, entry.keys_values, entry.uniform, limit)
+            number = min(most - self._slots.active, request.completions - started)
+            self._slots.occupy(request, started, number, entry.keys_values, entry.uniform)
             # All rollouts of a prompt sample their first token from the same logits.
             logits += [entry.logits] * number
             entry.started += number
             if entry.started == request.completions:
                 self._prefilled.popleft()
         return logits, tokens, context, prompts
+
+    def _go_on(self) -> tuple[list[Tensor], int, int]:
+        """Give slots to rollouts with an answer; return their logits, and the work as tokens and tokens attended to."""
+        logits: list[Tensor] = []
+        tokens = context = 0
+        answered = self._between.answered
+        # With kept slots all of them have one, and so go on at once.
+        while answered and (room := self._slots.most - self._slots.active) > 0:
+            resumed = [answered.popleft() for _ in range(min(room, RECOMPUTED_ROLLOUTS, len(answered)))]
+            hidden, caches, (used, seen) = extend(self.policy.model, [each.piece for each in resumed], self.device)
+            logits += list(self.policy.logits(hidden))
+            tokens, context = tokens + used, context + seen
+            for each, keys_values in zip(resumed, caches, strict=True):
+                self._slots.resume(each, keys_values, self._version)
+        return logits, tokens, context
 
     def _prefill(self) -> tuple[int, int]:
         waiting = [self._queue.popleft() for _ in range(min(PREFILL_PROMPTS, len(self._queue)))]
@@ -302,6 +358,8 @@ class TorchGenerator:
 
     def _recompute_cache(self) -> None:
         """Recompute the keys and values of everything in flight with the current weights."""
+        # Those of waiting rollouts when they go on: further weights may come before.
+        self._between.drop_caches()
         for first in range(0, self._slots.active, RECOMPUTED_ROLLOUTS):
             slots = range(first, min(first + RECOMPUTED_ROLLOUTS, self._slots.active))
             _, caches, computed = encode(self.policy.model, [self._slots.cached(slot) for slot in slots], self.device)
@@ -325,6 +383,7 @@ class TorchGenerator:
         self._queue.clear()
         self._prefilled.clear()
         self._slots.occupants.clear()
+        self._between.clear()
         self._owed = [0, 0]
 
     def close(self) -> None:
@@ -348,6 +407,7 @@ class TorchGenerator:
                 for entry in self._prefilled
             ],
             **self._slots.state_dict(),
+            **self._between.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -363,6 +423,7 @@ class TorchGenerator:
             logits = entry["logits"].to(self.device)
             self._prefilled.append(_Prefilled(request, pairs, logits, self._draw(request), entry["started"]))
         self._slots.load_state_dict(state)
+        self._between.load_state_dict(state, self.device)
 
 
 def output_size(policy: GeneratorPolicy) -> int:

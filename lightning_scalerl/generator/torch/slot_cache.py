@@ -14,6 +14,8 @@ from lightning_scalerl.model.head import backbone
 
 # The cache's width grows in blocks of this many tokens.
 BLOCK = 128
+# Keys and values of one sequence (heads, tokens, head size), one pair per layer.
+KeysValues = list[tuple[Tensor, Tensor]]
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -101,6 +103,10 @@ class SlotCache(Cache):  # type: ignore[misc]
             layer.keys[rows, :, : keys.shape[1]] = keys
             layer.values[rows, :, : values.shape[1]] = values
 
+    def copy(self, row: int, tokens: int) -> KeysValues:
+        """Return a copy of the keys and values of a row's first tokens."""
+        return [(layer.keys[row, :, :tokens].clone(), layer.values[row, :, :tokens].clone()) for layer in self.layers]
+
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy the keys and values of rows `sources` over rows `targets`, in every layer."""
         for layer in self.layers:
@@ -131,6 +137,54 @@ def encode(
     ]
     # Token t attends to itself and all earlier tokens: 1 + 2 + ... + n.
     return last, caches, (sum(lengths), sum(length * (length + 1) // 2 for length in lengths))
+
+
+def extend(
+    model: nn.Module, pieces: Sequence[tuple[KeysValues | None, Sequence[int]]], device: torch.device
+) -> tuple[Tensor, list[KeysValues], tuple[int, int]]:
+    """Make one forward pass over tokens that follow cached ones.
+
+    Args:
+        model: the policy.
+        pieces: for each sequence, the keys and values of its beginning, None for none, and its further tokens.
+        device: the model's device.
+
+    Returns:
+        The same as `encode`, with the work done for the further tokens alone.
+    """
+    starts = torch.tensor([0 if cached is None else cached[0][0].shape[1] for cached, _ in pieces], device=device)
+    lengths = torch.tensor([len(tokens) for _, tokens in pieces], device=device)
+    past, width = int(starts.max()), int(lengths.max())
+    cache = DynamicCache()
+    example = next((cached for cached, _ in pieces if cached is not None), ())
+    for layer, pair in enumerate(example):
+        # Right padding of the cached beginnings, which the mask hides.
+        keys, values = (each.new_zeros(len(pieces), each.shape[0], past, each.shape[2]).to(device) for each in pair)
+        for row, (cached, _) in enumerate(pieces):
+            if cached is not None:
+                keys[row, :, : starts[row]], values[row, :, : starts[row]] = cached[layer]
+        cache.update(keys, values, layer)
+    padded = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for _, tokens in pieces], device=device)
+    column = torch.arange(width, device=device)
+    cached_part = torch.arange(past, device=device) < starts[:, None, None]
+    visible = torch.cat(
+        [cached_part.expand(-1, width, -1), (column <= column[:, None]).expand(len(pieces), -1, -1)], dim=2
+    )
+    hidden = backbone(model)(
+        input_ids=padded,
+        position_ids=starts[:, None] + column,
+        attention_mask=_mask(model, visible)[:, None],
+        past_key_values=cache,
+        use_cache=True,
+    ).last_hidden_state
+    last = hidden[torch.arange(len(pieces), device=device), lengths - 1]
+    ends = (starts + lengths).tolist()
+    caches: list[KeysValues] = []
+    for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        own = [*range(start), *range(past, past + length)]
+        caches.append([(layer.keys[row][:, own], layer.values[row][:, own]) for layer in cache.layers])
+    pairs = zip(starts.tolist(), ends, strict=True)
+    return last, caches, (int(lengths.sum()), sum((end * (end + 1) - start * (start + 1)) // 2 for start, end in pairs))
 
 
 def decode(model: nn.Module, cache: SlotCache, tokens: Tensor, position: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Slots of the in-process generator: the rollouts that decode together, one row each, with their keys and values.
 
 The active slots are always the first ones. A slot also tracks its forced phrase: when it is due, and its next token.
+A rollout that waits for an insertion leaves its row, and gets another one when it goes on.
 """
 
 from __future__ import annotations
@@ -11,27 +12,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_scalerl.generator.base import (
-    FinishedRollout,
-    GroupRequest,
-    SamplingSettings,
-    request_from,
-    request_state,
-)
-from lightning_scalerl.generator.torch.slot_cache import SlotCache
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, SamplingSettings
+from lightning_scalerl.generator.insertion import NEVER, Insertions, Next
+from lightning_scalerl.generator.torch.slot_cache import KeysValues, SlotCache
 from lightning_scalerl.rollouts.rollout import Rollout
 
-# Sentinels: no interruption is due, and no phrase is being forced.
-NEVER = 2**62
+# Sentinel: no phrase is being forced.
 NOT_FORCING = -1
 
 
-@dataclass
-class Occupant:
-    """Rollout that has a slot: rollout `index` of its group."""
+@dataclass(eq=False)
+class Paused:
+    """Rollout that has left its row at the end of a turn.
 
-    request: GroupRequest
-    index: int
+    Attributes:
+        insertions: its insertion rules.
+        rollout: the rollout so far.
+        row: its row of every buffer of `Slots`.
+        keys_values: keys and values of all its tokens but the last; None if they were dropped.
+        answer: tokens to insert before it goes on; None while it waits for them.
+    """
+
+    insertions: Insertions
+    rollout: Rollout
+    row: list[Tensor]
+    keys_values: KeysValues | None
+    answer: tuple[int, ...] | None = None
+
+    @property
+    def piece(self) -> tuple[KeysValues | None, list[int]]:
+        """Return the cached beginning of its sequence, and the tokens to prefill behind it."""
+        tokens, answer = self.rollout.tokens, self.answer or ()
+        if self.keys_values is None:
+            return None, [*self.insertions.request.prompt_tokens, *tokens, *answer]
+        # The last token's keys and values were not computed yet.
+        return self.keys_values, [tokens[-1], *answer]
 
 
 class Slots:
@@ -47,8 +62,8 @@ class Slots:
     def __init__(self, cache: SlotCache, most: int, sampling: SamplingSettings, device: torch.device) -> None:
         self.cache, self.most, self.device = cache, most, device
         self._phrase = torch.tensor(sampling.phrase, dtype=torch.long, device=device)
-        self._thinking_ended = sampling.thinking_ended
-        self.occupants: list[Occupant] = []  # slot i holds occupant i
+        self._sampling = sampling
+        self.occupants: list[Insertions] = []  # slot i holds occupant i
         shape = (most, sampling.max_new_tokens)
         self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
         self._logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -83,19 +98,36 @@ class Slots:
         number: int,
         keys_values: list[tuple[Tensor, Tensor]],
         uniform: Tensor,
-        limit: int,
     ) -> None:
         """Give the next `number` slots to rollouts `started`, `started + 1`, ... of a group with a prefilled prompt."""
         rows = slice(self.active, self.active + number)
-        self.occupants += [Occupant(request, index) for index in range(started, started + number)]
+        new = [Insertions(request, index, self._sampling) for index in range(started, started + number)]
+        self.occupants += new
         self.cache.fill(rows, keys_values)
         self._count[rows] = 0
         self._prompt_length[rows] = len(request.prompt_tokens)
         self._uniform[rows] = uniform[started : started + number]
-        asked = request.interrupt_at[started : started + number]
-        self._interrupt_at[rows] = torch.tensor(asked, device=self.device) if asked else NEVER
+        self._interrupt_at[rows] = torch.tensor([each.point for each in new], device=self.device)
         self._phrase_next[rows] = NOT_FORCING
-        self._limit[rows] = limit
+        self._limit[rows] = new[0].turn_limit
+
+    def resume(self, paused: Paused, keys_values: KeysValues, version: int) -> None:
+        """Give the next slot to a rollout that goes on, with its answer inserted by weights of this version."""
+        slot, answer = self.active, paused.answer or ()
+        self.occupants.append(paused.insertions)
+        self.cache.fill(slice(slot, slot + 1), keys_values)
+        for buffer, row in zip(self._buffers(), paused.row, strict=True):
+            buffer[slot] = row
+        start = int(self._count[slot])
+        inserted = slice(start, start + len(answer))
+        self.tokens[slot, inserted] = torch.tensor(answer, dtype=torch.long, device=self.device)
+        # An answer is not sampled: record 0 as log-probability.
+        self._logprobs[slot, inserted] = 0.0
+        self._versions[slot, inserted] = version
+        self._count[slot] = inserted.stop
+        self._limit[slot] = paused.insertions.turn_limit
+        if self._interrupt_at[slot] != NEVER:
+            self._interrupt_at[slot] = paused.insertions.point
 
     def last(self, number: int) -> tuple[Tensor, Tensor]:
         """Return the last tokens (number,) of the first `number` slots, and their positions in the sequences."""
@@ -133,10 +165,11 @@ class Slots:
         # The count excludes the current token: an interruption at n forces the token after the n-th.
         for slot in torch.nonzero((next_ == NOT_FORCING) & (self._count[:active] >= at)).flatten().tolist():
             # Decided once per rollout: either its thinking has already ended, or the phrase ends it.
-            if self._thinking_ended(self.tokens[slot, : self._count[slot]].tolist()):
-                at[slot] = NEVER
-            else:
+            phrase = self.occupants[slot].phrase(self.tokens[slot, : self._count[slot]].tolist())
+            if phrase:
                 next_[slot] = 0
+            else:
+                at[slot] = NEVER
         forced = next_ != NOT_FORCING
         if forced.any():
             tokens[forced] = self._phrase[next_[forced]]
@@ -152,27 +185,49 @@ class Slots:
         own = self.tokens[slot, : self._count[slot] - 1].tolist()
         return (*self.occupants[slot].request.prompt_tokens, *own)
 
-    def release(self, ended: list[int], stopped: Tensor) -> list[FinishedRollout]:
-        """Remove and return ended rollouts; the last slots move into the holes, so that active slots stay first."""
-        if not ended:
-            return []
-        rows = torch.tensor(ended, device=self.device)
-        columns = (self.tokens, self._logprobs, self._versions, self._forced, self._count)
-        finished = []
-        for slot, stop, tokens, logprobs, versions, forced, length in zip(
-            ended, stopped[rows].tolist(), *(column[rows].tolist() for column in columns), strict=True
+    def release(self, ending: list[int], stopped: Tensor, cached: bool) -> tuple[list[FinishedRollout], list[Paused]]:
+        """Remove rollouts whose turn ends; the last slots move into the holes, so that active slots stay first.
+
+        Args:
+            ending: slots whose rollouts have stopped or are at their limit, in ascending order.
+            stopped: mask (active,) of the rollouts that have stopped.
+            cached: whether rollouts that wait keep their keys and values.
+
+        Returns:
+            The rollouts that ended, and those that wait for an insertion.
+        """
+        if not ending:
+            return [], []
+        rows = torch.tensor(ending, device=self.device)
+        columns = (self.tokens, self._logprobs, self._versions, self._forced, self._count, self._phrase_next)
+        finished: list[FinishedRollout] = []
+        paused: list[Paused] = []
+        leaving = []
+        for slot, stop, tokens, logprobs, versions, forced, length, phrase_next in zip(
+            ending, stopped[rows].tolist(), *(column[rows].tolist() for column in columns), strict=True
         ):
+            occupant = self.occupants[slot]
+            waits = occupant.after(length, stop) is Next.WAIT
+            # A turn does not end in the middle of a phrase.
+            if waits and phrase_next != NOT_FORCING:
+                continue
+            leaving.append(slot)
             rollout = Rollout(
                 tokens=tokens[:length],
                 generator_logprobs=logprobs[:length],
                 weight_versions=versions[:length],
-                forced=forced[:length],
+                sources=occupant.sources(forced[:length]),
                 finish_reason="stop" if stop else "length",
             )
-            occupant = self.occupants[slot]
-            finished.append(FinishedRollout(occupant.request.key, occupant.index, rollout))
-        self._close_up(ended)
-        return finished
+            if waits:
+                prefix = len(occupant.request.prompt_tokens) + length - 1
+                keys_values = self.cache.copy(slot, prefix) if cached else None
+                row = [buffer[slot].clone() for buffer in self._buffers()]
+                paused.append(Paused(occupant, rollout, row, keys_values))
+            else:
+                finished.append(FinishedRollout(occupant.request.key, occupant.index, rollout))
+        self._close_up(leaving)
+        return finished, paused
 
     def _close_up(self, ended: list[int]) -> None:
         left, gone = self.active - len(ended), set(ended)
@@ -206,7 +261,7 @@ class Slots:
         """Return the rollouts that have slots, with their (possibly stale) keys and values, in host memory."""
         active = self.active
         return {
-            "occupants": [(request_state(slot.request), slot.index) for slot in self.occupants],
+            "occupants": [slot.state() for slot in self.occupants],
             "buffers": [host(buffer[:active]) for buffer in self._buffers()],
             "cache": [
                 (host(layer.keys[:active]), host(layer.values[:active])) if active else ()
@@ -216,7 +271,7 @@ class Slots:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the rollouts saved by `state_dict`, to continue exactly where they were."""
-        self.occupants = [Occupant(request_from(request), index) for request, index in state["occupants"]]
+        self.occupants = [Insertions.from_state(slot, self._sampling) for slot in state["occupants"]]
         active = self.active
         for buffer, saved in zip(self._buffers(), state["buffers"], strict=True):
             buffer[:active] = saved.to(self.device)

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError, positive, whole_number
-from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, SamplingSettings, StepReport, set_aside
+from lightning_scalerl.generator.base import GroupRequest, SamplingSettings, StepReport, set_aside
 from lightning_scalerl.generator.vllm.answers import Answer, checked_logprob
 from lightning_scalerl.generator.vllm.checks import CALL_S, check_answer, checked, wait_for_server
 from lightning_scalerl.generator.vllm.engine import names_of
 from lightning_scalerl.generator.vllm.http import Connection, EngineLostError, RefusedError
-from lightning_scalerl.generator.vllm.rollouts import Computed, InFlight, Sampled, report
+from lightning_scalerl.generator.vllm.rollouts import Computed, Ended, InFlight, Sampled, report
 from lightning_scalerl.generator.vllm.stream import ROUTE, End, Lost, Streams, Tokens
 from lightning_scalerl.generator.vllm.weights import TRANSFERS, Control, new_sender
 from lightning_scalerl.model.head import text_config
@@ -109,11 +109,10 @@ class VLLMServerGenerator(InFlight):
             raise ConfigurationError(f"generator.transfer: {transfer!r} is unknown; valid: {', '.join(TRANSFERS)}")
         positive("generator.silence_s", silence_s)
         positive("generator.bucket_mib", bucket_mib)
-        super().__init__(sampling, slots)
+        super().__init__(sampling, slots, int(text_config(model).vocab_size))
         self._model = names_of(model)
         self._silence_s = silence_s
         self._windows = attention_windows(text_config(model))
-        self._vocabulary = int(text_config(model).vocab_size)
         self._labels: list[str] = []  # labels of the weights published to this server, in order
         self._run = secrets.token_hex(4)
         self._number = count()
@@ -147,7 +146,7 @@ class VLLMServerGenerator(InFlight):
             undo.callback(self._sender.close)
             _log.info("generator: weights go to %s by %s", address, self._sender.way)
             self.publish(weights, 0)
-            trial = Sampled(GroupRequest(-1, (0,), 1, (0,), max_new_tokens=1), 0)
+            trial = Sampled(self._rules(GroupRequest(-1, (0,), 1, (0,), max_new_tokens=1), 0))
             check_answer(self._connection, self._body(self._name("trial"), trial, stream=False), 0)
             undo.pop_all()
         self._connection.start(self._watch())
@@ -276,6 +275,7 @@ class VLLMServerGenerator(InFlight):
         """Drop everything in flight."""
         self._halt()
         self._waiting.clear()
+        self._held.clear()
         self._ahead.clear()
         self._owed = Computed()
 
@@ -294,7 +294,7 @@ class VLLMServerGenerator(InFlight):
         """Handle the server's events, and start requests for rollouts that have a slot."""
         while refill and not self._asleep and self._waiting and len(self._running) < self._slots:
             self._start(self._waiting.popleft())
-        finished: list[FinishedRollout] = []
+        ended = Ended()
         prefill, self._owed = self._owed, Computed()
         decoded = Computed()
         prefilled = 0
@@ -320,13 +320,11 @@ class VLLMServerGenerator(InFlight):
                 self._waiting.appendleft(each)
             elif reason not in ("stop", "length"):
                 raise EngineLostError(f"generator: {self._connection.address} has ended a request with {reason!r}")
-            elif self._has_ended(each, reason):
-                finished.append(each.finished(reason))
-            else:
+            elif not self._turn_ends(each, reason, ended):
                 self._waiting.appendleft(each)
-        if self._running and not finished:
+        if self._running and not ended.finished:
             self._check_alive()
-        return report(finished, prefill, decoded, prefilled)
+        return report(ended, prefill, decoded, prefilled)
 
     def _arrived(self, wait_s: float) -> Iterator[Tokens | End | Lost]:
         """Yield the events that have arrived; wait up to `wait_s` for the first one."""

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError, whole_number
-from lightning_scalerl.generator.base import FinishedRollout, SamplingSettings, StepReport, set_aside
+from lightning_scalerl.generator.base import SamplingSettings, StepReport, set_aside
 from lightning_scalerl.generator.vllm.engine import default_cache_gib, load_weights, names_of, new_engine
-from lightning_scalerl.generator.vllm.rollouts import Computed, InFlight, Sampled, report
+from lightning_scalerl.generator.vllm.rollouts import Computed, Ended, InFlight, Sampled, report
 from lightning_scalerl.model.head import text_config
 from lightning_scalerl.model.windows import attention_windows
 
@@ -62,7 +62,7 @@ class VLLMGenerator(InFlight):
         self._model = names_of(model)
         self._dtype = precision.policy_dtype
         self._engine = new_engine(model, precision, slots=slots + SCORING, capacity=capacity, cache_gib=cache_gib)
-        super().__init__(sampling, slots)
+        super().__init__(sampling, slots, int(text_config(model).vocab_size))
         self._names = (f"r{number}" for number in count())
         self._running: dict[str, Sampled] = {}
         self._scored: dict[str, Any] = {}
@@ -128,7 +128,7 @@ class VLLMGenerator(InFlight):
         """Take one step of the engine."""
         while self._waiting and len(self._running) < self._slots:
             self._start(self._waiting.popleft())
-        finished: list[FinishedRollout] = []
+        ended = Ended()
         prefill, self._owed = self._owed, Computed()
         decoded = Computed()
         prefilled = 0
@@ -159,11 +159,9 @@ class VLLMGenerator(InFlight):
                 reason = "stop"
             if reason is not None:
                 del self._running[output.request_id]
-                if self._has_ended(each, reason):
-                    finished.append(each.finished(reason))
-                else:
+                if not self._turn_ends(each, reason, ended):
                     self._start(each)
-        return report(finished, prefill, decoded, prefilled)
+        return report(ended, prefill, decoded, prefilled)
 
     def _start(self, each: Sampled) -> None:
         """Request the remaining tokens of a rollout, or those up to its interruption."""
@@ -194,6 +192,7 @@ class VLLMGenerator(InFlight):
         self._engine.abort_request([*self._running, *self._scored])
         self._running.clear()
         self._waiting.clear()
+        self._held.clear()
         self._scored.clear()
         self._ahead.clear()
         self._owed = Computed()

@@ -1,0 +1,175 @@
+"""Rollouts of the in-process generator that are not in a slot between two turns.
+
+A rollout waits for its insertion, then for a slot. It may keep its slot meanwhile, or only its keys and values, or
+neither.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.generator.base import FinishedRollout, SamplingSettings, WaitingRollout
+from lightning_scalerl.generator.insertion import Insertions
+from lightning_scalerl.generator.torch.slot_cache import KeysValues
+from lightning_scalerl.generator.torch.slots import Paused, host
+from lightning_scalerl.rollouts.rollout import packed, unpacked
+
+KEEPS = ("slot", "cache", "nothing")
+
+
+class Waiting:
+    """Rollouts between two turns.
+
+    Args:
+        sampling: sampling settings of the generator.
+        keeps: "slot": a waiting rollout keeps its slot, so that it goes on at once, and its keys and values. "cache":
+            it gives up its slot; its keys and values move to host memory. "nothing": it gives up both, and its whole
+            sequence is prefilled again, by the weights that are then in use.
+
+    Raises:
+        ConfigurationError: `keeps` is none of these.
+    """
+
+    def __init__(self, sampling: SamplingSettings, keeps: str) -> None:
+        if keeps not in KEEPS:
+            raise ConfigurationError(f"generator.waiting_keeps: {keeps!r} is unknown; valid: {', '.join(KEEPS)}")
+        self._sampling, self._keeps = sampling, keeps
+        self._paused: dict[tuple[int, int], Paused] = {}
+        self.answered: deque[Paused] = deque()
+        self._ended: list[FinishedRollout] = []
+
+    def __len__(self) -> int:
+        """Number of rollouts that wait, for an insertion or a slot or to be reported."""
+        return len(self._paused) + len(self.answered) + len(self._ended)
+
+    @property
+    def cached(self) -> bool:
+        """Return whether waiting rollouts keep their keys and values."""
+        return self._keeps != "nothing"
+
+    @property
+    def due(self) -> bool:
+        """Return whether a rollout goes on, or is reported, in the next step."""
+        return bool(self.answered or self._ended)
+
+    @property
+    def held_slots(self) -> int:
+        """Number of slots that are kept for waiting rollouts."""
+        return len(self._paused) + len(self.answered) if self._keeps == "slot" else 0
+
+    @property
+    def claimed_slots(self) -> int:
+        """Number of slots that waiting rollouts hold, or need to go on."""
+        return self.held_slots if self._keeps == "slot" else len(self.answered)
+
+    @property
+    def sampled(self) -> int:
+        """Number of tokens of the waiting rollouts."""
+        return sum(len(each.rollout.tokens) for each in (*self._paused.values(), *self.answered))
+
+    @property
+    def reports(self) -> list[WaitingRollout]:
+        """All rollouts that wait for an insertion."""
+        return self.reported(list(self._paused.values()))
+
+    def reported(self, paused: Sequence[Paused]) -> list[WaitingRollout]:
+        """Return copies of paused rollouts for a report."""
+        return [WaitingRollout(*each.insertions.place, deepcopy(each.rollout)) for each in paused]
+
+    def hold(self, paused: Sequence[Paused]) -> None:
+        """Keep rollouts that have ended a turn until their insertions arrive."""
+        for each in paused:
+            if each.keys_values is not None and self._keeps == "cache":
+                each.keys_values = on_host(each.keys_values)
+            self._paused[each.insertions.place] = each
+
+    def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
+        """Let a rollout go on behind these tokens; without room for them it ends as truncated."""
+        paused = self._remove(key, index)
+        if paused.insertions.answer(len(paused.rollout.tokens), tokens):
+            paused.answer = tuple(tokens)
+            self.answered.append(paused)
+        else:
+            paused.rollout.finish_reason = "length"
+            self._ended.append(FinishedRollout(key, index, paused.rollout))
+
+    def end(self, key: int, index: int, truncated: bool) -> None:
+        """End a rollout."""
+        rollout = self._remove(key, index).rollout
+        if truncated:
+            rollout.finish_reason = "length"
+        self._ended.append(FinishedRollout(key, index, rollout))
+
+    def _remove(self, key: int, index: int) -> Paused:
+        if (key, index) not in self._paused:
+            raise KeyError(f"rollout {index} of group {key} does not wait for an insertion")
+        return self._paused.pop((key, index))
+
+    def collect(self) -> list[FinishedRollout]:
+        """Return the rollouts that have ended while they waited, each once."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def drop_caches(self) -> None:
+        """Drop all keys and values: they are computed again when their rollouts go on."""
+        for each in (*self._paused.values(), *self.answered):
+            each.keys_values = None
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._paused.clear()
+        self.answered.clear()
+        self._ended.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that waits, in host memory; empty if nothing does."""
+        if not len(self):
+            return {}
+        paused = [*self._paused.values(), *self.answered]
+        state = {
+            "paused": [
+                {
+                    "insertions": each.insertions.state(),
+                    "row": [host(value) for value in each.row],
+                    "keys_values": None if each.keys_values is None else on_host(each.keys_values),
+                    "answer": None if each.answer is None else list(each.answer),
+                }
+                for each in paused
+            ],
+            "ended": [(each.key, each.index) for each in self._ended],
+            "rollouts": packed([*(each.rollout for each in paused), *(each.rollout for each in self._ended)]),
+        }
+        return {"waiting": state}
+
+    def load_state_dict(self, state: dict[str, Any], device: Any) -> None:
+        """Restore what `state_dict` has returned, among other entries of `state`."""
+        self.clear()
+        if "waiting" not in state:
+            return
+        saved = state["waiting"]
+        rollouts = iter(unpacked(saved["rollouts"]))
+        for entry in saved["paused"]:
+            keys_values = entry["keys_values"]
+            if keys_values is not None and self._keeps == "slot":
+                keys_values = [(keys.to(device), values.to(device)) for keys, values in keys_values]
+            each = Paused(
+                Insertions.from_state(entry["insertions"], self._sampling),
+                next(rollouts),
+                [value.to(device) for value in entry["row"]],
+                keys_values,
+                None if entry["answer"] is None else tuple(entry["answer"]),
+            )
+            if each.answer is None:
+                self._paused[each.insertions.place] = each
+            else:
+                self.answered.append(each)
+        self._ended = [FinishedRollout(key, index, next(rollouts)) for key, index in saved["ended"]]
+
+
+def on_host(keys_values: KeysValues) -> KeysValues:
+    """Return a copy in host memory."""
+    return [(host(keys), host(values)) for keys, values in keys_values]

@@ -1,0 +1,400 @@
+"""Answers of an environment in our sampler: exact over all turns, others undisturbed, resumable while one waits."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.generator.base import GroupRequest, SamplingSettings, request_from, request_state
+from lightning_scalerl.generator.insertion import NEVER, Insertions, Next
+from lightning_scalerl.generator.torch.generator import TorchGenerator
+from lightning_scalerl.rollouts.rollout import Rollout, Source, Span
+from lightning_scalerl.stream.credit import assemble
+from tests.generator.test_torch_generator import full_forward, generator_of, requests, versions_of
+from tests.helpers import make_group, row
+
+SAMPLED, FORCED, ENVIRONMENT = Source.SAMPLED, Source.FORCED, Source.ENVIRONMENT
+KEEPS = ("slot", "cache", "nothing")
+LIMIT = 40
+
+Place = tuple[int, int]
+Environment = Callable[[Place, int, Rollout], Sequence[int] | None]
+
+
+def several_turns(turns: int = 3, count: int = 3, **more: Any) -> list[GroupRequest]:
+    """Requests whose turns end after 4 tokens, or at the stop token before."""
+    return [dataclasses.replace(each, turns=turns, turn_tokens=4, **more) for each in requests(count)]
+
+
+def answer(place: Place, turn: int, rollout: Rollout) -> Sequence[int]:
+    """A scripted environment: its answers depend on what was sampled, and differ in length."""
+    return [1 + (sum(rollout.tokens) + 5 * n) % 13 for n in range((place[1] + turn) % 4)]
+
+
+class Episodes:
+    """Steps a generator while a scripted environment answers, `delay` steps after a turn has ended."""
+
+    def __init__(self, generator: TorchGenerator, environment: Environment = answer, delay: int = 0) -> None:
+        self.generator, self.environment, self.delay = generator, environment, delay
+        self.finished: dict[Place, Rollout] = {}
+        self.turns: dict[Place, int] = {}
+        self.due: dict[Place, int] = {}
+        self.steps = 0
+
+    def step(self) -> None:
+        for each in self.generator.waiting:
+            place = each.key, each.index
+            if self.due.setdefault(place, self.steps + self.delay) > self.steps:
+                continue
+            del self.due[place]
+            turn = self.turns[place] = self.turns.get(place, 0) + 1
+            tokens = self.environment(place, turn, each.rollout)
+            if tokens is None:
+                self.generator.end(*place)
+            else:
+                self.generator.insert(*place, tokens)
+        report = self.generator.step()
+        self.steps += 1
+        for done in report.finished:
+            assert (done.key, done.index) not in self.finished
+            self.finished[done.key, done.index] = done.rollout
+
+    def run(self, asked: Sequence[GroupRequest] = ()) -> dict[Place, Rollout]:
+        for request in asked:
+            self.generator.submit(request)
+        while self.generator.in_flight:
+            self.step()
+        return self.finished
+
+
+def check_exact(model: Any, prompt: tuple[int, ...], rollout: Rollout) -> None:
+    """Every sampled token's log-probability is that of one forward pass over all turns."""
+    sampled = ~torch.tensor(rollout.inserted)
+    gaps = (torch.tensor(rollout.generator_logprobs) - full_forward(model, prompt, rollout.tokens)).abs()
+    assert float(gaps[sampled].max()) < 1e-5
+    answers = torch.tensor(rollout.sources) == ENVIRONMENT
+    assert not torch.tensor(rollout.generator_logprobs)[answers].any()
+
+
+@pytest.mark.parametrize("keeps", KEEPS)
+@pytest.mark.parametrize(("slots", "delay"), [(2, 0), (64, 3)])
+def test_several_turns_are_those_of_a_full_forward_pass(tiny_model: Any, keeps: str, slots: int, delay: int) -> None:
+    asked = several_turns()
+    generator = generator_of(tiny_model, slots, max_new_tokens=LIMIT, waiting_keeps=keeps)
+    finished = Episodes(generator, delay=delay).run(asked)
+    assert len(finished) == 9
+    for (key, index), rollout in finished.items():
+        check_exact(tiny_model, asked[key].prompt_tokens, rollout)
+        # Three turns, each at most 4 tokens, with the environment's answers between them.
+        answers, at, turn = [], 0, 0
+        for span in rollout.spans:
+            answers += [span] if span.source == ENVIRONMENT else []
+        sampled = rollout.sources.count(SAMPLED)
+        assert 3 <= sampled <= 12 and rollout.sources.count(FORCED) == 0
+        # The tokens of each answer are the environment's, given all tokens before it.
+        at = 0
+        for turn in (1, 2):
+            end = at
+            while end - at < 4 and rollout.sources[end] == SAMPLED and (end == at or rollout.tokens[end - 1] != 14):
+                end += 1
+            expected = answer((key, index), turn, dataclasses.replace(rollout, tokens=rollout.tokens[:end]))
+            at = end + len(expected)
+            assert rollout.tokens[end:at] == expected
+            assert rollout.sources[end:at] == [ENVIRONMENT] * len(expected)
+        assert sum(span.end - span.start for span in answers) == (index + 1) % 4 + (index + 2) % 4
+
+
+def test_what_a_waiting_rollout_keeps_does_not_change_what_is_sampled(tiny_model: Any) -> None:
+    results = []
+    for keeps, slots, delay in (("slot", 64, 0), ("cache", 3, 2), ("nothing", 2, 0), ("slot", 2, 5)):
+        generator = generator_of(tiny_model, slots, max_new_tokens=LIMIT, waiting_keeps=keeps)
+        found = Episodes(generator, delay=delay).run(several_turns())
+        results.append({place: (rollout.tokens, rollout.sources) for place, rollout in found.items()})
+    assert results[0] == results[1] == results[2] == results[3]
+    assert len({tuple(tokens) for tokens, _ in results[0].values()}) > 5
+
+
+@pytest.mark.parametrize("keeps", KEEPS)
+def test_other_rollouts_are_undisturbed(tiny_model: Any, keeps: str) -> None:
+    """Bit for bit by what an environment says; by whether one talks at all, as by anything else in the batch."""
+    plain = requests(2, completions=4)
+    talking = [dataclasses.replace(each, key=each.key + 10) for each in several_turns(count=2)]
+
+    def rollouts(environment: Environment, asked: Sequence[GroupRequest]) -> dict[Place, Rollout]:
+        generator = generator_of(tiny_model, 64, max_new_tokens=LIMIT, stop_tokens=[], waiting_keeps=keeps)
+        return Episodes(generator, environment, delay=1).run(asked)
+
+    together = [talking[0], *plain, talking[1]]
+    alone = rollouts(answer, plain)
+    among = rollouts(lambda *_: [2, 3, 9], together)
+    other = rollouts(lambda *_: [8, 1, 5], together)
+    assert {place for place in among if among[place] != other[place]} == among.keys() - alone.keys()
+    assert len(among) == 14 and len(alone) == 8
+    for place, rollout in alone.items():
+        assert among[place].tokens == rollout.tokens
+        gaps = torch.tensor(among[place].generator_logprobs) - torch.tensor(rollout.generator_logprobs)
+        assert float(gaps.abs().max()) < 2e-6
+
+
+@pytest.mark.parametrize("keeps", KEEPS)
+@pytest.mark.parametrize("steps", [5, 6, 10])
+@pytest.mark.parametrize("recompute", [False, True], ids=["stale", "recompute"])
+def test_resumes_while_rollouts_wait_bit_for_bit(tiny_model: Any, keeps: str, steps: int, recompute: bool) -> None:
+    weights = versions_of(tiny_model, 1)
+
+    def fresh() -> TorchGenerator:
+        return generator_of(tiny_model, 4, max_new_tokens=LIMIT, waiting_keeps=keeps, phrase=[3, 5])
+
+    def begin() -> Episodes:
+        episodes = Episodes(fresh(), delay=2)
+        for request in several_turns(count=4, interrupt_at=(2, 6, 11)):
+            episodes.generator.submit(request)
+        for number in range(steps):
+            if number == steps // 2:
+                episodes.generator.publish(weights[1], 1, recompute_kv=recompute)
+            episodes.step()
+        # Some rollouts wait, some have an answer and wait for a slot, one has ended while it waited.
+        for number, each in enumerate(episodes.generator.waiting):
+            if number == 0:
+                episodes.generator.end(each.key, each.index)
+            elif number % 2:
+                episodes.generator.insert(each.key, each.index, [2, 9, 4])
+                episodes.due.pop((each.key, each.index), None)
+        return episodes
+
+    whole = begin().run()
+    broken = begin()
+    state = pickle.loads(pickle.dumps(broken.generator.state_dict()))
+    assert "waiting" in state
+    waiting, in_flight = broken.generator.waiting, broken.generator.in_flight
+    broken.generator = fresh()
+    broken.generator.load_state_dict(state)
+    assert (broken.generator.waiting, broken.generator.in_flight) == (waiting, in_flight)
+    assert broken.run() == whole
+    assert {source for rollout in whole.values() for source in rollout.sources} == {SAMPLED, FORCED, ENVIRONMENT}
+
+
+@pytest.mark.parametrize("keeps", KEEPS)
+def test_weights_change_while_rollouts_wait(tiny_model: Any, keeps: str) -> None:
+    """With recomputed keys and values every token is that of a full forward pass by the weights that sampled it."""
+    weights = versions_of(tiny_model, 2)
+    asked = several_turns(turns=2)
+    generator = generator_of(tiny_model, 64, max_new_tokens=LIMIT, stop_tokens=[], waiting_keeps=keeps)
+    episodes = Episodes(generator, lambda *_: [2, 3, 9], delay=3)
+    for request in asked:
+        generator.submit(request)
+    for number in range(1, 7):
+        episodes.step()
+        if number in (2, 5):
+            generator.publish(weights[number // 2], number // 2, recompute_kv=True)
+    finished = episodes.run()
+    for (key, _), rollout in finished.items():
+        assert rollout.spans == [
+            Span(SAMPLED, 0, 0, 2),
+            Span(SAMPLED, 1, 2, 4),
+            Span(ENVIRONMENT, 2, 4, 7),
+            Span(SAMPLED, 2, 7, 11),
+        ]
+        for version in (0, 1, 2):
+            model = tiny_model
+            model.load_state_dict(weights[version])
+            own = torch.tensor(rollout.weight_versions) == version
+            own &= ~torch.tensor(rollout.inserted)
+            expected = full_forward(model, asked[key].prompt_tokens, rollout.tokens)
+            assert torch.allclose(torch.tensor(rollout.generator_logprobs)[own], expected[own], atol=1e-5)
+
+
+def test_a_kept_cache_is_stale_and_a_dropped_one_is_not(tiny_model: Any) -> None:
+    weights = versions_of(tiny_model, 1)
+    found = {}
+    for keeps in KEEPS:
+        generator = generator_of(tiny_model, 64, max_new_tokens=LIMIT, stop_tokens=[], waiting_keeps=keeps)
+        episodes = Episodes(generator, lambda *_: [2, 3], delay=2)
+        generator.submit(several_turns(turns=2, count=1)[0])
+        for _ in range(4):
+            episodes.step()
+        generator.publish(weights[1], 1)
+        found[keeps] = [rollout.generator_logprobs[6] for rollout in episodes.run().values()]
+    assert found["slot"] == found["cache"]
+    assert max(abs(a - b) for a, b in zip(found["slot"], found["nothing"], strict=True)) > 1e-3
+
+
+def test_slots_of_waiting_rollouts(tiny_model: Any) -> None:
+    for keeps, free in (("slot", 0), ("cache", 3), ("nothing", 3)):
+        generator = generator_of(tiny_model, 3, max_new_tokens=LIMIT, stop_tokens=[], waiting_keeps=keeps)
+        generator.submit(several_turns(turns=2, count=1)[0])
+        reports = [generator.step() for _ in range(4)]
+        assert [len(report.waiting) for report in reports] == [0, 0, 0, 3]
+        assert generator.in_flight == len(generator.waiting) == 3 and generator.free_slots == free
+        assert generator.sampled_in_flight == 12
+        # A new group starts only in slots that no waiting rollout keeps.
+        generator.submit(requests(2)[1])
+        assert generator.step().decoded_tokens == 0
+        assert generator.step().decoded_tokens == free
+
+
+@pytest.mark.parametrize(("keeps", "tokens"), [("slot", 3), ("cache", 3), ("nothing", 8)])
+def test_only_new_tokens_are_computed(tiny_model: Any, keeps: str, tokens: int) -> None:
+    """The answer and the last token before it; without the cache the prompt and the turn too."""
+    generator = generator_of(tiny_model, 3, max_new_tokens=LIMIT, stop_tokens=[], waiting_keeps=keeps)
+    request = dataclasses.replace(several_turns(turns=2, count=1)[0], completions=1)
+    generator.submit(request)
+    for _ in range(4):
+        generator.step()
+    generator.insert(0, 0, [2, 3])
+    report = generator.step()
+    assert (report.prefill_tokens, report.prefilled, report.decoded_tokens) == (tokens, 1, 0)
+    assert report.prefill_context == sum(range(9 - tokens, 9))
+    assert generator.step().decoded_tokens == 1
+
+
+def test_limits(tiny_model: Any) -> None:
+    """An answer that leaves no room for a token is not inserted; a rollout at its limit does not wait."""
+    generator = generator_of(tiny_model, 8, max_new_tokens=8, stop_tokens=[], max_prompt_tokens=8)
+    generator.submit(several_turns(turns=5, count=1)[0])
+    for _ in range(4):
+        generator.step()
+    assert {each.rollout.finish_reason for each in generator.waiting} == {"length"}
+    generator.insert(0, 0, [5] * 4)
+    generator.insert(0, 1, [5] * 3)
+    generator.end(0, 2, truncated=True)
+    assert generator.in_flight == 3
+    report = generator.step()
+    ended = {each.index: each.rollout for each in report.finished}
+    assert {index: len(rollout.tokens) for index, rollout in ended.items()} == {0: 4, 1: 8, 2: 4}
+    assert ended[1].sources == [SAMPLED] * 4 + [ENVIRONMENT] * 3 + [SAMPLED]
+    assert {rollout.finish_reason for rollout in ended.values()} == {"length"}
+    assert generator.in_flight == 0 and not report.waiting
+
+
+def test_a_stop_ends_a_turn_and_an_answer_never_does(tiny_model: Any) -> None:
+    """Also where the answer ends like a turn: only what is sampled may end one."""
+    request = dataclasses.replace(requests(1, completions=12)[0], turns=2)
+    generator = generator_of(tiny_model, 16, max_new_tokens=LIMIT)
+    episodes = Episodes(generator, lambda *_: [7, 14])
+    finished = episodes.run([request])
+    waited = {place: rollout for place, rollout in finished.items() if place in episodes.turns}
+    assert len(waited) >= 4
+    for rollout in waited.values():
+        first = rollout.tokens.index(14)
+        assert rollout.tokens[first + 1 : first + 3] == [7, 14] and len(rollout.tokens) > first + 3
+        assert rollout.sources[first + 1 : first + 3] == [ENVIRONMENT] * 2
+
+
+def test_an_environment_may_end_a_rollout(tiny_model: Any) -> None:
+    generator = generator_of(tiny_model, 16, max_new_tokens=LIMIT, stop_tokens=[])
+    finished = Episodes(generator, lambda place, *_: None if place[1] else [3]).run(several_turns(turns=2, count=1))
+    assert [len(finished[0, index].tokens) for index in range(3)] == [9, 4, 4]
+
+
+def test_thinking_is_measured_without_answers(tiny_model: Any) -> None:
+    """The point of interruption counts the model's tokens, and a marker in an answer does not end its thinking."""
+    end = 9
+    generator = generator_of(
+        tiny_model,
+        8,
+        max_new_tokens=LIMIT,
+        stop_tokens=[],
+        phrase=[4, end],
+        thinking_ended=lambda tokens: end in tokens,
+    )
+    request = several_turns(turns=2, count=1, interrupt_at=(6, 6, 6))[0]
+    for rollout in Episodes(generator, lambda *_: [end] * 3).run([request]).values():
+        thought = end in rollout.tokens[:4] + rollout.tokens[7:9]
+        expected = [*[SAMPLED] * 4, *[ENVIRONMENT] * 3, *[SAMPLED] * 2]
+        assert rollout.sources == expected + ([SAMPLED] * 2 if thought else [FORCED] * 2)
+
+
+def test_a_turn_does_not_end_within_a_phrase(tiny_model: Any) -> None:
+    generator = generator_of(tiny_model, 8, max_new_tokens=LIMIT, stop_tokens=[], phrase=[4, 5, 6])
+    request = several_turns(turns=2, count=1, interrupt_at=(3, 3, 3))[0]
+    for rollout in Episodes(generator, lambda *_: [8]).run([request]).values():
+        assert rollout.sources == [*[SAMPLED] * 3, *[FORCED] * 3, ENVIRONMENT, *[SAMPLED] * 4]
+
+
+def test_rollouts_wait_while_something_else_is_done(tiny_model: Any) -> None:
+    generator = generator_of(tiny_model, 3, max_new_tokens=LIMIT, stop_tokens=[])
+    generator.submit(several_turns(turns=2, count=1)[0])
+    for _ in range(4):
+        generator.step()
+    waiting = generator.waiting
+    with generator.aside():
+        assert generator.in_flight == 0 and not generator.waiting
+    assert generator.waiting == waiting
+
+
+def test_what_does_not_wait_is_refused(tiny_model: Any) -> None:
+    generator = generator_of(tiny_model, 3, max_new_tokens=LIMIT, stop_tokens=[])
+    generator.submit(several_turns(turns=2, count=1)[0])
+    with pytest.raises(KeyError, match="rollout 0 of group 0 does not wait"):
+        generator.insert(0, 0, [1])
+    for _ in range(4):
+        generator.step()
+    with pytest.raises(ValueError, match="token 99 is not in the vocabulary of"):
+        generator.insert(0, 0, [1, 99])
+    generator.end(0, 0)
+    with pytest.raises(KeyError, match="rollout 0 of group 0 does not wait"):
+        generator.end(0, 0)
+    with pytest.raises(ConfigurationError, match="turns: 0 must be at least 1"):
+        generator.submit(several_turns(turns=0, count=1)[0])
+    with pytest.raises(ConfigurationError, match="waiting_keeps: 'all' is unknown; valid: slot, cache, nothing"):
+        generator_of(tiny_model, waiting_keeps="all")
+
+
+def test_states_without_turns_are_as_before(tiny_model: Any) -> None:
+    """Checkpoints of runs without environments do not change, and older ones are read."""
+    request = requests(1)[0]
+    assert set(request_state(request)) == {
+        "key",
+        "prompt_tokens",
+        "completions",
+        "random_key",
+        "interrupt_at",
+        "max_new_tokens",
+        "temperature",
+    }
+    talking = several_turns()[1]
+    assert request_from(request_state(talking)) == talking
+    generator = generator_of(tiny_model, 4)
+    generator.submit(request)
+    generator.step()
+    state = generator.state_dict()
+    assert "waiting" not in state and [len(slot) for slot in state["occupants"]] == [2, 2, 2]
+
+
+def test_rules_of_one_rollout() -> None:
+    sampling = SamplingSettings(max_prompt_tokens=4, max_new_tokens=20, phrase=(7,))
+    rules = Insertions(GroupRequest(0, (1,), 1, (0,), (9,), turns=2, turn_tokens=6), 0, sampling)
+    assert (rules.limit, rules.turn_limit, rules.point) == (20, 6, 9)
+    assert rules.after(5, stopped=False) is Next.GO_ON
+    assert rules.after(5, stopped=True) is rules.after(6, stopped=False) is Next.WAIT
+    assert rules.after(20, stopped=True) is Next.END
+    assert not rules.answer(6, [1] * 14) and rules.answer(6, [1] * 5)
+    assert (rules.turn_limit, rules.point) == (17, 14)
+    assert rules.after(12, stopped=True) is rules.after(17, stopped=False) is Next.END
+    assert Insertions(GroupRequest(0, (1,), 1, (0,)), 0, sampling).point == NEVER
+
+
+def test_an_answer_is_not_trained_on() -> None:
+    """A batch with an environment's tokens is that with forced ones; both leave all masks and counts."""
+    batches = []
+    for source in (ENVIRONMENT, FORCED):
+        group = make_group([1.0, 0.0, 1.0], length=6)
+        for number, rollout in enumerate(group.rollouts):
+            rollout.sources[number + 1 : number + 3] = [source] * 2
+        batches.append(assemble([group], row(), max_new_tokens=8))
+        assert [rollout.length for rollout in group.rollouts] == [4 if source == ENVIRONMENT else 6] * 3
+    ours, forced = batches
+    for entry in dataclasses.fields(ours):
+        left, right = getattr(ours, entry.name), getattr(forced, entry.name)
+        assert torch.equal(left, right) if isinstance(left, torch.Tensor) else entry.name == "groups" or left == right
+    assert ours.loss_mask.tolist() == [[1, 0, 0, 1, 1, 1], [1, 1, 0, 0, 1, 1], [1, 1, 1, 0, 0, 1]]
+    assert ours.forced_mask.tolist() == (1 - ours.loss_mask).bool().tolist()
+    assert ours.denominators.tokens == 12 and ours.sample_tokens.tolist() == [4.0] * 3
+    assert ours.group_tokens.tolist() == [12.0] * 3
