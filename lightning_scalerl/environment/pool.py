@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from typing import Any
 
@@ -189,9 +189,12 @@ class EnvironmentPool:
         """Block until a request has its answer, and return that.
 
         Raises:
+            KeyError: the conversation is not open.
             RuntimeError: the pool is closed.
         """
         with self._changed:
+            if number not in self._open and number not in self._answers and not self._closing:
+                raise KeyError(f"conversation {number} is not open")
             self._changed.wait_for(lambda: number in self._answers or self._closing)
             if number not in self._answers:
                 raise RuntimeError("the pool of environments is closed")
@@ -233,7 +236,7 @@ class EnvironmentPool:
         """Have one conversation after another with one process, which is replaced after a failure."""
         process: _Process | None = None
         while (episode := self._waiting.get()) is not None:
-            while (request := episode.requests.get()) is not None and not self._closing:
+            while (request := episode.requests.get()) is not None and episode.number in self._open:
                 answer: Answer
                 try:
                     process = process or self._start()
@@ -303,7 +306,7 @@ class EnvironmentPool:
 
 
 class _Process:
-    """Worker process. It is used by one thread."""
+    """Worker process. It is used by one thread, and killed after a failure: a late answer is never read."""
 
     def __init__(self, content: bytes, memory_gib: float | None) -> None:
         self._output, theirs = os.pipe()
@@ -317,7 +320,6 @@ class _Process:
         finally:
             os.close(theirs)
         self.pid = self._process.pid
-        self._number = 0
         self._last = b""  # of its output
 
     def ask(self, method: str | None, arguments: tuple[Any, ...], timeout_s: float) -> Any:
@@ -328,11 +330,10 @@ class _Process:
         """
         deadline = time.monotonic() + timeout_s
         if method is not None:
-            self._number += 1
             # A dead process is noticed below, by its closed pipe.
             with suppress(OSError):
-                self._connection.send((self._number, method, arguments))
-        listened = [self._connection, self._output]
+                self._connection.send((method, arguments))
+        listened: list[Connection[Any, Any] | int] = [self._connection, self._output]
         while True:
             left_s = deadline - time.monotonic()
             ready = wait(listened, left_s) if left_s > 0 else []
@@ -346,13 +347,11 @@ class _Process:
                     listened.remove(self._output)
             if self._connection in ready:
                 try:
-                    number, result = pickle.loads(self._connection.recv_bytes(_MOST_BYTES))
+                    return pickle.loads(self._connection.recv_bytes(_MOST_BYTES))
                 except (EOFError, OSError):
                     raise self._lost("died", f"its process died ({ended_with(self._ended())})") from None
                 except Exception as error:
                     raise self._lost("answer", f"its answer cannot be read ({type(error).__name__})") from error
-                if number == self._number:
-                    return result
 
     def _ended(self) -> int:
         """Kill what remains of the process and return its exit code."""

@@ -1,6 +1,6 @@
 """Environment process, started by `pool`: one instance at a time, one request at a time.
 
-A request is (number, method of `Worker`, arguments); the answer is (number, result). Calls are made in the main thread,
+A request is (method of `Worker`, arguments), and its answer what the method returns. Calls are made in the main thread,
 because some environments limit their time with SIGALRM, which only works there.
 """
 
@@ -110,12 +110,12 @@ def main() -> None:
 
         worker = Worker(cloudpickle.loads(pickled), most_characters)
     except BaseException as error:
-        connection.send((0, said(error)))
+        connection.send(said(error))
         return
-    connection.send((0, None))
+    connection.send(None)
     while True:
         try:
-            number, method, arguments = connection.recv()
+            method, arguments = connection.recv()
         except EOFError:
             return
         result: object
@@ -126,7 +126,7 @@ def main() -> None:
             result = Failure("answer", str(error))
         except Exception as error:
             result = Failure("raised", said(error))
-        connection.send((number, result))
+        connection.send(result)
 
 
 if __name__ == "__main__":
