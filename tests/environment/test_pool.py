@@ -23,10 +23,18 @@ def make(factory: Any = Obedient, **settings: Any) -> EnvironmentPool:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[EnvironmentPool]:
+def shared() -> Iterator[EnvironmentPool]:
     pool = make(timeout_s=1.0, most_characters=100)
     yield pool
     pool.shutdown()
+
+
+@pytest.fixture
+def pool(shared: EnvironmentPool) -> Iterator[EnvironmentPool]:
+    """Two processes for all tests: a test that fails must not leave them to its conversations."""
+    yield shared
+    for number in list(shared._open):
+        shared.close(number)
 
 
 def began(pool: EnvironmentPool, seed: int = 1, row: dict[str, Any] | None = None) -> int:
@@ -53,7 +61,6 @@ def test_conversations_are_apart(pool: EnvironmentPool) -> None:
     third = observed(pool, first, "end")
     assert third == Observation(("1.2: end",), reward=0.5, terminated=True, info={"turns": 2.0})
     pool.close(first)
-    pool.close(second)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +94,6 @@ def test_a_failure_is_of_one_conversation_and_has_no_reward(
     assert observed(pool, good, "a").texts == ("1.1: a",)
     after = began(pool, 3)  # in a new process, at the turn after the one that failed
     assert observed(pool, after, "b").texts == ("3.1: b",)
-    pool.close(good)
-    pool.close(after)
 
 
 def test_a_late_answer_goes_to_nobody() -> None:
