@@ -147,7 +147,7 @@ def _tagged(text: str, tag: str) -> list[str | None]:
         if close < 0:
             return [*bodies, None]
         bodies.append(text[place:close])
-        place = text.find(begin, close + len(end))
+        place = text.find(begin, close)
     return bodies
 
 
@@ -217,7 +217,7 @@ def _malformed(name: str, why: str, convention: Convention) -> Call:
 
 
 def _shown(text: str) -> str:
-    return ascii(text[:60])
+    return repr(text[:60])
 
 
 HERMES = Convention(

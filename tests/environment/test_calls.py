@@ -29,8 +29,10 @@ def schema(name: str, **types: str) -> dict[str, Any]:
 
 
 TOOLS = [schema("add", a="integer", b="integer"), schema("calculate", text="string"), schema("look")]
+# Also those that hold the marks of a convention.
+texts = st.text() | st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "</call>", '"', "(", ")"])).map("".join)
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.text() | st.floats(allow_nan=False, width=32),
+    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | texts | st.floats(allow_nan=False, width=32),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 ).filter(lambda value: "Infinity" not in json.dumps(value))
@@ -44,7 +46,7 @@ def test_a_call_comes_back_as_it_was_written(convention: Convention, data: st.Da
     for _ in range(1 if convention is LLAMA else data.draw(st.integers(1, 3))):
         call = data.draw(
             st.builds(lambda a, b: Call("add", {"a": a, "b": b}), values, values)
-            | st.builds(lambda text: Call("calculate", {"text": text}), st.text())
+            | st.builds(lambda text: Call("calculate", {"text": text}), texts)
             | st.just(Call("look", {}))
         )
         calls.append(call)
@@ -107,6 +109,11 @@ def test_deep_and_long_calls_are_malformed(convention: Convention) -> None:
 def test_malformed(convention: Convention, text: str, why: str) -> None:
     (call,) = convention.parse(text, TOOLS)
     assert why in call.error
+
+
+def test_the_line_on_a_long_name_is_short() -> None:
+    (call,) = HERMES.parse(f'<tool_call>{{"name": "{"x" * 10000}"}}</tool_call>', TOOLS)
+    assert len(call.error) < 200
 
 
 def test_answers_are_not_calls() -> None:

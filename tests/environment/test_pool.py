@@ -252,6 +252,11 @@ def test_a_replayed_conversation_goes_on_where_it_was(pool: EnvironmentPool) -> 
     pool.close(number)
 
 
+def test_a_replay_has_the_time_of_all_its_turns(pool: EnvironmentPool) -> None:
+    history = recorded(pool, "late 0.6", "late 0.6")
+    assert pool.wait(pool.open({}, 5, history)) == history.exchanges[-1][1]
+
+
 def test_a_replay_that_differs_is_a_failure(pool: EnvironmentPool) -> None:
     found = pool.wait(pool.open({}, 5, recorded(pool, "a", "clock")))
     assert isinstance(found, Failure) and found.kind == "replay" and "its answer to turn 2 differs" in found.why
