@@ -155,6 +155,7 @@ def test_shutdown_ends_a_call() -> None:
     pool = make(timeout_s=1000.0)
     number = began(pool)
     pool.act(number, Turn("spin"))
+    time.sleep(0.3)  # it has begun
     started = time.monotonic()
     pool.shutdown()
     assert time.monotonic() - started < 20 and not pool.counts["failed_died"]
