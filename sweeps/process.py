@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -30,10 +31,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
     from multiprocessing.context import ForkServerContext
     from multiprocessing.process import BaseProcess
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+# Settings that keep each worker from using all cores.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # options of prctl
 _PROC = Path("/proc")
 _LEFT_S = 2.0  # seconds for which processes that outlive the command may end by themselves
@@ -95,6 +99,60 @@ def forkserver(preload: Sequence[str]) -> ForkServerContext:
     for name in THREADS:
         os.environ[name] = "1"
     return context
+
+
+def start_worker(
+    module: str, content: bytes, memory_gib: float | None, env: Mapping[str, str], stderr: int | None = None
+) -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
+    """Start `python -m module`, which begins with `begin_worker`, in a session of its own.
+
+    Args:
+        module: name of a module of ours.
+        content: bytes that `begin_worker` returns, such as a pickled object.
+        memory_gib: limit on the process's data segment in GiB; None for no limit.
+        env: environment variables, in addition to those of this process.
+        stderr: descriptor for standard output and error; None for our standard error.
+
+    Returns:
+        The process and our end of its pipe. The process dies with the thread that started it.
+    """
+    from multiprocessing import Pipe
+
+    ours, theirs = Pipe()
+    # A file in memory: writing to a pipe would block this thread until the new process reads.
+    with os.fdopen(os.memfd_create("worker"), "w+b") as memory_file:
+        memory_file.write(pickle.dumps((list(sys.path), memory_gib, content)))
+        memory_file.flush()
+        memory_file.seek(0)
+        descriptors = [theirs.fileno(), memory_file.fileno()]
+        # A new session: it can be killed with its children, and does not receive Ctrl-C.
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(descriptors[0]), str(os.getpid()), str(descriptors[1])],
+            pass_fds=descriptors, stdin=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
+            env={**os.environ, **_ONE_THREAD, **env},
+        )  # fmt: skip
+    # If this end stayed open here, the death of the process would not be seen as an end of file, only by a timeout.
+    theirs.close()
+    return process, ours
+
+
+def begin_worker() -> tuple[Connection[Any, Any], bytes]:
+    """Begin a process of `start_worker`: set its limits and module path; return its end of the pipe and `content`."""
+    import resource
+    from multiprocessing.connection import Connection
+
+    # A worker that hangs would never read the end of the pipe.
+    die_with_parent(int(sys.argv[2]))
+    os.dup2(2, 1)  # prints go to stderr, not into the run's output
+    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    with os.fdopen(int(sys.argv[3]), "rb") as memory_file:
+        path, memory_gib, content = pickle.load(memory_file)
+    # The parent's path, so that the user's modules are found here as well.
+    sys.path[:] = path
+    if memory_gib is not None:
+        limit = int(memory_gib * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    return connection, content
 
 
 def last_words(log: Path) -> str:

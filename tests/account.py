@@ -31,6 +31,7 @@ REAL = ("slurm", "vllm", "browser", "live")
 LIVE = frozenset(
     {
         "tests/distributed/test_meeting.py",
+        "tests/environment/test_pool.py",
         "tests/distributed/test_ranks.py",
         "tests/generator/test_engines.py",
         "tests/generator/test_fleet.py",

@@ -30,7 +30,7 @@ FLOORS = {
     "lightning_scalerl": [
         {"checks", "cache", "compat", "torchmetrics_on_demand", "rollouts"},
         {"axes", "distributed", "optim", "sandbox", "state"},
-        {"choices", "model", "verify"},
+        {"choices", "environment", "model", "verify"},
         {"generator", "task", "update"},
         {"stream"},
         {"recipe"},

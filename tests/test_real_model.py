@@ -58,6 +58,21 @@ def cut_down(file: Path, target: Path, layers: int) -> Path:
     return target
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_its_chat_template_can_be_used_over_several_turns(whole: Path, tmp_path: Path, role: str) -> None:
+    from gguf import GGUFReader
+
+    from lightning_scalerl.model.chat import Chat, Rendering
+    from lightning_scalerl.model.turns import Turns
+    from tests.families import QWEN2, tokenizer_of
+
+    template = tmp_path / "smollm2.jinja"
+    template.write_text(GGUFReader(whole).fields["tokenizer.chat_template"].contents())
+    turns = Turns(Rendering(tokenizer_of(QWEN2), Chat(template=str(template))), role=role)
+    assert turns.following([["7"]]) == [f"<|im_end|>\n<|im_start|>{role}\n7<|im_end|>\n<|im_start|>assistant\n"]
+
+
 def trained(model: Path, place: Path, steps: int, *more: str) -> tuple[Path, str]:
     """Train on sums of reasoning-gym, in a process of its own; return the run's folder and what it printed."""
     words = [

@@ -132,6 +132,16 @@ class Rendering:
         return saved
 
     @property
+    def template(self) -> str | None:
+        """Jinja template for prompts; None for plain text."""
+        return self._template
+
+    @property
+    def owner(self) -> str:
+        """File or model that the template comes from."""
+        return self.chat.template if self.chat.template != "auto" else self.tokenizer.name_or_path or "the model"
+
+    @property
     def describes(self) -> str:
         """Description of how prompts are rendered, in one line."""
         if self._template is None:
@@ -157,10 +167,9 @@ class Rendering:
         except BoundedError as error:
             reason = " ".join(str(error).split())[:200]
             prompt = prompts[error.number]
-            owner = self.chat.template if self.chat.template != "auto" else self.tokenizer.name_or_path or "the model"
             if error.limit:
                 raise ConfigurationError(
-                    f"chat.template: the template of {owner} cannot be used, for {reason} on prompt "
+                    f"chat.template: the template of {self.owner} cannot be used, for {reason} on prompt "
                     f"{prompt.prompt_id!r}; give chat.template a file of yours, or chat.template=none"
                 ) from error
             raise ConfigurationError(
@@ -170,12 +179,22 @@ class Rendering:
 
     def _rendered(self, prompt: Prompt) -> str:
         """Run the template on one prompt."""
-        messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+        return self.conversation(list(prompt.messages) or [{"role": "user", "content": prompt.text}])
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Run the template on a conversation that the model continues. Call it under `bounded`.
+
+        Args:
+            messages: the conversation.
+            tools: schemas of tools for the template's `tools`; empty for none.
+        """
         if self.chat.system is not None and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.chat.system}, *messages]
-        switch = {} if self.chat.thinking is None else {"enable_thinking": self.chat.thinking}
+        switch: dict[str, Any] = {} if self.chat.thinking is None else {"enable_thinking": self.chat.thinking}
+        if tools:
+            switch["tools"] = list(tools)
         rendered: str = self.tokenizer.apply_chat_template(
-            messages,
+            list(messages),
             chat_template=self._template,
             tokenize=False,
             add_generation_prompt=True,

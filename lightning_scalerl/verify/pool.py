@@ -9,12 +9,9 @@ those that the worker got in advance move to other workers if the one before the
 from __future__ import annotations
 
 import math
-import os
-import pickle
 import secrets
 import select
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -30,7 +27,7 @@ from typing import Any
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollouts.grade import Charge, Grader, Outcome, Sample
 from lightning_scalerl.sandbox.launch import SCRATCH, remove_left
-from sweeps.process import ended_with, kill_group
+from sweeps.process import ended_with, kill_group, start_worker
 from sweeps.run.activity import activity
 
 # Start timeout of a worker: imports of a reward function may be slow on a busy machine.
@@ -116,8 +113,7 @@ class VerifierPool:
                 f"({type(error).__name__}: {error}); hold less in it, or say verify.workers=0 to have it grade in the "
                 "trainer's own process, where nothing can stop it if it hangs"
             ) from error
-        # Sent as a file in memory: writing to a pipe would block the pool until the new process reads.
-        self._message = pickle.dumps((list(sys.path), memory_gib, pickled))
+        self._pickled, self._memory_gib = pickled, memory_gib
         self._timeout_s, self._retries = timeout_s, retries
         self._needs_s = getattr(grader, "needs_s", lambda sample: 0.0)
         # A killed process cannot report in which function it was, so errors name all candidates.
@@ -231,7 +227,10 @@ class VerifierPool:
 
     def _start_worker(self) -> _Worker:
         """Start a worker process; it has `START_S` seconds to load the grader."""
-        process, ours, scratch = _process(self._message)
+        scratch = secrets.token_hex(8)
+        process, ours = start_worker(
+            "lightning_scalerl.verify.worker", self._pickled, self._memory_gib, {SCRATCH: scratch}
+        )
         self._readable.register(ours, select.POLLIN)
         return _Worker(process=process, connection=ours, scratch=scratch, deadline=time.monotonic() + START_S)
 
@@ -388,30 +387,6 @@ class VerifierPool:
             self._changed.notify_all()
 
 
-def _process(message: bytes) -> tuple[subprocess.Popen[bytes], Connection[Any, Any], str]:
-    """Start a worker process that loads `message`.
-
-    Returns:
-        The process, our end of its pipe, and the marker in the names of its sandboxes' folders.
-    """
-    ours, theirs = Pipe()
-    with os.fdopen(os.memfd_create("grader"), "w+b") as memory_file:
-        memory_file.write(message)
-        memory_file.flush()
-        memory_file.seek(0)
-        descriptors = [theirs.fileno(), memory_file.fileno()]
-        command = [sys.executable, "-m", "lightning_scalerl.verify.worker", str(descriptors[0]), str(os.getpid())]
-        scratch = secrets.token_hex(8)
-        # In a new session, so that it can be killed with its children and does not receive Ctrl-C.
-        process = subprocess.Popen(
-            [*command, str(descriptors[1])], pass_fds=descriptors, stdin=subprocess.DEVNULL, start_new_session=True,
-            env=_environment() | {SCRATCH: scratch},
-        )  # fmt: skip
-    # If this end stayed open here, the death of the process would not be seen as an end of file, only by a timeout.
-    theirs.close()
-    return process, ours, scratch
-
-
 def _kill(worker: _Worker) -> int:
     """Kill a worker with its process group and its sandboxes' scratch folders; return the exit status."""
     kill_group(worker.process.pid)
@@ -419,8 +394,3 @@ def _kill(worker: _Worker) -> int:
     status = worker.process.wait()
     remove_left(worker.scratch)
     return status
-
-
-def _environment() -> dict[str, str]:
-    """Return this process's environment with settings that keep each worker from using all cores."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -1,0 +1,11 @@
+"""Environments: conversations in which something other than the model speaks.
+
+This room needs no torch, because environments run in separate processes:
+
+    protocol    turns of the model, observations, and the small protocol that every environment has here
+    forms       the user's classes in TRL's form or in text form, behind that protocol
+    calls       conventions by which models write tool calls, and their parsers
+    processes   pool and worker: one instance per rollout, in a killable process
+
+Whether a chat template can be used over several turns is checked in `model.turns`.
+"""

@@ -1,0 +1,240 @@
+"""User's environments behind our protocol: TRL's class, and text in, text out.
+
+An environment of either form may have these attributes: `replayable = False` if the same seed and turns may give other
+answers, and `seconds`, the time of one call on virtual clocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any, Literal
+
+from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.environment.protocol import Declared, Environment, Observation, Schema, Turn
+
+Factory = Callable[[], Any]
+# Methods of TRL's form that are not tools.
+_NOT_TOOLS = {"reset", "get_reward"}
+# Entries of `info`, and characters of each, that are kept.
+_MOST_INFO, _INFO_CHARACTERS = 32, 200
+
+
+class AnswerError(Exception):
+    """Error about an answer of an environment that cannot be used, in one line."""
+
+
+class ToolEnvironment:
+    """Environment in TRL's form (`environment_factory` of TRL 1.16).
+
+    `reset(**row)` returns a text, messages or None, public methods are tools, and `get_reward()` is optional. A turn
+    without calls ends the conversation. A tool that raises is answered with its error, as in TRL.
+
+    Args:
+        user: the user's instance.
+    """
+
+    def __init__(self, user: Any) -> None:
+        self._user = user
+        self._tools = dict(tools_of(user))
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+        """Pass the row to `reset`; TRL's form has no seed (the worker seeds `random` and numpy)."""
+        start = _awaited(self._user.reset(**row))
+        if start is None:
+            return Observation()
+        if isinstance(start, str):
+            return Observation(texts=(start,))
+        if isinstance(start, list) and all(map(_is_message, start)):
+            return Observation(messages=tuple({"role": each["role"], "content": each["content"]} for each in start))
+        raise AnswerError(f"reset returned {_short(start)}; it must be a text, a list of messages with texts, or None")
+
+    def step(self, turn: Turn) -> Observation:
+        """Call the turn's tools in their order."""
+        if not turn.calls:
+            return self.finish()
+        texts, malformed, raised = [], 0, 0
+        for call in turn.calls:
+            if call.error or call.name not in self._tools:
+                malformed += 1
+                texts.append(call.error or f"error: there is no tool {call.name!r}")
+                continue
+            try:
+                texts.append(str(_awaited(self._tools[call.name](**call.arguments))))
+            except MemoryError:  # of the whole process, whose state is now unknown
+                raise
+            except Exception as error:
+                raised += 1
+                texts.append(f"error: {said(error)}")
+        return Observation(texts=tuple(texts), malformed=malformed, raised=raised)
+
+    def finish(self) -> Observation:
+        """Return `get_reward()`, without which reward functions grade the conversation."""
+        reward = None
+        if hasattr(self._user, "get_reward"):
+            reward = _reward("get_reward", _awaited(self._user.get_reward()))
+        return Observation(reward=reward, terminated=True)
+
+
+class TextEnvironment:
+    """Environment in text form: `reset(seed)`, and `step(text) -> (text, reward, terminated, truncated, info)`.
+
+    `reset` returns a text, None, or a text with `info`, as Gymnasium and GEM do.
+
+    Args:
+        user: the user's instance.
+    """
+
+    def __init__(self, user: Any) -> None:
+        self._user = user
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+        """Pass the seed to `reset`; the text form has no row."""
+        start = _awaited(self._user.reset(seed=seed))
+        text, info = start if isinstance(start, tuple) and len(start) == 2 else (start, {})
+        if text is not None and not isinstance(text, str):
+            raise AnswerError(f"reset returned {_short(text)}; it must be a text")
+        return Observation(texts=() if text is None else (text,), info=_info(info))
+
+    def step(self, turn: Turn) -> Observation:
+        """Pass the turn's text to `step`."""
+        answer = _awaited(self._user.step(turn.text))
+        if not isinstance(answer, tuple) or len(answer) != 5 or not isinstance(answer[0], str):
+            raise AnswerError(f"step returned {_short(answer)}; it must be (text, reward, terminated, truncated, info)")
+        text, reward, terminated, truncated, info = answer
+        return Observation(
+            texts=(text,),
+            reward=_reward("step", reward),
+            terminated=bool(terminated),
+            truncated=bool(truncated),
+            info=_info(info),
+        )
+
+    def finish(self) -> Observation:
+        """Return no reward: every step has given its own."""
+        return Observation(truncated=True)
+
+
+def wrapped(user: Any) -> Environment:
+    """Return a user's instance behind our protocol.
+
+    Raises:
+        ConfigurationError: it has neither form.
+    """
+    return ToolEnvironment(user) if form_of(user) == "tools" else TextEnvironment(user)
+
+
+def form_of(user: Any) -> Literal["tools", "text"]:
+    """Return the form of a user's instance. TRL's `reset` takes any column; a text's takes `seed` and not any column.
+
+    Raises:
+        ConfigurationError: it has neither form.
+    """
+    name = type(user).__name__
+    if not callable(getattr(user, "reset", None)):
+        raise ConfigurationError(f"environment: {name} has no method reset")
+    taken = inspect.signature(user.reset).parameters
+    any_column = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
+    if callable(getattr(user, "step", None)) and "seed" in taken and not any_column:
+        return "text"
+    if not any_column and not dict(tools_of(user)):
+        raise ConfigurationError(
+            f"environment: {name} has neither TRL's form (reset(**row), public methods as tools) nor text form "
+            "(reset(seed), step(text))"
+        )
+    return "tools"
+
+
+def tools_of(user: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield name and method of each tool: the public methods, found as TRL finds them."""
+    # On the class: on the instance, properties would be evaluated.
+    for name, _ in inspect.getmembers(type(user), predicate=inspect.isfunction):
+        if name not in _NOT_TOOLS and not name.startswith("_"):
+            yield name, getattr(user, name)
+
+
+def declared(user: Any) -> Declared:
+    """Return what is known of an environment before a conversation.
+
+    Raises:
+        ConfigurationError: it has neither form, or a tool lacks a type hint or docstring.
+    """
+    form = form_of(user)
+    replayable, seconds = getattr(user, "replayable", True), getattr(user, "seconds", 0.0)
+    if not isinstance(replayable, bool):
+        raise ConfigurationError(f"environment: replayable of {type(user).__name__} is {replayable!r}, not a bool")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+        raise ConfigurationError(f"environment: seconds of {type(user).__name__} is {seconds!r}, not a number from 0")
+    return Declared(
+        form=form,
+        tools=tuple(_schema(name, method) for name, method in tools_of(user)) if form == "tools" else (),
+        owns_reward=form == "text" or hasattr(user, "get_reward"),
+        replayable=replayable,
+        seconds=float(seconds),
+    )
+
+
+def _schema(name: str, method: Callable[..., Any]) -> Schema:
+    """Return a tool's schema. Its method needs type hints and a docstring in Google's form."""
+    from transformers.utils import get_json_schema
+
+    try:
+        schema: Schema = get_json_schema(method)
+    except Exception as error:
+        raise ConfigurationError(
+            f"environment: tool {name!r} has no schema ({said(error)}); give each argument a type hint and a line "
+            "in the docstring's Args, or put _ before the name of a method that is not a tool"
+        ) from error
+    return schema
+
+
+def _awaited(value: Any) -> Any:
+    """Return a value, or the result of a coroutine."""
+    return _loop().run_until_complete(_result(value)) if inspect.isawaitable(value) else value
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the process's event loop. An environment may hold objects that belong to it, such as a connection."""
+    return asyncio.new_event_loop()
+
+
+async def _result(value: Any) -> Any:
+    return await value
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def _reward(method: str, value: Any) -> float | None:
+    """Return a reward as a float; scalars of numpy and torch are taken.
+
+    Raises:
+        AnswerError: it is not a finite number, nor None.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) or not hasattr(value, "__float__") or not math.isfinite(float(value)):
+        raise AnswerError(f"{method} returned the reward {_short(value)}; it must be a finite number, or None")
+    return float(value)
+
+
+def _info(info: Any) -> dict[str, float | str]:
+    """Keep the numbers and short texts of `info`."""
+    if not isinstance(info, Mapping):
+        return {}
+    kept: dict[str, float | str] = {}
+    for name, value in list(info.items())[:_MOST_INFO]:
+        if isinstance(value, str):
+            kept[str(name)[:_INFO_CHARACTERS]] = value[:_INFO_CHARACTERS]
+        elif hasattr(value, "__float__") and math.isfinite(float(value)):
+            kept[str(name)[:_INFO_CHARACTERS]] = float(value)
+    return kept
+
+
+def _short(value: object) -> str:
+    return " ".join(repr(value)[:80].split())

@@ -1,0 +1,376 @@
+"""Pool of environment processes: one conversation per process at a time, a timeout per call, and replacement.
+
+Each process is served by one thread of ours, which waits for it. A process that hangs, dies or fails in another way is
+killed with all processes that it has started, and the next conversation gets a new one. A process whose conversation
+has ended in order takes the next one, because importing the user's modules may take seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
+from typing import Any
+
+from lightning_scalerl.checks import ConfigurationError, positive, whole_number
+from lightning_scalerl.environment.forms import Factory
+from lightning_scalerl.environment.protocol import Declared, Failure, History, Observation, Turn
+from sweeps.process import ended_with, kill_group, start_worker
+from sweeps.run.activity import activity
+
+# Start timeout of a process: imports of the user's modules may be slow on a busy machine.
+START_S = 120.0
+# Characters of an observation's texts that are kept, unless told otherwise.
+MOST_CHARACTERS = 16384
+# Bytes of an answer that are read (an observation that was cut is far smaller), and of the latest output.
+_MOST_BYTES, _LAST_BYTES = 2**26, 2048
+
+Answer = Observation | Failure
+
+
+class _LostError(Exception):
+    """A process that cannot answer any more."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.why)
+        self.failure = failure
+
+
+@dataclass(frozen=True)
+class _Request:
+    method: str
+    arguments: tuple[Any, ...]
+    calls: int  # number of calls of the user's methods, each with its timeout
+
+
+@dataclass(frozen=True)
+class _Episode:
+    number: int
+    requests: SimpleQueue[_Request | None] = field(default_factory=SimpleQueue)
+
+
+class EnvironmentPool:
+    """Conversations with environments, each in a process of its own.
+
+    A conversation has a number, from `open` to `close`, and at most one request at a time: `open` itself, `act` or
+    `finish`. Its answer is fetched once, by `wait` or `done`. After a `Failure` the conversation is over, and closed.
+
+    Args:
+        factory: makes an instance: a class in TRL's form or in text form, or a function. A mapping has several by name;
+            the row's column `environment` then selects one, and is not passed on, as in TRL.
+        most: number of processes, and so of conversations that are open at the same time; others wait.
+        timeout_s: wall-clock timeout of one call; a turn with several tool calls has that of each.
+        memory_gib: limit on a process's data segment in GiB; None for no limit.
+        most_characters: characters of an observation's texts that are kept.
+
+    Attributes:
+        counts: number of observations, malformed calls, tools that raised (`raised`), characters cut, and failures by
+            kind (`failed_timeout`, ...).
+
+    Raises:
+        ConfigurationError: a value cannot be used, or the factory cannot be pickled.
+    """
+
+    def __init__(
+        self,
+        factory: Factory | Mapping[str, Factory],
+        most: int,
+        timeout_s: float,
+        memory_gib: float | None = None,
+        most_characters: int = MOST_CHARACTERS,
+    ) -> None:
+        import cloudpickle
+
+        self._most = whole_number("environment.most", most)
+        self._timeout_s = positive("environment.timeout_s", timeout_s)
+        self._memory_gib = memory_gib
+        self._by_column = isinstance(factory, Mapping)
+        factories = dict(factory) if isinstance(factory, Mapping) else {"": factory}
+        self._names = frozenset(factories)
+        try:
+            self._content = pickle.dumps((most_characters, cloudpickle.dumps(factories)))
+        except Exception as error:
+            raise ConfigurationError(
+                f"environment: it cannot be sent to a process of its own ({type(error).__name__}: {error}); hold less "
+                "in it, and open connections and files in its methods"
+            ) from error
+        self.counts: Counter[str] = Counter()
+        self._changed = threading.Condition()
+        self._open: dict[int, _Episode] = {}
+        self._answers: dict[int, Answer] = {}
+        self._waiting: SimpleQueue[_Episode | None] = SimpleQueue()
+        self._next = 0
+        self._free = 0  # threads without a conversation, less the conversations that wait for one
+        self._threads: list[threading.Thread] = []
+        self._processes: list[_Process] = []
+        self._closing = False
+
+    def declare(self) -> Mapping[str, Declared]:
+        """Start a process and return each environment's properties by name; one without a name has "".
+
+        Raises:
+            ConfigurationError: it cannot be loaded or made, or has neither form.
+        """
+        process = None
+        try:
+            process = self._start()
+            answer = process.ask("declare", (), START_S)
+        except _LostError as error:
+            answer = f"environment: {error.failure.why}"
+        finally:
+            if process is not None:
+                self._end(process)
+        if isinstance(answer, Failure):
+            answer = f"environment: {answer.why}"
+        if isinstance(answer, str):
+            raise ConfigurationError(answer)
+        properties: Mapping[str, Declared] = answer
+        return properties
+
+    def open(self, row: Mapping[str, Any], seed: int, history: History | None = None) -> int:
+        """Begin a conversation and return its number immediately.
+
+        Args:
+            row: row of the data set.
+            seed: seed of the conversation.
+            history: earlier part of the conversation to replay. The answer is then its last observation, or a failure
+                of kind "replay" if the environment cannot be replayed or answers differently.
+
+        Raises:
+            ConfigurationError: the row names an unknown environment.
+        """
+        name, row = "", dict(row)
+        if self._by_column:
+            name = row.pop("environment", "")
+            if name not in self._names:
+                raise ConfigurationError(
+                    f"environment: a row's column environment is {name!r}; known are {', '.join(sorted(self._names))}"
+                )
+        exchanges = () if history is None else history.exchanges
+        calls = 1 + sum(_calls(turn) for turn, _ in exchanges)
+        with self._changed:
+            episode = _Episode(self._next)
+            self._next += 1
+            self._open[episode.number] = episode
+            episode.requests.put(_Request("open", (name, row, seed, history), calls))
+            self._free -= 1
+            if self._free < 0 and len(self._threads) < self._most:
+                self._free += 1
+                thread = threading.Thread(target=self._serve, name="environment", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._waiting.put(episode)
+        return episode.number
+
+    def act(self, number: int, turn: Turn) -> None:
+        """Send a turn of the model.
+
+        Raises:
+            KeyError: the conversation is not open.
+        """
+        self._open[number].requests.put(_Request("step", (turn,), _calls(turn)))
+
+    def finish(self, number: int) -> None:
+        """End a conversation by a limit; the answer has the reward, if the environment gives one now.
+
+        Raises:
+            KeyError: the conversation is not open.
+        """
+        self._open[number].requests.put(_Request("finish", (), 1))
+
+    def wait(self, number: int) -> Answer:
+        """Block until a request has its answer, and return that.
+
+        Raises:
+            KeyError: the conversation is not open.
+            RuntimeError: the pool is closed.
+        """
+        with self._changed:
+            if number not in self._open and number not in self._answers and not self._closing:
+                raise KeyError(f"conversation {number} is not open")
+            self._changed.wait_for(lambda: number in self._answers or self._closing)
+            if number not in self._answers:
+                raise RuntimeError("the pool of environments is closed")
+            return self._answers.pop(number)
+
+    def done(self) -> Sequence[tuple[int, Answer]]:
+        """Return (number, answer) for all answers that were not fetched yet, without blocking."""
+        with self._changed:
+            fetched = list(self._answers.items())
+            self._answers.clear()
+            return fetched
+
+    def close(self, number: int) -> None:
+        """Forget a conversation. A call in progress still ends, or is killed at its timeout, without any effect."""
+        with self._changed:
+            self._answers.pop(number, None)
+            episode = self._open.pop(number, None)
+        if episode is not None:
+            episode.requests.put(None)
+
+    def shutdown(self) -> None:
+        """End all processes, even during a call."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            open_ones = list(self._open)
+            for process in self._processes:
+                kill_group(process.pid)
+        for number in open_ones:
+            self.close(number)
+        for _ in self._threads:
+            self._waiting.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    # --- in a thread per process -------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Have one conversation after another with one process, which is replaced after a failure."""
+        process: _Process | None = None
+        while (episode := self._waiting.get()) is not None:
+            while (request := episode.requests.get()) is not None and episode.number in self._open:
+                answer: Answer
+                try:
+                    process = process or self._start()
+                    answer = process.ask(request.method, request.arguments, request.calls * self._timeout_s)
+                except _LostError as error:
+                    answer = error.failure
+                if isinstance(answer, Failure):
+                    if process is not None:
+                        self._end(process)
+                    process = None
+                self._record(episode.number, answer)
+                if isinstance(answer, Failure):
+                    break
+            # The conversation is over: a failure of the instance's clean-up does not count.
+            if process is not None and not self._closing:
+                try:
+                    process.ask("close", (), self._timeout_s)
+                except _LostError:
+                    self._end(process)
+                    process = None
+            with self._changed:
+                self._free += 1
+        if process is not None:
+            self._end(process)
+
+    def _start(self) -> _Process:
+        """Start a process and wait until it has loaded the environment."""
+        process = None
+        try:
+            process = _Process(self._content, self._memory_gib)
+            with self._changed:
+                self._processes.append(process)
+            problem = process.ask(None, (), START_S)
+        except OSError as error:
+            raise _LostError(Failure("died", f"its process cannot be started ({error})")) from error
+        except _LostError:
+            self._end(process)
+            raise
+        if problem is not None:
+            self._end(process)
+            raise _LostError(Failure("died", f"it cannot be loaded in a process of its own: {problem}"))
+        return process
+
+    def _end(self, process: _Process | None) -> None:
+        if process is not None:
+            with self._changed:
+                self._processes.remove(process)
+            process.kill()
+
+    def _record(self, number: int, answer: Answer) -> None:
+        activity.note("environment")
+        with self._changed:
+            if self._closing:  # the processes were killed by us
+                return
+            if isinstance(answer, Failure):
+                self.counts[f"failed_{answer.kind}"] += 1
+            else:
+                self.counts.update(
+                    observations=1, malformed=answer.malformed, raised=answer.raised, characters_cut=answer.cut
+                )
+            # Not open: it was closed during the call.
+            if number in self._open:
+                self._answers[number] = answer
+                if isinstance(answer, Failure):
+                    del self._open[number]
+                self._changed.notify_all()
+
+
+class _Process:
+    """Worker process. It is used by one thread, and killed after a failure: a late answer is never read."""
+
+    def __init__(self, content: bytes, memory_gib: float | None) -> None:
+        self._output, theirs = os.pipe()
+        try:
+            self._process, self._connection = start_worker(
+                "lightning_scalerl.environment.worker", content, memory_gib, {}, stderr=theirs
+            )
+        except BaseException:
+            os.close(self._output)
+            raise
+        finally:
+            os.close(theirs)
+        self.pid = self._process.pid
+        self._last = b""  # of its output
+
+    def ask(self, method: str | None, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        """Send a request and return its result; without a method, wait for the first message.
+
+        Raises:
+            _LostError: it has not answered in time, has died, or its answer cannot be read.
+        """
+        deadline = time.monotonic() + timeout_s
+        if method is not None:
+            # A dead process is noticed below, by its closed pipe.
+            with suppress(OSError):
+                self._connection.send((method, arguments))
+        listened: list[Connection[Any, Any] | int] = [self._connection, self._output]
+        while True:
+            left_s = deadline - time.monotonic()
+            ready = wait(listened, left_s) if left_s > 0 else []
+            if not ready:
+                raise self._lost("timeout", f"timed out after {timeout_s:g} s")
+            # Its output is read so that it never blocks, and only the end of it is kept.
+            if self._output in ready:
+                block = os.read(self._output, 65536)
+                self._last = (self._last + block)[-_LAST_BYTES:]
+                if not block:
+                    listened.remove(self._output)
+            if self._connection in ready:
+                try:
+                    return pickle.loads(self._connection.recv_bytes(_MOST_BYTES))
+                except (EOFError, OSError):
+                    raise self._lost("died", f"its process died ({ended_with(self._ended())})") from None
+                except Exception as error:
+                    raise self._lost("answer", f"its answer cannot be read ({type(error).__name__})") from error
+
+    def _ended(self) -> int:
+        """Kill what remains of the process and return its exit code."""
+        with suppress(Exception):
+            return self._process.wait(1.0)
+        kill_group(self.pid)
+        return self._process.wait()
+
+    def _lost(self, kind: Any, why: str) -> _LostError:
+        last = self._last.decode(errors="replace").strip().rpartition("\n")[2][:200]
+        return _LostError(Failure(kind, f"{why}; its last output: {last}" if last else why))
+
+    def kill(self) -> None:
+        """Kill the process with all that it has started."""
+        kill_group(self.pid)
+        self._connection.close()
+        self._process.wait()
+        os.close(self._output)
+
+
+def _calls(turn: Turn) -> int:
+    return max(1, len(turn.calls))

@@ -1,0 +1,118 @@
+"""Records of a conversation, and the protocol of environments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Schema = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Tool call of the model.
+
+    Attributes:
+        name: name of the tool; empty if it cannot be read.
+        arguments: by name.
+        error: what is wrong with a malformed call, in one line for the model; empty for a good one.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the model: its text without thinking, and the calls in it."""
+
+    text: str
+    calls: Sequence[Call] = ()
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Answer of an environment to a turn.
+
+    Attributes:
+        texts: texts for the model. Of `reset` at most one; after a turn one per call, in their order, or one.
+        messages: messages that `reset` returned in place of a text.
+        reward: reward of this turn, which adds to those of earlier turns; None for none.
+        terminated, truncated: the conversation is over, by itself or by a limit of the environment (Gymnasium's words).
+        info: numbers and texts to report.
+        malformed: number of malformed calls among those of the turn.
+        raised: number of calls whose tool raised an exception.
+        cut: number of characters that were cut off `texts` and `messages`.
+    """
+
+    texts: tuple[str, ...] = ()
+    messages: tuple[Mapping[str, str], ...] = ()
+    reward: float | None = None
+    terminated: bool = False
+    truncated: bool = False
+    info: Mapping[str, float | str] = field(default_factory=dict)
+    malformed: int = 0
+    raised: int = 0
+    cut: int = 0
+
+
+# "raised": outside of a tool; "answer": it cannot be used; "timeout", "died": of the process; "replay": not possible.
+Trouble = Literal["raised", "answer", "timeout", "died", "replay"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Failure of an environment. Its rollout abstains: it has no reward, which is not a reward of 0.
+
+    Attributes:
+        kind: see `Trouble`.
+        why: reason in one line.
+    """
+
+    kind: Trouble
+    why: str
+
+
+@dataclass(frozen=True)
+class History:
+    """Earlier part of a conversation, to replay it: what `reset` returned, then each turn with its observation."""
+
+    start: Observation
+    exchanges: tuple[tuple[Turn, Observation], ...] = ()
+
+
+@dataclass(frozen=True)
+class Declared:
+    """Properties of an environment that are known before a conversation.
+
+    Attributes:
+        form: "tools" for TRL's form, "text" for text in, text out.
+        tools: schemas of its tools, as chat templates take them (`tools=`).
+        owns_reward: it computes a reward itself.
+        replayable: the same seed, row and turns give the same observations.
+        seconds: declared seconds per call, for virtual clocks.
+    """
+
+    form: Literal["tools", "text"]
+    tools: tuple[Schema, ...] = ()
+    owns_reward: bool = True
+    replayable: bool = True
+    seconds: float = 0.0
+
+
+class Environment(Protocol):
+    """Protocol of an environment: one instance has one conversation."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+        """Begin the conversation of a data set's row."""
+        ...
+
+    def step(self, turn: Turn) -> Observation:
+        """Answer a turn of the model."""
+        ...
+
+    def finish(self) -> Observation:
+        """End a conversation that a limit has ended; the observation has the reward, if there is one."""
+        ...

@@ -1,0 +1,158 @@
+"""Chat templates over several turns: which ones can be used, and the text between two turns of the model.
+
+A rollout of several turns is never tokenised again: its sampled tokens stay as they are, and the tokens that the
+template writes after a turn are appended. That is the conversation which the template would render only if it leaves
+earlier turns unchanged. Templates that remove earlier thinking do not (Qwen3, DeepSeek-R1; prime-rl#1334, trl#6361).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.model.bounded import BoundedError, bounded
+from lightning_scalerl.model.chat import Rendering
+
+Message = Mapping[str, Any]
+
+# Messages of the example conversation. None of them is part of another one.
+_QUESTION, _THOUGHT, _ANSWERS = "How many?", "Let me see.", ("First one.", "Second one.", "Third one.")
+_REPLIES = (("Alpha.",), ("Beta.", "Gamma."), ("Delta.",))
+# Characters that an error shows of a text.
+_SHOWN = 60
+
+
+class Turns:
+    """Template of a rendering over several turns.
+
+    Args:
+        rendering: tokenizer and chat settings.
+        tools: schemas of tools for the template.
+        role: role of the messages between two turns of the model, "tool" or "user".
+        example: text that the model's example turns contain, such as a tool call.
+
+    Raises:
+        ConfigurationError: the template refuses such a conversation or rewrites earlier turns.
+    """
+
+    def __init__(
+        self, rendering: Rendering, tools: Sequence[Mapping[str, Any]] = (), role: str = "user", example: str = ""
+    ) -> None:
+        self._rendering, self._tools, self._role = rendering, tools, role
+        template = rendering.template
+        if template is None:
+            return
+        opening = rendering.marker.replace("</", "<", 1)
+        # Without `<think>` in the template, its model is not known to think: a thought would be text as any other.
+        thinks = rendering.marker in template and rendering.chat.thinking is not False
+        begins = self._render([[_user(_QUESTION)]], "the first turn")[0]
+        unseen = [name for tool in tools if (name := tool["function"]["name"]) not in begins]
+        if unseen:
+            raise ConfigurationError(
+                f"chat.template: the template of {rendering.owner} does not show the tool {unseen[0]!r} to the model; "
+                "give chat.template a file that renders tools, or describe them in the prompt (convention plain)"
+            )
+        thought = ""
+        if thinks:
+            opened = begins.rstrip().endswith(opening)
+            thought = f"{'' if opened else opening + chr(10)}{_THOUGHT}\n{rendering.marker}\n\n"
+        self._answer = f"{thought}{_ANSWERS[0]}{example}"
+        self._check([f"{thought}{answer}{example}" for answer in _ANSWERS], begins)
+
+    def following(self, replies: Sequence[Sequence[str]]) -> list[str]:
+        """Return the texts that follow the model's turns, up to the beginning of its next ones.
+
+        They begin with the end of the turn, such as `<|im_end|>`, if the template writes one.
+
+        Args:
+            replies: for each conversation, the texts of the messages that answer the model's turn.
+
+        Raises:
+            ConfigurationError: the template refuses a message.
+        """
+        if self._rendering.template is None:
+            return ["".join(texts) for texts in replies]
+        start = [_user(_QUESTION), _assistant(self._answer)]
+        conversations = [[_user(_QUESTION)], *([*start, *self._messages(texts)] for texts in replies)]
+        before, *after = self._render(conversations, "an answer to the model's turn")
+        return [text[len(before) + len(self._answer) :] for text in after]
+
+    def following_tokens(self, replies: Sequence[Sequence[str]], sampled: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the tokens to append to the model's turns.
+
+        Args:
+            replies: see `following`.
+            sampled: the tokens of each conversation's latest turn. If it ended with a stop token, the template's own
+                end of the turn is left out.
+        """
+        tokens: list[list[int]] = []
+        for text, turn in zip(self.following(replies), sampled, strict=True):
+            ids: list[int] = self._rendering.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+            stop = self._rendering.stop_tokens
+            tokens.append(ids[1:] if turn and ids and turn[-1] in stop and ids[0] in stop else ids)
+        return tokens
+
+    def _check(self, answers: Sequence[str], begins: str) -> None:
+        """Check on an example that each turn's rendering is the beginning of the next one's.
+
+        Raises:
+            ConfigurationError: it is not, or the text after a turn depends on earlier turns.
+        """
+        messages = [_user(_QUESTION)]
+        conversations = []
+        for answer, texts in zip(answers, _REPLIES, strict=True):
+            messages = [*messages, _assistant(answer), *self._messages(texts)]
+            conversations.append(messages)
+        following = self.following(_REPLIES)
+        before = begins
+        for number, after in enumerate(self._render(conversations, "several turns"), 1):
+            sampled = before + answers[number - 1]
+            if not after.startswith(sampled):
+                self._refuse(sampled, after, f"rewrites earlier turns: once turn {number} is answered")
+            if after[len(sampled) :] != following[number - 1]:
+                self._refuse(sampled + following[number - 1], after, f"does not write the same after turn {number}")
+            before = after
+        if any(text not in after for texts, after in zip(_REPLIES, following, strict=True) for text in texts):
+            raise ConfigurationError(
+                f"chat.template: the template of {self._rendering.owner} leaves out messages of {self._role!r}; give "
+                "chat.template a file that writes them, or use an environment whose answers are messages of the user"
+            )
+
+    def _refuse(self, expected: str, written: str, what: str) -> None:
+        """Raise the error with the first place at which two texts differ."""
+        place = next((at for at, (a, b) in enumerate(zip(expected, written, strict=False)) if a != b), len(written))
+        kept = expected[place : place + _SHOWN]
+        marker = self._rendering.marker
+        thinking = f" and keeps the thinking up to {marker}" if marker in expected[place:] else ""
+        raise ConfigurationError(
+            f"chat.template: the template of {self._rendering.owner} {what}, it has {written[place:][:_SHOWN]!r} where "
+            f"the rollout has {kept!r} (character {place + 1}); give chat.template a file that leaves earlier turns as "
+            f"they were{thinking}"
+        )
+
+    def _messages(self, texts: Sequence[str]) -> list[Message]:
+        """Return the messages that answer a turn. Only tools answer with several, since users and models alternate."""
+        if self._role == "user":
+            return [_user("\n".join(texts))]
+        return [{"role": self._role, "content": text} for text in texts]
+
+    def _render(self, conversations: Sequence[Sequence[Message]], what: str) -> list[str]:
+        """Run the template, which is untrusted, in a limited process."""
+        try:
+            return list(bounded(lambda messages: self._rendering.conversation(messages, self._tools), conversations))
+        except BoundedError as error:
+            reason = " ".join(str(error).split())[:200]
+            remedy = "an environment whose answers are messages of the user" if self._role != "user" else "one turn"
+            raise ConfigurationError(
+                f"chat.template: the template of {self._rendering.owner} does not take {what} with messages of "
+                f"{self._role!r} ({reason}); give chat.template a file that does, or use {remedy}"
+            ) from error
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}

@@ -1,0 +1,68 @@
+"""A whole conversation: the model's tokens stay as sampled, calls are parsed and made, answers are appended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_scalerl.environment.calls import CONVENTIONS, convention_of
+from lightning_scalerl.environment.pool import EnvironmentPool
+from lightning_scalerl.environment.protocol import Observation, Turn
+from lightning_scalerl.model.chat import Chat, Rendering
+from lightning_scalerl.model.turns import Turns
+from tests.environment.environments_for_tests import Calculator
+from tests.families import QWEN2, tokenizer_of
+
+# As Qwen2.5 has it, in short.
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    'Write <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n{% endif %}'
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>{{ m.content }}</tool_response>"
+    "<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# A malformed call, a good one whose JSON no renderer would write so, and an answer.
+SAMPLED = (
+    '<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>',
+    'Again. <tool_call>{"arguments":{"b":4,   "a":3},"name":"add"}</tool_call>',
+    "It is 7.",
+)
+
+
+def test_a_conversation_with_a_tool(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text(TEMPLATE)
+    tokenizer = tokenizer_of(QWEN2)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    rendering = Rendering(tokenizer, Chat(template=str(template)), [end])
+    convention = CONVENTIONS[convention_of(rendering.template)]
+    assert convention.name == "hermes"
+
+    pool = EnvironmentPool(Calculator, most=1, timeout_s=20.0)
+    (declared,) = pool.declare().values()
+    turns = Turns(rendering, declared.tools, convention.role, example=' <tool_call>{"name": "add"}</tool_call>')
+    number = pool.open({"answer": 7}, seed=0)
+    assert pool.wait(number) == Observation()
+    messages = [{"role": "user", "content": "3 + 4?"}]
+    tokens: list[int] = tokenizer(rendering.conversation(messages, declared.tools), add_special_tokens=False).input_ids
+    mask = [False] * len(tokens)
+    for text in SAMPLED:
+        sampled = [*tokenizer(text, add_special_tokens=False).input_ids, end]
+        messages.append({"role": "assistant", "content": text})
+        tokens, mask = [*tokens, *sampled], [*mask, *(True for _ in sampled)]
+        pool.act(number, Turn(text, convention.parse(rendering.decode(sampled), declared.tools)))
+        answer = pool.wait(number)
+        assert isinstance(answer, Observation)
+        if answer.terminated:
+            break
+        messages += [{"role": "tool", "content": reply} for reply in answer.texts]
+        (following,) = turns.following_tokens([answer.texts], [sampled])
+        tokens, mask = [*tokens, *following], [*mask, *(False for _ in following)]
+    pool.shutdown()
+
+    assert answer.reward == 1.0 and pool.counts["malformed"] == 1
+    assert messages[2]["content"].startswith("error: this call cannot be read, add needs the argument b")
+    assert messages[4]["content"] == "7"
+    whole: str = rendering.conversation(messages, declared.tools).removesuffix("\n<|im_start|>assistant\n")
+    assert tokens == tokenizer(whole, add_special_tokens=False).input_ids
+    of_the_model = [token for token, is_sampled in zip(tokens, mask, strict=True) if is_sampled]
+    assert tokenizer.decode(of_the_model) == "".join(f"{text}<|im_end|>" for text in SAMPLED)

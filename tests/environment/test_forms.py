@@ -1,0 +1,94 @@
+"""The user's two forms behind our protocol, in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.environment.forms import AnswerError, declared, form_of, wrapped
+from lightning_scalerl.environment.protocol import Call, Observation, Turn
+from lightning_scalerl.environment.worker import Worker
+from tests.environment.environments_for_tests import Calculator, Obedient
+
+
+class Walk:
+    """In TRL's form, with a tool and a column that are called as the text form's are."""
+
+    start: Any = None
+    reward: Any = None
+
+    def reset(self, seed: int, **kwargs: Any) -> Any:
+        return self.start
+
+    def step(self, text: str) -> str:
+        raise MemoryError
+
+    def get_reward(self) -> Any:
+        return self.reward
+
+
+def test_forms_are_told_by_their_signatures() -> None:
+    assert form_of(Calculator()) == "tools" == form_of(Walk()) and form_of(Obedient()) == "text"
+    with pytest.raises(ConfigurationError, match="int has no method reset"):
+        wrapped(3)
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [
+        (None, Observation()),
+        ("Go.", Observation(("Go.",))),
+        (
+            [{"role": "system", "content": "Be brief.", "name": "x"}],
+            Observation(messages=({"role": "system", "content": "Be brief."},)),
+        ),
+        (3, None),
+        ([{"role": "user", "content": [{"type": "image"}]}], None),
+    ],
+)
+def test_what_reset_may_return(monkeypatch: pytest.MonkeyPatch, start: Any, expected: Observation | None) -> None:
+    monkeypatch.setattr(Walk, "start", start)
+    environment = wrapped(Walk())
+    if expected is not None:
+        assert environment.reset({"seed": 1, "prompt": "?"}, 0) == expected
+        return
+    with pytest.raises(AnswerError, match="it must be a text, a list of messages with texts, or None"):
+        environment.reset({"seed": 1}, 0)
+
+
+@pytest.mark.parametrize(
+    ("reward", "fine"), [(None, True), (1, True), (True, True), (float("inf"), False), ("1", False)]
+)
+def test_rewards(monkeypatch: pytest.MonkeyPatch, reward: Any, fine: bool) -> None:
+    monkeypatch.setattr(Walk, "reward", reward)
+    if fine:
+        assert wrapped(Walk()).finish() == Observation(reward=reward, terminated=True)
+        return
+    with pytest.raises(AnswerError, match="must be a finite number, or None"):
+        wrapped(Walk()).finish()
+
+
+def test_a_tool_without_memory_is_a_failure_of_the_process() -> None:
+    with pytest.raises(MemoryError):
+        wrapped(Walk()).step(Turn("", [Call("step", {"text": ""})]))
+
+
+def test_private_methods_are_no_tools() -> None:
+    found = wrapped(Calculator()).step(Turn("", [Call("_not_a_tool"), Call("get_reward"), Call("reset")]))
+    assert found.malformed == 3 and found.raised == 0 and found.texts[0] == "error: there is no tool '_not_a_tool'"
+
+
+def test_texts_are_cut_together() -> None:
+    worker = Worker({"": Calculator}, most_characters=5)
+    worker.open("", {"answer": 1}, 0, None)
+    found = worker.step(Turn("", [Call("later", {"text": "abcd"}), Call("later", {"text": "efgh"})]))
+    assert found.texts == ("abcd", "e [3 characters cut]") and found.cut == 3
+
+
+@pytest.mark.parametrize(("name", "value"), [("replayable", "no"), ("seconds", -1.0), ("seconds", True)])
+def test_declared_values_are_checked(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
+    monkeypatch.setattr(Obedient, name, value, raising=False)
+    with pytest.raises(ConfigurationError, match=f"environment: {name} of Obedient is {value!r}"):
+        declared(Obedient())

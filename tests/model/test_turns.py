@@ -1,0 +1,158 @@
+"""Which chat templates can be used over several turns, and the text between two turns of the model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.environment.calls import convention_of
+from lightning_scalerl.model.chat import Chat, Rendering
+from lightning_scalerl.model.turns import Turns
+from tests.environment.test_calls import TOOLS
+from tests.families import FAMILIES, QWEN2, QWEN3, tokenizer_of
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+BEGIN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+STRIPS = CHATML.replace("m.content", "m.content.split('</think>')[-1]") + BEGIN
+
+
+def rendering(template: str | None = None) -> Rendering:
+    tokenizer = tokenizer_of(QWEN3)
+    if template is not None:
+        tokenizer.chat_template = template
+    stop = [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    return Rendering(tokenizer, Chat(), stop)
+
+
+REFUSED = {("DeepSeek-V3", "user"), ("DeepSeek-V3", "tool"), ("Mistral", "tool"), ("Mixtral", "tool")}
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_templates_of_families(family: str, role: str) -> None:
+    made = Rendering(tokenizer_of(FAMILIES[family].style), Chat())
+    if (family, role) in REFUSED:
+        with pytest.raises(ConfigurationError, match=r"^chat\.template: the template of the model (rewrites|does not)"):
+            Turns(made, role=role)
+    else:
+        (text,) = Turns(made, role=role).following([["A", "B"]])
+        assert "A" in text and "B" in text
+
+
+def test_following_text_and_tokens() -> None:
+    made = rendering(CHATML + BEGIN)
+    turns = Turns(made, role="tool")
+    text = "<|im_end|>\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n"
+    assert turns.following([["7"], ["7"]]) == [text, text]
+    end = made.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    closed, open_ = turns.following_tokens([["7"], ["7"]], [[5, end], [5]])
+    assert open_ == [end, *closed] and made.tokenizer.decode(open_, skip_special_tokens=False) == text
+
+
+def test_sampled_tokens_and_following_ones_are_the_whole_conversation() -> None:
+    """Token in, token out: of the tokens that the template would give for all of it, none is another."""
+    made = rendering()
+    conversation = [{"role": "user", "content": "How many?"}]
+    tokens = made.tokenizer(made.conversation(conversation), add_special_tokens=False)["input_ids"]
+    turns = Turns(made)
+    for said, reply in [("Seven, I think.", "No."), ("Eight!", "Yes.")]:
+        sampled = made.tokenizer(f"{said}<|im_end|>", add_special_tokens=False)["input_ids"]
+        (following,) = turns.following_tokens([[reply]], [sampled])
+        tokens = [*tokens, *sampled, *following]
+        conversation += [{"role": "assistant", "content": said}, {"role": "user", "content": reply}]
+        rendered = made.conversation(conversation)
+        assert tokens == made.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+
+
+def test_without_a_template_texts_follow_each_other() -> None:
+    assert Turns(Rendering(tokenizer_of(FAMILIES["GPT2"].style), Chat())).following([["7\n"]]) == ["7\n"]
+
+
+def test_a_template_that_strips_earlier_thinking_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "strips.jinja"
+    path.write_text(STRIPS)
+    with pytest.raises(ConfigurationError) as refused:
+        Turns(Rendering(tokenizer_of(QWEN3), Chat(template=str(path))))
+    line = str(refused.value)
+    assert f"the template of {path} rewrites earlier turns: once turn 1 is answered" in line
+    assert "where the rollout has '<think>" in line and "keeps the thinking up to </think>" in line
+    assert len(line.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "tools", "why"),
+    [
+        # The last answer is written in another way than earlier ones.
+        (
+            CHATML.replace("m.content", "m.content if loop.last or m.role != 'assistant' else 'gone'"),
+            "user",
+            [],
+            "rewr",
+        ),
+        (CHATML.replace("{{ m.role", "{{ loop.index0 }}{{ m.role"), "user", [], "rewrites earlier turns"),
+        (CHATML + "{{ messages | length }}", "user", [], "rewrites earlier turns"),
+        (CHATML.replace("m in messages %}", "m in messages if m.role != 'tool' %}"), "tool", [], "leaves out messages"),
+        (CHATML, "tool", TOOLS, "does not show the tool 'add'"),
+        ("{% if messages | length > 2 %}{{ raise_exception('one turn') }}{% endif %}" + CHATML, "user", [], "one turn"),
+        (CHATML + "{% for m in messages if m.role == 'user' %}.{% endfor %}", "user", [], "rewrites"),
+    ],
+)
+def test_refused(template: str, role: str, tools: list[Any], why: str) -> None:
+    with pytest.raises(ConfigurationError, match=why):
+        Turns(rendering(template + BEGIN), tools, role)
+
+
+def test_a_text_that_depends_on_earlier_turns_is_refused() -> None:
+    grows = CHATML.replace("<|im_end|>", "<|im_end|>{{ '!' * loop.index if m.role == 'tool' }}")
+    with pytest.raises(ConfigurationError, match="does not write the same after turn 2"):
+        Turns(rendering(grows + BEGIN), role="tool")
+
+
+# --- real templates ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real() -> Path:
+    """Chat templates in TRL's distribution (Apache-2.0), which are copies of the models' and changed ones."""
+    python = os.environ.get("PEERS_PYTHON", sys.executable)
+    find = "import importlib.util as u; print(u.find_spec('trl').submodule_search_locations[0])"
+    found = subprocess.run([python, "-c", find], capture_output=True, text=True, check=False)
+    if found.returncode:
+        absent = f"{python} has no trl; tests/parity/make_peer_arrays.py says how to make one, PEERS_PYTHON names it"
+        (pytest.fail if os.environ.get("CI_ALL") == "1" else pytest.skip)(absent)
+    return Path(found.stdout.strip()) / "chat_templates"
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize(
+    ("name", "role", "chat", "refused"),
+    [
+        ("qwen3", "tool", {}, ""),
+        ("qwen3", "tool", {"thinking": False}, "rewrites earlier turns"),
+        ("qwen3", "user", {}, "rewrites earlier turns.*keeps the thinking"),
+        ("qwen3_training", "user", {}, ""),
+        ("qwen3_training", "tool", {"thinking": False}, ""),
+        ("qwen2_5", "tool", {}, ""),
+        ("llama3_1", "tool", {}, ""),
+        ("llama3_1", "user", {}, ""),
+        ("deepseek_r1_distill", "user", {}, "rewrites earlier turns"),
+    ],
+)
+def test_real_templates(real: Path, name: str, role: str, chat: dict[str, Any], refused: str) -> None:
+    path = real / f"{name}.jinja"
+    made = Rendering(tokenizer_of(QWEN2), Chat(template=str(path), **chat))
+    tools = TOOLS if role == "tool" else []
+    if refused:
+        with pytest.raises(ConfigurationError, match=refused):
+            Turns(made, tools, role)
+        return
+    (text,) = Turns(made, tools, role).following([["seven"]])
+    assert "seven" in text
+    expected = {"llama3_1": "llama"}.get(name, "hermes")
+    assert convention_of(path.read_text()) == expected
