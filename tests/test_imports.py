@@ -29,7 +29,7 @@ FLOORS = {
     ],
     "lightning_scalerl": [
         {"checks", "cache", "compat", "torchmetrics_on_demand", "rollouts"},
-        {"axes", "distributed", "optim", "sandbox", "state"},
+        {"axes", "distributed", "optim", "sandbox", "state", "user_code"},
         {"choices", "environment", "model", "verify"},
         {"generator", "task", "update"},
         {"stream"},

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollouts.grade import Grade, Sample
+from lightning_scalerl.user_code import Given, Source
 from lightning_scalerl.verify.judge import Judge, judge_identity
 from lightning_scalerl.verify.mathematics import Mathematics
 from lightning_scalerl.verify.programs import Programs
-from lightning_scalerl.verify.rewards import FunctionGrader, Given, RewardSum, Source, Weighted
+from lightning_scalerl.verify.rewards import FunctionGrader, RewardSum, Weighted
 from lightning_scalerl.verify.text import Choice, ExactMatch, QuestionAnswer, TruthfulAnswer
 
 
