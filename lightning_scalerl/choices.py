@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_scalerl.axes.async_mode import AsyncMode
     from lightning_scalerl.axes.choice import DesignChoice
     from lightning_scalerl.axes.correction import Correction
+    from lightning_scalerl.axes.credit import Credit
     from lightning_scalerl.axes.critic import Critic
     from lightning_scalerl.axes.curriculum import Curriculum
     from lightning_scalerl.axes.entropy import Entropy
@@ -69,6 +70,7 @@ class Choices:
     length_control: LengthControl = field(metadata={"neutral": "none"})
     truncated: Truncated = field(metadata={"neutral": "keep"})
     filter: Filter = field(metadata={"neutral": "none"})
+    credit: Credit = field(metadata={"neutral": "outcome"})
     advantage: Advantage = field(metadata={"neutral": None})
     normalization: Normalization = field(metadata={"neutral": "none"})
     precision: Precision = field(metadata={"neutral": None})

@@ -44,11 +44,12 @@ SETTINGS = frozenset(
         "chat",
         "verify",
         "compute",
+        "environment",
     }
 )
 
 # Groups added in later versions, which old studies may lack.
-SINCE = ("driver", "reward", "health", "chat", "verify", "compute")
+SINCE = ("driver", "reward", "health", "chat", "verify", "compute", "environment")
 
 Folders = Sequence[str | Path]
 

@@ -35,7 +35,7 @@ from lightning_scalerl.callbacks.trainer import count_from, warn_of_pytorch_ligh
 from lightning_scalerl.distributed.checkpoint_folder import is_folder
 from lightning_scalerl.distributed.ranks import Follower, Ranks
 from lightning_scalerl.distributed.sharded import whole_tensor
-from lightning_scalerl.generator.base import Generator
+from lightning_scalerl.generator.base import Generator, GroupRequest
 from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.measure.mechanism import MechanismCounters
@@ -68,6 +68,7 @@ from lightning_scalerl.session.sampling import Sampling
 from lightning_scalerl.session.setup import place_models, resolve_choices, set_up_fit, stage_of, supplied_choices
 from lightning_scalerl.session.step import count_mechanisms, generator_gaps, metrics_of
 from lightning_scalerl.session.updates import Updates
+from lightning_scalerl.stream.conversations import Conversations
 from lightning_scalerl.stream.drivers import Driver
 from lightning_scalerl.stream.prompts import PromptSet
 from lightning_scalerl.stream.rollout_stream import RolloutStream
@@ -292,7 +293,11 @@ class ScaleRL(LightningModule):
 
     def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
         """Return a completion in the form that a grader takes."""
-        return self.sampling.rendering.sample(prompt, rollout, self.completed_steps)
+        return self.sampling.sample(prompt, rollout, self.completed_steps)
+
+    def conversations(self, requests: Sequence[GroupRequest], prompts: Sequence[Prompt]) -> Conversations | None:
+        """Return the conversations of an evaluation with environments; None without environments."""
+        return self.sampling.conversations(requests, prompts)
 
     def generating(self) -> AbstractContextManager[Generator]:
         """Lend the run's generator for work other than training; training's rollouts in flight are set aside."""
@@ -470,7 +475,9 @@ class ScaleRL(LightningModule):
     def teardown(self, stage: str) -> None:
         """Close generators and verifiers that hold processes or memory; another fit starts them again."""
         if stage == "fit" and self._data_path is not None:
-            self._data_path.driver.close()
+            self._data_path.close()
+        elif stage != "fit" and hasattr(self, "sampling"):
+            self.sampling.close()
 
     def test_step(self, *args: Any) -> None:
         """Do nothing: `setup` refuses Trainer.test and names what to use instead."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from lightning_scalerl.checks import ConfigurationError, check_scale, whole_number
 from lightning_scalerl.choices import Choices
+from lightning_scalerl.environment.settings import EnvironmentSettings
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.model.chat import Chat
 from lightning_scalerl.optim import AdamW, ConstantSchedule
@@ -96,16 +97,30 @@ class BatchSettings:
 
 @dataclass(frozen=True)
 class ContextSettings:
-    """Token limits, the treatment of longer prompts ("refuse" the run or "drop" them), and the temperature."""
+    """Limits on tokens and turns, and the temperature.
 
-    added: ClassVar[Mapping[str, Any]] = {"too_long": "refuse"}
+    Attributes:
+        max_prompt_tokens: limit on prompts, after rendering by the chat template.
+        max_new_tokens: limit on completions; with an environment, on all turns and observations together.
+        temperature: sampling temperature.
+        too_long: treatment of longer prompts: "refuse" the run, or "drop" them.
+        max_turns: limit on turns of the model, with an environment.
+        max_turn_tokens: limit on the tokens of one turn; None for none.
+    """
+
+    added: ClassVar[Mapping[str, Any]] = {"too_long": "refuse", "max_turns": 8, "max_turn_tokens": None}
 
     max_prompt_tokens: int
     max_new_tokens: int
     temperature: float
     too_long: str = "refuse"
+    max_turns: int = 8
+    max_turn_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        whole_number("context.max_turns", self.max_turns)
+        if self.max_turn_tokens is not None:
+            whole_number("context.max_turn_tokens", self.max_turn_tokens)
         if self.too_long not in TOO_LONG:
             raise ConfigurationError(f"context.too_long: {self.too_long!r} must be one of {', '.join(TOO_LONG)}")
         for field in ("max_prompt_tokens", "max_new_tokens"):
@@ -135,6 +150,7 @@ class Recipe:
     chat: Chat = Chat()  # noqa: RUF009  # frozen
     verify: Verification = Verification()  # noqa: RUF009  # frozen
     compute: ComputeAxes = ComputeAxes()  # noqa: RUF009  # frozen
+    environment: EnvironmentSettings = EnvironmentSettings()  # noqa: RUF009  # frozen
     scaled_for: str | None = None
     evaluation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -165,4 +181,8 @@ class Recipe:
         ]
         for problem in filter(None, problems):
             raise ConfigurationError(problem)
+        if self.environment.acts and self.verify.on_error == "zero":
+            raise ConfigurationError(
+                "verify.on_error: zero would give a reward of 0 to rollouts whose environment failed; use drop or stop"
+            )
         terms(choices)  # raises if a term names an unknown aggregation

@@ -17,7 +17,7 @@ from lightning_scalerl.callbacks.evaluation_set import EvaluationSet, evaluation
 from lightning_scalerl.callbacks.run import Run, run_of
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.compat import lightning as compat
-from lightning_scalerl.generator.base import Generator, GroupRequest, StepReport
+from lightning_scalerl.generator.base import Generator, GroupRequest, StepReport, TurnGenerator
 from lightning_scalerl.measure.probe import Scorer, can_score, generator_scores
 from lightning_scalerl.rollouts.grade import Sample, needs_group
 from lightning_scalerl.rollouts.prompt import Prompt
@@ -382,18 +382,25 @@ def sampled(
         OtherWeightsError: the generator used other weights than the run's.
     """
     grader, sizes = run.task.grader(), {request.key: request.completions for request in requests}
+    conversations = run.conversations(requests, prompts)
     for request in requests:
-        generator.submit(request)
+        generator.submit(request if conversations is None else conversations.request(request))
     submitted: list[Submitted] = []
     # Finished samples by prompt and by index in the group.
     finished_of: dict[int, dict[int, Sample]] = {}
     while generator.in_flight:
         if run.stop_reason is not None:
             verifiers.forget(entry.ticket for entry in submitted if entry.ticket is not None)
+            if conversations is not None:
+                conversations.clear()
             return None
         report = generator.step()
         run.meter.on_event(Event("decode", 0.0, report))
+        if conversations is not None:
+            conversations.answer(cast(TurnGenerator, generator), report.waiting)
         for finished in report.finished:
+            if conversations is not None:
+                conversations.conclude(finished)
             _check_version(purpose, finished.rollout, run.completed_steps)
             place, sample = finished.key, run.sample(prompts[finished.key], finished.rollout)
             group = finished_of.setdefault(place, {})

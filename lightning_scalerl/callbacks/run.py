@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, cast
 
@@ -10,7 +11,7 @@ import torch
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.distributed.ranks import Ranks
-from lightning_scalerl.generator.base import Generator
+from lightning_scalerl.generator.base import Generator, GroupRequest
 from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.mechanism import MechanismCounters
 from lightning_scalerl.model.policy import Policy
@@ -18,6 +19,7 @@ from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.rollouts.grade import Sample
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.rollouts.rollout import Rollout
+from lightning_scalerl.stream.conversations import Conversations
 from lightning_scalerl.stream.prompts import PromptSet
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.base import Task
@@ -72,6 +74,9 @@ class Run(Protocol):
 
     def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
         """Return a completion in the form that a grader takes."""
+
+    def conversations(self, requests: Sequence[GroupRequest], prompts: Sequence[Prompt]) -> Conversations | None:
+        """Return the conversations of an evaluation with environments; None without environments."""
 
     def verifying(self) -> AbstractContextManager[Verifiers]:
         """Open the verifiers that grade completions for the duration of a `with` block."""

@@ -22,6 +22,7 @@ from typing import Any
 from lightning_scalerl.checks import ConfigurationError, positive, whole_number
 from lightning_scalerl.environment.forms import Factory
 from lightning_scalerl.environment.protocol import Declared, Failure, History, Observation, Turn
+from lightning_scalerl.user_code import Source
 from sweeps.process import ended_with, kill_group, start_worker
 from sweeps.run.activity import activity
 
@@ -63,8 +64,9 @@ class EnvironmentPool:
     `finish`. Its answer is fetched once, by `wait` or `done`. After a `Failure` the conversation is over, and closed.
 
     Args:
-        factory: makes an instance: a class in TRL's form or in text form, or a function. A mapping has several by name;
-            the row's column `environment` then selects one, and is not passed on, as in TRL.
+        factory: makes an instance: a class in TRL's form or in text form, or a function; or the location of one. A
+            mapping has several by name; the row's column `environment` then selects one, and is not passed on, as in
+            TRL.
         most: number of processes, and so of conversations that are open at the same time; others wait.
         timeout_s: wall-clock timeout of one call; a turn with several tool calls has that of each.
         memory_gib: limit on a process's data segment in GiB; None for no limit.
@@ -80,7 +82,7 @@ class EnvironmentPool:
 
     def __init__(
         self,
-        factory: Factory | Mapping[str, Factory],
+        factory: Factory | Source | Mapping[str, Factory | Source],
         most: int,
         timeout_s: float,
         memory_gib: float | None = None,

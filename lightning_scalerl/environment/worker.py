@@ -11,11 +11,12 @@ import random
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from lightning_scalerl.checks import ConfigurationError, said
 from lightning_scalerl.environment.forms import AnswerError, Factory, declared, wrapped
 from lightning_scalerl.environment.protocol import Declared, Environment, Failure, History, Observation, Turn
+from lightning_scalerl.user_code import Source
 from sweeps.process import begin_worker
 
 
@@ -47,7 +48,7 @@ class Worker:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
         user = self._factories[name]()
-        if history is not None and not getattr(user, "replayable", True):
+        if history is not None and history.exchanges and not getattr(user, "replayable", True):
             return Failure("replay", f"{type(user).__name__} cannot be replayed (replayable = False)")
         self._environment = wrapped(user)
         last = self._kept(self._environment.reset(row, seed))
@@ -101,6 +102,12 @@ def _differs(number: int, expected: Observation, observed: Observation) -> Failu
     )
 
 
+def _loaded(factories: Mapping[str, Any]) -> dict[str, Factory]:
+    """Load the factories that are given by their location."""
+    loaded = {name: one.load() if isinstance(one, Source) else one for name, one in factories.items()}
+    return cast(dict[str, Factory], loaded)
+
+
 def main() -> None:
     """Answer requests until the pool closes its end of the pipe."""
     connection, content = begin_worker()
@@ -108,7 +115,7 @@ def main() -> None:
     try:
         import cloudpickle
 
-        worker = Worker(cloudpickle.loads(pickled), most_characters)
+        worker = Worker(_loaded(cloudpickle.loads(pickled)), most_characters)
     except BaseException as error:
         connection.send(said(error))
         return

@@ -233,7 +233,7 @@ def generator_scores(scorer: Scorer, requests: Sequence[tuple[Sequence[int], Seq
 def _trainer_logprobs(
     rollouts: Sequence[tuple[Group, Rollout]], trained: TrainedPolicy, size: PassSize
 ) -> list[Tensor]:
-    batch = lay_out([(group, rollout, 0.0, 0, row) for row, (group, rollout) in enumerate(rollouts)])
+    batch = lay_out([(group, rollout, [0.0], 0, row) for row, (group, rollout) in enumerate(rollouts)])
     batch.packed = trained.policy.packs
     logprobs: dict[int, Tensor] = {}
     for cut in batch.cut(size):

@@ -73,6 +73,7 @@ def resolved_choices(recipe: Recipe, choices: Choices) -> dict[str, Any]:
         "chat": asdict(recipe.chat),
         "verify": asdict(recipe.verify),
         **({} if recipe.compute.judge is None else {"compute": asdict(recipe.compute)}),
+        **({"environment": recipe.environment.semantics()} if recipe.environment.acts else {}),
         "order": ORDER,
         "epochs_per_batch": choices.epochs.count,
         "terms": [{"name": term.name, "aggregation": type(term.aggregation).__name__} for term in terms(choices)],

@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -103,6 +103,8 @@ class Rendering:
         self._template = self._chosen_template()
         # Maps a prompt's digest to whether the rendered prompt opens the thinking: needed to find the answer behind it.
         self._opening: dict[bytes, bool] = {}
+        # Maps a prompt to the schemas of the tools that its template shows.
+        self.tools_of: Callable[[Prompt], Sequence[Mapping[str, Any]]] = _no_tools
 
     def _chosen_template(self) -> str | None:
         """Return the Jinja template for prompts; None for plain text."""
@@ -179,7 +181,9 @@ class Rendering:
 
     def _rendered(self, prompt: Prompt) -> str:
         """Run the template on one prompt."""
-        return self.conversation(list(prompt.messages) or [{"role": "user", "content": prompt.text}])
+        return self.conversation(
+            list(prompt.messages) or [{"role": "user", "content": prompt.text}], self.tools_of(prompt)
+        )
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Run the template on a conversation that the model continues. Call it under `bounded`.
@@ -251,6 +255,8 @@ class Rendering:
         about = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
         special = {str(name): str(value) for name, value in self.tokenizer.special_tokens_map.items()}
         settings = {**asdict(self.chat), "template": self._template, "marker": self.marker, "rules": RULES}
+        tools = [list(self.tools_of(prompt)) for prompt in prompts] if self.tools_of is not _no_tools else []
+        settings |= {"tools": tools} if any(tools) else {}
         for part in (type(self.tokenizer).__name__, about, json.dumps([special, settings], default=str)):
             digest.update(part.encode() + b"\0")  # a separator, so that different parts cannot join to the same bytes
         for prompt in prompts:
@@ -320,6 +326,10 @@ class Rendering:
         answer = self._answer(prompt, tokens, completion)
         return Sample(prompt, completion, answer, tuple(tokens), rollout.truncated, step)
 
+    def answer(self, prompt: Prompt, tokens: Sequence[int]) -> str:
+        """Return the text of these tokens after the end of thinking; empty if thinking has started and not ended."""
+        return self._answer(prompt, tokens, self.decode(tokens))
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode completion tokens, without special tokens and without the stop text or stop token."""
         if tokens and tokens[-1] in self.stop_tokens:
@@ -344,6 +354,11 @@ class Rendering:
         if key not in self._opening:
             self._opening[key] = self._opens(self.text(prompt))
         return "" if self._opening[key] else completion
+
+
+def _no_tools(prompt: Prompt) -> Sequence[Mapping[str, Any]]:
+    """Return no tools: without environments there are none."""
+    return ()
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ class Sample:
         tokens: the completion's token ids.
         truncated: whether the completion reached the token limit.
         step: number of optimizer steps when it finished.
+        turns: with an environment, all turns and observations as pairs of source and text; sources are "sampled",
+            "forced" and "environment". `completion`, `answer` and `tokens` are then those of the model's last turn.
+        settled: the outcome, if no verifier decides it.
     """
 
     prompt: Prompt
@@ -32,6 +35,8 @@ class Sample:
     tokens: tuple[int, ...] = ()
     truncated: bool = False
     step: int = 0
+    turns: tuple[tuple[str, str], ...] = ()
+    settled: Outcome | None = None
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ class Prompt:
         columns: all columns of the data row it comes from, by name.
         source: name of the data set it comes from, in a mixture of several.
         question: the text without the instructions that the task adds before and after it; empty if there are none.
+        opening: row, seed and first observation of its environment; None without one.
         solution: a completion that is known to be right, for its log-likelihood at evaluations; empty if there is none.
     """
 
@@ -32,3 +33,4 @@ class Prompt:
     source: str = ""
     question: str = field(default="", compare=False)
     solution: str = field(default="", compare=False)
+    opening: Any = field(default=None, compare=False)

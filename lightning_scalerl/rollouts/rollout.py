@@ -6,8 +6,8 @@ prompt + completion tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import IntEnum
 from itertools import chain, groupby
 from typing import Any
@@ -45,6 +45,40 @@ class Span:
     end: int
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """Record of a rollout's conversation with an environment.
+
+    Attributes:
+        starts: first token of each turn of the model, in the completion.
+        rewards: the environment's reward of each turn; the last turn has the final reward as well.
+        rewarded: whether the environment has given any reward.
+        calls: number of tool calls, malformed ones included.
+        malformed: number of calls that could not be read.
+        raised: number of calls whose tool raised an exception.
+        cut: number of characters that were cut off observations.
+        failed: why the environment failed; empty if it did not.
+        environment: name of the environment, if there are several.
+        info: numbers that the environment reported last, by name.
+    """
+
+    starts: tuple[int, ...]
+    rewards: tuple[float, ...]
+    rewarded: bool = False
+    calls: int = 0
+    malformed: int = 0
+    raised: int = 0
+    cut: int = 0
+    failed: str = ""
+    environment: str = ""
+    info: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def turns(self) -> int:
+        """Number of turns of the model."""
+        return len(self.starts)
+
+
 @dataclass
 class Rollout:
     """One completion as the generator sampled it.
@@ -64,6 +98,7 @@ class Rollout:
         extra: texts that the grader reported along with the grade.
         terms: the weighted terms, if the grade is a sum of several rewards.
         staged: whether a curriculum has weighted these terms differently from the task.
+        conversation: record of its conversation with an environment; None for a completion of one turn.
     """
 
     tokens: list[int]
@@ -79,6 +114,7 @@ class Rollout:
     extra: dict[str, str] = field(default_factory=dict)
     terms: dict[str, float] = field(default_factory=dict)
     staged: bool = False
+    conversation: Conversation | None = None
 
     @property
     def truncated(self) -> bool:
@@ -101,6 +137,16 @@ class Rollout:
         return [source != Source.SAMPLED for source in self.sources]
 
     @property
+    def by_source(self) -> list[tuple[Source, int, int]]:
+        """Return source, start and end of the runs of tokens that share their source, in order."""
+        runs, start = [], 0
+        for source, tokens in groupby(self.sources):
+            end = start + sum(1 for _ in tokens)
+            runs.append((Source(source), start, end))
+            start = end
+        return runs
+
+    @property
     def spans(self) -> list[Span]:
         """Return the runs of tokens that share their source and weight version, in order."""
         spans, start = [], 0
@@ -116,7 +162,7 @@ def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
     Per-token fields are concatenated over all rollouts: tokens, weight_versions, generator_logprobs, forced, and
     environment if any token is an environment's. Fields with one entry per rollout: lengths, reward, correct,
-    finish_reason, outcome, grade, parts, extra, terms, staged.
+    finish_reason, outcome, grade, parts, extra, terms, staged, and conversation if any rollout has one.
     """
     # Flat tensors because a checkpoint needs half a minute for nested lists of millions of numbers.
     per_token = {
@@ -128,8 +174,10 @@ def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     per_token["forced"] = sources == Source.FORCED
     if (environment := sources == Source.ENVIRONMENT).any():
         per_token["environment"] = environment
+    conversations = [rollout.conversation and asdict(rollout.conversation) for rollout in rollouts]
     return {
         **per_token,
+        **({"conversation": conversations} if any(conversations) else {}),
         "lengths": torch.tensor([len(rollout.tokens) for rollout in rollouts], dtype=torch.int64),
         "reward": torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64),
         "correct": torch.tensor([rollout.correct for rollout in rollouts], dtype=torch.bool),
@@ -156,6 +204,7 @@ def unpacked(state: dict[str, Any]) -> list[Rollout]:
     outcomes, grades = state.get("outcome", ["score"] * count), state.get("grade", [0.0] * count)
     parts_of, extra_of = state.get("parts", [{}] * count), state.get("extra", [{}] * count)
     terms_of, staged = state.get("terms", [{}] * count), state.get("staged", [False] * count)
+    conversations = state.get("conversation", [None] * count)
     return [
         Rollout(
             **{name: values[number] for name, values in per_token.items()},
@@ -168,6 +217,7 @@ def unpacked(state: dict[str, Any]) -> list[Rollout]:
             extra=dict(extra_of[number]),
             terms=dict(terms_of[number]),
             staged=staged[number],
+            conversation=conversations[number] and Conversation(**conversations[number]),
         )
         for number, reason in enumerate(state["finish_reason"])
     ]

@@ -10,6 +10,8 @@ A `DataPath` is built for each fit, from its `Stage` and its compute meter.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from lightning_scalerl.measure.compute_meter import ComputeMeter
@@ -17,6 +19,8 @@ from lightning_scalerl.measure.mechanism import MechanismCounters
 from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
 from lightning_scalerl.session.sampling import TRAINING, Sampling, Stage
 from lightning_scalerl.state import StateRegistry, TorchRandomState
+from lightning_scalerl.stream.conversations import Conversations
+from lightning_scalerl.stream.drivers import Virtual
 from lightning_scalerl.stream.live_driver import LiveDriver
 from lightning_scalerl.stream.prompts import PromptSource
 from lightning_scalerl.stream.random_streams import PROMPT_STREAM
@@ -44,7 +48,7 @@ class DataPath:
             prompts=self.prompts,
             task=stage.task,
             encode=pool.tokens_of,
-            sample=self.sampling.rendering.sample,
+            sample=self.sampling.sample,
             choices=choices,
             reward=recipe.reward,
             verification=recipe.verify,
@@ -61,9 +65,16 @@ class DataPath:
             self.generator = self.sampling.new_generator()
         except BaseException:
             verifiers.close()
+            self.sampling.close()
             raise
         self.driver = recipe.driver.driver(
-            self.stream, self.generator, models.trained.weights, recipe.cost_model, verifiers, [meter.on_event]
+            self.stream,
+            self.generator,
+            models.trained.weights,
+            recipe.cost_model,
+            verifiers,
+            [meter.on_event],
+            self._conversations(),
         )
         self.sampling.driver = self.driver
         decode = models.tokenizer.decode
@@ -79,6 +90,21 @@ class DataPath:
         self.state.register("alarm", self.alarm)
         self.state.register("random", TorchRandomState())
         self._unpublished: dict[str, Any] | None = None
+
+    def _conversations(self) -> Conversations | None:
+        """Return the conversations of training, with processes of their own; None without environments."""
+        dialogue = self.sampling.dialogue
+        if dialogue is None:
+            return None
+        stream, pool = self.stream, dialogue.settings.pool()
+        # In real time the trainer does not wait for environments; in virtual time it does, and that is idle time.
+        idle = partial(self.meter.phase, "idle") if isinstance(self.stage.recipe.driver, Virtual) else nullcontext
+        return Conversations(dialogue, pool, self.sampling.limits, stream.prompt_of, stream.limit_of, idle)
+
+    def close(self) -> None:
+        """End all processes of the data path."""
+        self.driver.close()
+        self.sampling.close()
 
     @property
     def notes(self) -> list[str]:

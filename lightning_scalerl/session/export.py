@@ -95,7 +95,7 @@ def check_merged(trained: TrainedPolicy, model: nn.Module) -> None:
         Group(number, Prompt("export", "", ""), row[:TOKENS], [rollout])
         for number, (row, rollout) in enumerate(zip(drawn, rollouts, strict=True))
     ]
-    batch = lay_out([(group, group.rollouts[0], 0.0, 0, number) for number, group in enumerate(groups)])
+    batch = lay_out([(group, group.rollouts[0], [0.0], 0, number) for number, group in enumerate(groups)])
     single = Precision("fp32")
     plain = Policy(model, single, trained.policy.temperature)
     with torch.no_grad(), eval_mode(plain):

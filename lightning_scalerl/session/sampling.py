@@ -14,15 +14,20 @@ from functools import partial
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.distributed.start import devices_beside
-from lightning_scalerl.generator.base import EndOfThinking, Generator, SamplingSettings
+from lightning_scalerl.environment.pool import EnvironmentPool
+from lightning_scalerl.generator.base import EndOfThinking, Generator, GroupRequest, SamplingSettings
 from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.model.chat import Rendering, StopTexts
 from lightning_scalerl.recipe import Recipe
-from lightning_scalerl.rollouts.grade import ready
+from lightning_scalerl.rollouts.grade import Sample, ready
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.rollouts.rollout import Rollout
 from lightning_scalerl.session.models import Models
+from lightning_scalerl.stream.conversations import Conversations, Dialogue, Limits
 from lightning_scalerl.stream.drivers import Driver, Live
 from lightning_scalerl.stream.prompts import PromptSet, fitting
 from lightning_scalerl.task.base import Task, passes
+from lightning_scalerl.verify.settled import SettledFirst
 from lightning_scalerl.verify.verification import Verifiers, check_verifiers
 
 TRAINING = "training"
@@ -67,6 +72,17 @@ class Sampling:
         sets |= {f"held-out ({name})": some[: stage.held_out] for name, some in stage.task.eval_sets().items()}
         context, control, models = stage.recipe.context, stage.choices.length_control.end_of_thinking, stage.models
         self.rendering = Rendering(models.tokenizer, stage.recipe.chat, models.stop_tokens, control)
+        settings = stage.recipe.environment
+        self._pool: EnvironmentPool | None = None  # of evaluations
+        self.dialogue: Dialogue | None = None
+        if settings.acts:
+            self._pool = settings.pool()
+            try:
+                self.dialogue = Dialogue(settings, self.rendering, self._pool, sets)
+            except BaseException:
+                self.close()
+                raise
+            sets = self.dialogue.prompts
         tokens = self.rendering.encode_all(sets)
         _check_rows(stage, tokens)
         self.sets = fitting(sets, tokens, context.max_prompt_tokens, context.too_long)
@@ -120,12 +136,42 @@ class Sampling:
         grader = task.grader()
         services = ready(grader)
         verifiers = self.stage.recipe.verify.verifiers(grader, task.trusted)
+        if self.dialogue is not None:
+            verifiers = SettledFirst(verifiers)
         try:
             tried = check_verifiers(verifiers, task.known(), partial(passes, task))
         except BaseException:
             verifiers.close()
             raise
         return verifiers, "\n".join([*services, tried])
+
+    def sample(self, prompt: Prompt, rollout: Rollout, step: int) -> Sample:
+        """Return a completion in the form that a grader takes."""
+        speaker = self.rendering if self.dialogue is None else self.dialogue
+        return speaker.sample(prompt, rollout, step)
+
+    def conversations(self, requests: Sequence[GroupRequest], prompts: Sequence[Prompt]) -> Conversations | None:
+        """Return the conversations of an evaluation; None without environments.
+
+        Args:
+            requests: requests of the evaluation; their keys are indices into `prompts`.
+            prompts: the prompts.
+        """
+        if self.dialogue is None or self._pool is None:
+            return None
+        limits = {request.key: request.max_new_tokens for request in requests}
+        return Conversations(self.dialogue, self._pool, self.limits, prompts.__getitem__, limits.__getitem__)
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of a conversation with an environment."""
+        context = self.stage.recipe.context
+        return Limits(context.max_turns, context.max_turn_tokens, context.max_new_tokens)
+
+    def close(self) -> None:
+        """End the environments of evaluations."""
+        if self._pool is not None:
+            self._pool.shutdown()
 
     def new_generator(self) -> Generator:
         """Build a generator with a copy of the current weights, in this process or in the driver's engine processes.

@@ -1,4 +1,4 @@
-"""Turn groups into a TrainBatch: filter -> advantage -> normalization -> truncated -> tensors.
+"""Turn groups into a TrainBatch: filter -> credit -> advantage -> normalization -> truncated -> tensors.
 
 `assemble` is a pure function of the groups and the choices. The mechanism counters (`measure.mechanism`) rely on this:
 they assemble the same groups again with another choice, to see whether a variant changed anything.
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_scalerl.axes.credit import turn_of_tokens
 from lightning_scalerl.axes.normalization import Moments
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.rollouts.rollout import Denominators, Group, Source, TrainBatch
+from lightning_scalerl.rollouts.rollout import Denominators, Group, Rollout, Source, TrainBatch
 
 
 def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> TrainBatch:
@@ -24,8 +25,8 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
 
     Args:
         groups: the groups of one optimizer step, as sampled.
-        choices: the run's design choices; `filter`, `advantage`, `normalization`, `truncated` and the user's own axes
-            are used.
+        choices: the run's design choices; `filter`, `credit`, `advantage`, `normalization`, `truncated` and the user's
+            own axes are used.
         max_new_tokens: the completion limit in tokens, for aggregations that divide by a constant.
 
     Returns:
@@ -33,19 +34,25 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
     """
     # Indices instead of groups: `first_row` below locates a rollout among all sampled ones, kept or not.
     kept = [number for number, group in enumerate(groups) if enters(group, choices)]
-    rewards = [groups[number].rewards for number in kept]
+    compared = [(number, part) for number in kept for part in choices.credit.compared(groups[number])]
+    values = [part.values for _, part in compared]
     if choices.advantage.after_forward:
         # Placeholders: `update.token_credit` fills them in after the forward pass.
-        advantages = [torch.zeros_like(reward) for reward in rewards]
+        advantages = [torch.zeros_like(part) for part in values]
     else:
-        advantages = choices.normalization.scale([choices.advantage.estimate(r) for r in rewards], rewards)
+        advantages = choices.normalization.scale([choices.advantage.estimate(part) for part in values], values)
         # Axes defined by the user adjust the result last.
         for axis in choices.own.values():
-            advantages = axis.adjust_advantages(advantages, [groups[number] for number in kept])
+            advantages = axis.adjust_advantages(advantages, [groups[number] for number, _ in compared])
+    # By group and rollout: one advantage, or one per turn (comparisons of a group are in the order of turns).
+    credits: dict[int, list[list[float]]] = {number: [[] for _ in groups[number].rollouts] for number in kept}
+    for (number, part), advantage in zip(compared, advantages, strict=True):
+        for index, value in zip(part.rows, advantage.tolist(), strict=True):
+            credits[number][index].append(value)
     first_row = _offsets(groups)
     rows = []
     prompts = 0
-    for number, credit in zip(kept, advantages, strict=True):
+    for number in kept:
         group = groups[number]
         credited = [index for index, rollout in enumerate(group.rollouts) if choices.truncated.credits(rollout)]
         # Inserted tokens were not sampled, so they do not count in any denominator.
@@ -53,7 +60,7 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
         # A group whose rollouts are all masked as truncated does not count as a prompt of the loss.
         prompts += bool(credited)
         for index in credited:
-            rows.append((group, group.rollouts[index], float(credit[index]), group_tokens, first_row[number] + index))
+            rows.append((group, group.rollouts[index], credits[number][index], group_tokens, first_row[number] + index))
     batch = lay_out(rows)
     batch.groups = groups
     batch.denominators = Denominators(
@@ -64,6 +71,15 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
         sampled=float(sum(len(group.rollouts) for group in groups)),
     )
     return batch
+
+
+def _by_token(rollout: Rollout, advantages: list[float]) -> list[float]:
+    """Return the advantage of each token: that of its turn, or the only one."""
+    return (
+        [advantages[turn] for turn in turn_of_tokens(rollout)]
+        if len(advantages) > 1
+        else advantages * len(rollout.tokens)
+    )
 
 
 def enters(group: Group, choices: Choices) -> bool:
@@ -81,8 +97,9 @@ def remember(groups: list[Group], choices: Choices) -> None:
 
     # Passed as a function: a normalization without running moments never calls it.
     def moments() -> Moments:
-        kept = [choices.advantage.estimate(group.rewards) for group in groups if enters(group, choices)]
-        return Moments.of(torch.cat(kept)) if kept else Moments()
+        parts = [part for group in groups if enters(group, choices) for part in choices.credit.compared(group)]
+        estimates = [choices.advantage.estimate(part.values) for part in parts]
+        return Moments.of(torch.cat(estimates)) if estimates else Moments()
 
     choices.normalization.remember(moments)
 
@@ -96,12 +113,12 @@ def _offsets(groups: list[Group]) -> list[int]:
     return offsets
 
 
-def lay_out(rows: list[tuple[Group, Any, float, int, int]]) -> TrainBatch:
+def lay_out(rows: list[tuple[Group, Any, list[float], int, int]]) -> TrainBatch:
     """Return rollouts as tensors, padded on the right. The caller fills in `groups` and `denominators`.
 
     Args:
-        rows: one tuple per rollout: its group, the rollout, its advantage, the number of tokens of its group in the
-            loss mask, and its index among all rollouts of the batch.
+        rows: one tuple per rollout: its group, the rollout, its advantage (one, or one per turn), the number of tokens
+            of its group in the loss mask, and its index among all rollouts of the batch.
     """
     count = len(rows)
     longest = max((len(rollout.tokens) for _, rollout, *_ in rows), default=0)
@@ -117,7 +134,12 @@ def lay_out(rows: list[tuple[Group, Any, float, int, int]]) -> TrainBatch:
     lengths = torch.tensor([len(rollout.tokens) for rollout in rollouts], dtype=torch.long)
     sampled = (torch.arange(longest) < lengths.unsqueeze(1)) & ~inserted
     # Rewards and advantages were float64 until here (`Group.rewards`): round once.
-    advantages = torch.tensor([credit for _, _, credit, *_ in rows], dtype=torch.float32)
+    if all(len(credit) == 1 for _, _, credit, *_ in rows):
+        advantages = torch.tensor([credit for _, _, credit, *_ in rows], dtype=torch.float32)
+        advantages = advantages.reshape(count, 1).expand(-1, longest).contiguous()
+    else:
+        by_token = [_by_token(rollout, credit) for _, rollout, credit, *_ in rows]
+        advantages = padded(by_token, longest, torch.float32)
     return TrainBatch(
         tokens=padded(sequences, max(map(len, sequences), default=0), torch.long),
         lengths=torch.tensor([len(sequence) for sequence in sequences], dtype=torch.long),
@@ -126,7 +148,7 @@ def lay_out(rows: list[tuple[Group, Any, float, int, int]]) -> TrainBatch:
         weight_versions=padded([rollout.weight_versions for rollout in rollouts], longest, torch.long),
         loss_mask=sampled.float(),
         forced_mask=inserted,
-        advantages=advantages.unsqueeze(1).expand(-1, longest).contiguous(),
+        advantages=advantages,
         sample_tokens=sampled.sum(1).float(),
         group_tokens=torch.tensor([tokens for *_, tokens, _ in rows], dtype=torch.float32),
         row=torch.tensor([row for *_, row in rows], dtype=torch.long),

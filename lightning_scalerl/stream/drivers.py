@@ -10,6 +10,7 @@ from lightning_scalerl.checks import ConfigurationError, positive, whole_number
 from lightning_scalerl.generator.base import Generator, Weights
 from lightning_scalerl.generator.fleet.addresses import addresses_of, check_engines
 from lightning_scalerl.generator.fleet.fleet import Fleet
+from lightning_scalerl.stream.conversations import Conversations
 from lightning_scalerl.stream.cost_model import CostModel
 from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.live_driver import LiveDriver
@@ -37,6 +38,7 @@ class Virtual:
         cost_model: CostModel,
         verifiers: Verifiers,
         listeners: Listeners,
+        conversations: Conversations | None = None,
     ) -> Driver:
         """Build the virtual driver of a rollout stream."""
         return VirtualDriver(
@@ -46,6 +48,7 @@ class Virtual:
             cost_model=cost_model,
             verifiers=verifiers,
             listeners=listeners,
+            conversations=conversations,
         )
 
 
@@ -110,7 +113,8 @@ class Live:
         cost_model: CostModel,
         verifiers: Verifiers,
         listeners: Listeners,
+        conversations: Conversations | None = None,
     ) -> Driver:
         """Build the live driver of a rollout stream. The cost model is unused: durations are real."""
         assert isinstance(generator, Fleet)
-        return LiveDriver(stream, generator, weights, verifiers, listeners, self.probe_every)
+        return LiveDriver(stream, generator, weights, verifiers, listeners, self.probe_every, conversations)

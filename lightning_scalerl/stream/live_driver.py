@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
-from lightning_scalerl.generator.base import Weights
+from lightning_scalerl.generator.base import StepReport, Weights
 from lightning_scalerl.generator.fleet.fleet import Fleet, Work
 from lightning_scalerl.rollouts.grade import Sample
 from lightning_scalerl.rollouts.rollout import TrainBatch
+from lightning_scalerl.stream.conversations import Conversations
 from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.rollout_stream import Place, RolloutStream
 from lightning_scalerl.verify.verification import Verifiers, submit_bundle
@@ -46,6 +47,7 @@ class LiveDriver:
         verifiers: grade finished rollouts while generation continues.
         listeners: called with every event.
         probe_every: optimizer steps between two probes of the generators' log-probabilities.
+        conversations: conversations of the rollouts with environments; None without environments.
     """
 
     # Phase of the compute meter for a probe: the trainer waits for other processes.
@@ -59,9 +61,12 @@ class LiveDriver:
         verifiers: Verifiers,
         listeners: list[Callable[[Event], None]] | None = None,
         probe_every: int = 8,
+        conversations: Conversations | None = None,
     ) -> None:
         self.stream, self.generator, self.weights = stream, generator, weights
         self.verifiers = verifiers
+        self._conversations = conversations
+        self._restored = True  # rollouts may wait already: in a generator that a checkpoint has restored
         self._grading: dict[int, Place] = {}  # by ticket
         self.listeners = listeners or []
         self._probe_every = probe_every
@@ -135,6 +140,8 @@ class LiveDriver:
         report = self.generator.collect()
         for listener in self.listeners:
             listener(Event("decode", time.monotonic(), report))
+        if self._conversations is not None:
+            self._converse(self._conversations, report)
         for finished in report.finished:
             self._grade(self.stream.ended(finished))
         graded = self.verifiers.done() if self._grading else ()
@@ -144,9 +151,23 @@ class LiveDriver:
                 self.stream.graded(self._grading.pop(ticket), outcome)
         # Admit only groups that can start at once: waiting for a slot would only make them staler.
         while self.generator.free_slots and self.stream.may_admit():
-            self.generator.submit(self.stream.admit(self.generator.version))
+            request = self.stream.admit(self.generator.version)
+            self.generator.submit(request if self._conversations is None else self._conversations.request(request))
         if graded:
             self._changed.set()
+
+    def _converse(self, conversations: Conversations, report: StepReport) -> None:
+        """Send the turns that have ended to their environments, and continue the rollouts that have an answer."""
+        for waiting in self.generator.waiting if self._restored else report.waiting:
+            conversations.start(waiting)
+        self._restored = False
+        for place, reply in conversations.ready().items():
+            try:
+                reply.apply(self.generator, place)
+            except KeyError:  # its engine was lost meanwhile, and it is sampled again
+                conversations.leave(place)
+        for finished in report.finished:
+            conversations.conclude(finished)
 
     def _grade(self, bundle: Sequence[tuple[Place, Sample]]) -> None:
         """Submit a bundle of `RolloutStream.ended` for grading; an empty one is ignored."""
@@ -173,6 +194,8 @@ class LiveDriver:
             self._thread = None
         self.generator.close()
         self.verifiers.close()
+        if self._conversations is not None:
+            self._conversations.close()
 
     @property
     def may_probe(self) -> bool:
@@ -226,11 +249,17 @@ class LiveDriver:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the running totals. Rollouts in flight are part of the generators' state."""
-        return asdict(self._times)
+        """Return the running totals and conversations. Rollouts in flight are part of the generators' state."""
+        conversations = {} if self._conversations is None else {"conversations": self._conversations.state_dict()}
+        return {**asdict(self._times), **conversations}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the running totals, and submit the stream's ungraded rollouts for grading again."""
+        state = dict(state)
+        conversations = state.pop("conversations", {})
+        if self._conversations is not None:
+            self._conversations.load_state_dict(conversations)
+            self._restored = True
         self._times = _Times(**state)
         self.verifiers.forget(self._grading)
         self._grading = {}

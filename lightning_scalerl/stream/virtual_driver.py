@@ -6,15 +6,17 @@ cluster, and the order of events decides which weights sample each token.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, cast
 
-from lightning_scalerl.generator.base import COUNTS, FinishedRollout, Generator, StepReport, Weights
+from lightning_scalerl.generator.base import COUNTS, FinishedRollout, Generator, StepReport, TurnGenerator, Weights
 from lightning_scalerl.rollouts.grade import Sample
 from lightning_scalerl.rollouts.rollout import TrainBatch, packed, unpacked
+from lightning_scalerl.stream.conversations import Conversations
 from lightning_scalerl.stream.cost_model import CostModel
 from lightning_scalerl.stream.events import Event, VirtualClock
 from lightning_scalerl.stream.rollout_stream import Place, RolloutStream
@@ -36,6 +38,7 @@ class VirtualDriver:
         cost_model: durations in virtual time.
         verifiers: grade finished rollouts.
         listeners: called with every event.
+        conversations: conversations of the rollouts with environments; None without environments.
     """
 
     # Phase of the compute meter for a probe: the generator runs in this process, so a probe is computed here.
@@ -47,11 +50,17 @@ class VirtualDriver:
     cost_model: CostModel
     verifiers: Verifiers
     listeners: list[Callable[[Event], None]] = field(default_factory=list)
+    conversations: Conversations | None = None
     clock: VirtualClock = field(default_factory=VirtualClock)
     _decoded: StepReport | None = None  # the generator's current step, which ends at `clock.generator_until_s`
     # Pending grades: (virtual time at which the grade arrives, rollout, ticket), the earliest first. The order holds
     # without sorting because every grade takes `grade_s`.
     _grading: deque[tuple[float, Place, int]] = field(default_factory=deque)
+    # Rollouts that wait for an environment: (virtual time of its answer, order of waiting, rollout), as a heap.
+    _answering: list[tuple[float, int, Place]] = field(default_factory=list)
+    _waited: int = 0  # number of turns so far
+    # Times of answers in a checkpoint that was loaded, until the generator has its state too.
+    _loaded_answers: list[tuple[float, Place]] | None = None
 
     def next_batch(self, stop: Callable[[], bool] = lambda: False) -> TrainBatch | None:
         """Advance virtual time until the trainer is free and its next batch is due, and return the batch.
@@ -64,6 +73,7 @@ class VirtualDriver:
             RewardError: a verifier failed.
             PoolExhaustedError: every prompt is retired.
         """
+        self._send_again()
         self._start_generator()
         while self.stream.training or not self.stream.batch_due():
             if stop():
@@ -85,6 +95,8 @@ class VirtualDriver:
         """Release the resources of the generator and the verifiers."""
         self.generator.close()
         self.verifiers.close()
+        if self.conversations is not None:
+            self.conversations.close()
 
     @property
     def may_probe(self) -> bool:
@@ -96,14 +108,18 @@ class VirtualDriver:
         return nullcontext()
 
     def _next_event(self) -> None:
-        """Handle the next event: a grade, the end of a training step, or the generator's next token."""
+        """Handle the next event: a grade, an answer, the end of a training step, or the generator's next token."""
         stream, clock = self.stream, self.clock
-        # At equal times, grades come first, then the end of a training step, then the generator.
+        # At equal times, grades come first, then answers, then the end of a training step, then the generator.
         others = [clock.trainer_until_s] if stream.training else []
         others += [clock.generator_until_s] if self._decoded is not None else []
-        if self._grading and self._grading[0][0] <= min(others, default=self._grading[0][0]):
+        answers = [self._answering[0][0]] if self._answering else []
+        if self._grading and self._grading[0][0] <= min(others + answers, default=self._grading[0][0]):
             clock.now_s = max(clock.now_s, self._grading[0][0])
             self._graded()
+        elif self._answering and self._answering[0][0] <= min(others, default=self._answering[0][0]):
+            clock.now_s = max(clock.now_s, self._answering[0][0])
+            self._answered()
         elif stream.training and (self._decoded is None or clock.trainer_until_s <= clock.generator_until_s):
             clock.now_s = clock.trainer_until_s
             stream.training = False
@@ -114,6 +130,7 @@ class VirtualDriver:
             report, self._decoded = self._decoded, None
             # Submit all before waiting for any, so that they are graded in parallel. Grades that take no virtual time
             # are awaited at once; the others arrive while sampling continues.
+            self._converse(report)
             for finished in report.finished:
                 self._grade(stream.ended(finished), clock.now_s + self.cost_model.grade_s)
             while self._grading and self._grading[0][0] <= clock.now_s:
@@ -123,6 +140,45 @@ class VirtualDriver:
                 f"async_mode: {type(stream.choices.async_mode).__name__} neither trains nor generates after "
                 f"{stream.completed_steps} steps and {stream.admitted} admissions"
             )
+
+    def _converse(self, report: StepReport) -> None:
+        """Send the turns that have ended to their environments, and conclude the conversations that have ended."""
+        if self.conversations is None:
+            return
+        for waiting in report.waiting:
+            due_s = self.clock.now_s + self.conversations.start(waiting)
+            heapq.heappush(self._answering, (due_s, self._waited, (waiting.key, waiting.index)))
+            self._waited += 1
+        for finished in report.finished:
+            self.conversations.conclude(finished)
+        # Answers that take no virtual time come before the generator's next step.
+        while self._answering and self._answering[0][0] <= self.clock.now_s:
+            self._answered()
+
+    def _answered(self) -> None:
+        """Wait for the environments whose answers come next, all at one time, and continue their rollouts."""
+        assert self.conversations is not None
+        due_s, places = self._answering[0][0], []
+        while self._answering and self._answering[0][0] == due_s:
+            places.append(heapq.heappop(self._answering)[2])
+        for place, reply in self.conversations.replies(places).items():
+            reply.apply(cast(TurnGenerator, self.generator), place)
+        self._emit("answer")
+
+    def _send_again(self) -> None:
+        """After a checkpoint was loaded, send the turns that wait to their environments again."""
+        due, self._loaded_answers = self._loaded_answers, None
+        if due is None or self.conversations is None:
+            return
+        waiting = {(one.key, one.index): one for one in cast(TurnGenerator, self.generator).waiting}
+        for due_s, place in due:
+            self.conversations.start(waiting.pop(place))
+            heapq.heappush(self._answering, (due_s, self._waited, place))
+            self._waited += 1
+        # The others have ended their turn in the step under way.
+        if waiting:
+            assert self._decoded is not None
+            self._decoded = replace(self._decoded, waiting=tuple(waiting.values()))
 
     def _grade(self, bundle: Sequence[tuple[Place, Sample]], due_s: float) -> None:
         """Submit a bundle of `RolloutStream.ended` for grading; its grades arrive at `due_s` of virtual time."""
@@ -158,9 +214,13 @@ class VirtualDriver:
             return
         # Admit only groups that can start at once: waiting for a slot would only make them staler.
         while self.generator.free_slots and self.stream.may_admit():
-            self.generator.submit(self.stream.admit(self.generator.version))
+            request = self.stream.admit(self.generator.version)
+            self.generator.submit(request if self.conversations is None else self.conversations.request(request))
             self._emit("admit")
         if not self.generator.in_flight:
+            return
+        # All rollouts wait for environments: a step would do nothing, at no cost and for ever.
+        if self.conversations is not None and cast(TurnGenerator, self.generator).idle:
             return
         # The step is computed now, but its rollouts count as finished at `generator_until_s`.
         self._decoded = self.generator.step()
@@ -198,7 +258,16 @@ class VirtualDriver:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the clock, the generator's current step, and the times at which pending grades arrive."""
+        """Return the clock, the generator's current step, and the times at which pending grades and answers arrive."""
+        state = self._state()
+        if self.conversations is not None:
+            due = [(due_s, list(place)) for due_s, _, place in sorted(self._answering)]
+            if self._loaded_answers is not None:
+                due = [(due_s, list(place)) for due_s, place in self._loaded_answers]
+            state |= {"conversations": self.conversations.state_dict(), "answering": due}
+        return state
+
+    def _state(self) -> dict[str, Any]:
         grading = [(due_s, list(place)) for due_s, place, _ in self._grading]
         if self._decoded is None:
             return {"clock": asdict(self.clock), "decoded": None, "grading": grading}
@@ -221,6 +290,10 @@ class VirtualDriver:
         for place in [place for place in due if place in bundles]:
             self._grade(bundles[place], due[place])
         self._decoded = None
+        self._answering.clear()
+        if self.conversations is not None:
+            self.conversations.load_state_dict(state.get("conversations", {}))
+            self._loaded_answers = [(due_s, (key, index)) for due_s, (key, index) in state.get("answering", ())]
         if state["decoded"] is not None:
             entry = dict(state["decoded"])
             rollouts = unpacked(entry.pop("rollouts"))

@@ -1,0 +1,132 @@
+"""Axis `credit`: whether a rollout's outcome or the outcome of each turn is compared within the group.
+
+Turns matter only with an environment; a completion of one turn has the same credit under both choices.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_scalerl.axes.choice import DesignChoice
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.rollouts.rollout import Group, Rollout
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Values that are compared with each other to get advantages, of one group.
+
+    Attributes:
+        values: rewards or returns, (N,), in float64.
+        rows: for each value, the index of its rollout in the group.
+        turn: number of the turn whose tokens get the advantages; None for all tokens.
+    """
+
+    values: Tensor
+    rows: tuple[int, ...]
+    turn: int | None = None
+
+
+class Credit(DesignChoice):
+    """Decides which values of a group's rollouts are compared, and which tokens get the result."""
+
+    axis: ClassVar[str] = "credit"
+    neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "OutcomeCredit"}
+
+    @abstractmethod
+    def compared(self, group: Group) -> list[Compared]:
+        """Return the comparisons of a group; each goes through advantage and normalization as a group of its own."""
+
+
+class OutcomeCredit(Credit):
+    """All tokens of a rollout share the advantage of its reward, in any turn (GRPO; arXiv 2402.03300, section 4.1)."""
+
+    def compared(self, group: Group) -> list[Compared]:
+        """Return one comparison, of the rewards."""
+        return [Compared(group.rewards, tuple(range(len(group.rollouts))))]
+
+
+class TurnCredit(Credit):
+    """A turn's tokens get the advantage of its discounted return among the group's returns at that turn.
+
+    R_t = sum over u >= t of discount^(u - t) r_u, with r_u the reward of turn u. The rollouts of the group that have a
+    turn t are compared. Whatever the verifier, length control or the user's axes add to the environment's rewards
+    counts in the last turn.
+
+    Args:
+        discount: gamma, the discount factor per turn.
+
+    Source: turn-level credit of multi-turn GRPO (arXiv 2505.11821, section 4) with the returns of REINFORCE.
+    """
+
+    def __init__(self, discount: float = 1.0) -> None:
+        if isinstance(discount, bool) or not isinstance(discount, int | float) or not 0 <= discount <= 1:
+            raise ConfigurationError(f"credit.discount: {discount!r} must be in [0, 1]")
+        self.discount = discount
+
+    def compared(self, group: Group) -> list[Compared]:
+        """Return one comparison per turn, of the returns from that turn on."""
+        returns = [turn_returns(turn_rewards(rollout), self.discount) for rollout in group.rollouts]
+        compared = []
+        for turn in range(max(map(len, returns), default=0)):
+            rows = tuple(row for row, values in enumerate(returns) if len(values) > turn)
+            values = torch.tensor([returns[row][turn] for row in rows], dtype=torch.float64)
+            compared.append(Compared(values, rows, turn))
+        return compared
+
+    def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
+        """Return a one-line error if another choice is defined for rollouts or tokens, not for turns."""
+        if getattr(others["advantage"], "after_forward", False):
+            name = type(others["advantage"]).__name__
+            return f"credit: turn (TurnCredit) needs advantages of groups, and advantage={name} gives them a token"
+        for choice in others.values():
+            if type(choice).adjust_advantages is not DesignChoice.adjust_advantages:
+                return (
+                    f"{choice.axis}: {type(choice).__name__} adjusts the advantages of rollouts, and credit=turn "
+                    "(TurnCredit) gives advantages to turns"
+                )
+        return None
+
+
+def turn_rewards(rollout: Rollout) -> list[float]:
+    """Return the reward of each turn; they add up to the rollout's reward.
+
+    A completion without a conversation has one turn.
+    """
+    conversation = rollout.conversation
+    if conversation is None:
+        return [rollout.reward]
+    if not conversation.rewarded:
+        return [*(0.0 for _ in conversation.rewards[:-1]), rollout.reward]
+    rewards = list(conversation.rewards)
+    # The rest: a scale, a length penalty, the user's axes. Zero without them, so the last reward stays exact.
+    if (rest := rollout.reward - sum(rewards)) != 0:
+        rewards[-1] += rest
+    return rewards
+
+
+def turn_returns(rewards: Sequence[float], discount: float) -> list[float]:
+    """Return the discounted sum of each turn's reward and the later ones."""
+    returns: list[float] = []
+    following = 0.0
+    for reward in reversed(rewards):
+        following = reward + discount * following
+        returns.append(following)
+    return returns[::-1]
+
+
+def turn_of_tokens(rollout: Rollout) -> list[int]:
+    """Return the turn to which each token belongs, from 0; an observation belongs to the turn before it."""
+    starts = rollout.conversation.starts if rollout.conversation is not None else (0,)
+    bounds = [*starts[1:], len(rollout.tokens)]
+    # The tokens before a start, up to the turn's end, are the observation; they carry no credit.
+    turns: list[int] = []
+    for turn, bound in enumerate(bounds):
+        turns += [turn] * (bound - len(turns))
+    return turns
