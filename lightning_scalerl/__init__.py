@@ -71,6 +71,8 @@ _HOME_OF = {
     "Virtual": "stream.drivers",
     "ArithmeticTask": "task.arithmetic",
     "arithmetic_base_model": "task.arithmetic_base",
+    "CalculatorTask": "task.calculator",
+    "calculator_base_model": "task.calculator_base",
     "RewardScale": "task.base",
     "Task": "task.base",
     "DatasetTask": "task.dataset",

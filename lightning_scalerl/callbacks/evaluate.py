@@ -317,11 +317,17 @@ class Evaluate(Callback):
             metrics |= {f"eval/{name}/{kind}@{k}": mean, f"eval/{name}/{kind}@{k}_se": error}
         if (missing := len(prompts) * samples - int(scored.sum())) > 0:
             metrics[f"eval/{name}/ungraded"] = missing / (len(prompts) * samples)
-        for difficulty in sorted({prompt.difficulty for prompt in prompts} - {""}):
-            matching = [number for number, place in enumerate(graded) if prompts[place].difficulty == difficulty]
+        for label in sorted({label for prompt in prompts for label in _labels(prompt)}):
+            matching = [number for number, place in enumerate(graded) if label in _labels(prompts[place])]
             if matching:
-                metrics[f"eval/{name}/pass_rate_{difficulty}"] = float(rates[matching].mean())
+                metrics[f"eval/{name}/pass_rate_{label}"] = float(rates[matching].mean())
         return metrics
+
+
+def _labels(prompt: Prompt) -> set[str]:
+    """Return the labels by which a set's pass rate is divided: difficulty, and the environment if there are several."""
+    environment = "" if prompt.opening is None else str(prompt.columns.get("environment", ""))
+    return {prompt.difficulty, environment} - {""}
 
 
 def _computed(scored: Sequence[tuple[Sequence[int], Sequence[int]]]) -> StepReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -93,5 +94,14 @@ def _rollout(sample: Sample, rollout: Rollout) -> dict[str, Any]:
         "tokens": len(rollout.tokens),
         "ids": rollout.tokens,
         "forced": sum(rollout.forced),
+        **_conversation(sample, rollout),
         "versions": [[version, len(list(same))] for version, same in groupby(rollout.weight_versions)],
     }
+
+
+def _conversation(sample: Sample, rollout: Rollout) -> dict[str, Any]:
+    """Return the part of a record on a conversation with an environment; empty without one."""
+    conversation = rollout.conversation
+    if conversation is None:
+        return {}
+    return {"turns": list(sample.turns), "conversation": {**asdict(conversation), "turns": conversation.turns}}

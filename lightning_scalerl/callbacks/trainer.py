@@ -42,7 +42,19 @@ NEVER = sys.maxsize
 EVALUATE = "leave it at its default and say when and how much with Evaluate(every_n_steps=..., prompts=...)"
 # Prefixes of the metrics that a run logs, besides those of held-out sets.
 _LOGGED = tuple(
-    f"{kind}/" for kind in ("train", "compute", "time", "live", "virtual", "verify", "mechanism", "rank", "eval_cost")
+    f"{kind}/"
+    for kind in (
+        "train",
+        "compute",
+        "time",
+        "live",
+        "virtual",
+        "verify",
+        "mechanism",
+        "rank",
+        "eval_cost",
+        "environment",
+    )
 )
 STAGES = {
     "test": "Trainer.test: a held-out set is evaluated by Trainer.validate(module, datamodule=...); there is no other",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from lightning_scalerl.axes.choice import MAX_LOG_RATIO
 from lightning_scalerl.axes.filter import has_variance
 from lightning_scalerl.axes.loss.base import importance_ratio
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.rollouts.rollout import Part, Rollout, Scored, TrainBatch
+from lightning_scalerl.rollouts.rollout import Part, Rollout, Scored, Source, TrainBatch
 from lightning_scalerl.update.terms import distances
 
 
@@ -77,6 +78,7 @@ def step_metrics(
         **(_reward_metrics(rollouts, choices) if rollouts else {}),
         **_length_metrics(everything, choices, batch),
         **_part_metrics(rollouts),
+        **_environment_metrics(everything),
         **({"train/ungraded": ungraded / len(everything)} if ungraded else {}),
         "train/groups_kept": batch.denominators.prompts / len(batch.groups),
         "train/credited_prompts": batch.denominators.prompts,
@@ -122,6 +124,29 @@ def _part_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         for name, value in rollout.parts.items():
             by_name.setdefault(name, []).append(value)
     return {f"reward/{name}": sum(values) / len(values) for name, values in by_name.items()}
+
+
+def _environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return means over the rollouts with an environment; with several environments, their pass rates as well."""
+    conversations = [(rollout, rollout.conversation) for rollout in rollouts if rollout.conversation is not None]
+    if not conversations:
+        return {}
+    metrics = {
+        "environment/turns": fmean(one.turns for _, one in conversations),
+        "environment/calls": fmean(one.calls for _, one in conversations),
+        "environment/malformed": fmean(one.malformed for _, one in conversations),
+        "environment/raised": fmean(one.raised for _, one in conversations),
+        "environment/failed": fmean(bool(one.failed) for _, one in conversations),
+        "environment/tokens": fmean(rollout.sources.count(Source.ENVIRONMENT) for rollout, _ in conversations),
+        "environment/characters_cut": fmean(one.cut for _, one in conversations),
+    }
+    values: dict[str, list[float]] = {}
+    for rollout, one in conversations:
+        for name, value in one.info.items():
+            values.setdefault(f"environment/info_{name}", []).append(value)
+        if one.environment and rollout.outcome == "score":
+            values.setdefault(f"environment/pass_rate_{one.environment}", []).append(float(rollout.correct))
+    return metrics | {name: fmean(some) for name, some in values.items()}
 
 
 def _cut_by_stage(rollouts: Sequence[Rollout], choices: Choices, limit: float) -> dict[str, float]:

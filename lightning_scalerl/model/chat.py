@@ -181,9 +181,8 @@ class Rendering:
 
     def _rendered(self, prompt: Prompt) -> str:
         """Run the template on one prompt."""
-        return self.conversation(
-            list(prompt.messages) or [{"role": "user", "content": prompt.text}], self.tools_of(prompt)
-        )
+        messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+        return self.conversation(messages, self.tools_of(prompt))
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Run the template on a conversation that the model continues. Call it under `bounded`.

@@ -76,7 +76,7 @@ class Dialogue:
         self.convention = CONVENTIONS[name]
         self._turns = {name: self._turns_of(one) for name, one in self.declared.items()}
         rendering.tools_of = self._in_template
-        self.prompts = {name: self._begun(prompts, pool) for name, prompts in sets.items()}
+        self.prompts: dict[str, Sequence[Prompt]] = {name: self._begun(prompts, pool) for name, prompts in sets.items()}
 
     def _turns_of(self, declared: Declared) -> Turns:
         """Check the chat template over several turns with an environment's tools."""
@@ -315,9 +315,8 @@ class Conversations:
             if number in by_number:
                 self._answered(by_number[number], answer)
         self._ask_backlog()
-        return self._replied(
-            [place for place in self._pending if not self._of[place].asked and place not in self._backlog]
-        )
+        waits = {place for place, one in self._of.items() if one.asked} | set(self._backlog)
+        return self._replied([place for place in self._pending if place not in waits])
 
     def answer(self, generator: TurnGenerator, waiting: Sequence[WaitingRollout]) -> None:
         """Wait for the environments of waiting rollouts, and continue these; for evaluations."""
@@ -458,12 +457,8 @@ class Conversations:
             if not one.over:
                 going_on.append(place)
                 continue
-            failure = one.failure
-            if (
-                failure is not None
-                and failure.kind == "replay"
-                and not self._dialogue.declared_of(one.prompt).replayable
-            ):
+            replayable = self._dialogue.declared_of(one.prompt).replayable
+            if one.failure is not None and one.failure.kind == "replay" and not replayable:
                 replies[place] = Reply("restart")
                 self.leave(place)
                 continue
@@ -534,24 +529,27 @@ class Conversations:
 
     # --- state -------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> list[dict[str, Any]]:
         """Return the conversations; a turn that waits for its environment is left out, because it is sent again."""
-        state = {}
+        state = []
         for place, one in self._of.items():
             waits = place in self._pending
             exchanges = one.exchanges[: len(one.starts) - 1] if waits else one.exchanges
-            state[place] = {
+            entry = {
+                "place": list(place),
                 "starts": list(one.starts),
                 "exchanges": [(asdict(turn), asdict(observation)) for turn, observation in exchanges],
                 "ending": None if waits or one.ending is None else asdict(one.ending),
                 "failure": None if waits or one.failure is None else asdict(one.failure),
             }
+            state.append(entry)
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
         """Restore the conversations. Environments are replayed when their rollouts wait again."""
         self.clear()
-        for (key, index), entry in state.items():
+        for entry in state:
+            key, index = entry["place"]
             one = _Open(self._prompt_of(key), list(entry["starts"]))
             one.exchanges = [(_turn(turn), _observation(observation)) for turn, observation in entry["exchanges"]]
             one.ending = None if entry["ending"] is None else _observation(entry["ending"])

@@ -13,8 +13,8 @@ class Event:
 
     Attributes:
         kind: `admit` (a group was admitted), `decode` (every rollout in flight gets a token), `answer` (environments
-            have answered), `finish` (a rollout was graded), `batch` (a batch went to the trainer), `trained` (an optimizer step ended) or `publish` (weights
-            went to the generator).
+            have answered), `finish` (a rollout was graded), `batch` (a batch went to the trainer), `trained` (an
+            optimizer step ended) or `publish` (weights went to the generator).
         time_s: seconds on the driver's clock: virtual, or monotonic in a live run.
         report: the generator's report, for `decode`.
     """

@@ -256,7 +256,7 @@ class LiveDriver:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the running totals, and submit the stream's ungraded rollouts for grading again."""
         state = dict(state)
-        conversations = state.pop("conversations", {})
+        conversations = state.pop("conversations", ())
         if self._conversations is not None:
             self._conversations.load_state_dict(conversations)
             self._restored = True

@@ -292,7 +292,7 @@ class VirtualDriver:
         self._decoded = None
         self._answering.clear()
         if self.conversations is not None:
-            self.conversations.load_state_dict(state.get("conversations", {}))
+            self.conversations.load_state_dict(state.get("conversations", ()))
             self._loaded_answers = [(due_s, (key, index)) for due_s, (key, index) in state.get("answering", ())]
         if state["decoded"] is not None:
             entry = dict(state["decoded"])

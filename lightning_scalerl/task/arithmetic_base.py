@@ -9,30 +9,22 @@ earlier. `python -m lightning_scalerl.task.arithmetic_base` creates that file ag
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import random
-import shutil
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lightning_scalerl.cache import cache_dir
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.task.arithmetic import ALPHABET, STOP, draw_number, problem, solution
-from sweeps.terminal import Bar
+from lightning_scalerl.task.base_training import MADE_WITH, cached, named, trained
 
 PAD = "<pad>"
 HEAD_SIZE = 32  # a size that other engines support as well
-# File with the settings of a model, next to its weights.
-MADE_WITH = "made_with.json"
 # Non-default settings of the base model that comes with the package (conf/sums_of_two_digits.yaml).
 SHIPPED: dict[str, Any] = {"digits": 2}
 FOLDER = Path(__file__).parent / "base_models"
@@ -77,22 +69,11 @@ def arithmetic_base_model(
         digits=digits,
         seed=seed,
     )
-    path = cache_dir() / _name(settings)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"):
-        if not (path / "config.json").exists():
-            unfinished = path.with_suffix(".part")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            model = _shipped(settings) or _train(**settings)
-            model.save_pretrained(unfinished)
-            tokenizer().save_pretrained(unfinished)
-            (unfinished / MADE_WITH).write_text(json.dumps(settings, indent=1))
-            unfinished.rename(path)
-    return str(path)
+    return cached(_name(settings), settings, lambda: _shipped(settings) or _train(**settings), tokenizer)
 
 
 def _name(settings: dict[str, Any]) -> str:
-    return f"arithmetic-base-{hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]}"
+    return named("arithmetic-base", settings)
 
 
 def _shipped(settings: dict[str, Any]) -> Any:
@@ -203,33 +184,15 @@ def _train(
     digits: int,
     seed: int,
 ) -> Any:
-    threads = torch.get_num_threads()
-    # One thread: a second one gains little at this size, and the weights must not depend on the number of threads.
-    torch.set_num_threads(1)
-    rng_state = torch.get_rng_state()
-    try:
-        source = random.Random(f"arithmetic base {seed}")
-        model = new_model(width, layers, seed)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-        prompt_tokens = len(problem(0, 0))
-        progress = Bar("making the base model (once)", batches)
-        for number in range(batches):
-            decay = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * number / batches))
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate * min(1.0, (number + 1) / 50) * decay
-            tokens = _batch(1 + number % digits, batch_size, corruption, source)
-            logits = model(tokens[:, :-1], use_cache=False).logits[:, prompt_tokens - 1 :]
-            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, prompt_tokens:].flatten())
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            progress.update(number + 1)
-        progress.close()
-        return model
-    finally:
-        torch.set_num_threads(threads)
-        torch.set_rng_state(rng_state)
+    source = random.Random(f"arithmetic base {seed}")
+    prompt_tokens = len(problem(0, 0))
+
+    def loss_of(model: Any, number: int) -> Tensor:
+        tokens = _batch(1 + number % digits, batch_size, corruption, source)
+        logits = model(tokens[:, :-1], use_cache=False).logits[:, prompt_tokens - 1 :]
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, prompt_tokens:].flatten())
+
+    return trained(lambda: new_model(width, layers, seed), loss_of, batches, learning_rate)
 
 
 if __name__ == "__main__":

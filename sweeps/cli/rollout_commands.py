@@ -13,7 +13,7 @@ from sweeps.cli.output import print_json
 from sweeps.errors import UserError, require_training
 from sweeps.executor.base import load_entry
 from sweeps.report.plain import one_line, table
-from sweeps.run.rollouts import Group, read_groups
+from sweeps.run.rollouts import Group, read_groups, written
 from sweeps.run.spec import run_folder
 from sweeps.terminal import counted
 
@@ -78,7 +78,18 @@ def _lines(group: Group, width: int, most: int | None) -> Iterator[str]:
         yield f"  {mark} {reward}{parts}; {each['tokens']} tokens ({versions}){forced}{cut}"
         for name, text in each["extra"].items():
             yield f"      {one_line(name)}: {one_line(str(text))[:width]}"
-        yield from _wrapped(each["completion"], "      ", width, most)
+        if "conversation" in each:
+            yield f"      {_conversation_line(each['conversation'])}"
+        yield from _wrapped(written(each), "      ", width, most)
+
+
+def _conversation_line(conversation: dict[str, Any]) -> str:
+    """Describe a conversation with an environment in one line."""
+    name = f" with {conversation['environment']}" if conversation["environment"] else ""
+    rewards = ", ".join(f"{reward:g}" for reward in conversation["rewards"])
+    counts = "".join(f", {conversation[key]} {key}" for key in ("calls", "malformed", "raised") if conversation[key])
+    failed = f"; failed, {one_line(conversation['failed'])}" if conversation["failed"] else ""
+    return f"conversation{name}: {conversation['turns']} turns{counts}; the environment's rewards {rewards}{failed}"
 
 
 def _wrapped(text: str, indent: str, width: int, most: int | None) -> list[str]:

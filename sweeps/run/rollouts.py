@@ -18,7 +18,9 @@ _STEP = re.compile(rb'\{\s*"step":\s*(\d+)')
 
 # {"step", "admission", "prompt_id", "source", "difficulty", "prompt", "answer", "rollouts": [{"completion", "reward",
 # "grade", "correct", "outcome", "parts", "extra", "finish_reason", "tokens", "ids", "forced", "versions": [[version,
-# tokens], ...]}]}. `reward` is the training reward, `grade` the verifier's, `tokens` the number of `ids`.
+# tokens], ...]}]}. `reward` is the training reward, `grade` the verifier's, `tokens` the number of `ids`. With an
+# environment a rollout has "turns": [[source, text], ...] and "conversation": {"turns", "calls", ...}; its "completion" is
+# the last turn.
 Group = dict[str, Any]
 
 
@@ -110,16 +112,25 @@ def a_few(runs: Iterable[tuple[str, Path]], most: int = 4, characters: int = 700
             prompt_id=str(group["prompt_id"]),
             prompt=_cut(str(group["prompt"]), characters),
             answer=_cut(str(group["answer"]), characters),
-            written=[(_became(rollout), _cut(str(rollout["completion"]), characters)) for rollout in ends],
+            written=[(_became(rollout), _cut(written(rollout), characters)) for rollout in ends],
         )
     return list(by_recipe.values())
+
+
+def written(rollout: dict[str, Any]) -> str:
+    """Return a rollout's text; a conversation has a line with the speaker before each turn and observation."""
+    if "turns" not in rollout:
+        return str(rollout["completion"])
+    names = {"sampled": "model", "forced": "forced"}
+    return "\n".join(f"[{names.get(source, source)}] {text.strip()}" for source, text in rollout["turns"])
 
 
 def _became(rollout: dict[str, Any]) -> str:
     if rollout["outcome"] != "score":
         return f"{rollout['outcome']}: {rollout['extra'].get('why', '')}"
     cut = ", cut off" if rollout["finish_reason"] == "length" else ""
-    return f"reward {rollout['reward']:g}, {rollout['tokens']} tokens{cut}"
+    turns = f"{rollout['conversation']['turns']} turns, " if "conversation" in rollout else ""
+    return f"reward {rollout['reward']:g}, {turns}{rollout['tokens']} tokens{cut}"
 
 
 def _cut(text: str, characters: int) -> str:

@@ -1,0 +1,90 @@
+"""task=calculator: sums that the model cannot do in its head, and an environment with a calculator.
+
+A prompt is `4812+39075`, rendered as `4812+39075=`. A completion without the tool is `43887.`, and the base model's
+digits are about half wrong. With environment=calculator a conversation is, in the tokens of the model:
+
+    4812+39075= <call>calculate(4812+39075)</call>. ?43887= 43887.
+
+The model is to learn to call the tool, to copy the numbers, and to repeat the answer.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+
+from lightning_scalerl.checks import ConfigurationError, whole_number
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.task.base import PoolTask
+
+MAX_DIGITS = 5
+_SUM = re.compile(r"\d{1,18}(\+\d{1,18})*")
+
+
+class Calculator:
+    """Environment with one tool, in TRL's form."""
+
+    def reset(self, **row: object) -> None:
+        """Begin; the task's own verifier grades, so the row does not matter."""
+
+    def calculate(self, expression: str) -> str:
+        """
+        Adds numbers.
+
+        Args:
+            expression: The numbers, such as 12+34.
+
+        Returns:
+            Their sum.
+        """
+        if _SUM.fullmatch(expression) is None:
+            raise ValueError("no sum")
+        return str(sum(map(int, expression.split("+"))))
+
+
+class CalculatorTask(PoolTask):
+    """Finite pool of sums of two numbers, and a held-out set.
+
+    Args:
+        train: number of training prompts.
+        heldout: number of held-out prompts. No held-out prompt is in the pool.
+        digits: smallest and largest number of digits of a number.
+        seed: seed of the pool. It is independent of a run's seed, so that all runs share their prompts.
+    """
+
+    trusted = True  # it only compares two texts
+
+    def __init__(self, train: int, heldout: int, digits: tuple[int, int] = (3, MAX_DIGITS), seed: int = 0) -> None:
+        for field, count in (("train", train), ("heldout", heldout)):
+            whole_number(f"task.{field}", count)
+        least, most = digits
+        if not 1 <= least <= most <= MAX_DIGITS:
+            raise ConfigurationError(f"task.digits: {list(digits)} must be two numbers in order, of 1 to {MAX_DIGITS}")
+        possible = (10**most - (10 ** (least - 1) if least > 1 else 0)) ** 2
+        if train + heldout > possible // 2:
+            raise ConfigurationError(
+                f"task: {train + heldout} prompts wanted, and only {possible} sums exist; give less"
+            )
+        source = random.Random(f"calculator {seed}")
+        pairs: dict[tuple[int, int], None] = {}
+        while len(pairs) < train + heldout:
+            pairs[draw(least, most, source), draw(least, most, source)] = None
+        prompts = [
+            Prompt(prompt_id=f"{first}+{second}", text=f"{first}+{second}", answer=str(first + second))
+            for first, second in pairs
+        ]
+        self._train, self._heldout = prompts[heldout:], {"heldout": prompts[:heldout]}
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        """Return 1 if the last turn is the sum and nothing else, else 0."""
+        return float(completion == prompt.answer)
+
+    def stated(self, completion: str) -> str:
+        """Return the whole last turn."""
+        return completion
+
+
+def draw(least: int, most: int, source: random.Random) -> int:
+    """Draw a number of `least` to `most` digits; each number of digits is equally likely."""
+    digits = source.randint(least, most)
+    return source.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)

@@ -1,0 +1,180 @@
+"""Base model of task=calculator: it can call the calculator but seldom does, and guesses sums wrong.
+
+A small Llama is trained on conversations with and without a call. Its weights come with the package;
+`python -m lightning_scalerl.task.calculator_base` creates that file again.
+"""
+
+from __future__ import annotations
+
+import random
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lightning_scalerl.checks import ConfigurationError, whole_number
+from lightning_scalerl.task.arithmetic_base import FOLDER, HEAD_SIZE, PAD
+from lightning_scalerl.task.base_training import cached, named, trained
+from lightning_scalerl.task.calculator import MAX_DIGITS, draw
+
+STOP = "."
+VOCABULARY = (PAD, *"0123456789+=?()", STOP, "<call>", "</call>", "calculate")
+_ID = {token: number for number, token in enumerate(VOCABULARY)}
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}.{% elif loop.first %}{{ m.content }}"
+    "{% else %}?{{ m.content }}{% endif %}{% endfor %}="
+)
+
+
+def calculator_base_model(
+    width: int = 64,
+    layers: int = 2,
+    batches: int = 1000,
+    batch_size: int = 128,
+    calls: float = 0.06,
+    corruption: float = 0.05,
+    learning_rate: float = 3e-3,
+    seed: int = 0,
+) -> str:
+    """Return the path of the base model with these settings.
+
+    A model that is not in the cache is trained first, in about a minute on one core. The default one comes with the
+    package instead.
+
+    Args:
+        width: hidden size, a multiple of 32.
+        layers: number of decoder layers.
+        batches, batch_size, learning_rate: of training with AdamW.
+        calls: probability with which the model calls the calculator.
+        corruption: probability that a digit that is copied is replaced by a random one.
+        seed: seed of weights and data.
+
+    Raises:
+        ConfigurationError: a value is invalid; the error names it.
+    """
+    settings: dict[str, Any] = dict(locals())
+    for name in ("width", "layers", "batch_size"):
+        whole_number(f"model.{name}", settings[name])
+    whole_number("model.batches", batches, least=0)
+    if width % HEAD_SIZE:
+        raise ConfigurationError(f"model.width: {width} is no multiple of {HEAD_SIZE}, the size of a head")
+    for name in ("calls", "corruption"):
+        if not 0 <= settings[name] <= 1:
+            raise ConfigurationError(f"model.{name}: {settings[name]!r} must be a probability, from 0 to 1")
+    return cached(_name(settings), settings, lambda: _shipped(settings) or _train(**settings), tokenizer)
+
+
+def _name(settings: dict[str, Any]) -> str:
+    return named("calculator-base", settings)
+
+
+def _shipped(settings: dict[str, Any]) -> Any:
+    """Return the packaged model with these settings, or None if there is none."""
+    file = FOLDER / f"{_name(settings)}.safetensors"
+    if not file.is_file():
+        return None
+    with torch.random.fork_rng(devices=[]):  # the caller's random state must not change
+        model = new_model(settings["width"], settings["layers"], settings["seed"])
+    model.load_state_dict(load_file(file))
+    return model
+
+
+def make_shipped(folder: Path = FOLDER) -> Path:
+    """Train the packaged base model and write its weights; returns the file."""
+    settings = {name: parameter.default for name, parameter in signature(calculator_base_model).parameters.items()}
+    file = folder / f"{_name(settings)}.safetensors"
+    save_file(_train(**settings).state_dict(), file, {"format": "pt"})
+    return file
+
+
+def tokenizer() -> Any:
+    """Return a tokenizer with one token per digit, sign and tag; the full stop ends a turn."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = Tokenizer(models.WordLevel(_ID, unk_token=PAD))
+    # A run of letters is one token, so that a message in words is a few unknown tokens.
+    tokens.pre_tokenizer = pre_tokenizers.Split(Regex("</?call>|[A-Za-z ]+|."), behavior="isolated")
+    tokens.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token=PAD, eos_token=STOP)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def new_model(width: int, layers: int, seed: int) -> Any:
+    """Return a Llama with random weights over the vocabulary."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(VOCABULARY),
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=width // HEAD_SIZE,
+            num_key_value_heads=width // HEAD_SIZE,
+            head_dim=HEAD_SIZE,
+            max_position_embeddings=128,
+            tie_word_embeddings=False,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=_ID[STOP],
+        )
+    )
+
+
+def _conversation(calls: bool, corruption: float, source: random.Random) -> tuple[list[str], list[float]]:
+    """Return the tokens of a conversation, and 1 for those of the model."""
+
+    def copied(text: str, probability: float) -> list[str]:
+        return [str(source.randrange(10)) if sign != "+" and source.random() < probability else sign for sign in text]
+
+    first, second = draw(1, MAX_DIGITS, source), draw(1, MAX_DIGITS, source)
+    question, result = f"{first}+{second}", str(first + second)
+    spoken: list[tuple[list[str], float]] = [([*question, "="], 0.0)]
+    if calls:
+        call = copied(question, corruption)
+        answer = str(sum(map(int, "".join(call).split("+"))))
+        spoken += [(["<call>", "calculate", "(", *call, ")", "</call>", STOP], 1.0), (["?", *answer, "="], 0.0)]
+        spoken += [([*copied(answer, corruption), STOP], 1.0)]
+    else:
+        spoken += [([*copied(result, 0.5), STOP], 1.0)]
+    return [token for part, _ in spoken for token in part], [mask for part, mask in spoken for _ in part]
+
+
+def _train(
+    width: int,
+    layers: int,
+    batches: int,
+    batch_size: int,
+    calls: float,
+    corruption: float,
+    learning_rate: float,
+    seed: int,
+) -> Any:
+    source = random.Random(f"calculator base {seed}")
+
+    def loss_of(model: Any, number: int) -> Tensor:
+        # Every second conversation has a call, so that calls are learned quickly. The weights of the token that decides
+        # make calls as rare as they should be.
+        rows = [_conversation(row % 2 == 0, corruption, source) for row in range(batch_size)]
+        width = max(len(tokens) for tokens, _ in rows)
+        tokens = torch.tensor([[_ID[token] for token in row] + [0] * (width - len(row)) for row, _ in rows])
+        mask = torch.tensor([masks + [0.0] * (width - len(masks)) for _, masks in rows])
+        decides = (mask.cumsum(1) == 1) & (mask > 0)
+        called = (torch.arange(batch_size) % 2 == 0).unsqueeze(1)
+        weights = torch.where(decides, torch.where(called, 2 * calls, 2 * (1 - calls)), mask)[:, 1:]
+        logits = model(tokens[:, :-1], use_cache=False).logits
+        losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        return (losses * weights.flatten()).sum() / mask.sum()
+
+    return trained(lambda: new_model(width, layers, seed), loss_of, batches, learning_rate)
+
+
+if __name__ == "__main__":
+    print(make_shipped())
