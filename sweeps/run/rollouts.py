@@ -19,7 +19,7 @@ _STEP = re.compile(rb'\{\s*"step":\s*(\d+)')
 # {"step", "admission", "prompt_id", "source", "difficulty", "prompt", "answer", "rollouts": [{"completion", "reward",
 # "grade", "correct", "outcome", "parts", "extra", "finish_reason", "tokens", "ids", "forced", "versions": [[version,
 # tokens], ...]}]}. `reward` is the training reward, `grade` the verifier's, `tokens` the number of `ids`. With an
-# environment a rollout has "turns": [[source, text], ...] and "conversation": {"turns", "calls", ...}; its "completion" is
+# environment a rollout has "turns": [[source, text], ...] and "conversation": {"turns", "calls", ...}; "completion" is
 # the last turn.
 Group = dict[str, Any]
 
