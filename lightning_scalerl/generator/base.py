@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -30,7 +30,8 @@ class GroupRequest:
             empty for never.
         max_new_tokens: token limit of this request; 0 for the generator's limit.
         temperature: sampling temperature of this request, 0 for the most likely token; None for the generator's.
-        turns: largest number of turns of a rollout. After each turn but the last it waits for an insertion.
+        waits: whether a rollout waits for `insert` or `end` after each turn, also at its token limit. It then never
+            ends by itself.
         turn_tokens: largest number of tokens of a turn; 0 for no limit of its own.
     """
 
@@ -41,7 +42,7 @@ class GroupRequest:
     interrupt_at: tuple[int, ...] = ()
     max_new_tokens: int = 0
     temperature: float | None = None
-    turns: int = 1
+    waits: bool = False
     turn_tokens: int = 0
 
     def limit(self, most: int) -> int:
@@ -60,14 +61,20 @@ class FinishedRollout:
 
 @dataclass(frozen=True)
 class WaitingRollout:
-    """Rollout `index` of group `key` that has ended a turn and waits for an insertion.
+    """Rollout `index` of group `key` that has ended a turn and waits for `insert` or `end`.
 
-    `rollout` is a copy of it so far. Its finish_reason is that of the turn: "stop", or "length" at the turn's limit.
+    Attributes:
+        key, index: place of the rollout.
+        rollout: copy of it so far. Its finish_reason is that of the turn: "stop", or "length" at the turn's limit or
+            the completion's.
+        room: number of tokens that the completion may still get. An answer must be shorter, so that at least one token
+            is sampled after it; at 0 only `end` and `restart` are possible.
     """
 
     key: int
     index: int
     rollout: Rollout
+    room: int
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ class StepReport:
         outside: the part of both contexts outside the attention windows, summed over layers
             (`model.windows.outside`).
         lost_tokens: tokens of unfinished rollouts whose process died. They are sampled again.
-        waiting: rollouts that ended a turn in this step and wait for an insertion.
+        waiting: rollouts that ended a turn in this step and wait for `insert` or `end`.
     """
 
     finished: Sequence[FinishedRollout]
@@ -156,31 +163,42 @@ class Generator(Protocol):
 
 
 class TurnGenerator(Generator, Protocol):
-    """Generator whose rollouts may wait for insertions (`GroupRequest.turns`). Waiting rollouts are in flight.
+    """Generator whose rollouts may wait between turns (`GroupRequest.waits`). Waiting rollouts are in flight.
 
     A caller reads `waiting` after `load_state_dict`. Some generators report rollouts that they restore once more.
     """
 
     @property
     def idle(self) -> bool:
-        """Return whether `step` has nothing to do or to report: everything in flight waits for an insertion."""
+        """Return whether `step` has nothing to do or to report until a waiting rollout is continued or ended.
+
+        Further rollouts may be queued: waiting ones may keep all slots.
+        """
 
     @property
     def waiting(self) -> list[WaitingRollout]:
-        """All rollouts that wait for an insertion, in the order in which they began to wait."""
+        """All rollouts that wait for `insert` or `end`, in the order in which they began to wait."""
 
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
-        """Continue a waiting rollout behind these tokens; without room for them it ends as truncated.
+        """Continue a waiting rollout behind these tokens.
 
         Raises:
             KeyError: the rollout does not wait.
-            ValueError: a token is not in the vocabulary.
+            ValueError: a token is not in the vocabulary, or `WaitingRollout.room` does not exceed their number. The
+                rollout still waits.
         """
 
     def end(self, key: int, index: int, truncated: bool = False) -> None:
         """End a waiting rollout; the next step reports it as finished.
 
         Its finish_reason is that of its last turn, or "length" if it is truncated.
+
+        Raises:
+            KeyError: the rollout does not wait.
+        """
+
+    def restart(self, key: int, index: int) -> None:
+        """Forget the tokens of a waiting rollout and sample it again from its prompt.
 
         Raises:
             KeyError: the rollout does not wait.
@@ -257,7 +275,7 @@ class SamplingSettings:
 
         Raises:
             ConfigurationError: the prompt is empty or too long, the request has interruptions but no phrase is set, or
-                it allows no turn.
+                its `turn_tokens` are negative.
         """
         length = len(request.prompt_tokens)
         if not 0 < length <= self.max_prompt_tokens:
@@ -266,19 +284,17 @@ class SamplingSettings:
             )
         if request.interrupt_at and not self.phrase:
             raise ConfigurationError("length_control.phrase: it has no tokens, an interruption would do nothing")
-        if request.turns < 1 or request.turn_tokens < 0:
-            raise ConfigurationError(
-                f"turns: {request.turns} must be at least 1, and turn_tokens, {request.turn_tokens}, at least 0"
-            )
+        if request.turn_tokens < 0:
+            raise ConfigurationError(f"turn_tokens: {request.turn_tokens} must be at least 0")
 
 
 def request_state(request: GroupRequest) -> dict[str, Any]:
-    """Return a request as plain values, for a checkpoint. Turns are left out where there is only one."""
-    neutral = {entry.name: entry.default for entry in fields(GroupRequest) if entry.name.startswith("turn")}
+    """Return a request as plain values, for a checkpoint. Fields about turns are left out at their defaults."""
+    neutral = {"waits": False, "turn_tokens": 0}
     return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in vars(request).items()
-        if value != neutral.get(name, MISSING)
+        if name not in neutral or value != neutral[name]
     }
 
 

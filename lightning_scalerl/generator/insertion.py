@@ -5,7 +5,7 @@ Every generator keeps one `Insertions` per rollout and asks it. There are two ru
 - `forced`: at the rollout's point of interruption, a phrase that ends its thinking. It comes once, and only if the
   rollout is still thinking. It never ends a rollout or a turn.
 - `environment`: behind a turn, the tokens of an environment's answer. They come later and from outside. Until then the
-  rollout waits.
+  rollout waits. It never ends by itself: the caller inserts an answer or ends it.
 
 Generators differ only in how they write the tokens. Our sampler forces a phrase token by token and prefills an answer
 onto the cache. vLLM continues behind either one with a new request.
@@ -14,12 +14,13 @@ onto the cache. vLLM continues behind either one with a new request.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from lightning_scalerl.generator.base import GroupRequest, SamplingSettings, request_from, request_state
-from lightning_scalerl.rollouts.rollout import Source
+from lightning_scalerl.generator.base import GroupRequest, SamplingSettings, WaitingRollout, request_from, request_state
+from lightning_scalerl.rollouts.rollout import Rollout, Source
 
 # Position of a point of interruption that never comes.
 NEVER = 2**62
@@ -89,19 +90,20 @@ class Insertions:
         """
         if not stopped and length < self.turn_limit:
             return Next.GO_ON
-        # At the limit no answer fits. The last turn needs none.
-        may_wait = length < self.limit and len(self.answers) + 1 < self.request.turns
-        return Next.WAIT if may_wait else Next.END
+        return Next.WAIT if self.request.waits else Next.END
 
-    def answer(self, length: int, tokens: Sequence[int]) -> bool:
-        """Record an answer behind `length` tokens; return False if it leaves no room for a sampled token.
+    def waiting(self, rollout: Rollout) -> WaitingRollout:
+        """Return a copy of the rollout for a report that it waits."""
+        return WaitingRollout(*self.place, deepcopy(rollout), self.limit - len(rollout.tokens))
 
-        An answer that does not fit is not inserted, not even in part: the rollout ends as truncated.
+    def answer(self, length: int, tokens: Sequence[int]) -> None:
+        """Record an answer behind `length` tokens.
+
+        Raises:
+            ValueError: no sampled token would fit after it. An answer is not inserted in part.
         """
-        if length + len(tokens) >= self.limit:
-            return False
+        check_room(*self.place, self.limit - length, tokens)
         self.answers.append((length, length + len(tokens)))
-        return True
 
     def sources(self, forced: Sequence[bool]) -> list[int]:
         """Return each token's source, given which tokens belong to a forced phrase."""
@@ -120,6 +122,19 @@ class Insertions:
         """Rebuild the record from the values of `state`."""
         request, index, *answers = state
         return cls(request_from(request), index, sampling, [(start, end) for start, end in (answers or [[]])[0]])
+
+
+def check_room(key: int, index: int, room: int, tokens: Sequence[int]) -> None:
+    """Check that an answer fits into a completion that may still get `room` tokens, with a sampled token after it.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    if len(tokens) >= room:
+        raise ValueError(
+            f"insert: {len(tokens)} tokens do not fit into rollout {index} of group {key}, which has room for {room} "
+            "and samples at least one after them; end it instead"
+        )
 
 
 def check_answer(tokens: Sequence[int], vocabulary: int) -> None:

@@ -231,14 +231,17 @@ def test_the_torch_generator_samples_the_same_there_and_here(tiny_model: Any) ->
 def test_rollouts_wait_in_their_engines(tiny_model: Any) -> None:
     """Answers reach the engine that has the rollout, also after a checkpoint; a lost engine's rollouts start again."""
     given = with_sampling(precision=Precision("fp32"), max_prompt_tokens=8, max_new_tokens=20, stop_tokens=[])
-    asked = [dataclasses.replace(each, turns=3, turn_tokens=3) for each in requests(3)]
+    asked = [dataclasses.replace(each, waits=True, turn_tokens=3) for each in requests(3)]
 
     def answered(generator: Any, found: dict[Any, Any]) -> dict[Any, Any]:
         deadline = time.monotonic() + 240
         while generator.in_flight:
             assert time.monotonic() < deadline, f"{generator.in_flight} rollouts never came"
             for each in generator.waiting:
-                generator.insert(each.key, each.index, [2 + each.index] * 2)
+                if len(each.rollout.tokens) < 13:
+                    generator.insert(each.key, each.index, [2 + each.index] * 2)
+                else:
+                    generator.end(each.key, each.index)
             found |= {(each.key, each.index): each.rollout for each in generator.step().finished}
         return {place: (rollout.tokens, rollout.sources) for place, rollout in found.items()}
 
@@ -259,7 +262,22 @@ def test_rollouts_wait_in_their_engines(tiny_model: Any) -> None:
         assert answered(there, {}) == expected
         there.load_state_dict(state)
         assert sorted((each.key, each.index) for each in there.waiting) == sorted(expected)
+        with pytest.raises(ValueError, match="17 tokens do not fit into rollout 1 of group 2, which has room for 17"):
+            there.insert(2, 1, [1] * 17)
+        with pytest.raises(ValueError, match="token 99 is not in the vocabulary"):
+            there.insert(2, 1, [99])
+        there.restart(2, 1)
+        assert (2, 1) not in {(each.key, each.index) for each in there.waiting}
+        first = {(key, 0) for key in range(3)}
+        for place in first:
+            there.end(*place)
+        while there.in_flight > 6:
+            there.step()
         os.kill(there.pids[0], signal.SIGKILL)
-        assert answered(there, {}) == expected and there.lost == 1
+        rest = {place: each for place, each in expected.items() if place not in first}
+        assert answered(there, {}) == rest and there.lost == 1
+        # Nothing waits for ever in an engine that has sampled a whole group again.
+        while any("waiting" in (own or {}) for own in there.state_dict()["generators"]):
+            there.step()
         with pytest.raises(KeyError, match="rollout 0 of group 0 does not wait"):
             there.end(0, 0)

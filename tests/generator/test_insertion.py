@@ -27,9 +27,9 @@ Place = tuple[int, int]
 Environment = Callable[[Place, int, Rollout], Sequence[int] | None]
 
 
-def several_turns(turns: int = 3, count: int = 3, **more: Any) -> list[GroupRequest]:
+def several_turns(count: int = 3, **more: Any) -> list[GroupRequest]:
     """Requests whose turns end after 4 tokens, or at the stop token before."""
-    return [dataclasses.replace(each, turns=turns, turn_tokens=4, **more) for each in requests(count)]
+    return [dataclasses.replace(each, waits=True, turn_tokens=4, **more) for each in requests(count)]
 
 
 def answer(place: Place, turn: int, rollout: Rollout) -> Sequence[int]:
@@ -38,12 +38,17 @@ def answer(place: Place, turn: int, rollout: Rollout) -> Sequence[int]:
 
 
 class Episodes:
-    """Steps a generator while a scripted environment answers, `delay` steps after a turn has ended."""
+    """Steps a generator while a scripted environment answers, `delay` steps after a turn has ended.
 
-    def __init__(self, generator: TorchGenerator, environment: Environment = answer, delay: int = 0) -> None:
-        self.generator, self.environment, self.delay = generator, environment, delay
+    It ends rollouts after `most` turns, if the environment returns None, and if an answer does not fit.
+    """
+
+    def __init__(
+        self, generator: TorchGenerator, environment: Environment = answer, delay: int = 0, most: int = 3
+    ) -> None:
+        self.generator, self.environment, self.delay, self.most = generator, environment, delay, most
         self.finished: dict[Place, Rollout] = {}
-        self.turns: dict[Place, int] = {}
+        self.answered: dict[Place, int] = {}
         self.due: dict[Place, int] = {}
         self.steps = 0
 
@@ -53,12 +58,15 @@ class Episodes:
             if self.due.setdefault(place, self.steps + self.delay) > self.steps:
                 continue
             del self.due[place]
-            turn = self.turns[place] = self.turns.get(place, 0) + 1
-            tokens = self.environment(place, turn, each.rollout)
+            turn = self.answered.get(place, 0) + 1
+            tokens = self.environment(place, turn, each.rollout) if turn < self.most else None
             if tokens is None:
                 self.generator.end(*place)
+            elif len(tokens) >= each.room:
+                self.generator.end(*place, truncated=True)
             else:
                 self.generator.insert(*place, tokens)
+                self.answered[place] = turn
         report = self.generator.step()
         self.steps += 1
         for done in report.finished:
@@ -184,9 +192,9 @@ def test_resumes_while_rollouts_wait_bit_for_bit(tiny_model: Any, keeps: str, st
 def test_weights_change_while_rollouts_wait(tiny_model: Any, keeps: str) -> None:
     """With recomputed keys and values every token is that of a full forward pass by the weights that sampled it."""
     weights = versions_of(tiny_model, 2)
-    asked = several_turns(turns=2)
+    asked = several_turns()
     generator = generator_of(tiny_model, 64, max_new_tokens=LIMIT, stop_tokens=[], waiting_keeps=keeps)
-    episodes = Episodes(generator, lambda *_: [2, 3, 9], delay=3)
+    episodes = Episodes(generator, lambda *_: [2, 3, 9], delay=3, most=2)
     for request in asked:
         generator.submit(request)
     for number in range(1, 7):
@@ -215,8 +223,8 @@ def test_a_kept_cache_is_stale_and_a_dropped_one_is_not(tiny_model: Any) -> None
     found = {}
     for keeps in KEEPS:
         generator = generator_of(tiny_model, 64, max_new_tokens=LIMIT, stop_tokens=[], waiting_keeps=keeps)
-        episodes = Episodes(generator, lambda *_: [2, 3], delay=2)
-        generator.submit(several_turns(turns=2, count=1)[0])
+        episodes = Episodes(generator, lambda *_: [2, 3], delay=2, most=2)
+        generator.submit(several_turns(count=1)[0])
         for _ in range(4):
             episodes.step()
         generator.publish(weights[1], 1)
@@ -228,7 +236,7 @@ def test_a_kept_cache_is_stale_and_a_dropped_one_is_not(tiny_model: Any) -> None
 def test_slots_of_waiting_rollouts(tiny_model: Any) -> None:
     for keeps, free in (("slot", 0), ("cache", 3), ("nothing", 3)):
         generator = generator_of(tiny_model, 3, max_new_tokens=LIMIT, stop_tokens=[], waiting_keeps=keeps)
-        generator.submit(several_turns(turns=2, count=1)[0])
+        generator.submit(several_turns(count=1)[0])
         reports = [generator.step() for _ in range(4)]
         assert [len(report.waiting) for report in reports] == [0, 0, 0, 3]
         assert generator.in_flight == len(generator.waiting) == 3 and generator.free_slots == free
@@ -243,7 +251,7 @@ def test_slots_of_waiting_rollouts(tiny_model: Any) -> None:
 def test_only_new_tokens_are_computed(tiny_model: Any, keeps: str, tokens: int) -> None:
     """The answer and the last token before it; without the cache the prompt and the turn too."""
     generator = generator_of(tiny_model, 3, max_new_tokens=LIMIT, stop_tokens=[], waiting_keeps=keeps)
-    request = dataclasses.replace(several_turns(turns=2, count=1)[0], completions=1)
+    request = dataclasses.replace(several_turns(count=1)[0], completions=1)
     generator.submit(request)
     for _ in range(4):
         generator.step()
@@ -254,34 +262,43 @@ def test_only_new_tokens_are_computed(tiny_model: Any, keeps: str, tokens: int) 
     assert generator.step().decoded_tokens == 1
 
 
-def test_limits(tiny_model: Any) -> None:
-    """An answer that leaves no room for a token is not inserted; a rollout at its limit does not wait."""
-    generator = generator_of(tiny_model, 8, max_new_tokens=8, stop_tokens=[], max_prompt_tokens=8)
-    generator.submit(several_turns(turns=5, count=1)[0])
+@pytest.mark.parametrize("keeps", KEEPS)
+def test_limits(tiny_model: Any, keeps: str) -> None:
+    """An answer that leaves no room for a token is refused; a rollout at its limit waits too."""
+    generator = generator_of(tiny_model, 8, max_new_tokens=8, stop_tokens=[], max_prompt_tokens=8, waiting_keeps=keeps)
+    generator.submit(several_turns(count=1)[0])
     for _ in range(4):
         generator.step()
-    assert {each.rollout.finish_reason for each in generator.waiting} == {"length"}
-    generator.insert(0, 0, [5] * 4)
+    assert {(each.rollout.finish_reason, each.room) for each in generator.waiting} == {("length", 4)}
+    with pytest.raises(ValueError, match="4 tokens do not fit into rollout 0 of group 0, which has room for 4"):
+        generator.insert(0, 0, [5] * 4)
     generator.insert(0, 1, [5] * 3)
     generator.end(0, 2, truncated=True)
-    assert generator.in_flight == 3
+    assert generator.in_flight == 3 and [each.index for each in generator.waiting] == [0]
+    (ended,), (full,) = (report := generator.step()).finished, report.waiting
+    assert (ended.index, len(ended.rollout.tokens)) == (2, 4)
+    assert full.rollout.sources == [SAMPLED] * 4 + [ENVIRONMENT] * 3 + [SAMPLED]
+    assert (full.index, full.rollout.finish_reason, full.room) == (1, "length", 0)
+    with pytest.raises(ValueError, match="0 tokens do not fit into rollout 1 of group 0, which has room for 0"):
+        generator.insert(0, 1, [])
+    assert generator.idle and generator.in_flight == 2
+    generator.end(0, 0)
+    generator.end(0, 1)
+    # A step that only reports rollouts as ended computes nothing, so it takes no virtual time.
     report = generator.step()
-    ended = {each.index: each.rollout for each in report.finished}
-    assert {index: len(rollout.tokens) for index, rollout in ended.items()} == {0: 4, 1: 8, 2: 4}
-    assert ended[1].sources == [SAMPLED] * 4 + [ENVIRONMENT] * 3 + [SAMPLED]
-    assert {rollout.finish_reason for rollout in ended.values()} == {"length"}
-    assert generator.in_flight == 0 and not report.waiting
+    assert [each.index for each in report.finished] == [0, 1] and not any(report.computed)
+    assert generator.in_flight == 0 and generator.idle
 
 
 def test_a_stop_ends_a_turn_and_an_answer_never_does(tiny_model: Any) -> None:
     """Also where the answer ends like a turn: only what is sampled may end one."""
-    request = dataclasses.replace(requests(1, completions=12)[0], turns=2)
+    request = dataclasses.replace(requests(1, completions=12)[0], waits=True)
     generator = generator_of(tiny_model, 16, max_new_tokens=LIMIT)
-    episodes = Episodes(generator, lambda *_: [7, 14])
+    episodes = Episodes(generator, lambda *_: [7, 14], most=2)
     finished = episodes.run([request])
-    waited = {place: rollout for place, rollout in finished.items() if place in episodes.turns}
-    assert len(waited) >= 4
-    for rollout in waited.values():
+    answered = [finished[place] for place in episodes.answered]
+    assert len(answered) >= 4
+    for rollout in answered:
         first = rollout.tokens.index(14)
         assert rollout.tokens[first + 1 : first + 3] == [7, 14] and len(rollout.tokens) > first + 3
         assert rollout.sources[first + 1 : first + 3] == [ENVIRONMENT] * 2
@@ -289,7 +306,7 @@ def test_a_stop_ends_a_turn_and_an_answer_never_does(tiny_model: Any) -> None:
 
 def test_an_environment_may_end_a_rollout(tiny_model: Any) -> None:
     generator = generator_of(tiny_model, 16, max_new_tokens=LIMIT, stop_tokens=[])
-    finished = Episodes(generator, lambda place, *_: None if place[1] else [3]).run(several_turns(turns=2, count=1))
+    finished = Episodes(generator, lambda place, *_: None if place[1] else [3], most=2).run(several_turns(count=1))
     assert [len(finished[0, index].tokens) for index in range(3)] == [9, 4, 4]
 
 
@@ -304,8 +321,8 @@ def test_thinking_is_measured_without_answers(tiny_model: Any) -> None:
         phrase=[4, end],
         thinking_ended=lambda tokens: end in tokens,
     )
-    request = several_turns(turns=2, count=1, interrupt_at=(6, 6, 6))[0]
-    for rollout in Episodes(generator, lambda *_: [end] * 3).run([request]).values():
+    request = several_turns(count=1, interrupt_at=(6, 6, 6))[0]
+    for rollout in Episodes(generator, lambda *_: [end] * 3, most=2).run([request]).values():
         thought = end in rollout.tokens[:4] + rollout.tokens[7:9]
         expected = [*[SAMPLED] * 4, *[ENVIRONMENT] * 3, *[SAMPLED] * 2]
         assert rollout.sources == expected + ([SAMPLED] * 2 if thought else [FORCED] * 2)
@@ -313,14 +330,60 @@ def test_thinking_is_measured_without_answers(tiny_model: Any) -> None:
 
 def test_a_turn_does_not_end_within_a_phrase(tiny_model: Any) -> None:
     generator = generator_of(tiny_model, 8, max_new_tokens=LIMIT, stop_tokens=[], phrase=[4, 5, 6])
-    request = several_turns(turns=2, count=1, interrupt_at=(3, 3, 3))[0]
-    for rollout in Episodes(generator, lambda *_: [8]).run([request]).values():
+    request = several_turns(count=1, interrupt_at=(3, 3, 3))[0]
+    for rollout in Episodes(generator, lambda *_: [8], most=2).run([request]).values():
         assert rollout.sources == [*[SAMPLED] * 3, *[FORCED] * 3, ENVIRONMENT, *[SAMPLED] * 4]
+
+
+def test_a_full_completion_waits_within_a_phrase(tiny_model: Any) -> None:
+    generator = generator_of(tiny_model, 8, max_new_tokens=5, stop_tokens=[], phrase=[4, 5, 6])
+    generator.submit(several_turns(count=1, interrupt_at=(3, 3, 3))[0])
+    while not generator.idle:
+        generator.step()
+    for each in generator.waiting:
+        assert each.rollout.sources == [*[SAMPLED] * 3, *[FORCED] * 2]
+        assert (each.rollout.finish_reason, each.room) == ("length", 0)
+
+
+@pytest.mark.parametrize("keeps", KEEPS)
+@pytest.mark.parametrize("slots", [1, 4])
+def test_a_restarted_rollout_samples_the_same_tokens(tiny_model: Any, keeps: str, slots: int) -> None:
+    """Also if a checkpoint comes before its first token, and if others of its group go on."""
+
+    def fresh() -> Episodes:
+        return Episodes(generator_of(tiny_model, slots, max_new_tokens=LIMIT, waiting_keeps=keeps))
+
+    asked = several_turns(count=2)
+    expected = fresh().run(asked)
+    for steps in (0, 1, 3):
+        episodes = fresh()
+        generator = episodes.generator
+        for request in asked:
+            generator.submit(request)
+        while not generator.idle:
+            generator.step()
+        # While they wait, rollouts may keep all slots.
+        assert len(generator.waiting) == (min(slots, 6) if keeps == "slot" else 6)
+        restarted = [(each.key, each.index) for each in generator.waiting][::2]
+        for place in restarted:
+            generator.restart(*place)
+        assert generator.in_flight == 6 and not generator.idle
+        assert not {*restarted} & {(each.key, each.index) for each in generator.waiting}
+        for _ in range(steps):
+            generator.step()
+        state = pickle.loads(pickle.dumps(generator.state_dict()))
+        episodes.generator = fresh().generator
+        episodes.generator.load_state_dict(state)
+        assert episodes.generator.in_flight == 6
+        finished = episodes.run()
+        for place, rollout in finished.items():
+            assert (rollout.tokens, rollout.sources) == (expected[place].tokens, expected[place].sources)
+        assert len(finished) == 6
 
 
 def test_rollouts_wait_while_something_else_is_done(tiny_model: Any) -> None:
     generator = generator_of(tiny_model, 3, max_new_tokens=LIMIT, stop_tokens=[])
-    generator.submit(several_turns(turns=2, count=1)[0])
+    generator.submit(several_turns(count=1)[0])
     for _ in range(4):
         generator.step()
     waiting = generator.waiting
@@ -331,7 +394,7 @@ def test_rollouts_wait_while_something_else_is_done(tiny_model: Any) -> None:
 
 def test_what_does_not_wait_is_refused(tiny_model: Any) -> None:
     generator = generator_of(tiny_model, 3, max_new_tokens=LIMIT, stop_tokens=[])
-    generator.submit(several_turns(turns=2, count=1)[0])
+    generator.submit(several_turns(count=1)[0])
     with pytest.raises(KeyError, match="rollout 0 of group 0 does not wait"):
         generator.insert(0, 0, [1])
     for _ in range(4):
@@ -341,8 +404,10 @@ def test_what_does_not_wait_is_refused(tiny_model: Any) -> None:
     generator.end(0, 0)
     with pytest.raises(KeyError, match="rollout 0 of group 0 does not wait"):
         generator.end(0, 0)
-    with pytest.raises(ConfigurationError, match="turns: 0 must be at least 1"):
-        generator.submit(several_turns(turns=0, count=1)[0])
+    with pytest.raises(KeyError, match="rollout 0 of group 0 does not wait"):
+        generator.restart(0, 0)
+    with pytest.raises(ConfigurationError, match="turn_tokens: -1 must be at least 0"):
+        generator.submit(dataclasses.replace(requests(1)[0], turn_tokens=-1))
     with pytest.raises(ConfigurationError, match="waiting_keeps: 'all' is unknown; valid: slot, cache, nothing"):
         generator_of(tiny_model, waiting_keeps="all")
 
@@ -370,15 +435,18 @@ def test_states_without_turns_are_as_before(tiny_model: Any) -> None:
 
 def test_rules_of_one_rollout() -> None:
     sampling = SamplingSettings(max_prompt_tokens=4, max_new_tokens=20, phrase=(7,))
-    rules = Insertions(GroupRequest(0, (1,), 1, (0,), (9,), turns=2, turn_tokens=6), 0, sampling)
+    rules = Insertions(GroupRequest(0, (1,), 1, (0,), (9,), waits=True, turn_tokens=6), 0, sampling)
     assert (rules.limit, rules.turn_limit, rules.point) == (20, 6, 9)
     assert rules.after(5, stopped=False) is Next.GO_ON
     assert rules.after(5, stopped=True) is rules.after(6, stopped=False) is Next.WAIT
-    assert rules.after(20, stopped=True) is Next.END
-    assert not rules.answer(6, [1] * 14) and rules.answer(6, [1] * 5)
+    with pytest.raises(ValueError, match="14 tokens do not fit"):
+        rules.answer(6, [1] * 14)
+    rules.answer(6, [1] * 5)
     assert (rules.turn_limit, rules.point) == (17, 14)
-    assert rules.after(12, stopped=True) is rules.after(17, stopped=False) is Next.END
-    assert Insertions(GroupRequest(0, (1,), 1, (0,)), 0, sampling).point == NEVER
+    assert rules.after(12, stopped=True) is rules.after(17, stopped=False) is rules.after(20, stopped=True) is Next.WAIT
+    plain = Insertions(GroupRequest(0, (1,), 1, (0,)), 0, sampling)
+    assert plain.point == NEVER and plain.after(19, stopped=False) is Next.GO_ON
+    assert plain.after(5, stopped=True) is plain.after(20, stopped=False) is Next.END
 
 
 def test_an_answer_is_not_trained_on() -> None:

@@ -190,18 +190,22 @@ def test_rollouts_that_wait() -> None:
     ledger = Ledger()
     ledger.submit(request(7))
     ((_, sent),) = ledger.assign({"a": SLOTS})
-    first, second = (WaitingRollout(sent.key, index, finished(0, index).rollout) for index in (0, 1))
+    first, second = (WaitingRollout(sent.key, index, finished(0, index).rollout, 5) for index in (0, 1))
     for each in (first, second, first):
         ledger.waits(each, "a")
-    ledger.waits(WaitingRollout(sent.key, 2, first.rollout), "b")
+    ledger.waits(WaitingRollout(sent.key, 2, first.rollout, 5), "b")
     assert ledger.owed("a") == 1 and ledger.in_flight == 3 and ledger.has_ended
     assert [(each.key, each.index) for each in ledger.all_waiting()] == [(7, 0), (7, 1)]
-    assert ledger.continued(7, 0) == ("a", sent.key)
+    with pytest.raises(ValueError, match="5 tokens do not fit into rollout 0 of group 7, which has room for 5"):
+        ledger.continued(7, 0, [1] * 5)
+    assert ledger.continued(7, 0, [1] * 4) == ("a", sent.key)
     with pytest.raises(KeyError, match="rollout 0 of group 7 does not wait"):
         ledger.continued(7, 0)
     assert [each.index for each in ledger.collect_waiting()] == [1] and not ledger.collect_waiting()
     ledger.finished(finished(sent.key, 1))
     assert not ledger.all_waiting()
-    ledger.waits(first, "a")
+    # Its engine has sampled rollout 1 once more: nobody will answer it.
+    assert not ledger.waits(second, "a") and not ledger.all_waiting()
+    assert ledger.waits(first, "a")
     ledger.keep_only(["b"])
     assert not ledger.all_waiting() and not ledger.collect_waiting() and ledger.waiting == 2

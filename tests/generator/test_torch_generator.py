@@ -349,15 +349,17 @@ def test_other_architectures(family: str) -> None:
     generator = generator_of(model, slots=3)
     # Every second prompt takes two turns, with two tokens of an environment between them.
     for request in requests(4):
-        turns = 1 + request.key % 2
-        generator.submit(dataclasses.replace(request, turns=turns, turn_tokens=4))
+        generator.submit(dataclasses.replace(request, waits=request.key % 2 == 1, turn_tokens=4))
     policy = Policy(model, FP32)
     finished = []
     while generator.in_flight:
         report = generator.step()
         finished += report.finished
         for each in report.waiting:
-            generator.insert(each.key, each.index, [2, 5])
+            if any(each.rollout.inserted):
+                generator.end(each.key, each.index)
+            else:
+                generator.insert(each.key, each.index, [2, 5])
     for entry in finished:
         prompt = requests(4)[entry.key].prompt_tokens
         sampled = ~torch.tensor(entry.rollout.inserted)

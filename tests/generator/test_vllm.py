@@ -236,7 +236,7 @@ def test_thinking_that_has_ended_is_not_interrupted(generator: Any) -> None:
 def test_several_turns_are_those_of_one_pass(generator: Any, model: Any, tmp_path: Any) -> None:
     """Rollouts continue behind answers of an environment, also after a checkpoint in which they wait for one."""
     ANSWER = [12, STOP, 30]
-    generator.submit(GroupRequest(0, LONG, 8, (5, 5), (6,) * 8, turns=3, turn_tokens=4))
+    generator.submit(GroupRequest(0, LONG, 8, (5, 5), (6,) * 8, waits=True, turn_tokens=4))
     generator.submit(GroupRequest(1, SHORT, 4, (5, 6)))
     found, waited = [], 0
     while generator.in_flight > len(generator.waiting):
@@ -252,7 +252,10 @@ def test_several_turns_are_those_of_one_pass(generator: Any, model: Any, tmp_pat
     assert generator.waiting == waiting
     while generator.in_flight:
         for each in generator.waiting:
-            generator.insert(each.key, each.index, ANSWER)
+            if each.rollout.sources.count(Source.ENVIRONMENT) < 6:
+                generator.insert(each.key, each.index, ANSWER)
+            else:
+                generator.end(each.key, each.index)
         found += generator.step().finished
     assert len(found) == 12
     for each in found:
@@ -266,16 +269,27 @@ def test_several_turns_are_those_of_one_pass(generator: Any, model: Any, tmp_pat
 
 
 def test_limits_of_turns(generator: Any) -> None:
-    generator.submit(GroupRequest(0, SHORT, 3, (5, 7), turns=2, turn_tokens=4))
+    generator.submit(GroupRequest(0, SHORT, 3, (5, 7), waits=True, turn_tokens=4))
     while len(generator.waiting) < 3:
         generator.step()
-    generator.insert(0, 0, [5] * 12)
-    generator.end(0, 1, truncated=True)
-    generator.end(0, 2)
+    before = {each.index: each.rollout.tokens for each in generator.waiting}
+    with pytest.raises(ValueError, match="do not fit into rollout 0 of group 0"):
+        generator.insert(0, 0, [5] * 15)
+    generator.insert(0, 0, [5] * (15 - len(before[0])))
+    generator.restart(0, 1)
+    generator.end(0, 2, truncated=True)
     with pytest.raises(KeyError, match="rollout 2 of group 0 does not wait"):
         generator.end(0, 2)
-    lengths = [(len(each.rollout.tokens), each.rollout.finish_reason) for each in drained(generator)]
-    assert all(length <= 4 for length, _ in lengths) and lengths[0][1] == lengths[1][1] == "length"
+    report = generator.step()
+    assert [(each.index, each.rollout.finish_reason) for each in report.finished] == [(2, "length")]
+    assert not any(report.computed)
+    while not generator.idle:
+        generator.step()
+    full, again = sorted(generator.waiting, key=lambda each: each.index)
+    assert (len(full.rollout.tokens), full.room) == (16, 0) and again.rollout.tokens == before[1]
+    generator.end(0, 0)
+    generator.end(0, 1)
+    assert len(drained(generator)) == 2
 
 
 def test_the_same_seed_samples_the_same_and_each_rollout_another(generator: Any) -> None:

@@ -113,7 +113,7 @@ def test_the_same_seeds_give_the_same_tokens_as_in_this_process(generator: VLLMS
         for each in (inside, generator):
             each.submit(GroupRequest(0, LONG, 6, (3, 1)))
             each.submit(GroupRequest(1, SHORT, 4, (3, 2), (4,) * 4))
-            each.submit(GroupRequest(2, LONG, 3, (3, 3), turns=2, turn_tokens=4))
+            each.submit(GroupRequest(2, LONG, 3, (3, 3), waits=True, turn_tokens=4))
         ours, theirs = answered(inside), answered(generator)
     finally:
         inside.close()
@@ -125,11 +125,14 @@ def test_the_same_seeds_give_the_same_tokens_as_in_this_process(generator: VLLMS
 
 
 def answered(generator: Any) -> list[FinishedRollout]:
-    """Let everything in flight end; rollouts that wait get an answer."""
+    """Let everything in flight end; rollouts that wait get one answer."""
     found: list[FinishedRollout] = []
     while generator.in_flight:
         for each in generator.waiting:
-            generator.insert(each.key, each.index, [9, 12])
+            if any(each.rollout.inserted):
+                generator.end(each.key, each.index)
+            else:
+                generator.insert(each.key, each.index, [9, 12])
         found += generator.step().finished
     return sorted(found, key=lambda each: (each.key, each.index))
 

@@ -783,13 +783,19 @@ def runs(pid: str) -> bool:
 
 def test_a_rollout_goes_on_behind_an_answer(server: StandIn, made: Any) -> None:
     generator = made()
-    generator.submit(GroupRequest(0, PROMPT, 2, (1,), turns=2, turn_tokens=2))
+    generator.submit(GroupRequest(0, PROMPT, 2, (1,), waits=True, turn_tokens=2))
     while len(generator.waiting) < 2:
         generator.step()
     assert [each.rollout.tokens for each in generator.waiting] == [[2, 3]] * 2 and generator.free_slots == 4
     generator.insert(0, 1, [12, 13])
     generator.end(0, 0)
-    first, second = (each.rollout for each in drained(generator))
+    report = generator.step()
+    assert not any(report.computed)
+    (first,) = (each.rollout for each in report.finished)
+    while not generator.waiting:
+        generator.step()
+    generator.end(0, 1)
+    (second,) = (each.rollout for each in drained(generator))
     assert first.tokens == [2, 3] and first.finish_reason == "length"
     assert second.tokens == [2, 3, 12, 13, 2, 3] and second.sources == [0, 0, 2, 2, 0, 0]
     asked = [body for body in server.bodies if body.get("stream")]

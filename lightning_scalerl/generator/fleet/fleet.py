@@ -34,6 +34,8 @@ from lightning_scalerl.generator.fleet.ledger import Ledger
 from lightning_scalerl.generator.fleet.server import Blueprint
 from lightning_scalerl.generator.fleet.transport import Surroundings
 from lightning_scalerl.generator.fleet.weights import WeightStore
+from lightning_scalerl.generator.insertion import check_answer
+from lightning_scalerl.model.head import text_config
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -107,6 +109,7 @@ class Fleet:
         self._asides = 0
         self._lock = threading.RLock()
         self._ledger = Ledger()
+        self._vocabulary = int(text_config(model).vocab_size)
         self._computed = nothing_computed()
         self._lost_tokens = 0
         self._closed: dict[str, Any] | None = None
@@ -173,24 +176,26 @@ class Fleet:
     @property
     @_one_at_a_time
     def idle(self) -> bool:
-        """Return whether everything in flight waits for an insertion, and has been reported."""
+        """Return whether everything in flight waits, and has been reported."""
         waiting = len(self._ledger.all_waiting())
         return self._ledger.in_flight == waiting and not self._ledger.has_ended
 
     @property
     @_one_at_a_time
     def waiting(self) -> list[WaitingRollout]:
-        """All rollouts that wait for an insertion. Those of a lost engine do not: they are sampled again."""
+        """All rollouts that wait for `insert` or `end`. Those of a lost engine do not: they are sampled again."""
         return self._ledger.all_waiting()
 
     @_one_at_a_time
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
-        """Continue a waiting rollout behind these tokens; without room for them it ends as truncated.
+        """Continue a waiting rollout behind these tokens.
 
         Raises:
             KeyError: the rollout does not wait, or no longer because its engine was lost.
+            ValueError: a token is not in the vocabulary, or there is no room for the tokens.
         """
-        engine, name = self._ledger.continued(key, index)
+        check_answer(tokens, self._vocabulary)
+        engine, name = self._ledger.continued(key, index, tokens)
         engine.transport.tell("insert", name, index, tuple(tokens))
 
     @_one_at_a_time
@@ -202,6 +207,16 @@ class Fleet:
         """
         engine, name = self._ledger.continued(key, index)
         engine.transport.tell("end", name, index, truncated)
+
+    @_one_at_a_time
+    def restart(self, key: int, index: int) -> None:
+        """Forget the tokens of a waiting rollout and sample it again from its prompt, with the same random numbers.
+
+        Raises:
+            KeyError: the rollout does not wait, or no longer because its engine was lost.
+        """
+        engine, name = self._ledger.continued(key, index)
+        engine.transport.tell("restart", name, index)
 
     def wait(self, seconds: float) -> None:
         """Wait until an engine has sent a message, at most `seconds` seconds."""
@@ -335,7 +350,7 @@ class Fleet:
                     if number == engine.number and engine in self._engines:
                         self._ledger.adopt(name, engine)
                 for each in waiting or ():
-                    self._ledger.waits(each, engine, report=False)
+                    self._record_waiting(each, engine, report=False)
         finally:
             self._held = False
         self._dispatch()
@@ -370,8 +385,13 @@ class Fleet:
             if self._ledger.finished(each):
                 self._engines.count_rollout()
         for rollout in waiting:
-            self._ledger.waits(rollout, engine)
+            self._record_waiting(rollout, engine)
         self._dispatch()
+
+    def _record_waiting(self, rollout: WaitingRollout, engine: Engine, report: bool = True) -> None:
+        """Record a rollout that waits; end it if it was finished before, as nobody will answer it."""
+        if not self._ledger.waits(rollout, engine, report):
+            engine.transport.tell("drop", rollout.key, rollout.index)
 
     def holds(self, engine: Engine, number: int, digest: str) -> None:
         """Check that an engine has the weights that it was sent.

@@ -7,11 +7,12 @@ once, even if several engines finish it. Unfinished groups of a lost engine wait
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, WaitingRollout, request_from, request_state
+from lightning_scalerl.generator.insertion import check_room
 from lightning_scalerl.rollouts.rollout import packed, unpacked
 
 
@@ -112,14 +113,25 @@ class Ledger:
         ended, self._ended = self._ended, []
         return ended
 
-    def waits(self, each: WaitingRollout, engine: Hashable, report: bool = True) -> None:
-        """Record that a rollout waits in an engine, unless that is known or the engine no longer has it."""
+    def waits(self, each: WaitingRollout, engine: Hashable, report: bool = True) -> bool:
+        """Record that a rollout waits in an engine.
+
+        Args:
+            each: the rollout, with its group's name in the engine.
+            engine: the engine.
+            report: whether `collect_waiting` returns it.
+
+        Returns:
+            False if it was returned as finished before: the engine has sampled its group once more, and should end it.
+        """
         entry = self._open.get(each.key)
-        if entry is None or entry.engine != engine or each.index not in entry.missing - entry.waiting.keys():
-            return
-        entry.waiting[each.index] = replace(each, key=entry.request.key)
-        if report:
-            self._new_waiting.append((entry, each.index))
+        if entry is None or each.index not in entry.missing:
+            return False
+        if entry.engine == engine and each.index not in entry.waiting:
+            entry.waiting[each.index] = replace(each, key=entry.request.key)
+            if report:
+                self._new_waiting.append((entry, each.index))
+        return True
 
     def all_waiting(self) -> list[WaitingRollout]:
         """Return all rollouts that wait for an insertion."""
@@ -130,14 +142,18 @@ class Ledger:
         new, self._new_waiting = self._new_waiting, []
         return [entry.waiting[index] for entry, index in new if index in entry.waiting]
 
-    def continued(self, key: int, index: int) -> tuple[Any, int]:
+    def continued(self, key: int, index: int, answer: Sequence[int] | None = None) -> tuple[Any, int]:
         """Record that a rollout no longer waits; return its engine, and its group's name there.
 
         Raises:
             KeyError: it does not wait. Its engine may have been lost: then it is sampled again from its start.
+            ValueError: it has no room for its answer.
         """
         for entry in self._open.values():
-            if entry.request.key == key and entry.waiting.pop(index, None) is not None:
+            if entry.request.key == key and index in entry.waiting:
+                if answer is not None:
+                    check_room(key, index, entry.waiting[index].room, answer)
+                del entry.waiting[index]
                 return entry.engine, entry.name
         raise KeyError(f"rollout {index} of group {key} does not wait for an insertion")
 

@@ -4,11 +4,11 @@
 this process ends too.
 
 Each message is a tuple that starts with its name. Messages to the child: `submit` (request), `publish` (weights,
-recompute_kv), `insert` (key, index, tokens), `end` (key, index, truncated), `score` (prompt, tokens), `aside`, `back`,
-`state`, `load` (state), `stop`. Messages from the child: `ready` (slots, whether it can score), `work` (finished
-rollouts, counts of computed work, seconds, tokens of unfinished rollouts, rollouts that wait for an insertion), `alive`
-(a heartbeat when there is nothing else to report), `published` (number and digest of the current weights), `reply`
-(value), `failed` (reason).
+recompute_kv), `insert` (key, index, tokens), `end` (key, index, truncated), `restart` (key, index), `drop` (key, index:
+end a rollout if it still waits), `score` (prompt, tokens), `aside`, `back`, `state`, `load` (state), `stop`. Messages
+from the child: `ready` (slots, whether it can score), `work` (finished rollouts, counts of computed work, seconds,
+tokens of unfinished rollouts, rollouts that wait), `alive` (a heartbeat when there is nothing else to report),
+`published` (number and digest of the current weights), `reply` (value), `failed` (reason).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import signal
 import threading
 import time
 import traceback
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -152,8 +152,11 @@ class Server:
         """Handle one message of the parent, and reply if it waits for a reply."""
         if what == "submit":
             self._generator.submit(*rest)
-        elif what in ("insert", "end"):
+        elif what in ("insert", "end", "restart"):
             getattr(self._generator, what)(*rest)
+        elif what == "drop":
+            with suppress(KeyError):
+                self._generator.end(*rest)  # type: ignore[attr-defined]
         elif what == "publish":
             published: Published = rest[0]
             digest = published.digest_of_file()

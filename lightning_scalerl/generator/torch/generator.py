@@ -66,14 +66,33 @@ def sample_tokens(logits: Tensor, uniform: Tensor, temperature: float | Tensor) 
 
 
 @dataclass
-class _Prefilled:
-    """Prefilled prompt whose keys and values wait for slots; `started` counts the rollouts that already got one."""
+class _Pending:
+    """Rollouts of a group that wait for slots: those from index `started` up to, but not including, `end`."""
 
     request: GroupRequest
+    started: int
+    end: int
+
+    def state(self) -> tuple[Any, ...]:
+        """Return plain values; `end` is left out at the number of completions."""
+        end = [] if self.end == self.request.completions else [self.end]
+        return (request_state(self.request), self.started, *end)
+
+    @classmethod
+    def from_state(cls, state: Sequence[Any]) -> _Pending:
+        """Rebuild it from the values of `state`."""
+        request = request_from(state[0])
+        return cls(request, state[1], state[2] if len(state) > 2 else request.completions)
+
+
+@dataclass
+class _Prefilled:
+    """Prefilled prompt, with its keys and values, and the rollouts of it that wait for slots."""
+
+    pending: _Pending
     keys_values: list[tuple[Tensor, Tensor]]
     logits: Tensor
     uniform: Tensor
-    started: int
 
 
 class TorchGenerator:
@@ -118,7 +137,7 @@ class TorchGenerator:
         self._stop = torch.tensor(sorted(sampling.stop_tokens), device=self.device)
         cache = SlotCache(int(text_config(model).num_hidden_layers), slots, sampling.capacity)
         self._slots = Slots(cache, slots, sampling, self.device)
-        self._queue: deque[tuple[GroupRequest, int]] = deque()  # request, rollouts already started
+        self._queue: deque[_Pending] = deque()
         self._prefilled: deque[_Prefilled] = deque()
         # Unreported work of recomputing caches: tokens, and tokens attended to.
         self._owed = [0, 0]
@@ -173,20 +192,21 @@ class TorchGenerator:
 
     @property
     def idle(self) -> bool:
-        """Return whether `step` has nothing to do or to report: everything in flight waits for an insertion."""
-        return not (self._waiting or self._slots.active or self._between.due)
+        """Return whether `step` has nothing to do or to report: everything with a slot waits."""
+        may_start = self._waiting > 0 and self._between.held_slots < self._slots.most
+        return not (may_start or self._slots.active or self._between.due)
 
     @property
     def waiting(self) -> list[WaitingRollout]:
-        """All rollouts that wait for an insertion, in the order in which they began to wait."""
+        """All rollouts that wait for `insert` or `end`, in the order in which they began to wait."""
         return self._between.reports
 
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
-        """Continue a waiting rollout behind these tokens; without room for them it ends as truncated.
+        """Continue a waiting rollout behind these tokens.
 
         Raises:
             KeyError: the rollout does not wait.
-            ValueError: a token is not in the vocabulary.
+            ValueError: a token is not in the vocabulary, or there is no room for the tokens.
         """
         check_answer(tokens, output_size(self.policy))
         self._between.insert(key, index, tokens)
@@ -199,10 +219,18 @@ class TorchGenerator:
         """
         self._between.end(key, index, truncated)
 
+    def restart(self, key: int, index: int) -> None:
+        """Forget the tokens of a waiting rollout and sample it again from its prompt, with the same random numbers.
+
+        Raises:
+            KeyError: the rollout does not wait.
+        """
+        request = self._between.remove(key, index).insertions.request
+        self._queue.appendleft(_Pending(request, index, index + 1))
+
     @property
     def _waiting(self) -> int:
-        waiting = sum(request.completions - started for request, started in self._queue)
-        return waiting + sum(entry.request.completions - entry.started for entry in self._prefilled)
+        return sum(each.end - each.started for each in (*self._queue, *(entry.pending for entry in self._prefilled)))
 
     @torch.no_grad()
     def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
@@ -210,7 +238,7 @@ class TorchGenerator:
         self.policy.load(weights)
         self._version = version
         # Prefill rollouts without a token again, so that the new weights sample their first token as well.
-        self._queue.extendleft((entry.request, entry.started) for entry in reversed(self._prefilled))
+        self._queue.extendleft(entry.pending for entry in reversed(self._prefilled))
         self._prefilled.clear()
         if recompute_kv:
             self._recompute_cache()
@@ -248,7 +276,7 @@ class TorchGenerator:
                 phrase is set.
         """
         self.sampling.check(request)
-        self._queue.append((request, 0))
+        self._queue.append(_Pending(request, 0, request.completions))
 
     @torch.no_grad()
     def step(self) -> StepReport:
@@ -321,13 +349,13 @@ class TorchGenerator:
                 used, seen = self._prefill()
                 tokens, context, prompts = tokens + used, context + seen, prompts + len(self._prefilled)
             entry = self._prefilled[0]
-            request, started = entry.request, entry.started
-            number = min(most - self._slots.active, request.completions - started)
-            self._slots.occupy(request, started, number, entry.keys_values, entry.uniform)
+            pending = entry.pending
+            number = min(most - self._slots.active, pending.end - pending.started)
+            self._slots.occupy(pending.request, pending.started, number, entry.keys_values, entry.uniform)
             # All rollouts of a prompt sample their first token from the same logits.
             logits += [entry.logits] * number
-            entry.started += number
-            if entry.started == request.completions:
+            pending.started += number
+            if pending.started == pending.end:
                 self._prefilled.popleft()
         return logits, tokens, context, prompts
 
@@ -349,11 +377,11 @@ class TorchGenerator:
     def _prefill(self) -> tuple[int, int]:
         waiting = [self._queue.popleft() for _ in range(min(PREFILL_PROMPTS, len(self._queue)))]
         hidden, caches, computed = encode(
-            self.policy.model, [request.prompt_tokens for request, _ in waiting], self.device
+            self.policy.model, [each.request.prompt_tokens for each in waiting], self.device
         )
         logits = self.policy.logits(hidden)
-        for number, (request, started) in enumerate(waiting):
-            self._prefilled.append(_Prefilled(request, caches[number], logits[number], self._draw(request), started))
+        for number, each in enumerate(waiting):
+            self._prefilled.append(_Prefilled(each, caches[number], logits[number], self._draw(each.request)))
         return computed
 
     def _recompute_cache(self) -> None:
@@ -396,11 +424,10 @@ class TorchGenerator:
             # Saved even with nothing in flight: the next rollouts may be sampled with these weights.
             "weights": self.policy.weights(),
             "owed": list(self._owed),
-            "queue": [(request_state(request), started) for request, started in self._queue],
+            "queue": [each.state() for each in self._queue],
             "prefilled": [
                 {
-                    "request": request_state(entry.request),
-                    "started": entry.started,
+                    **dict(zip(("request", "started", "end"), entry.pending.state(), strict=False)),
                     "keys_values": [(host(keys), host(values)) for keys, values in entry.keys_values],
                     "logits": host(entry.logits),
                 }
@@ -415,13 +442,13 @@ class TorchGenerator:
         self._version = state["version"]
         self.policy.load_weights(state["weights"])
         self._owed = list(state["owed"])
-        self._queue = deque((request_from(request), started) for request, started in state["queue"])
+        self._queue = deque(map(_Pending.from_state, state["queue"]))
         self._prefilled = deque()
         for entry in state["prefilled"]:
-            request = request_from(entry["request"])
+            pending = _Pending.from_state([entry[name] for name in ("request", "started", "end") if name in entry])
             pairs = [(keys.to(self.device), values.to(self.device)) for keys, values in entry["keys_values"]]
             logits = entry["logits"].to(self.device)
-            self._prefilled.append(_Prefilled(request, pairs, logits, self._draw(request), entry["started"]))
+            self._prefilled.append(_Prefilled(pending, pairs, logits, self._draw(pending.request)))
         self._slots.load_state_dict(state)
         self._between.load_state_dict(state, self.device)
 

@@ -208,8 +208,8 @@ class Slots:
         ):
             occupant = self.occupants[slot]
             waits = occupant.after(length, stop) is Next.WAIT
-            # A turn does not end in the middle of a phrase.
-            if waits and phrase_next != NOT_FORCING:
+            # A turn does not end in the middle of a phrase, unless the completion is full.
+            if waits and phrase_next != NOT_FORCING and length < occupant.limit:
                 continue
             leaving.append(slot)
             rollout = Rollout(

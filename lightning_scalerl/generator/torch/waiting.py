@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError
@@ -78,7 +77,7 @@ class Waiting:
 
     def reported(self, paused: Sequence[Paused]) -> list[WaitingRollout]:
         """Return copies of paused rollouts for a report."""
-        return [WaitingRollout(*each.insertions.place, deepcopy(each.rollout)) for each in paused]
+        return [each.insertions.waiting(each.rollout) for each in paused]
 
     def hold(self, paused: Sequence[Paused]) -> None:
         """Keep rollouts that have ended a turn until their insertions arrive."""
@@ -88,26 +87,29 @@ class Waiting:
             self._paused[each.insertions.place] = each
 
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
-        """Let a rollout go on behind these tokens; without room for them it ends as truncated."""
-        paused = self._remove(key, index)
-        if paused.insertions.answer(len(paused.rollout.tokens), tokens):
-            paused.answer = tuple(tokens)
-            self.answered.append(paused)
-        else:
-            paused.rollout.finish_reason = "length"
-            self._ended.append(FinishedRollout(key, index, paused.rollout))
+        """Let a rollout continue behind these tokens."""
+        paused = self._found(key, index)
+        paused.insertions.answer(len(paused.rollout.tokens), tokens)
+        paused.answer = tuple(tokens)
+        self.answered.append(self._paused.pop((key, index)))
 
     def end(self, key: int, index: int, truncated: bool) -> None:
         """End a rollout."""
-        rollout = self._remove(key, index).rollout
+        rollout = self.remove(key, index).rollout
         if truncated:
             rollout.finish_reason = "length"
         self._ended.append(FinishedRollout(key, index, rollout))
 
-    def _remove(self, key: int, index: int) -> Paused:
+    def remove(self, key: int, index: int) -> Paused:
+        """Remove and return a rollout that waits for an insertion."""
+        paused = self._found(key, index)
+        del self._paused[key, index]
+        return paused
+
+    def _found(self, key: int, index: int) -> Paused:
         if (key, index) not in self._paused:
             raise KeyError(f"rollout {index} of group {key} does not wait for an insertion")
-        return self._paused.pop((key, index))
+        return self._paused[key, index]
 
     def collect(self) -> list[FinishedRollout]:
         """Return the rollouts that have ended while they waited, each once."""

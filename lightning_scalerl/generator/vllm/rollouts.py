@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +70,7 @@ class Sampled:
 
     def waiting(self) -> WaitingRollout:
         """Return a copy of the rollout for a report that it waits."""
-        return WaitingRollout(self.request.key, self.index, deepcopy(self.rollout))
+        return self.insertions.waiting(self.rollout)
 
     def finished(self, reason: str) -> FinishedRollout:
         """Return the rollout as finished, for the given reason."""
@@ -169,28 +168,26 @@ class InFlight:
 
     @property
     def idle(self) -> bool:
-        """Return whether `step` has nothing to do or to report: everything in flight waits for an insertion."""
+        """Return whether `step` has nothing to do or to report: everything in flight waits."""
         return not (self._under_way() or self._ahead)
 
     @property
     def waiting(self) -> list[WaitingRollout]:
-        """All rollouts that wait for an insertion, in the order in which they began to wait."""
+        """All rollouts that wait for `insert` or `end`, in the order in which they began to wait."""
         return [each.waiting() for each in self._held.values()]
 
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
-        """Continue a waiting rollout behind these tokens; without room for them it ends as truncated.
+        """Continue a waiting rollout behind these tokens.
 
         Raises:
             KeyError: the rollout does not wait.
-            ValueError: a token is not in the vocabulary.
+            ValueError: a token is not in the vocabulary, or there is no room for the tokens.
         """
         check_answer(tokens, self._vocabulary)
-        each = self._remove(key, index)
-        if each.insertions.answer(len(each.rollout.tokens), tokens):
-            each.insert(tokens, self._version, Source.ENVIRONMENT)
-            self._waiting.appendleft(each)
-        else:
-            self._ahead.append(StepReport([each.finished("length")]))
+        each = self._found(key, index)
+        each.insertions.answer(len(each.rollout.tokens), tokens)
+        each.insert(tokens, self._version, Source.ENVIRONMENT)
+        self._waiting.appendleft(self._held.pop((key, index)))
 
     def end(self, key: int, index: int, truncated: bool = False) -> None:
         """End a waiting rollout; a later step reports it as finished.
@@ -198,13 +195,24 @@ class InFlight:
         Raises:
             KeyError: the rollout does not wait.
         """
-        each = self._remove(key, index)
+        each = self._found(key, index)
+        del self._held[key, index]
         self._ahead.append(StepReport([each.finished("length" if truncated else each.rollout.finish_reason)]))
 
-    def _remove(self, key: int, index: int) -> Sampled:
+    def restart(self, key: int, index: int) -> None:
+        """Forget the tokens of a waiting rollout and sample it again from its prompt, with the same random numbers.
+
+        Raises:
+            KeyError: the rollout does not wait.
+        """
+        request = self._found(key, index).request
+        del self._held[key, index]
+        self._waiting.appendleft(Sampled(self._rules(request, index)))
+
+    def _found(self, key: int, index: int) -> Sampled:
         if (key, index) not in self._held:
             raise KeyError(f"rollout {index} of group {key} does not wait for an insertion")
-        return self._held.pop((key, index))
+        return self._held[key, index]
 
     def submit(self, request: GroupRequest) -> None:
         """Queue a group; its rollouts start as slots become free.
