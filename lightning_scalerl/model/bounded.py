@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from sweeps.process import die_with_parent, end
 
@@ -73,6 +73,83 @@ def bounded(work: Callable[[T], str], items: Sequence[T]) -> Iterator[str]:
     finally:
         end(child, (0.0, signal.SIGKILL))
         answers.close()
+
+
+class BoundedWorker(Generic[T]):
+    """Does the same as `bounded` for one item after another, in a child that stays, because a fork takes time.
+
+    Args:
+        work: the work on an item; items must be picklable.
+    """
+
+    def __init__(self, work: Callable[[T], str]) -> None:
+        self._work = work
+        self._child: Any = None
+        self._connection: Connection[Any, Any] | None = None
+
+    def __call__(self, items: Sequence[T]) -> list[str]:
+        """Return the text of each item.
+
+        Raises:
+            BoundedError: see `bounded`.
+        """
+        answers = []
+        for number, item in enumerate(items):
+            connection = self._connection or self._start()
+            try:
+                connection.send(item)
+                if not connection.poll(LIMIT_S):
+                    raise BoundedError(f"it has not ended after {LIMIT_S:g} s", number, True)
+                answer = json.loads(connection.recv_bytes())
+            except (EOFError, OSError):
+                self.close()
+                raise BoundedError(_MEMORY, number, True) from None
+            except BoundedError:
+                self.close()
+                raise
+            if isinstance(answer, dict):
+                raise BoundedError(answer["error"], number, answer["limit"])
+            answers.append(answer)
+        return answers
+
+    def close(self) -> None:
+        """End the child; the next call starts another one."""
+        if self._connection is not None:
+            end(self._child, (0.0, signal.SIGKILL))
+            self._connection.close()
+        self._child = self._connection = None
+
+    def _start(self) -> Connection[Any, Any]:
+        context = multiprocessing.get_context("fork")
+        self._connection, theirs = context.Pipe()
+        self._child = context.Process(target=_serve, args=(os.getpid(), theirs, self._work), daemon=True)
+        with _quiet_fork():
+            self._child.start()
+        theirs.close()
+        return self._connection
+
+
+def _serve(parent: int, connection: Connection[Any, Any], work: Callable[[T], str]) -> NoReturn:
+    """Do the work on items until the parent closes the connection."""
+    try:
+        die_with_parent(parent)
+        # The parent's pipes and locks: an open copy here would keep others from seeing that the parent closes them.
+        for descriptor in {int(entry.name) for entry in Path("/proc/self/fd").iterdir()} - {
+            0,
+            1,
+            2,
+            connection.fileno(),
+        }:
+            with suppress(OSError):
+                os.close(descriptor)
+        _limit_memory()
+        gc.freeze()
+        while True:
+            connection.send_bytes(json.dumps(_answer(work, connection.recv())).encode())
+    except (EOFError, OSError):  # the parent has gone
+        pass
+    finally:
+        os._exit(0)
 
 
 _MEMORY = f"it takes more than {MEMORY_BYTES // 2**20} MiB"

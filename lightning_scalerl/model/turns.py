@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.model.bounded import BoundedError, bounded
+from lightning_scalerl.model.bounded import BoundedError, BoundedWorker
 from lightning_scalerl.model.chat import Rendering
 
 Message = Mapping[str, Any]
@@ -40,6 +40,7 @@ class Turns:
         self, rendering: Rendering, tools: Sequence[Mapping[str, Any]] = (), role: str = "user", example: str = ""
     ) -> None:
         self._rendering, self._tools, self._role = rendering, tools, role
+        self._worker = BoundedWorker[Sequence[Message]](lambda messages: rendering.conversation(messages, tools))
         template = rendering.template
         if template is None:
             return
@@ -93,6 +94,10 @@ class Turns:
             tokens.append(ids[1:] if turn and ids and turn[-1] in stop and ids[0] in stop else ids)
         return tokens
 
+    def close(self) -> None:
+        """End the process in which the template runs."""
+        self._worker.close()
+
     def _check(self, answers: Sequence[str], begins: str) -> None:
         """Check on an example that each turn's rendering is the beginning of the next one's.
 
@@ -140,7 +145,7 @@ class Turns:
     def _render(self, conversations: Sequence[Sequence[Message]], what: str) -> list[str]:
         """Run the template, which is untrusted, in a limited process."""
         try:
-            return list(bounded(lambda messages: self._rendering.conversation(messages, self._tools), conversations))
+            return self._worker(conversations)
         except BoundedError as error:
             reason = " ".join(str(error).split())[:200]
             remedy = "an environment whose answers are messages of the user" if self._role != "user" else "one turn"

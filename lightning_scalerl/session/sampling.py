@@ -169,9 +169,11 @@ class Sampling:
         return Limits(context.max_turns, context.max_turn_tokens, context.max_new_tokens)
 
     def close(self) -> None:
-        """End the environments of evaluations."""
+        """End the environments of evaluations, and the process of the chat template."""
         if self._pool is not None:
             self._pool.shutdown()
+        if self.dialogue is not None:
+            self.dialogue.close()
 
     def new_generator(self) -> Generator:
         """Build a generator with a copy of the current weights, in this process or in the driver's engine processes.

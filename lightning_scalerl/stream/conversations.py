@@ -95,6 +95,11 @@ class Dialogue:
     def _in_template(self, prompt: Prompt) -> Sequence[Mapping[str, Any]]:
         return self._template_tools(self.declared_of(prompt))
 
+    def close(self) -> None:
+        """End the processes in which the chat template runs."""
+        for turns in self._turns.values():
+            turns.close()
+
     def _begun(self, prompts: Sequence[Prompt], pool: EnvironmentPool) -> list[Prompt]:
         """Reset each prompt's environment once, and return the prompts with what it shows."""
         openings = [_opening(prompt) for prompt in prompts]

@@ -25,8 +25,8 @@ STOP = "."
 VOCABULARY = (PAD, *"0123456789+=?()", STOP, "<call>", "</call>", "calculate")
 _ID = {token: number for number, token in enumerate(VOCABULARY)}
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}.{% elif loop.first %}{{ m.content }}"
-    "{% else %}?{{ m.content }}{% endif %}{% endfor %}="
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}.{% else %}"
+    "{{ '' if loop.first else '?' }}{{ m.content }}={% endif %}{% endfor %}"
 )
 
 

@@ -265,6 +265,9 @@ def test_a_replay_that_differs_is_a_failure(pool: EnvironmentPool) -> None:
 
 def test_an_environment_may_declare_that_it_cannot_be_replayed() -> None:
     pool = make(Once)
-    found = pool.wait(pool.open({}, 5, History(Observation(("level 5",)))))
+    start = Observation(("level 5",))
+    # A conversation without turns is not replayed.
+    assert pool.wait(pool.open({}, 5, History(start))) == start
+    found = pool.wait(pool.open({}, 5, History(start, ((Turn("a"), Observation(("5.1: a",), 0.5)),))))
     assert found == Failure("replay", "Once cannot be replayed (replayable = False)")
     pool.shutdown()
