@@ -79,6 +79,8 @@ class EnvironmentSettings:
         positive("environment.timeout_s", self.timeout_s)
         if self.memory_gib is not None:
             positive("environment.memory_gib", self.memory_gib)
+        if not isinstance(self.last_turn, str):
+            raise ConfigurationError(f"environment.last_turn: {self.last_turn!r} must be a text; put it in quotes")
         if self.last_turn and self.at_max_turns != "answer":
             raise ConfigurationError(
                 f"environment.last_turn: {self.last_turn!r} would never be said; set environment.at_max_turns=answer"

@@ -1,0 +1,119 @@
+"""Axis `credit`: outcomes of rollouts, or of turns, are compared in a group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_scalerl import ConfigurationError, PromptNormalization, TurnCredit
+from lightning_scalerl.axes.advantage import GAE
+from lightning_scalerl.axes.credit import OutcomeCredit, turn_of_tokens, turn_returns, turn_rewards
+from lightning_scalerl.axes.critic import ValueNetwork
+from lightning_scalerl.choices import Choices
+from lightning_scalerl.rollouts.rollout import Conversation, Group, Source
+from lightning_scalerl.stream.credit import assemble
+from tests.helpers import make_group, row
+
+OUTCOME, TURN = row(OutcomeCredit()), row(TurnCredit(discount=0.5))
+# By rollout: turn lengths, and the environment's reward of each turn. Observations have two tokens.
+TURNS = [([3, 2], [0.0, 1.0]), ([2], [0.25]), ([1, 4, 2], [0.5, 0.0, 2.0])]
+
+
+def conversation_group(turns: list[tuple[list[int], list[float]]], rewarded: bool = True) -> Group:
+    group = make_group([sum(rewards) for _, rewards in turns], length=1)
+    for number, (rollout, (lengths, rewards)) in enumerate(zip(group.rollouts, turns, strict=True)):
+        starts: list[int] = []
+        sources: list[int] = []
+        for length in lengths:
+            sources += [Source.ENVIRONMENT] * 2 if sources else []
+            starts.append(len(sources))
+            sources += [Source.SAMPLED] * length
+        rollout.sources, rollout.tokens = sources, [1 + number] * len(sources)
+        rollout.generator_logprobs, rollout.weight_versions = [-1.0] * len(sources), [0] * len(sources)
+        rollout.conversation = Conversation(tuple(starts), tuple(rewards), rewarded)
+    return group
+
+
+def by_hand(turns: list[tuple[list[int], list[float]]], discount: float) -> list[list[float]]:
+    """The advantage of every turn, in the plainest way."""
+    returns = [
+        [sum(discount ** (u - t) * rewards[u] for u in range(t, len(rewards))) for t in range(len(rewards))]
+        for _, rewards in turns
+    ]
+    means = {
+        t: sum(some[t] for some in returns if len(some) > t) / sum(len(some) > t for some in returns)
+        for t in range(max(map(len, returns)))
+    }
+    return [[value - means[t] for t, value in enumerate(some)] for some in returns]
+
+
+turns_of_groups = st.lists(
+    st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0.0, 0.25, 1.0, -2.0])), min_size=1, max_size=4),
+    min_size=2,
+    max_size=5,
+).map(lambda group: [([length for length, _ in some], [reward for _, reward in some]) for some in group])
+
+
+@given(turns_of_groups)
+def test_each_turn_is_compared_with_the_groups_turn_of_that_number(turns: list[tuple[list[int], list[float]]]) -> None:
+    batch = assemble([conversation_group(turns)], TURN, max_new_tokens=64)
+    expected = by_hand(turns, 0.5)
+    for index, (lengths, _) in enumerate(turns):
+        position = 0
+        for turn, length in enumerate(lengths):
+            position += 2 if turn else 0
+            got = batch.advantages[index, position : position + length]
+            torch.testing.assert_close(got, torch.full((length,), expected[index][turn]), atol=1e-6, rtol=0)
+            assert batch.loss_mask[index, position : position + length].all()
+            if turn:
+                assert not batch.loss_mask[index, position - 2 : position].any(), "an observation is not trained on"
+            position += length
+        assert not batch.loss_mask[index, position:].any()
+
+
+def test_outcome_gives_all_turns_of_a_rollout_one_advantage() -> None:
+    batch = assemble([conversation_group(TURNS)], OUTCOME, max_new_tokens=64)
+    rewards = torch.tensor([sum(rewards) for _, rewards in TURNS])
+    torch.testing.assert_close(batch.advantages[:, 0], (rewards - rewards.mean()).float())
+    assert (batch.advantages == batch.advantages[:, :1]).all()
+
+
+def test_completions_of_one_turn_have_the_same_credit_under_both() -> None:
+    groups = [make_group([1.0, 0.0, 0.5, 0.0], admission=number) for number in range(3)]
+    outcome, turn = (assemble(groups, choices, max_new_tokens=8) for choices in (OUTCOME, TURN))
+    assert torch.equal(outcome.advantages * outcome.loss_mask, turn.advantages * turn.loss_mask)
+
+
+def test_normalization_and_turns_that_only_one_rollout_has() -> None:
+    choices = row(TurnCredit(), PromptNormalization(eps=0.0))
+    batch = assemble([conversation_group(TURNS)], choices, max_new_tokens=64)
+    returns = torch.tensor([1.0, 0.25, 2.5], dtype=torch.float64)
+    expected = (returns - returns.mean()) / returns.std()
+    torch.testing.assert_close(batch.advantages[:, 0], expected.float())
+    assert batch.advantages[2, 9:11].tolist() == [0.0, 0.0], "nothing to compare the third turn with"
+    assert batch.advantages.isfinite().all()
+
+
+def test_whatever_is_added_to_the_reward_counts_in_the_last_turn() -> None:
+    group = conversation_group(TURNS)
+    rollout = group.rollouts[2]
+    rollout.reward -= 0.5  # a penalty, say
+    assert turn_rewards(rollout) == [0.5, 0.0, 1.5]
+    assert sum(turn_rewards(rollout)) == rollout.reward
+    unrewarded = conversation_group([([2, 2], [0.0, 0.0])] * 2, rewarded=False).rollouts[0]
+    unrewarded.reward = 1.0  # by the task's verifier
+    assert turn_rewards(unrewarded) == [0.0, 1.0] and turn_returns([0.0, 1.0], 0.5) == [0.5, 1.0]
+
+
+def test_an_observation_belongs_to_the_turn_before_it() -> None:
+    assert turn_of_tokens(conversation_group(TURNS).rollouts[2]) == [0, 0, 0, 1, 1, 1, 1, 1, 1, 2, 2]
+
+
+def test_what_cannot_be_combined_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"credit\.discount: 2 must be in"):
+        TurnCredit(2)
+    others = [choice for choice in row() if choice.axis not in ("advantage", "critic", "credit")]
+    with pytest.raises(ConfigurationError, match=r"credit: turn .* advantage=GAE"):
+        Choices.of([*others, TurnCredit(), GAE(), ValueNetwork()])

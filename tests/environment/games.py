@@ -1,0 +1,50 @@
+"""Environments in text form for whole runs. Nothing here imports this project."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+LONGEST = 3
+
+
+class Adding:
+    """Says a sum after each turn; the reward is for odd digits. Over after three turns, or at a 9."""
+
+    seconds = 0.02
+
+    def reset(self, seed: int) -> None:
+        self.seed, self.turn = seed % 97, 0
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, float]]:
+        time.sleep(float(os.environ.get("ENVIRONMENT_S", "0")))
+        self.turn += 1
+        odd = sum(character in "13579" for character in text) / 6
+        over = self.turn == LONGEST or "9" in text
+        return f"{self.seed}+{self.turn}=", odd, over, False, {"odd": odd}
+
+
+class AddingOnce(Adding):
+    """The same, but it says that it cannot be replayed."""
+
+    replayable = False
+
+
+class Failing(Adding):
+    """Fails in one of several ways, by the text."""
+
+    def step(self, text: str) -> Any:
+        ways = ("hang", "die", "flood", "raise", "shape", "none")
+        match ways[sum(map(ord, text)) % len(ways)]:
+            case "hang":
+                time.sleep(100)
+            case "die":
+                os._exit(3)
+            case "flood":
+                return "7" * 2**20, 0.5, False, False, {}
+            case "raise":
+                raise ValueError("not today")
+            case "shape":
+                return text
+        return super().step(text)
