@@ -36,7 +36,7 @@ def calculator_base_model(
     batches: int = 1000,
     batch_size: int = 128,
     calls: float = 0.06,
-    corruption: float = 0.05,
+    corruption: float = 0.02,
     learning_rate: float = 3e-3,
     seed: int = 0,
 ) -> str:

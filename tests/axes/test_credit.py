@@ -9,11 +9,15 @@ from hypothesis import strategies as st
 
 from lightning_scalerl import ConfigurationError, PromptNormalization, TurnCredit
 from lightning_scalerl.axes.advantage import GAE
+from lightning_scalerl.axes.aggregation import SampleAggregation
 from lightning_scalerl.axes.credit import OutcomeCredit, turn_of_tokens, turn_returns, turn_rewards
 from lightning_scalerl.axes.critic import ValueNetwork
+from lightning_scalerl.axes.loss import Reinforce
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.rollouts.rollout import Conversation, Group, Source
+from lightning_scalerl.rollouts.rollout import Conversation, Group, Scored, Source
 from lightning_scalerl.stream.credit import assemble
+from lightning_scalerl.task.arithmetic_base import new_model
+from lightning_scalerl.update.terms import terms
 from tests.helpers import make_group, row
 
 OUTCOME, TURN = row(OutcomeCredit()), row(TurnCredit(discount=0.5))
@@ -117,3 +121,45 @@ def test_what_cannot_be_combined_is_refused() -> None:
     others = [choice for choice in row() if choice.axis not in ("advantage", "critic", "credit")]
     with pytest.raises(ConfigurationError, match=r"credit: turn .* advantage=GAE"):
         Choices.of([*others, TurnCredit(), GAE(), ValueNetwork()])
+
+
+@pytest.mark.parametrize("choices", [OUTCOME, TURN], ids=["outcome", "turn"])
+def test_the_gradient_is_that_of_a_loop_by_hand_in_float64(choices: Choices) -> None:
+    """Observations are read by the model and never trained on."""
+    model = new_model(width=32, layers=1, seed=0).double()
+    group = conversation_group(TURNS)
+    for rollout in group.rollouts:
+        rollout.tokens = [1 + (3 * place + len(rollout.tokens)) % 15 for place in range(len(rollout.tokens))]
+    parameters = list(model.parameters())
+    batch = assemble([group], choices.having(SampleAggregation()).having(Reinforce()), max_new_tokens=16)
+
+    logprobs = model(batch.tokens).logits.log_softmax(-1)
+    rows, width = batch.advantages.shape
+    aligned = torch.zeros(rows, width, dtype=torch.float64)
+    for row_number in range(rows):
+        for column in range(int(batch.lengths[row_number] - batch.completion_start[row_number])):
+            place = int(batch.completion_start[row_number]) + column
+            aligned[row_number, column] = logprobs[row_number, place - 1, batch.tokens[row_number, place]]
+    (term,) = terms(choices.having(SampleAggregation()).having(Reinforce()))
+    ours = torch.autograd.grad(term.reduce(Scored(batch, aligned, torch.zeros_like(aligned))), parameters)
+
+    loss = torch.zeros((), dtype=torch.float64)
+    mean = sum(rollout.reward for rollout in group.rollouts) / len(group.rollouts)
+    advantages = by_hand(TURNS, 0.5)
+    for number, rollout in enumerate(group.rollouts):
+        tokens = group.prompt_tokens + rollout.tokens
+        scores = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        turn, before, sampled, of_rollout = -1, Source.ENVIRONMENT, 0, torch.zeros((), dtype=torch.float64)
+        for place, source in enumerate(rollout.sources):
+            turn += source == Source.SAMPLED and before == Source.ENVIRONMENT
+            before = Source(source)
+            if source != Source.SAMPLED:
+                continue
+            advantage = advantages[number][turn] if choices is TURN else rollout.reward - mean
+            position = len(group.prompt_tokens) + place
+            of_rollout = of_rollout - advantage * scores[position - 1, tokens[position]]
+            sampled += 1
+        loss = loss + of_rollout / sampled / len(group.rollouts)
+    for got, expected in zip(ours, torch.autograd.grad(loss, parameters), strict=True):
+        # Advantages are rounded to FP32 once.
+        torch.testing.assert_close(got, expected, atol=1e-7, rtol=1e-6)
