@@ -46,7 +46,8 @@ def test_a_conversation_with_a_tool(tmp_path: Path) -> None:
     tokens: list[int] = tokenizer(rendering.conversation(messages, declared.tools), add_special_tokens=False).input_ids
     mask = [False] * len(tokens)
     for text in SAMPLED:
-        sampled = [*tokenizer(text, add_special_tokens=False).input_ids, end]
+        # Character by character: no tokenizer would write the text so, and a model may.
+        sampled = [*(token for sign in text for token in tokenizer(sign, add_special_tokens=False).input_ids), end]
         messages.append({"role": "assistant", "content": text})
         tokens, mask = [*tokens, *sampled], [*mask, *(True for _ in sampled)]
         pool.act(number, Turn(text, convention.parse(rendering.decode(sampled), declared.tools)))
@@ -63,6 +64,7 @@ def test_a_conversation_with_a_tool(tmp_path: Path) -> None:
     assert messages[2]["content"].startswith("error: this call cannot be read, add needs the argument b")
     assert messages[4]["content"] == "7"
     whole: str = rendering.conversation(messages, declared.tools).removesuffix("\n<|im_start|>assistant\n")
-    assert tokens == tokenizer(whole, add_special_tokens=False).input_ids
+    assert tokenizer.decode(tokens) == whole
+    assert len(tokens) > len(tokenizer(whole, add_special_tokens=False).input_ids), "kept as sampled"
     of_the_model = [token for token, is_sampled in zip(tokens, mask, strict=True) if is_sampled]
     assert tokenizer.decode(of_the_model) == "".join(f"{text}<|im_end|>" for text in SAMPLED)

@@ -69,6 +69,8 @@ def test_a_conversation_in_a_run(model: str, tmp_path: Path) -> None:
         for rollout in group.rollouts:
             conversation = rollout.conversation
             assert conversation is not None and conversation.rewarded and not conversation.failed
+            for start in conversation.starts[1:]:
+                assert rollout.sources[start - 1 : start + 1] == [Source.ENVIRONMENT, Source.SAMPLED]
             assert rollout.grade == pytest.approx(sum(conversation.rewards))
             spoken = [(source, tokenizer.decode(rollout.tokens[a:b])) for source, a, b in rollout.by_source]
             observations = [text for source, text in spoken if source == Source.ENVIRONMENT]

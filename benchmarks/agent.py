@@ -1,0 +1,65 @@
+"""An agent with a calculator: does it learn to call the tool, and what does credit by turn change?
+
+Runs (or adopts) the study `experiment=agent` and writes the tables of docs/measured/agent.md between its marks. The
+words there are ours.
+
+    python benchmarks/agent.py [--parallel 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+from sweeps.run.journal import JournalView
+from sweeps.source import load
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "measured" / "agent.md"
+BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
+SCALERL = str(Path(sys.executable).with_name("scalerl"))
+RATE = "eval/heldout/pass_rate"
+SEEN = ("environment/turns", "environment/calls", "environment/malformed", "environment/raised", "environment/failed")
+
+
+def rates(views: list[JournalView]) -> list[str]:
+    """Pass rates at the start, at 20, 50 and all steps; mean over seeds."""
+    by_step = [{record.step: record.metrics[RATE] for record in view.of_kind("eval")} for view in views]
+    steps = [0, 20, 50, max(by_step[0])]
+    return [f"{fmean(row[step] for row in by_step):.3f}" for step in steps]
+
+
+def last(views: list[JournalView], metric: str) -> str:
+    """A metric's mean over the last ten steps and the seeds; empty where it is not recorded."""
+    records = [record.metrics for view in views for record in view.of_kind("train")[-10:]]
+    return f"{fmean(record[metric] for record in records):.3f}" if metric in records[-1] else ""
+
+
+def main() -> int:
+    """Run, tabulate, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parallel", type=int, default=2, help="runs at a time")
+    launch = f"launch.max_parallel={parser.parse_args().parallel}"
+    subprocess.run([SCALERL, "train", "--multirun", "experiment=agent", launch], check=True, cwd=ROOT)
+    by_recipe: dict[str, list[JournalView]] = {}
+    for view in load([ROOT / "outputs" / "agent"]).runs:
+        by_recipe.setdefault(str(view.header["recipe"]), []).append(view)
+    head = ["recipe", "seeds", "pass rate at step 0", "20", "50", "the end", *(f"`{name}`" for name in SEEN)]
+    rows = [
+        [recipe, str(len(views)), *rates(views), *(last(views, name) for name in SEEN)]
+        for recipe, views in sorted(by_recipe.items(), key=lambda item: len(item[0]))
+    ]
+    lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+    ranking = subprocess.run([SCALERL, "rank", "outputs/agent"], check=True, cwd=ROOT, capture_output=True, text=True)
+    written = "\n".join([BEGIN, "", *lines, "", "```", ranking.stdout.strip(), "```", "", END])
+    page = PAGE.read_text()
+    PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: written, page, flags=re.DOTALL))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
