@@ -165,7 +165,7 @@ class Generator(Protocol):
 class TurnGenerator(Generator, Protocol):
     """Generator whose rollouts may wait between turns (`GroupRequest.waits`). Waiting rollouts are in flight.
 
-    A caller reads `waiting` after `load_state_dict`. Some generators report rollouts that they restore once more.
+    `step` reports each wait once. After `load_state_dict` a caller reads `waiting`: restored waits are not reported.
     """
 
     @property

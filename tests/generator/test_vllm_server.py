@@ -781,6 +781,22 @@ def runs(pid: str) -> bool:
         return False
 
 
+def test_each_wait_is_reported_once(server: StandIn, made: Any) -> None:
+    """Also if it begins while weights are published and other work follows at once; a loaded state reports none."""
+    generator = made()
+    generator.submit(GroupRequest(0, PROMPT, 2, (1,), waits=True, turn_tokens=2))
+    while len(generator.waiting) < 2:
+        generator._ahead.append(generator._advance(0.02))  # as publishing does
+    with generator.aside():
+        assert generator.idle and not generator.in_flight
+    reported = []
+    while not generator.idle:
+        reported += generator.step().waiting
+    assert sorted(each.index for each in reported) == [0, 1] and len(generator.waiting) == 2
+    generator.load_state_dict(generator.state_dict())
+    assert len(generator.waiting) == 2 and generator.idle
+
+
 def test_a_rollout_goes_on_behind_an_answer(server: StandIn, made: Any) -> None:
     generator = made()
     generator.submit(GroupRequest(0, PROMPT, 2, (1,), waits=True, turn_tokens=2))

@@ -213,7 +213,7 @@ class VLLMServerGenerator(InFlight):
     def aside(self) -> Iterator[None]:
         """Lend the engine for other work: rollouts in flight pause, then resume with the earlier weights."""
         self._halt()
-        with set_aside(self, self._clear):
+        with self._reports_kept(set_aside(self, self._clear)):
             yield
 
     def sleep(self) -> None:

@@ -112,7 +112,7 @@ class VLLMGenerator(InFlight):
 
     def aside(self) -> AbstractContextManager[None]:
         """Lend the engine for other work: rollouts in flight pause, then resume with the earlier weights."""
-        return set_aside(self, self.clear)
+        return self._reports_kept(set_aside(self, self.clear))
 
     def close(self) -> None:
         """Release the engine's memory; everything in flight is kept for `state_dict`."""

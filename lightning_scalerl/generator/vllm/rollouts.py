@@ -8,7 +8,8 @@ sampled with.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -280,19 +281,12 @@ class InFlight:
         """Return everything in flight and the weights, for a checkpoint; keys and values are recomputed on resuming."""
         under_way, held = self._under_way(), list(self._held.values())
         ahead = [finished for report in self._ahead for finished in report.finished]
-        # A driver may have answered before the report was returned (`waiting` is ahead of it): then it is left out.
-        unreported = [
-            (each.key, each.index)
-            for report in self._ahead
-            for each in report.waiting
-            if (each.key, each.index) in self._held
-        ]
         rollouts = [*(each.rollout for each in (*under_way, *held)), *(finished.rollout for finished in ahead)]
         return {
             "version": self._version,
             "weights": dict(self._weights),
             "under_way": [_entry(each) for each in under_way],
-            **({"waiting": [_entry(each) for each in held], "unreported": unreported} if held else {}),
+            **({"waiting": [_entry(each) for each in held]} if held else {}),
             "finished": [(finished.key, finished.index) for finished in ahead],
             "rollouts": packed(rollouts),
         }
@@ -310,9 +304,18 @@ class InFlight:
         self._waiting += restored(state["under_way"])
         self._held = {each.insertions.place: each for each in restored(state.get("waiting", ()))}
         ended = [FinishedRollout(key, index, next(rollouts)) for key, index in state["finished"]]
-        unreported = [self._held[key, index].waiting() for key, index in state.get("unreported", ())]
-        if ended or unreported:
-            self._ahead.append(StepReport(ended, waiting=unreported))
+        if ended:
+            self._ahead.append(StepReport(ended))
+
+    @contextmanager
+    def _reports_kept(self, aside: AbstractContextManager[None]) -> Iterator[None]:
+        """Add to `aside` that rollouts which have begun to wait are still reported behind it."""
+        # A state has no such reports, as whoever loads it reads `waiting`. A caller of `aside` does not.
+        unreported = [each for report in self._ahead for each in report.waiting]
+        with aside:
+            yield
+        if unreported:
+            self._ahead.append(StepReport((), waiting=unreported))
 
 
 def _entry(each: Sampled) -> tuple[Any, ...]:
