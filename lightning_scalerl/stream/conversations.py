@@ -109,9 +109,10 @@ class Dialogue:
             start = pool.wait(number)
             pool.close(number)
             if isinstance(start, Failure):
+                columns = ", ".join(row) or "no columns"
                 raise ConfigurationError(
                     f"environment: it fails at prompt {prompt.prompt_id!r} before the first step ({start.kind}: "
-                    f"{start.why}); mend it or the row"
+                    f"{start.why}); its row has {columns} (all columns of the data with task.keep_columns=true)"
                 )
             begun.append(replace(self._shown(prompt, start), opening=(row, seed, start)))
         return begun

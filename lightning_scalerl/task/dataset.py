@@ -47,6 +47,8 @@ class DatasetTask(PoolTask):
         duplicates: rule for training prompts that occur twice: "drop" the later one, "refuse" or "keep".
         leaks: the same for training prompts that are in a held-out set too.
         sandbox: settings of the verifier `code` (`verify.programs.Programs`), such as {memory_mib: 2048}.
+        keep_columns: keep all columns of a row, for an environment's `reset(**row)`. With reward functions they are
+            kept in any case.
 
     Raises:
         ConfigurationError: a file, row, field, rule or reward cannot be used; the error names it.
@@ -55,7 +57,7 @@ class DatasetTask(PoolTask):
     # A parameter with this value is left out of identities, so that runs from before it existed keep theirs.
     added: ClassVar[Mapping[str, Any]] = {
         "fields": None, "instruction": "", "prefix": "", "right": None, "wrong": None, "duplicates": "drop",
-        "leaks": "drop", "sandbox": {},
+        "leaks": "drop", "sandbox": {}, "keep_columns": False,
     }  # fmt: skip
 
     def __init__(
@@ -72,6 +74,7 @@ class DatasetTask(PoolTask):
         duplicates: str = "drop",
         leaks: str = "drop",
         sandbox: Mapping[str, Any] | None = None,
+        keep_columns: bool = False,
     ) -> None:
         check_rules(duplicates=duplicates, leaks=leaks)
         _check_given(train, heldout, rewards)
@@ -80,9 +83,10 @@ class DatasetTask(PoolTask):
         graders = [reward.grader for reward in self._rewards.rewards]
         self.trusted = all(isinstance(grader, QUICK) for grader in graders)
         # Columns are sent with every completion and may hold megabytes, so keep them only if a function may read them.
-        self._keeps_columns = any(isinstance(grader, FunctionGrader) for grader in graders)
+        with_function = any(isinstance(grader, FunctionGrader) for grader in graders)
+        self._keeps_columns = keep_columns or with_function
         only_functions = all(isinstance(grader, FunctionGrader) or _needs_none(grader) for grader in graders)
-        self._reads_all_rows = self._keeps_columns or all(map(_needs_none, graders))
+        self._reads_all_rows = with_function or all(map(_needs_none, graders))
         default_columns = format == "columns" and not fields
         self._read = _OptionalAnswer() if default_columns and only_functions else _reader(format, fields)
         self._identity = rewards

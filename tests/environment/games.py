@@ -48,3 +48,9 @@ class Failing(Adding):
             case "shape":
                 return text
         return super().step(text)
+
+
+class Slow(Adding):
+    """The same, but an answer takes an hour of virtual time."""
+
+    seconds = 3600.0

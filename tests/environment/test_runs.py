@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_scalerl import ConfigurationError, ScaleRL
+from lightning_scalerl import CalculatorTask, ConfigurationError, RolloutLog, ScaleRL, calculator_base_model
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.rollouts.rollout import Group, Source
 from lightning_scalerl.task.arithmetic_base import arithmetic_base_model
+from sweeps.cli.main import main as scalerl
 from sweeps.run.journal import read_journal
 from sweeps.run.rollouts import read_groups
 from tests.helpers import CountingTask, fit
@@ -98,7 +99,7 @@ def test_a_conversation_in_a_run(model: str, tmp_path: Path) -> None:
 
 
 def test_the_same_seed_gives_the_same_run_with_any_number_of_processes(model: str) -> None:
-    one, two = (trained(model, f"environment.processes={count}")[1] for count in (1, 4))
+    one, two = (trained(model, f"environment.processes={count}")[1] for count in (1, 12))
     assert [r.tokens for g in one for r in g.rollouts] == [r.tokens for g in two for r in g.rollouts]
     assert [r.conversation for g in one for r in g.rollouts] == [r.conversation for g in two for r in g.rollouts]
 
@@ -171,6 +172,45 @@ def test_an_environment_that_fails_takes_its_rollouts_out_and_nothing_else(model
 def test_bad_settings_are_refused_before_any_compute(model: str, overrides: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         fit(model, overrides=[*WITH, *overrides])
+
+
+def test_an_answer_takes_the_virtual_time_that_the_environment_declares(model: str, tmp_path: Path) -> None:
+    hours = []
+    for game in ("Adding", "Slow"):
+        trained(model, f"environment.factory={GAMES}:{game}", steps=2, run_dir=tmp_path / game)
+        *_, (_, _, metrics) = read_journal(tmp_path / game).deterministic()
+        hours.append(metrics["compute/virtual_device_hours"])
+    assert hours[0] < 0.1 and hours[1] > 2.0, "at least one answer a step"
+
+
+def test_a_tool_in_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["environment.factory=lightning_scalerl.task.calculator:Calculator", "environment.describe_tools=false"]
+    overrides += ["environment.reward=task", "context.max_turns=3", "context.max_new_tokens=48", "length_control=none"]
+    overrides += ["environment.processes=2", "batch.completions=32", "context.max_prompt_tokens=16"]
+    task = CalculatorTask(train=20, heldout=4)
+    fit(
+        calculator_base_model(),
+        tmp_path,
+        steps=2,
+        overrides=overrides,
+        task=task,
+        callbacks=[RolloutLog(tmp_path, 4, 1)],
+    )
+    rollouts = [each for group in read_groups(tmp_path) for each in group["rollouts"]]
+    called = [each for each in rollouts if each["conversation"]["calls"] and each["conversation"]["turns"] == 2]
+    assert called and any(each["correct"] for each in called) and len(called) < len(rollouts) / 2
+    for each in called:
+        (_, call), (source, observation), (_, answer) = each["turns"]
+        assert source == "environment" and call.startswith("<call>calculate(")
+        numbers = call.removeprefix("<call>calculate(").removesuffix(")</call>")
+        if set(numbers) <= set("0123456789+") and not numbers.startswith("+"):
+            assert observation == f"?{sum(map(int, numbers.split('+')))}="
+        assert each["completion"] == answer
+    scalerl(["rollouts", str(tmp_path), "--limit", "0"])
+    shown = capsys.readouterr().out
+    assert (
+        "conversation: 2 turns, 1 calls" in shown and "[environment] ?" in shown and "[model] <call>calculate(" in shown
+    )
 
 
 # --- kill -9 -------------------------------------------------------------------------------------------------

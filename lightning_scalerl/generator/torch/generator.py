@@ -11,7 +11,7 @@ prefilled onto its cache.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -114,6 +114,7 @@ class TorchGenerator:
 
     # The cache size does not change results, so it is not part of a run's identity.
     remarks: ClassVar[tuple[str, ...]] = ("cache_gib",)
+    added: ClassVar[Mapping[str, Any]] = {"waiting_keeps": "cache"}
 
     def __init__(
         self,
