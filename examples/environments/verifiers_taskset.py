@@ -29,6 +29,7 @@ from concurrent.futures import Future
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count, islice
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -39,7 +40,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.serve import EnvClient, env_config_data, serve_env
 from verifiers.v1.utils.loaders import env_config_type, load_taskset, resolve_env_config
 
-# verifiers finds the harness by the name of this module.
+# verifiers imports the harness by the name of this file.
 __all__ = ["OneRequestPerTurn"]
 
 Messages = Sequence[Mapping[str, Any]]
@@ -150,7 +151,7 @@ class _Server:
         roles = list(agent_config_fields(env_config_type(taskset)()))
         if len(roles) != 1:
             raise ValueError(f"taskset {taskset} has the roles {', '.join(roles)}, and one model cannot play them all")
-        role = {"harness": {"id": __name__}, "runtime": {"type": "subprocess"}}
+        role = {"harness": {"id": Path(__file__).stem}, "runtime": {"type": "subprocess"}}
         config = resolve_env_config({"taskset": {"id": taskset, **settings}, roles[0]: role})
         self.tasks = [
             task.data.model_dump(mode="json") for task in islice(iter(load_taskset(config.taskset)), most_tasks)

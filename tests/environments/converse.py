@@ -56,7 +56,7 @@ def converse(request: Request) -> tuple[dict[str, Declared], list[list[Answer]]]
     for name, (path, attributes) in request.environments.items():
         module, _, base = path.partition(":")
         factories[name] = type(base, (getattr(import_module(module), base),), dict(attributes))
-    pool = EnvironmentPool(factories, most=1, timeout_s=240.0)
+    pool = EnvironmentPool(factories, most=1, timeout_s=240.0, memory_gib=4.0)
     answers: list[list[Answer]] = []
     try:
         for conversation in request.conversations:

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_scalerl.environment.protocol import Call, Declared, Failure, Observation, Turn
+from lightning_scalerl.environment.pool import EnvironmentPool
+from lightning_scalerl.environment.protocol import Call, Declared, Failure, History, Observation, Turn
 from tests.environments.converse import Answer, Conversation, Request
 from tests.place import PATIENCE_S
 
@@ -207,3 +208,34 @@ def test_a_taskset_of_verifiers(python: str, tmp_path: Path) -> None:
     assert_failed(failed[-1], "raised", "invalid literal for int()")
     assert_failed(other[0], "replay", "differs")
     assert_failed(once[0], "replay", "cannot be replayed")
+
+
+def test_a_taskset_by_another_python(python: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The trainer's Python, which cannot have the package, has the conversation."""
+    for folder in (HERE, ROOT / "examples" / "environments"):
+        monkeypatch.syspath_prepend(folder)
+    from other_python import OtherPython
+
+    (tmp_path / "guess.py").write_text(
+        f"import sys\nsys.path += {[str(HERE), str(ROOT / 'examples' / 'environments')]}\n"
+        "from verifiers_taskset import VerifiersTaskset\n\n\n"
+        "class Guess(VerifiersTaskset):\n    taskset = 'guess_taskset'\n"
+    )
+
+    class Guess(OtherPython):
+        pass
+
+    Guess.python, Guess.environment = python, f"{tmp_path / 'guess.py'}:Guess"
+    pool = EnvironmentPool(Guess, most=1, timeout_s=240.0)
+    number = pool.open({}, seed=3)
+    start = Observation(("Answer with a number only.\n\nGuess a number from 1 to 100.",))
+    assert pool.wait(number) == start
+    pool.act(number, Turn("50"))
+    assert pool.wait(number) == Observation(("Lower.",))
+    history = History(start, ((Turn("50"), Observation(("Lower.",))),))
+    pool.close(number)
+    number = pool.open({}, 3, history)
+    assert pool.wait(number) == history.exchanges[0][1]
+    pool.act(number, Turn("a number"))
+    assert_failed(pool.wait(number), "raised", "invalid literal for int()")
+    pool.shutdown()
