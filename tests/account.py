@@ -33,6 +33,8 @@ LIVE = frozenset(
     {
         "tests/distributed/test_meeting.py",
         "tests/environment/test_pool.py",
+        "tests/environment/test_trl.py",
+        "tests/environments/test_packages.py",
         "tests/distributed/test_ranks.py",
         "tests/generator/test_engines.py",
         "tests/generator/test_fleet.py",
