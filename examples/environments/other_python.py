@@ -1,13 +1,13 @@
-"""An environment in text form that another Python runs, because its packages conflict with those of the trainer.
+"""Environments in text form in another Python: their packages conflict with the trainer's.
 
-verifiers needs openai below 3, for example, and vLLM needs openai 3. Make an environment for the packages, and name its
-interpreter and the class in a subclass, which is what the trainer loads:
+verifiers needs openai below 3, for example, and vLLM needs openai 3. Install the packages in a virtual
+environment. The trainer loads a subclass, which names that interpreter and the class of the environment:
 
     class Guess(OtherPython):
         python = "/envs/verifiers/bin/python"
         environment = "my_taskset.py:Guess"
 
-The other environment needs neither this project nor torch. What the class prints goes to standard error.
+The other interpreter needs neither this project nor torch. Prints of the environment go to standard error.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _process(python: str, file: str, name: str) -> subprocess.Popen[str]:
 
 
 def _asked(process: subprocess.Popen[str], method: str, argument: Any) -> Any:
-    """Call a method there and return what it returns.
+    """Call a method there and return its result.
 
     Raises:
         RuntimeError: it has raised an exception, or the process has ended.

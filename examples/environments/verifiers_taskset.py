@@ -125,7 +125,7 @@ class OneRequestPerTurn(vf.Harness[vf.HarnessConfig]):
 
 
 class _Conversation:
-    """One episode: what verifiers asks, and what the model answers."""
+    """Requests of verifiers in one episode, and the model's answers."""
 
     def __init__(self) -> None:
         self.asked: SimpleQueue[Messages | Future[vf.WireEpisode]] = SimpleQueue()
@@ -138,7 +138,7 @@ class _Conversation:
         return asked.result() if isinstance(asked, Future) else asked
 
     def end(self) -> None:
-        """Cancel what is left of the episode."""
+        """Cancel the rest of the episode."""
         self.texts.put(None)
         if self.episode is not None:
             self.episode.cancel()

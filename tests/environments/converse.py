@@ -1,6 +1,6 @@
 """Conversations with environments, by the Python that has their packages: `python converse.py REQUEST ANSWER`.
 
-That Python needs cloudpickle, and transformers for the schemas of tools. Both files are pickled.
+The interpreter needs cloudpickle, and transformers for the schemas of tools. Both files are pickled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Answer = Observation | Failure
 
 @dataclass(frozen=True)
 class Conversation:
-    """Conversation of a scripted model, which writes the same turns whatever it is told.
+    """Conversation of a scripted model, whose turns are fixed.
 
     Attributes:
         turns: the model's turns; those after the end of the conversation are not sent.
@@ -40,7 +40,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Request:
-    """Environments by name, each as MODULE:CLASS and what a subclass sets, and conversations with them."""
+    """Conversations, and their environments by name. Each is MODULE:CLASS and the attributes of a subclass."""
 
     environments: Mapping[str, tuple[str, Mapping[str, Any]]]
     conversations: Sequence[Conversation]
@@ -50,7 +50,7 @@ def converse(request: Request) -> tuple[dict[str, Declared], list[list[Answer]]]
     """Have the conversations in one process, one after the other.
 
     Returns:
-        What each environment declares, and the answers of each conversation.
+        Declaration of each environment, and the answers of each conversation.
     """
     factories = {}
     for name, (path, attributes) in request.environments.items():
@@ -90,7 +90,7 @@ def _answers(pool: EnvironmentPool, conversation: Conversation, history: History
 
 
 if __name__ == "__main__":
-    # The dataclasses must be those of the module, not of `__main__`.
+    # Pickles name the dataclasses of the module; those of `__main__` would be others.
     from tests.environments import converse as this
 
     request = pickle.loads(Path(sys.argv[1]).read_bytes())

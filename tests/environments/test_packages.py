@@ -201,7 +201,7 @@ def test_a_taskset_of_verifiers(python: str, tmp_path: Path) -> None:
     info = {"guesses": 4.0, "stop": "user_closed"}
     assert game == [start, lower, lower, higher, Observation(("",), reward=1.0, terminated=True, info=info)]
     assert same == game and continued == game[2:]
-    # The taskset's own limit of five turns: verifiers scores what there is.
+    # The taskset's own limit of five turns: verifiers scores the turns so far.
     info = {"guesses": 5.0, "stop": "max_turns"}
     assert limited == [start, *[higher] * 4, Observation(("",), reward=0.0, truncated=True, info=info)]
     # An error of the taskset is not a reward of 0.
