@@ -22,6 +22,7 @@ LEFT_OUT = {
     "slow": "make test ALL=1",
     "slurm": "make test ALL=1: a SLURM cluster of its own",
     "browser": "make test ALL=1: Chromium",
+    "environments": "make test ALL=1: verifiers, openenv-core and textarena",
     "peers": "make test ALL=1: TRL, verl and rliable",
     "vllm": "make test ALL=1: vLLM",
 }
@@ -32,6 +33,8 @@ LIVE = frozenset(
     {
         "tests/distributed/test_meeting.py",
         "tests/environment/test_pool.py",
+        "tests/environment/test_trl.py",
+        "tests/environments/test_packages.py",
         "tests/distributed/test_ranks.py",
         "tests/generator/test_engines.py",
         "tests/generator/test_fleet.py",

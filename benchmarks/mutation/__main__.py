@@ -42,7 +42,7 @@ LIST = HERE / "mutants.jsonl"
 SEED, EACH = 29, 12
 KILLED = ("killed", "timeout")
 FAST_S, SLOW_S = 1800.0, 300.0  # at most, on the tree as it is
-ELSEWHERE = "not vllm and not browser and not peers and not slurm"
+ELSEWHERE = "not vllm and not browser and not peers and not environments and not slurm"
 LIGHT = (
     "pytest", "hypothesis", "xdist", "numpy", "scipy.optimize", "scipy.stats", "scipy.signal", "yaml", "omegaconf",
     "hydra",

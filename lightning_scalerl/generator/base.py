@@ -69,12 +69,14 @@ class WaitingRollout:
             the completion's.
         room: number of tokens that the completion may still get. An answer must be shorter, so that at least one token
             is sampled after it; at 0 only `end` and `restart` are possible.
+        answers: number of answers inserted so far. It falls to 0 if the rollout's engine was lost or it was restarted.
     """
 
     key: int
     index: int
     rollout: Rollout
     room: int
+    answers: int = 0
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class Insertions:
 
     def waiting(self, rollout: Rollout) -> WaitingRollout:
         """Return a copy of the rollout for a report that it waits."""
-        return WaitingRollout(*self.place, deepcopy(rollout), self.limit - len(rollout.tokens))
+        return WaitingRollout(*self.place, deepcopy(rollout), self.limit - len(rollout.tokens), len(self.answers))
 
     def answer(self, length: int, tokens: Sequence[int]) -> None:
         """Record an answer behind `length` tokens.

@@ -65,6 +65,30 @@ class Calculator:
         raise AssertionError
 
 
+class SelfSampled:
+    """In TRL's form, with a task of its own: `reset` draws it, and returns the prompt."""
+
+    def reset(self, **kwargs: Any) -> str | None:
+        self.total, self.wanted = 0, random.randint(2, 9)
+        return f"Count to {self.wanted}."
+
+    def get_reward(self) -> float:
+        return float(self.total == self.wanted)
+
+    def count(self, steps: int) -> int:
+        """
+        Counts on.
+
+        Args:
+            steps: How far.
+
+        Returns:
+            The number that is reached.
+        """
+        self.total += steps
+        return self.total
+
+
 class Obedient:
     """In text form: does what it is told."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.rollouts.rollout import Rollout, Source, Span
 from lightning_scalerl.stream.credit import assemble
 from tests.generator.test_torch_generator import full_forward, generator_of, requests, versions_of
+from tests.generator.turns import ANSWERS, largest_gap, three_turns
 from tests.helpers import make_group, row
 
 SAMPLED, FORCED, ENVIRONMENT = Source.SAMPLED, Source.FORCED, Source.ENVIRONMENT
@@ -116,6 +118,28 @@ def test_several_turns_are_those_of_a_full_forward_pass(tiny_model: Any, keeps: 
             assert rollout.tokens[end:at] == expected
             assert rollout.sources[end:at] == [ENVIRONMENT] * len(expected)
         assert sum(span.end - span.start for span in answers) == (index + 1) % 4 + (index + 2) % 4
+
+
+@pytest.mark.parametrize("updated", [False, True])
+@pytest.mark.parametrize("keeps", KEEPS)
+def test_the_trainer_agrees_over_three_turns(tiny_model: Any, keeps: str, updated: bool) -> None:
+    """Also if other weights are published after the first turn."""
+    weights = versions_of(tiny_model, 1)
+    models = {version: copy.deepcopy(tiny_model) for version in (0, 1)}
+    models[1].load_state_dict(weights[1])
+    generator = generator_of(tiny_model, 8, max_new_tokens=LIMIT, waiting_keeps=keeps)
+
+    def update() -> None:
+        if updated:
+            generator.publish(weights[1], 1, recompute_kv=True)
+
+    asked = [dataclasses.replace(each, waits=True, turn_tokens=4) for each in requests(2, completions=4)]
+    for each in three_turns(generator, asked, update):
+        prompt = asked[each.key].prompt_tokens
+        assert largest_gap(models, prompt, each.rollout) < 1e-5
+        assert {*each.rollout.weight_versions} == {0, int(updated)}
+        assert each.rollout.sources.count(ENVIRONMENT) == sum(ANSWERS[each.index])
+        assert largest_gap({0: models[1], 1: models[0]}, prompt, each.rollout) > 1e-3
 
 
 def test_what_a_waiting_rollout_keeps_does_not_change_what_is_sampled(tiny_model: Any) -> None:

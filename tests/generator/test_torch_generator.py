@@ -20,8 +20,9 @@ from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.generator.torch.generator import TorchGenerator, sample_tokens
 from lightning_scalerl.model.head import check_head
 from lightning_scalerl.model.policy import Policy
-from lightning_scalerl.rollouts.rollout import Rollout, TrainBatch
+from lightning_scalerl.rollouts.rollout import Rollout
 from tests.generator.sampling import with_sampling
+from tests.generator.turns import one_row
 
 FP32 = Precision("fp32", True, True)
 STOP = 14
@@ -367,13 +368,6 @@ def test_other_architectures(family: str) -> None:
         assert torch.allclose(recorded, full_forward(model, prompt, entry.rollout.tokens)[sampled], atol=2e-5)
         assert torch.allclose(recorded, policy(one_row(prompt, entry.rollout))[0][0].detach()[sampled], atol=2e-5)
     assert sum(any(entry.rollout.inserted) for entry in finished) == 6
-
-
-def one_row(prompt: tuple[int, ...], rollout: Any) -> TrainBatch:
-    from lightning_scalerl.rollouts.rollout import Group, Prompt
-    from lightning_scalerl.stream.credit import lay_out
-
-    return lay_out([(Group(0, Prompt("p", "", ""), list(prompt), [rollout]), rollout, 1.0, 1, 0)])
 
 
 def test_short_sliding_window_is_refused() -> None:

@@ -30,6 +30,7 @@ from lightning_scalerl.model.windows import Window
 from lightning_scalerl.rollouts.rollout import Source
 from tests.examples import every
 from tests.generator.sampling import with_sampling
+from tests.generator.turns import ANSWERS, largest_gap, three_turns
 from tests.helpers import CountingTask, fit
 from tests.test_module import Keep
 
@@ -266,6 +267,29 @@ def test_several_turns_are_those_of_one_pass(generator: Any, model: Any, tmp_pat
     assert any(any(each.rollout.forced) for each in found)
     assert gap(model, LONG, [each for each in found if each.key == 0]) < 1e-4
     assert gap(model, SHORT, [each for each in found if each.key == 1]) < 1e-4
+
+
+@pytest.mark.parametrize("updated", [False, True])
+def test_the_trainer_agrees_over_three_turns(generator: Any, model: Any, updated: bool) -> None:
+    """Also if other weights are published after the first turn."""
+    check_three_turns(generator, model, new_model(seed=5), updated)
+
+
+def check_three_turns(generator: Any, old: Any, new: Any, updated: bool) -> None:
+    """Check that sampled tokens have the log-probabilities of `old`, or of `new` if it is published after one turn."""
+    generator.publish(dict(old.state_dict()), 0)
+
+    def update() -> None:
+        if updated:
+            generator.publish(dict(new.state_dict()), 1)
+
+    asked = [GroupRequest(key, (LONG, SHORT)[key], 4, (5, 8), waits=True, turn_tokens=3) for key in (0, 1)]
+    for each in three_turns(generator, asked, update):
+        prompt = asked[each.key].prompt_tokens
+        assert largest_gap({0: old, 1: new}, prompt, each.rollout) < 1e-4
+        assert {*each.rollout.weight_versions} == {0, int(updated)}
+        assert each.rollout.sources.count(Source.ENVIRONMENT) == sum(ANSWERS[each.index])
+        assert largest_gap({0: new, 1: old}, prompt, each.rollout) > 1e-2
 
 
 def test_limits_of_turns(generator: Any) -> None:

@@ -34,7 +34,18 @@ from lightning_scalerl.generator.vllm.http import EngineLostError
 from lightning_scalerl.generator.vllm.serve import Server, main, prepare, serve
 from lightning_scalerl.generator.vllm.weights import Control
 from tests.generator.sampling import with_sampling
-from tests.generator.test_vllm import FP32, LONG, SHORT, STOP, drained, gap, generator_of, new_model, trainers
+from tests.generator.test_vllm import (
+    FP32,
+    LONG,
+    SHORT,
+    STOP,
+    check_three_turns,
+    drained,
+    gap,
+    generator_of,
+    new_model,
+    trainers,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -122,6 +133,17 @@ def test_the_same_seeds_give_the_same_tokens_as_in_this_process(generator: VLLMS
     assert {source for each in theirs for source in each.rollout.sources} == {0, 1, 2}
     for one, other in zip(ours, theirs, strict=True):
         assert one.rollout.generator_logprobs == pytest.approx(other.rollout.generator_logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("updated", [False, True])
+def test_the_trainer_agrees_over_three_turns(server: Server, updated: bool) -> None:
+    """Also if other weights are published after the first turn."""
+    old = new_model(FAMILY, 1)
+    generator = connected(server, old)
+    try:
+        check_three_turns(generator, old, new_model(FAMILY, 2), updated)
+    finally:
+        generator.close()
 
 
 def answered(generator: Any) -> list[FinishedRollout]:
