@@ -72,7 +72,7 @@ def train_s(model: Any, rollouts: int) -> tuple[int, float]:
     tokens = list(range(1, 14)) + [1] * 5
     rollout = Rollout(tokens, [-1.0] * len(tokens), [0] * len(tokens), [False] * len(tokens), "stop")
     group = Group(0, Prompt("p", "", ""), list(range(1, PROMPT_TOKENS + 1)), [rollout])
-    batch = lay_out([(group, rollout, 1.0, len(tokens), row) for row in range(rollouts)])
+    batch = lay_out([(group, rollout, [1.0], len(tokens), row) for row in range(rollouts)])
     begin = time.perf_counter()
     for micro_batch in batch.micro_batches(64):
         logprobs, _ = policy(micro_batch)

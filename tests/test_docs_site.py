@@ -42,7 +42,9 @@ from tests.sweeps.cli.test_commands import COMMANDS
 CONF = ROOT / "conf"
 METRICS = ROOT / "docs" / "reference" / "metrics.md"
 MESSAGES = ROOT / "docs" / "guide" / "troubleshooting.md"
-METRIC = re.compile(r"(train|eval|eval_cost|compute|time|verify|mechanism|virtual|live|alarm|reward|fit|rank)/[^\s]")
+METRIC = re.compile(
+    r"(train|eval|eval_cost|compute|time|verify|mechanism|virtual|live|alarm|reward|environment|fit|rank)/[^\s]"
+)
 
 
 @cache

@@ -19,6 +19,7 @@ from lightning_scalerl.choices import AXES, NEUTRAL
 from lightning_scalerl.composition import build_recipe, compose
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.run import run_member
+from lightning_scalerl.recipe import ContextSettings
 from sweeps.run.journal import read_journal
 from sweeps.run.spec import science
 from tests.examples import every
@@ -112,6 +113,10 @@ def test_the_flagship_resolves_to_what_it_is() -> None:
     parts = list(OmegaConf.create(frozen))
     for later in set(AXES).difference(parts):
         assert config[later] == OmegaConf.load(ROOT / "conf" / later / f"{NEUTRAL[later]}.yaml")
+    # A setting that came later has the value that changes nothing.
+    for later, neutral in ContextSettings.added.items():
+        if later not in OmegaConf.create(frozen).context:
+            assert config["context"].pop(later) == neutral
     assert OmegaConf.to_yaml({key: config[key] for key in config if key in parts}) == frozen
 
 

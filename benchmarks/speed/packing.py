@@ -33,7 +33,7 @@ PASSES = {"0.5M": (512, 1024, 2048, 4096), "10M": (1024, 4096)}
 def rows(seed: int = 0) -> TrainBatch:
     """Groups of rollouts whose lengths, the prompt's included, are drawn from `SHORTEST` to `LONGEST` alike."""
     source = random.Random(seed)
-    laid: list[tuple[Group, Rollout, float, int, int]] = []
+    laid: list[tuple[Group, Rollout, list[float], int, int]] = []
     for number in range(GROUPS):
         prompt = [source.randrange(1, VOCABULARY - 1) for _ in range(PROMPT_TOKENS)]
         lengths = [source.randint(SHORTEST, LONGEST) - PROMPT_TOKENS for _ in range(ROLLOUTS)]
@@ -42,7 +42,7 @@ def rows(seed: int = 0) -> TrainBatch:
             for n in lengths
         ]
         group = Group(number, Prompt(str(number), "", ""), prompt, rollouts)
-        laid += [(group, rollout, 1.0, 1, len(laid) + place) for place, rollout in enumerate(rollouts)]
+        laid += [(group, rollout, [1.0], 1, len(laid) + place) for place, rollout in enumerate(rollouts)]
     return lay_out(laid)
 
 

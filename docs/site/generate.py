@@ -25,7 +25,7 @@ API_PAGES = {
     "callbacks": ("Callbacks", ("callbacks",)),
     "choices": ("Choices and errors", ("axes.choice", "choices", "checks")),
     "tasks": ("Tasks, prompts and grading", ("task", "rollouts", "verify")),
-    "models": ("Models and generators", ("model", "generator")),
+    "models": ("Models, generators, environments", ("model", "generator", "environment")),
 }
 
 

@@ -281,10 +281,11 @@ def common(run: Run, into: Translation) -> None:
         "resampling": ("uniform", "prompts are never retired there"),
         "curriculum": ("none", "prompts are drawn without regard to their difficulty there"),
         "allocation": ("fixed", "every prompt has the same number of completions there"),
+        "credit": ("outcome", "all turns of a rollout have one advantage there"),
         "critic": ("none", "a critic is not translated"),
         "advantage": ("group", "advantages of a critic are not translated"),
     }
-    neutral = ("UniformResampling", "NoCurriculum", "FixedAllocation", "NoCritic", "GroupAdvantage")
+    neutral = ("UniformResampling", "NoCurriculum", "FixedAllocation", "OutcomeCredit", "NoCritic", "GroupAdvantage")
     for axis, (plain, why) in absent.items():
         choice = choices.on(axis)
         if type(choice).__name__ not in neutral:

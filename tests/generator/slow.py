@@ -20,6 +20,7 @@ class Size:
     """A model's configuration."""
 
     width: int = 2
+    vocab_size: int = 16
 
 
 class Weights(nn.Module):

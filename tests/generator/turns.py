@@ -68,4 +68,4 @@ def largest_gap(models: Mapping[int, Any], prompt: Sequence[int], rollout: Rollo
 
 def one_row(prompt: Sequence[int], rollout: Rollout) -> TrainBatch:
     """Return a batch of one rollout."""
-    return lay_out([(Group(0, Prompt("p", "", ""), list(prompt), [rollout]), rollout, 1.0, 1, 0)])
+    return lay_out([(Group(0, Prompt("p", "", ""), list(prompt), [rollout]), rollout, [1.0], 1, 0)])

@@ -68,7 +68,7 @@ def batch_of(prompts: list[list[int]], completions: list[list[int]]) -> TrainBat
             sampled = torch.randint(1, 48, (length,), generator=source).tolist()
             rollouts.append(Rollout(sampled, [0.0] * length, [0] * length, [False] * length, "stop"))
         group = Group(number, Prompt(str(number), "", "", ""), tokens, rollouts)
-        rows += [(group, rollout, 0.0, 0, len(rows) + at) for at, rollout in enumerate(rollouts)]
+        rows += [(group, rollout, [0.0], 0, len(rows) + at) for at, rollout in enumerate(rollouts)]
     return lay_out(rows)
 
 

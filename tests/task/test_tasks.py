@@ -98,7 +98,7 @@ def test_the_demos_base_model_comes_with_the_package(tmp_path: Path, monkeypatch
     before = torch.get_rng_state()
     path = Path(arithmetic_base_model(**settings))
     assert torch.equal(before, torch.get_rng_state())
-    (shipped,) = arithmetic_base.FOLDER.glob("*.safetensors")
+    (shipped,) = arithmetic_base.FOLDER.glob("arithmetic*.safetensors")
     weights, own = load_file(path / "model.safetensors"), load_file(shipped)
     assert weights.keys() == own.keys() and all(torch.equal(weights[name], own[name]) for name in own)
     assert shipped.stat().st_size < 1_000_000
@@ -106,7 +106,7 @@ def test_the_demos_base_model_comes_with_the_package(tmp_path: Path, monkeypatch
 
 @pytest.mark.full
 def test_the_base_model_that_comes_is_the_one_that_is_made(tmp_path: Path) -> None:
-    (shipped,) = arithmetic_base.FOLDER.glob("*.safetensors")
+    (shipped,) = arithmetic_base.FOLDER.glob("arithmetic*.safetensors")
     made = arithmetic_base.make_shipped(tmp_path)
     assert made.name == shipped.name
     settings = {"width": 64, "layers": 3, "seed": 0}

@@ -264,7 +264,7 @@ def test_a_run_tries_its_judge_before_it_starts_a_process() -> None:
     def new_verifiers(url: str) -> tuple[Any, str]:
         recipe = SimpleNamespace(verify=Verification(workers=0, timeout_s=70.0))
         stage = SimpleNamespace(task=task_of(url=url, retries=0), recipe=recipe)
-        return Sampling.new_verifiers(SimpleNamespace(stage=stage))  # type: ignore[arg-type]
+        return Sampling.new_verifiers(SimpleNamespace(stage=stage, dialogue=None))  # type: ignore[arg-type]
 
     with stand_in(by_content) as service:
         verifiers, said = new_verifiers(service.url)
