@@ -258,4 +258,5 @@ def _text(messages: Messages) -> str:
 
 def _errors(episode: vf.WireEpisode) -> str:
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    return "; ".join(f"{error.type}: {error.message}" for error in errors) or "no error"
+    # The same error may be in the episode and in its trace.
+    return "; ".join(dict.fromkeys(f"{error.type}: {error.message}" for error in errors)) or "no error"
