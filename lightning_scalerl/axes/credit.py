@@ -56,8 +56,8 @@ class TurnCredit(Credit):
     """A turn's tokens get the advantage of its discounted return among the group's returns at that turn.
 
     R_t = sum over u >= t of discount^(u - t) r_u, with r_u the reward of turn u. The rollouts of the group that have a
-    turn t are compared. Whatever the verifier, length control or the user's axes add to the environment's rewards
-    counts in the last turn.
+    turn t are compared. The last turn's reward includes all that verifier, length control and the user's axes add to
+    the environment's rewards.
 
     Args:
         discount: gamma, the discount factor per turn.

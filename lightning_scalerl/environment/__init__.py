@@ -7,5 +7,5 @@ This room needs no torch, because environments run in separate processes:
     calls       conventions by which models write tool calls, and their parsers
     processes   pool and worker: one instance per rollout, in a killable process
 
-Whether a chat template can be used over several turns is checked in `model.turns`.
+`model.turns` checks whether a chat template can be used over several turns.
 """

@@ -157,7 +157,7 @@ def tools_of(user: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def declared(user: Any) -> Declared:
-    """Return what is known of an environment before a conversation.
+    """Return the properties of an environment that are known before a conversation.
 
     Raises:
         ConfigurationError: it has neither form, or a tool lacks a type hint or docstring.

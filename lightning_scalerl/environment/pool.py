@@ -1,6 +1,6 @@
 """Pool of environment processes: one conversation per process at a time, a timeout per call, and replacement.
 
-Each process is served by one thread of ours, which waits for it. A process that hangs, dies or fails in another way is
+One of our threads serves each process and waits for it. A process that hangs, dies or fails in another way is
 killed with all processes that it has started, and the next conversation gets a new one. A process whose conversation
 has ended in order takes the next one, because importing the user's modules may take seconds.
 """

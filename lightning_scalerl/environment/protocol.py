@@ -16,7 +16,7 @@ class Call:
     Attributes:
         name: name of the tool; empty if it cannot be read.
         arguments: by name.
-        error: what is wrong with a malformed call, in one line for the model; empty for a good one.
+        error: the fault of a malformed call, in one line for the model; empty for a good one.
     """
 
     name: str

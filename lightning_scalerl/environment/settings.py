@@ -41,7 +41,7 @@ class EnvironmentSettings:
             `last_turn`.
         last_turn: text that announces the last turn, for "answer".
         at_max_turn_tokens: treatment of a turn of `context.max_turn_tokens` tokens: "truncated" ends the rollout;
-            "go_on" passes the turn to the environment as it is.
+            "go_on" passes the unfinished turn to the environment.
         timeout_s: wall-clock limit of one call. Beyond it the rollout abstains.
         memory_gib: limit on a process's data segment in GiB; None for no limit.
         max_characters: largest number of characters of an observation; the rest is cut off.

@@ -1,7 +1,7 @@
 """Environment process, started by `pool`: one instance at a time, one request at a time.
 
-A request is (method of `Worker`, arguments), and its answer what the method returns. Calls are made in the main thread,
-because some environments limit their time with SIGALRM, which only works there.
+A request is (method of `Worker`, arguments), and its answer is the result of the method. Calls are made in the main
+thread, because some environments limit their time with SIGALRM, which only works there.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Worker:
         self._environment = None
 
     def _kept(self, observation: Observation) -> Observation:
-        """Cut an observation's texts to `most_characters` in all, and replace what is no Unicode text."""
+        """Cut an observation's texts to `most_characters` in all, and replace characters that are not Unicode."""
         left, cut = self._most_characters, 0
 
         def kept(text: str) -> str:

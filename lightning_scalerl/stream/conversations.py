@@ -48,10 +48,10 @@ class Dialogue:
         settings: the run's environments.
         rendering: tokenizer and chat template.
         pool: processes in which the environments are tried.
-        sets: prompts by name of the set. Their environments are reset once, to learn what they show at the beginning.
+        sets: prompts by name of the set. Their environments are reset once, to get their first observations.
 
     Attributes:
-        prompts: the sets, with what the environments show at the beginning.
+        prompts: the sets, with the first observations of the environments.
 
     Raises:
         ConfigurationError: an environment cannot be used, or fails at a prompt; or the chat template cannot.
@@ -101,7 +101,7 @@ class Dialogue:
             turns.close()
 
     def _begun(self, prompts: Sequence[Prompt], pool: EnvironmentPool) -> list[Prompt]:
-        """Reset each prompt's environment once, and return the prompts with what it shows."""
+        """Reset each prompt's environment once, and return the prompts with its first observation."""
         openings = [_opening(prompt) for prompt in prompts]
         numbers = [pool.open(row, seed) for row, seed in openings]
         begun = []
@@ -148,7 +148,7 @@ class Dialogue:
         return Turn(text, tuple(self.convention.parse(text, declared.tools)) if declared.form == "tools" else ())
 
     def sample(self, prompt: Prompt, rollout: Rollout, step: int) -> Sample:
-        """Return a rollout in the form that a grader takes: its last turn, with the whole conversation beside it.
+        """Return a rollout in the form that a grader takes: its last turn, and in addition the whole conversation.
 
         The outcome is settled if the environment has failed, or gives the reward (`environment.reward`).
         """
@@ -190,7 +190,7 @@ class Dialogue:
 class Reply:
     """Consequence of an environment's answer for a waiting rollout.
 
-    `kind` is "insert" (go on behind `tokens`), "end" (`truncated`: by a limit) or "restart" (sample it again).
+    `kind` is "insert" (continue behind `tokens`), "end" (`truncated`: by a limit) or "restart" (sample it again).
     """
 
     kind: Literal["insert", "end", "restart"]
@@ -308,7 +308,7 @@ class Conversations:
             for place in places:
                 self._settle(place)
             replies = self._replied(places)
-            # Those without room for the observation: the environment is told about the end.
+            # Some have no room for the observation, and ask their environment for its last reward.
             for place in places:
                 if place not in replies:
                     self._settle(place)
@@ -338,7 +338,7 @@ class Conversations:
         finished.rollout.conversation = self._record(one)
 
     def leave(self, place: Place) -> None:
-        """Forget a conversation that does not go on."""
+        """Forget a conversation that does not continue."""
         one = self._of.pop(place, None)
         self._pending.pop(place, None)
         if place in self._backlog:
@@ -455,7 +455,7 @@ class Conversations:
     # --- replies ---------------------------------------------------------------------------------------------
 
     def _replied(self, places: Sequence[Place]) -> dict[Place, Reply]:
-        """Return the replies of settled conversations; those that have no room for an observation are asked to end."""
+        """Return the replies of settled conversations; one without room for its observation is ended first."""
         replies: dict[Place, Reply] = {}
         going_on = []
         for place in places:

@@ -129,7 +129,7 @@ def new_model(width: int, layers: int, seed: int) -> Any:
 
 
 def _conversation(calls: bool, corruption: float, source: random.Random) -> tuple[list[str], list[float]]:
-    """Return the tokens of a conversation, and 1 for those of the model."""
+    """Return the tokens of a conversation, and a mask with 1 for the model's tokens."""
 
     def copied(text: str, probability: float) -> list[str]:
         return [str(source.randrange(10)) if sign != "+" and source.random() < probability else sign for sign in text]
