@@ -62,7 +62,7 @@ class TurnCredit(Credit):
     Args:
         discount: gamma, the discount factor per turn.
 
-    Source: turn-level credit of multi-turn GRPO (arXiv 2505.11821, section 4) with the returns of REINFORCE.
+    Source: turn-level credit of multi-turn GRPO (arXiv 2505.11821) with the returns of REINFORCE.
     """
 
     def __init__(self, discount: float = 1.0) -> None:

@@ -15,8 +15,8 @@ from lightning_scalerl.rollouts.rollout import Group, Source
 from lightning_scalerl.task.arithmetic_base import arithmetic_base_model
 from sweeps.cli.main import main as scalerl
 from sweeps.run.journal import read_journal
-from sweeps.run.rollouts import read_groups
-from tests.helpers import CountingTask, fit
+from sweeps.run.rollouts import a_few, read_groups
+from tests.helpers import fit
 from tests.member.test_kill import kill_controller, run_here
 from tests.place import STEPS, Place, lines, wait_until
 
@@ -135,6 +135,7 @@ def test_limits(model: str, overrides: tuple[str, ...], truncated: bool, turns: 
 
 def test_an_environment_that_fails_takes_its_rollouts_out_and_nothing_else(model: str, tmp_path: Path) -> None:
     overrides = (f"environment.factory={GAMES}:Failing", "environment.timeout_s=0.5", "verify.max_error_share=1")
+    overrides += ("environment.processes=6",)
     _, groups = trained(
         model,
         *overrides,
@@ -142,7 +143,6 @@ def test_an_environment_that_fails_takes_its_rollouts_out_and_nothing_else(model
         "filter=none",
         run_dir=tmp_path,
         steps=4,
-        task=CountingTask(40),
     )
     sampled = [rollout for group in groups for rollout in group.sampled]
     failed = [rollout for rollout in sampled if rollout.conversation and rollout.conversation.failed]
@@ -206,6 +206,9 @@ def test_a_tool_in_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         if set(numbers) <= set("0123456789+") and not numbers.startswith("+"):
             assert observation == f"?{sum(map(int, numbers.split('+')))}="
         assert each["completion"] == answer
+    (in_the_report,) = a_few([("recipe", tmp_path)])
+    outcome, text = in_the_report.written[0]
+    assert "2 turns" in outcome and "\n[environment] ?" in text, "the best of a group has called the tool"
     scalerl(["rollouts", str(tmp_path), "--limit", "0"])
     shown = capsys.readouterr().out
     assert (
