@@ -35,7 +35,7 @@ from lightning_scalerl.callbacks.trainer import count_from, warn_of_pytorch_ligh
 from lightning_scalerl.distributed.checkpoint_folder import is_folder
 from lightning_scalerl.distributed.ranks import Follower, Ranks
 from lightning_scalerl.distributed.sharded import whole_tensor
-from lightning_scalerl.generator.base import Generator, GroupRequest
+from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.measure.mechanism import MechanismCounters
@@ -295,9 +295,9 @@ class ScaleRL(LightningModule):
         """Return a completion in the form that a grader takes."""
         return self.sampling.sample(prompt, rollout, self.completed_steps)
 
-    def conversations(self, requests: Sequence[GroupRequest], prompts: Sequence[Prompt]) -> Conversations | None:
-        """Return the conversations of an evaluation with environments; None without environments."""
-        return self.sampling.conversations(requests, prompts)
+    def conversations(self, prompts: Sequence[Prompt]) -> Conversations | None:
+        """Return the conversations of an evaluation of these prompts; None without environments."""
+        return self.sampling.conversations(prompts)
 
     def generating(self) -> AbstractContextManager[Generator]:
         """Lend the run's generator for work other than training; training's rollouts in flight are set aside."""

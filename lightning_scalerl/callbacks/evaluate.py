@@ -388,7 +388,7 @@ def sampled(
         OtherWeightsError: the generator used other weights than the run's.
     """
     grader, sizes = run.task.grader(), {request.key: request.completions for request in requests}
-    conversations = run.conversations(requests, prompts)
+    conversations = run.conversations(prompts)
     for request in requests:
         generator.submit(request if conversations is None else conversations.request(request))
     submitted: list[Submitted] = []

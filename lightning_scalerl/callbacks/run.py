@@ -11,7 +11,7 @@ import torch
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.distributed.ranks import Ranks
-from lightning_scalerl.generator.base import Generator, GroupRequest
+from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.mechanism import MechanismCounters
 from lightning_scalerl.model.policy import Policy
@@ -75,8 +75,8 @@ class Run(Protocol):
     def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
         """Return a completion in the form that a grader takes."""
 
-    def conversations(self, requests: Sequence[GroupRequest], prompts: Sequence[Prompt]) -> Conversations | None:
-        """Return the conversations of an evaluation with environments; None without environments."""
+    def conversations(self, prompts: Sequence[Prompt]) -> Conversations | None:
+        """Return the conversations of an evaluation of these prompts; None without environments."""
 
     def verifying(self) -> AbstractContextManager[Verifiers]:
         """Open the verifiers that grade completions for the duration of a `with` block."""

@@ -99,7 +99,7 @@ class DataPath:
         stream, pool = self.stream, dialogue.settings.pool()
         # In real time the trainer does not wait for environments; in virtual time it does, and that is idle time.
         idle = partial(self.meter.phase, "idle") if isinstance(self.stage.recipe.driver, Virtual) else nullcontext
-        return Conversations(dialogue, pool, self.sampling.limits, stream.prompt_of, stream.limit_of, idle)
+        return Conversations(dialogue, pool, self.sampling.limits, stream.prompt_of, idle)
 
     def close(self) -> None:
         """End all processes of the data path."""

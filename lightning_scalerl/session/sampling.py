@@ -15,7 +15,7 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.distributed.start import devices_beside
 from lightning_scalerl.environment.pool import EnvironmentPool
-from lightning_scalerl.generator.base import EndOfThinking, Generator, GroupRequest, SamplingSettings
+from lightning_scalerl.generator.base import EndOfThinking, Generator, SamplingSettings
 from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.model.chat import Rendering, StopTexts
 from lightning_scalerl.recipe import Recipe
@@ -150,23 +150,20 @@ class Sampling:
         speaker = self.rendering if self.dialogue is None else self.dialogue
         return speaker.sample(prompt, rollout, step)
 
-    def conversations(self, requests: Sequence[GroupRequest], prompts: Sequence[Prompt]) -> Conversations | None:
-        """Return the conversations of an evaluation; None without environments.
+    def conversations(self, prompts: Sequence[Prompt]) -> Conversations | None:
+        """Return the conversations of an evaluation, whose groups have the indices of these prompts as keys.
 
-        Args:
-            requests: requests of the evaluation; their keys are indices into `prompts`.
-            prompts: the prompts.
+        None without environments.
         """
         if self.dialogue is None or self._pool is None:
             return None
-        limits = {request.key: request.max_new_tokens for request in requests}
-        return Conversations(self.dialogue, self._pool, self.limits, prompts.__getitem__, limits.__getitem__)
+        return Conversations(self.dialogue, self._pool, self.limits, prompts.__getitem__)
 
     @property
     def limits(self) -> Limits:
         """Limits of a conversation with an environment."""
         context = self.stage.recipe.context
-        return Limits(context.max_turns, context.max_turn_tokens, context.max_new_tokens)
+        return Limits(context.max_turns, context.max_turn_tokens)
 
     def close(self) -> None:
         """End the environments of evaluations, and the process of the chat template."""

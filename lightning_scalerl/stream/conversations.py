@@ -34,11 +34,10 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a conversation: `context.max_turns`, `context.max_turn_tokens` and `context.max_new_tokens`."""
+    """Limits of a conversation: `context.max_turns` and `context.max_turn_tokens`."""
 
     turns: int
     turn_tokens: int | None
-    tokens: int
 
 
 class Dialogue:
@@ -239,7 +238,6 @@ class Conversations:
         pool: processes of the environments; closed by `close`.
         limits: limits of a conversation.
         prompt_of: key of a group -> its prompt.
-        limit_of: key of a group -> its limit on tokens; 0 for the run's.
         idle: makes a context in which the time of waiting for environments is booked.
     """
 
@@ -249,14 +247,12 @@ class Conversations:
         pool: EnvironmentPool,
         limits: Limits,
         prompt_of: Callable[[int], Prompt],
-        limit_of: Callable[[int], int],
         idle: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._dialogue, self._pool, self._limits, self._idle = dialogue, pool, limits, idle
-        self._prompt_of, self._limit_of = prompt_of, limit_of
-        self._settings = dialogue.settings
+        self._prompt_of, self._settings = prompt_of, dialogue.settings
         self._of: dict[Place, _Open] = {}
-        # Waiting for an answer, in the order of their start; the value is the token limit of the rollout.
+        # Waiting for an answer, in the order of their start; the value is the rollout's room for tokens.
         self._pending: dict[Place, int] = {}
         self._backlog: list[Place] = []  # pending, but without a process yet
 
@@ -277,15 +273,14 @@ class Conversations:
             self.leave(place)
         one = self._of.setdefault(place, _Open(self._prompt_of(waiting.key)))
         rollout = waiting.rollout
-        if len(one.starts) > 1 and len(rollout.tokens) <= one.starts[-1]:
+        if waiting.answers < len(one.starts) - 1:
             # Its engine was lost, and it was sampled again from its prompt.
             self.leave(place)
             one = self._of[place] = _Open(one.prompt)
-        one.rollout, limit = rollout, self._limit_of(waiting.key) or self._limits.tokens
-        full = len(rollout.tokens) >= limit
-        one.cut = rollout.truncated and (full or self._settings.at_max_turn_tokens == "truncated")
+        one.rollout = rollout
+        one.cut = rollout.truncated and (waiting.room == 0 or self._settings.at_max_turn_tokens == "truncated")
         one.turn = None if one.cut else self._dialogue.turn(one.prompt, one.sampled)
-        self._pending[place] = limit
+        self._pending[place] = waiting.room
         declared = self._dialogue.declared_of(one.prompt)
         seconds = 0.0
         if one.turn is not None and declared.form == "tools" and not one.turn.calls and not declared.owns_reward:
@@ -477,13 +472,12 @@ class Conversations:
             for place, tokens in zip(going_on, inserted, strict=True):
                 one = self._of[place]
                 assert one.rollout is not None
-                length = len(one.rollout.tokens) + len(tokens)
-                if length >= self._pending[place]:
+                if len(tokens) >= self._pending[place]:
                     self._end_by_limit(place)
                     if one.over:
                         replies[place] = Reply("end", truncated=True)
                     continue
-                one.starts.append(length)
+                one.starts.append(len(one.rollout.tokens) + len(tokens))
                 replies[place] = Reply("insert", tuple(tokens))
         for place, reply in replies.items():
             self._pending.pop(place, None)

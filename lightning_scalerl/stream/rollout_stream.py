@@ -132,7 +132,7 @@ class RolloutStream:
         self.surplus += count - self.completions
         self._open[key] = _OpenGroup(prompt, tokens, version, [None] * count, history, self.completed_steps)
         self.admitted += 1
-        limit = self.limit_of(key)
+        limit = self.choices.curriculum.max_new_tokens(self.max_new_tokens, self.completed_steps)
         points = self.choices.length_control.interrupt_at(count, (self.seed, INTERRUPTION_STREAM, key))
         if limit < self.max_new_tokens and points:
             # The curriculum's stage has a shorter limit: move the points to the same share of it. The phrase and one
@@ -151,10 +151,6 @@ class RolloutStream:
     def prompt_of(self, key: int) -> Prompt:
         """Return the prompt of an open group."""
         return self._open[key].prompt
-
-    def limit_of(self, key: int) -> int:
-        """Return the token limit of an open group's completions."""
-        return self.choices.curriculum.max_new_tokens(self.max_new_tokens, self._open[key].admitted_at)
 
     def ended(self, finished: FinishedRollout) -> list[tuple[Place, Sample]]:
         """Record a finished rollout, and return what can be graded now (`_bundle`); pass outcomes to `graded`."""
