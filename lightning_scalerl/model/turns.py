@@ -61,13 +61,15 @@ class Turns:
         self._answer = f"{thought}{_ANSWERS[0]}{example}"
         self._check([f"{thought}{answer}{example}" for answer in _ANSWERS], begins)
 
-    def following(self, replies: Sequence[Sequence[str]]) -> list[str]:
+    def following(self, replies: Sequence[Sequence[str]], names: Sequence[Sequence[str]] = ()) -> list[str]:
         """Return the texts that follow the model's turns, up to the beginning of its next ones.
 
         They begin with the end of the turn, such as `<|im_end|>`, if the template writes one.
 
         Args:
             replies: for each conversation, the texts of the messages that answer the model's turn.
+            names: the names of the tools that give them; some templates need them (Hermes). Without them, the first
+                tool's.
 
         Raises:
             ConfigurationError: the template refuses a message.
@@ -75,20 +77,24 @@ class Turns:
         if self._rendering.template is None:
             return ["".join(texts) for texts in replies]
         start = [_user(_QUESTION), _assistant(self._answer)]
-        conversations = [[_user(_QUESTION)], *([*start, *self._messages(texts)] for texts in replies)]
+        named = names or [()] * len(replies)
+        answers = [self._messages(*answer) for answer in zip(replies, named, strict=True)]
+        conversations = [[_user(_QUESTION)], *([*start, *messages] for messages in answers)]
         before, *after = self._render(conversations, "an answer to the model's turn")
         return [text[len(before) + len(self._answer) :] for text in after]
 
-    def following_tokens(self, replies: Sequence[Sequence[str]], sampled: Sequence[Sequence[int]]) -> list[list[int]]:
+    def following_tokens(
+        self, replies: Sequence[Sequence[str]], sampled: Sequence[Sequence[int]], names: Sequence[Sequence[str]] = ()
+    ) -> list[list[int]]:
         """Return the tokens to append to the model's turns.
 
         Args:
-            replies: see `following`.
+            replies, names: see `following`.
             sampled: the tokens of each conversation's latest turn. If it ended with a stop token, the template's own
                 end of the turn is left out.
         """
         tokens: list[list[int]] = []
-        for text, turn in zip(self.following(replies), sampled, strict=True):
+        for text, turn in zip(self.following(replies, names), sampled, strict=True):
             ids: list[int] = self._rendering.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
             stop = self._rendering.stop_tokens
             tokens.append(ids[1:] if turn and ids and turn[-1] in stop and ids[0] in stop else ids)
@@ -136,11 +142,16 @@ class Turns:
             f"they were{thinking}"
         )
 
-    def _messages(self, texts: Sequence[str]) -> list[Message]:
+    def _messages(self, texts: Sequence[str], names: Sequence[str] = ()) -> list[Message]:
         """Return the messages that answer a turn. Only tools answer with several, since users and models alternate."""
         if self._role == "user":
             return [_user("\n".join(texts))]
-        return [{"role": self._role, "content": text} for text in texts]
+        first = self._tools[0]["function"]["name"] if self._tools else "tool"
+        given = [*names, *(first for _ in texts)]
+        return [
+            {"role": self._role, "name": name or first, "content": text}
+            for name, text in zip(given, texts, strict=False)
+        ]
 
     def _render(self, conversations: Sequence[Sequence[Message]], what: str) -> list[str]:
         """Run the template, which is untrusted, in a limited process."""

@@ -171,7 +171,11 @@ class Dialogue:
         return replace(sample, turns=texts, settled=settled)
 
     def insertions(
-        self, prompts: Sequence[Prompt], replies: Sequence[Sequence[str]], sampled: Sequence[Sequence[int]]
+        self,
+        prompts: Sequence[Prompt],
+        replies: Sequence[Sequence[str]],
+        turns_of: Sequence[Turn],
+        sampled: Sequence[Sequence[int]],
     ) -> list[list[int]]:
         """Return the tokens to insert behind the sampled turns, given the texts of the observations."""
         tokens: list[list[int]] = [[] for _ in prompts]
@@ -179,7 +183,8 @@ class Dialogue:
             rows = [row for row, prompt in enumerate(prompts) if self.name_of(prompt) == name]
             # One call for all, because each call starts a process.
             if rows:
-                written = turns.following_tokens([replies[row] for row in rows], [sampled[row] for row in rows])
+                called = [[call.name for call in turns_of[row].calls] for row in rows]
+                written = turns.following_tokens([replies[row] for row in rows], [sampled[row] for row in rows], called)
                 for row, ids in zip(rows, written, strict=True):
                     tokens[row] = ids
         return tokens
@@ -467,7 +472,10 @@ class Conversations:
         if going_on:
             waiting = [self._of[place] for place in going_on]
             inserted = self._dialogue.insertions(
-                [one.prompt for one in waiting], [self._texts(one) for one in waiting], [one.sampled for one in waiting]
+                [one.prompt for one in waiting],
+                [self._texts(one) for one in waiting],
+                [one.exchanges[-1][0] for one in waiting],
+                [one.sampled for one in waiting],
             )
             for place, tokens in zip(going_on, inserted, strict=True):
                 one = self._of[place]

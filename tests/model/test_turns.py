@@ -55,6 +55,19 @@ def test_following_text_and_tokens() -> None:
     assert open_ == [end, *closed] and made.tokenizer.decode(open_, skip_special_tokens=False) == text
 
 
+def test_a_template_that_names_the_tool_of_an_answer() -> None:
+    """As Hermes' own template does, which refuses answers without a name."""
+    named = "{% if m.role == 'tool' %}{{ m.name if m.name is defined else raise_exception('no name') }}: {% endif %}"
+    made = rendering(
+        CHATML.replace("{{ m.content }}", named + "{{ m.content }}") + "{{ tools[0].function.name }}" + BEGIN
+    )
+    turns = Turns(made, TOOLS, role="tool")
+    first = TOOLS[0]["function"]["name"]
+    assert f"tool\n{first}: 7" in turns.following([["7"]])[0]
+    (text,) = turns.following([["7", "8"]], [["divide", ""]])
+    assert "tool\ndivide: 7" in text and f"tool\n{first}: 8" in text, "a malformed call has no name"
+
+
 def test_sampled_tokens_and_following_ones_are_the_whole_conversation() -> None:
     """Token in, token out: of the tokens that the template would give for all of it, none is another."""
     made = rendering()
