@@ -58,7 +58,7 @@ def test_following_text_and_tokens() -> None:
 def test_a_template_that_names_the_tool_of_an_answer() -> None:
     """As Hermes' own template does, which refuses answers without a name."""
     named = "{% if m.role == 'tool' %}{{ m.name if m.name is defined else raise_exception('no name') }}: {% endif %}"
-    made = rendering(CHATML.replace("{{ m.content }}", named + "{{ m.content }}") + "{{ tools }}" + BEGIN)
+    made = rendering("{{ tools }}" + CHATML.replace("{{ m.content }}", named + "{{ m.content }}") + BEGIN)
     turns = Turns(made, TOOLS, role="tool")
     first = TOOLS[0]["function"]["name"]
     assert f"tool\n{first}: 7" in turns.following([["7"]])[0]
