@@ -17,7 +17,7 @@ from tests.paths import ROOT
 FLOORS = {
     "sweeps": [
         {"threads"},
-        {"errors", "redact", "parallel", "process", "as_json", "terminal"},
+        {"errors", "redact", "parallel", "port", "process", "as_json", "terminal"},
         {"curve", "run"},
         {"executor", "tracking", "fit"},
         {"source"},
@@ -145,7 +145,14 @@ def test_training_meets_the_study_in_a_runs_directory_only() -> None:
             continue
         for name in imports_of(path):
             parts = name.split(".")
-            assert parts[0] != "sweeps" or {*parts[1:2]} <= {"run", "errors", "redact", "terminal", "process"}, (
+            assert parts[0] != "sweeps" or {*parts[1:2]} <= {
+                "run",
+                "errors",
+                "redact",
+                "terminal",
+                "port",
+                "process",
+            }, (
                 path,
                 name,
             )

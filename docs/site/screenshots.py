@@ -24,8 +24,9 @@ SCREENS = ((WIDTH, 844, "light"), (390, 844, "dark"))
 def take(folder: Path) -> list[Path]:
     """Write all screenshots below `folder` and return their paths."""
     from sweeps.cli.main import main
+    from sweeps.port import free_port
     from tests.chromium import chromium, wait_for
-    from tests.mlflow_ui import charts, free_port, interface, show, table
+    from tests.mlflow_ui import charts, interface, show, table
 
     folder.mkdir(parents=True, exist_ok=True)
     written = []

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -39,6 +38,7 @@ from lightning_scalerl.model.shared_prompt import sequences
 from lightning_scalerl.rollouts.rollout import PassSize, whole
 from lightning_scalerl.verify.verification import RewardError
 from sweeps.executor.failure import kind_of
+from sweeps.port import free_port
 from sweeps.run.gpu import REQUIRED, NoGpuError
 from sweeps.run.interruption import interruption
 from sweeps.run.journal import JournalView, read_journal
@@ -95,9 +95,7 @@ def fit(
 
 def on_ranks(count: int, work: Callable[[int], str]) -> list[str]:
     """What `work(rank)` returns on each of `count` forked ranks; "<error>: ..." if it raises."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     children = []
     for rank in range(count):
         inlet, outlet = os.pipe()

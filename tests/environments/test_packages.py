@@ -23,6 +23,7 @@ import pytest
 
 from lightning_scalerl.environment.pool import EnvironmentPool
 from lightning_scalerl.environment.protocol import Call, Declared, Failure, History, Observation, Turn
+from sweeps.port import free_port
 from tests.environments.converse import Answer, Conversation, Request
 from tests.place import PATIENCE_S
 
@@ -104,9 +105,7 @@ def test_a_game_of_textarena(python: str, tmp_path: Path) -> None:
 @contextmanager
 def served(python: str, folder: Path, sessions: int) -> Iterator[str]:
     """Run the server of guess_server.py and yield its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     log = folder / "server.log"
     with log.open("wb") as output:
         words = [python, HERE / "guess_server.py", str(port), str(sessions)]

@@ -32,6 +32,7 @@ from lightning_scalerl.generator.vllm.http import EngineLostError
 from lightning_scalerl.generator.vllm.plugin import IDLE
 from lightning_scalerl.generator.vllm.stream import Tokens
 from lightning_scalerl.model.load import load_model
+from sweeps.port import free_port
 from tests.generator.sampling import with_sampling
 from tests.generator.stand_in import TOKEN, StandIn
 from tests.paths import ROOT
@@ -733,8 +734,7 @@ sys.exit(vllm_serve.main([*options, "--max-tokens", "25"]))
 @pytest.mark.parametrize("told", ["SIGTERM", "its input", pytest.param("SIGINT", marks=pytest.mark.full)])
 def test_a_server_that_is_started_by_hand_ends_with_its_command(told: str, tmp_path: Path) -> None:
     """The command ends the server and all that it has started, and waits for them; meanwhile it is announced."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     announcement = Announcement(tmp_path / "announced")
     options = ["-" if told == "its input" else "model", "--announce", str(announcement.path)]
     command = subprocess.Popen(

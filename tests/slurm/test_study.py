@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from sweeps.launch.ledger import Ledger
+from sweeps.port import free_port
 from tests.paths import ROOT
 from tests.place import PATIENCE_S, STEPS, Place
 from tests.slurm.cluster import Lab, Sweep, baseline, by_run, eventually, small_disk
@@ -178,12 +179,6 @@ def test_names_that_look_like_commands_do_nothing(place: Place, whole: Lab) -> N
     assert sweep.state().state == "finished"
     assert not list(place.root.rglob("pwned"))
     assert (sweep.directory / "jobs").stat().st_mode & 0o077 == 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class TrackingServer:

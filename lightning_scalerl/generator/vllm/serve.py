@@ -34,6 +34,7 @@ from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.generator.vllm.announced import Announcement, address_in, line_of
 from lightning_scalerl.generator.vllm.engine import check_vllm, engine_settings, exact_products, save_shape, shape_of
 from lightning_scalerl.generator.vllm.plugin import BACKEND, IDLE, PARENT, TOKEN
+from sweeps.port import free_port
 from sweeps.process import last_words
 from sweeps.run import slurm_job
 
@@ -216,10 +217,7 @@ def prepare(
         )
     on_cpu = not torch.cuda.is_available() if on_cpu is None else on_cpu
     backend = backend or BACKEND
-    if not port:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-            free.bind((host, 0))
-            port = free.getsockname()[1]
+    port = port or free_port(host)
     folder = Path(tempfile.mkdtemp(prefix="scalerl-vllm-"))
     if isinstance(model, str):
         (folder / "config.json").write_text(model)

@@ -28,6 +28,7 @@ from lightning_scalerl.generator.fleet.weights import SHARED_MEMORY, TYPE_NAMES,
 from lightning_scalerl.generator.vllm.engine import checkpoint_format
 from lightning_scalerl.generator.vllm.http import Connection, EngineLostError, RefusedError
 from lightning_scalerl.generator.vllm.plugin import BACKEND
+from sweeps.port import free_port
 
 # Transfer methods of a server with our backend.
 TRANSFERS = ("auto", "file", "http")
@@ -375,9 +376,7 @@ class EngineSender:
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
             host = own_address(address)
-            # Pick any free port; NCCL binds it again.
-            with socket.create_server((host, 0)) as free:
-                port = free.getsockname()[1]
+            port = free_port(host)  # NCCL binds it
             init_info = NCCLTrainerInitInfo(
                 master_address=host,
                 master_port=port,

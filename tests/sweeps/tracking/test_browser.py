@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sweeps.port import free_port
 from sweeps.run.journal import Journal
 from sweeps.tracking import FitSummary, Member, Published, Shipper, TrackedSweep, Tracker, publish, ui_command
 from tests.chromium import chromium, need_chromium, wait_for
-from tests.mlflow_ui import charts, console_errors, free_port, interface, show, table
+from tests.mlflow_ui import charts, console_errors, interface, show, table
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
 

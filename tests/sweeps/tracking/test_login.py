@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from sweeps.port import free_port
 from tests import forked
 from tests.place import STEPS, Place
 
@@ -56,9 +56,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("mlflow")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        here = Server(int(probe.getsockname()[1]), secrets.token_urlsafe(24), folder)
+    here = Server(free_port(), secrets.token_urlsafe(24), folder)
     command = [
         *(sys.executable, "-m", "mlflow", "server", "--app-name", "basic-auth", "--host", "127.0.0.1"),
         *("--port", str(here.port), "--workers", "1", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"),

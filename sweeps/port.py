@@ -1,0 +1,36 @@
+"""Ports for servers that are told their port before they bind it."""
+
+from __future__ import annotations
+
+import random
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+# Ports from here up to the system's own range are tried.
+_FIRST, _TRIES = 10000, 100
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a TCP port on which nobody listens at `host`.
+
+    The system gives the ports of its own range to every socket that asks for any port, also to one that asks between
+    this call and the server's. Therefore the port is from below that range, if there is one.
+    """
+    try:
+        beyond = int(_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        beyond = 32768  # the usual range of Linux; other systems begin later
+    ports = range(_FIRST, beyond)
+    # Not the global generator: a run's random numbers must not depend on it.
+    for port in random.SystemRandom().sample(ports, min(_TRIES, len(ports))):
+        with suppress(OSError):
+            return _bound(host, port)
+    return _bound(host, 0)
+
+
+def _bound(host: str, port: int) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        free.bind((host, port))
+        return int(free.getsockname()[1])
