@@ -46,6 +46,7 @@ _HOME_OF = {
     "TorchGenerator": "generator.torch.generator",
     "VLLMGenerator": "generator.vllm.generator",
     "VLLMServerGenerator": "generator.vllm.client",
+    "Branch": "member.branch",
     "plan_commands": "member.command",
     "plan_members": "member.identify",
     "plan_trl": "member.trl",

@@ -45,6 +45,7 @@ SETTINGS = frozenset(
         "verify",
         "compute",
         "environment",
+        "branch",
     }
 )
 

@@ -49,6 +49,7 @@ from lightning_scalerl.rollouts.grade import Sample
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.rollouts.rollout import Part, Rollout, Scored, TrainBatch
 from lightning_scalerl.session.checkpoint_state import (
+    branches_from,
     check_run,
     from_folder,
     identity_of,
@@ -404,11 +405,15 @@ class ScaleRL(LightningModule):
             self.continuation.meaning = None
             self.stream = Follower(steps_of(checkpoint))  # type: ignore[assignment]
             return
-        check_run(identity_of(trainer, self), checkpoint, ckpt_path)
+        identity = identity_of(trainer, self)
+        check_run(identity, checkpoint, ckpt_path)
         # Set the step now: Lightning restores its counters only after the evaluation that may still be due.
         self.stream.completed_steps = steps_of(checkpoint)
         count_from(self.trainer, self.completed_steps)
-        load_state(checkpoint, self._data_path, self.models, self.updates, self.records)
+        branch = branches_from(identity, checkpoint)
+        if branch is not None:
+            self.updates.branch(checkpoint, branch["optimizer"])
+        load_state(checkpoint, self._data_path, self.models, self.updates, self.records, branch is not None)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the recipe's optimizer, reused from the last fit if there was one; each step applies the schedule."""
@@ -431,6 +436,7 @@ class ScaleRL(LightningModule):
         """Probe the generator, publish the weights to it in a fresh run, and start the compute meter."""
         # The model's own dropout settings would make the trainer's policy differ from the generator's.
         set_mode(self.policy, self.recipe.optimizer.dropout)
+        self.updates.begin()
         if self.critic is not None:
             set_mode(self.critic, False)
         self.ranks.share(lambda: probe(self.data_path))

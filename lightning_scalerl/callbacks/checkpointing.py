@@ -6,7 +6,7 @@ import errno
 import re
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,13 +53,21 @@ class ResumableCheckpoint(Checkpoint):
         directory: folder of the checkpoints.
         every_n_steps: optimizer steps between checkpoints.
         guard: called before a checkpoint gets its final name; raises if another process has taken over the run.
+        keep_steps: steps whose checkpoints are saved in any case and never deleted, for branches.
     """
 
     KEEP = 2
     best_model_path = ""  # Lightning reads it from every `Checkpoint`; we have no best one
 
-    def __init__(self, directory: str | Path, every_n_steps: int, guard: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        every_n_steps: int,
+        guard: Callable[[], None] | None = None,
+        keep_steps: Sequence[int] = (),
+    ) -> None:
         without_tips()
+        self.keep_steps = frozenset(whole_number("checkpoint.keep_steps", step) for step in keep_steps)
         self.directory = Path(directory)
         self.every_n_steps = whole_number("checkpoint.every_n_steps", every_n_steps)
         self._guard = guard or (lambda: None)
@@ -90,7 +98,8 @@ class ResumableCheckpoint(Checkpoint):
         # If the evaluation of the last step was interrupted, the run must resume to make it.
         last = step >= trainer.max_steps and not owed(trainer, step)
         reason = run.ranks.agree(run.stop_reason)
-        if last or trainer.should_stop or reason is not None or step % self.every_n_steps == 0:
+        due = step % self.every_n_steps == 0 or step in self.keep_steps
+        if last or trainer.should_stop or reason is not None or due:
             self._save(trainer, run, step)
         if not last:
             self._stop_if_asked(run, reason)
@@ -150,7 +159,8 @@ class ResumableCheckpoint(Checkpoint):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RunLog):
                 callback.checkpointed(step)
-        for old in [*checkpoints(self.directory)[self.KEEP :], *self.directory.glob(f"step-*{VOID}")]:
+        deletable = [path for path in checkpoints(self.directory) if _step(path) not in self.keep_steps]
+        for old in [*deletable[self.KEEP :], *self.directory.glob(f"step-*{VOID}")]:
             remove(old)
 
 
@@ -198,7 +208,12 @@ class Newest:
     passed_over: tuple[PassedOver, ...] = ()
 
 
-def newest_checkpoint(directory: str | Path, run: str | None = None, at_most: int | None = None) -> Newest:
+def newest_checkpoint(
+    directory: str | Path,
+    run: str | None = None,
+    at_most: int | None = None,
+    shared: tuple[str, int] | None = None,
+) -> Newest:
     """Find the newest intact checkpoint of a run; newer ones that are skipped are reported on stderr.
 
     The whole checkpoint is read once, and every record must match its checksum. If the parent folder has the run's
@@ -210,6 +225,7 @@ def newest_checkpoint(directory: str | Path, run: str | None = None, at_most: in
             earlier version or a script) is accepted.
         at_most: the latest step that may be used; None for the last one that the journal records, or any step if there
             is no journal.
+        shared: run and step of the parent's checkpoint from which a branch starts, which is accepted as well.
 
     Raises:
         OSError: reading failed because of the machine, so the checkpoint may be intact and must not be skipped.
@@ -223,7 +239,8 @@ def newest_checkpoint(directory: str | Path, run: str | None = None, at_most: in
     passed_over = []
     newest = None
     for path in checkpoints(Path(directory)):
-        why = beyond if at_most is not None and _step(path) > at_most else unusable(path, run)
+        owner = shared[0] if shared is not None and shared[1] == _step(path) else run
+        why = beyond if at_most is not None and _step(path) > at_most else unusable(path, owner)
         if why is None:
             newest = path
             break

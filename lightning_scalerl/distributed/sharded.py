@@ -201,7 +201,9 @@ class ShardedStrategy(ModelParallelStrategy):
             fill(self._folder, checkpoint, parts)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load this rank's part of the optimizer's state."""
+        """Load this rank's part of the optimizer's state; of a branch that starts without one, nothing."""
+        if not checkpoint["optimizer_states"]:
+            return
         for place, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             to_read: dict[str, Tensor] = {}

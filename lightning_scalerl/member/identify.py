@@ -24,7 +24,10 @@ from lightning_scalerl.composition import (
     composer_of,
     use_folders,
 )
+from lightning_scalerl.member.branch import GROUP as BRANCH
+from lightning_scalerl.member.branch import Parent, change_of, check_checkpoint, inherited, own_overrides, parent_of
 from sweeps.run.activity import Patience
+from sweeps.run.journal import JOURNAL_FILE
 from sweeps.run.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, make_spec, science
 
 _LONGEST_NAME = 255  # limit of file systems on a folder's name, in bytes
@@ -61,11 +64,17 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
     Raises:
         ConfigurationError: the first problem, in one line.
     """
-    used_folders = use_folders(folders)
     everywhere = set.intersection(*(set(overrides) for overrides in override_lists))
+    parents = [_parent_of(overrides) for overrides in override_lists]
+    used_folders = use_folders(
+        dict.fromkeys([*folders, *(place for each in parents if each for place in each.spec.folders)])
+    )
     composed = composer_of(used_folders)
     # Compose all members first, so that errors from Hydra are reported before any slow import.
-    drafts = [_draft(list(overrides), everywhere, composed) for overrides in override_lists]
+    drafts = [
+        _draft(list(overrides), everywhere, composed, parent)
+        for overrides, parent in zip(override_lists, parents, strict=True)
+    ]
     builder = _Builder()
     for draft in drafts:
         _check_settings(draft.values)
@@ -73,7 +82,7 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
     known: dict[bytes, dict[str, Any]] = {}
     clean: dict[tuple[str, int], Any] = {}
     specs = [
-        replace(_identified(draft, used_folders, builder, known, clean), overrides=_to_paste(overrides))
+        replace(_identified(draft, used_folders, builder, known, clean), overrides=_to_paste(overrides, draft.parent))
         for draft, overrides in zip(drafts, override_lists, strict=True)
     ]
     checked: set[str] = set()
@@ -81,13 +90,33 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
         if spec.curve not in checked:
             _check(spec, builder)
             checked.add(spec.curve)
+    for spec, parent in zip(specs, parents, strict=True):
+        # A branch that has begun has its own copy.
+        if parent is not None and not (Path(spec.config["output_dir"]) / "runs" / spec.run / JOURNAL_FILE).exists():
+            check_checkpoint(parent)
     for spec in specs:
         builder(spec.config, "model")
     return [replace(spec, cautions=_cautions(spec, builder)) for spec in specs]
 
 
-def _to_paste(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return the overrides that may be stored: all but the tracking address, which may contain a login."""
+def _parent_of(overrides: Sequence[str]) -> Parent | None:
+    """Return the run that a member branches from; None if it starts anew."""
+    if not any(group_of(entry) == BRANCH for entry in overrides):
+        return None
+    study = _value(overrides, "study")
+    output_dir = Path(_value(overrides, "output_dir") or Path("outputs") / (study or "local"))
+    seed = _value(overrides, "seed")
+    return parent_of(overrides, output_dir, int(seed) if seed is not None and seed.isdecimal() else None)
+
+
+def _to_paste(overrides: Sequence[str], parent: Parent | None) -> tuple[str, ...]:
+    """Return the overrides that may be stored: all but the tracking address, which may contain a login.
+
+    A branch stores its parent's as well, because its own branches take them from it.
+    """
+    if parent is not None:
+        of_branch = [entry for entry in overrides if group_of(entry) == BRANCH]
+        overrides = [*inherited(own_overrides(overrides, parent), parent), *of_branch]
     return tuple(entry for entry in overrides if group_of(entry) != "mlflow")
 
 
@@ -102,6 +131,7 @@ class _Draft:
         variant: label of its variant, such as `loss=dapo`; None without a variant.
         by_hand: overrides of axes on the command line, by axis.
         settings: other overrides that are not common to all members.
+        parent: the run that it branches from; `reference` is then the parent's configuration.
     """
 
     values: dict[str, Any]
@@ -110,6 +140,7 @@ class _Draft:
     variant: str | None
     by_hand: Mapping[str, Sequence[str]]
     settings: Sequence[str]
+    parent: Parent | None = None
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:
@@ -215,20 +246,29 @@ def _check_place(config: Mapping[str, Any]) -> None:
             )
 
 
-def _draft(overrides: list[str], everywhere: set[str], composed: Composer) -> _Draft:
-    """Compose a member and its recipe, and sort its overrides; all members share those in `everywhere`."""
-    values = composed.resolved(overrides)
+def _draft(overrides: list[str], everywhere: set[str], composed: Composer, parent: Parent | None = None) -> _Draft:
+    """Compose a member and its recipe, and sort its overrides; all members share those in `everywhere`.
+
+    A branch has its parent's overrides as well, and its parent in the place of the recipe.
+    """
+    own = overrides if parent is None else own_overrides(overrides, parent)
+    overrides = own if parent is None else inherited(own, parent)
+    branch = {} if parent is None else {BRANCH: parent.values}
+    values = {**composed.resolved(overrides), **branch}
     _check_numbers(values)
     axes = axes_of(values)
     _check_keys(values, overrides, axes)
-    departing = [entry for entry in overrides if group_of(entry) in (*axes, "variant")]
-    reference = composed.resolved([entry for entry in overrides if entry not in departing]) if departing else values
+    departing = [entry for entry in own if group_of(entry) in (*axes, "variant")]
+    reference = values
+    if departing:
+        recipe_alone = own if parent is None else inherited([each for each in own if each not in departing], parent)
+        reference = {**composed.resolved([each for each in recipe_alone if each not in departing]), **branch}
     by_hand: dict[str, list[str]] = {}
     for entry in departing:
         if group_of(entry) != "variant":
             by_hand.setdefault(group_of(entry), []).append(entry.lstrip("+"))
     unlabelled = UNLABELLED | set(axes)
-    distinctive = [entry for entry in overrides if entry not in everywhere]
+    distinctive = [entry for entry in own if parent is not None or entry not in everywhere]
     settings = [entry.lstrip("+") for entry in distinctive if group_of(entry) not in unlabelled]
     recipe = _value(overrides, "recipe") or DEFAULT_RECIPE
     for entry in overrides:
@@ -237,7 +277,9 @@ def _draft(overrides: list[str], everywhere: set[str], composed: Composer) -> _D
                 f"{entry}: a run is named after what it changes in its recipe; leave it out, or give a file of yours "
                 "in a folder variant/ the label (docs/guide/extend.md)"
             )
-    return _Draft(values, reference, recipe, _label(values, overrides, composed.folders), by_hand, settings)
+    varies = parent is None or any(group_of(entry) == "variant" for entry in own)
+    variant = _label(values, overrides, composed.folders) if varies else None
+    return _Draft(values, reference, parent.label if parent else recipe, variant, by_hand, settings, parent)
 
 
 def check_shown(overrides: Sequence[str], folders: Folders = ()) -> None:
@@ -305,6 +347,11 @@ def _identified(
     changed = changed_keys(identity, cached_identity(draft.reference))
     departures: dict[str, str] = {}
     _check_label(draft)
+    settings = draft.settings
+    if draft.parent is not None:
+        identity_then = cached_identity(draft.parent.spec.config)
+        differing = change_of(identity, identity_then, int(draft.values["budget"]["steps"]), draft.parent)
+        settings = [entry for entry in settings if group_of(entry) in differing]
     if draft.variant:
         axis = group_of(draft.variant)
         if [axis] != [key for key in changed if key not in draft.by_hand]:
@@ -322,10 +369,10 @@ def _identified(
         config=draft.values,
         reference=draft.reference,
         identity=identity,
-        label="+".join([draft.recipe, *label_parts, *draft.settings]),
+        label="+".join([draft.recipe, *label_parts, *settings]),
         baseline=draft.recipe,
         departures=departures,
-        settings={key: value for key, _, value in (entry.partition("=") for entry in draft.settings)},
+        settings={key: value for key, _, value in (entry.partition("=") for entry in settings)},
         folders=folders,
         clean=clean,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from lightning_scalerl.composition import axes_of, build, build_recipe, use_fold
 from lightning_scalerl.data import RolloutDataModule
 from lightning_scalerl.distributed.sharded import ShardedStrategy
 from lightning_scalerl.distributed.start import process_rank, trainer_settings
+from lightning_scalerl.member.branch import Branch, begin, branch_of, shared_checkpoint, start_again
 from lightning_scalerl.member.identity import check_identity
 from lightning_scalerl.module import ScaleRL
 from sweeps.run.files import write_atomically
@@ -66,12 +68,15 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
         if lease is not None:
             write_atomically(run_dir / CONFIG_FILE, OmegaConf.to_yaml(config))
         # Before any rank looks for a checkpoint: a late rank must not find one after the break in the journal.
+        branch = branch_of(spec)
+        if branch is not None and lease is not None:
+            begin(run_dir, spec, branch)
         broken = find_break(run_dir)
         covered = covered_step(run_dir) if broken is None else broken.step
         if broken is not None and lease is not None:
             _mend(broken, run_dir / "checkpoints", lease)
         # -1 without a journal. A member writes one from its first step, so checkpoints without a journal are ignored.
-        _fit(run_dir, spec, config, lease, progress, -1 if covered is None else covered)
+        _fit(run_dir, spec, config, lease, progress, -1 if covered is None else covered, branch)
 
 
 def _mend(broken: Break, checkpoints: Path, lease: Lease) -> None:
@@ -84,7 +89,15 @@ def _mend(broken: Break, checkpoints: Path, lease: Lease) -> None:
     print(f"{broken.why}; kept as {kept.name}{beyond}, and the run goes on {where}", flush=True)
 
 
-def _fit(run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, progress: bool, covered: int) -> None:
+def _fit(
+    run_dir: Path,
+    spec: RunSpec,
+    config: DictConfig,
+    lease: Lease | None,
+    progress: bool,
+    covered: int,
+    branch: Branch | None,
+) -> None:
     """Build module, callbacks and trainer from the configuration, and fit from the newest covered checkpoint."""
     # The module gets the recipe's choices. Departures are passed as callbacks, as in a user's script.
     settings = {key: value for key, value in spec.config.items() if key not in axes_of(spec.config)}
@@ -100,7 +113,9 @@ def _fit(run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, 
     module = ScaleRL(model=build(config, "model"), recipe=reference, streamed=sharded)
     task = build(config, "task")
     guard = lease.check if lease is not None else None
-    newest = newest_checkpoint(run_dir / "checkpoints", run=spec.run, at_most=covered)
+    newest = newest_checkpoint(run_dir / "checkpoints", run=spec.run, at_most=covered, shared=shared_checkpoint(branch))
+    if branch is not None and newest.path is None:
+        newest = replace(newest, path=start_again(run_dir, branch, covered, leads=lease is not None))
     log = RunLog(
         run_dir,
         spec.header(),
@@ -121,7 +136,12 @@ def _fit(run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, 
             build(config, "evaluation"),
             log,
             RolloutLog(run_dir, guard=guard, **config.get("rollouts", {})),
-            ResumableCheckpoint(run_dir / "checkpoints", config.checkpoint.every_n_steps, guard),
+            ResumableCheckpoint(
+                run_dir / "checkpoints",
+                config.checkpoint.every_n_steps,
+                guard,
+                keep_steps=config.checkpoint.get("keep_steps", ()),
+            ),
         ],
     )
     trainer.fit(

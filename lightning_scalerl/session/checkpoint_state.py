@@ -57,9 +57,17 @@ def save_state(
 
 
 def load_state(
-    checkpoint: Mapping[str, Any], path: DataPath | None, models: Models, updates: Updates, records: Records
+    checkpoint: Mapping[str, Any],
+    path: DataPath | None,
+    models: Models,
+    updates: Updates,
+    records: Records,
+    branches: bool = False,
 ) -> None:
-    """Restore the run; a rank that the saved run did not have keeps its fresh random state."""
+    """Restore the run; a rank that the saved run did not have keeps its fresh random state.
+
+    `branches`: the checkpoint is the parent's, from which this run branches.
+    """
     records.latest = dict(checkpoint.get("scalerl_metrics", {}))
     update = checkpoint.get("scalerl_update")
     if update is not None:
@@ -67,7 +75,7 @@ def load_state(
         models.restore_reference(update.get("reference"))
         shard_models(models)  # the reference may just have been loaded whole
     if path is not None:
-        path.restore(checkpoint["scalerl"])
+        path.restore(checkpoint["scalerl"], branches)
         return
     states = checkpoint.get("scalerl_followers", [])
     if models.ranks.number <= len(states):
@@ -113,11 +121,26 @@ def identity_of(trainer: Any, run: Run) -> dict[str, Any]:
     given = logs[0].identity if logs else {}
     choices = {axis: str(choice.semantics()["choice"]) for axis, choice in run.choices.items()}
     named = {"run": given.get("run"), "title": str(given.get("recipe", own_label(run)))}
+    if "branch" in given:
+        named["branch"] = given["branch"]
     return {**named, "recipe": own_label(run), "seed": run.seed, "choices": choices}
 
 
+def branches_from(own: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return where this run branches from its parent, if the checkpoint is the parent's at that step; None otherwise.
+
+    Args:
+        own: identity of this run.
+        checkpoint: the checkpoint.
+    """
+    branch, theirs = own.get("branch"), checkpoint.get(IDENTITY)
+    if branch is None or not isinstance(theirs, dict) or theirs.get("run") != branch["run"]:
+        return None
+    return dict(branch) if steps_of(checkpoint) == branch["step"] else None
+
+
 def check_run(own: dict[str, Any], checkpoint: Mapping[str, Any], ckpt_path: Any) -> None:
-    """Refuse a checkpoint without a run to continue, or with another run.
+    """Refuse a checkpoint without a run to continue, or with another run that this one does not branch from.
 
     A checkpoint without identity, from an earlier version, is accepted.
 
@@ -135,7 +158,7 @@ def check_run(own: dict[str, Any], checkpoint: Mapping[str, Any], ckpt_path: Any
             "ScaleRL.load_from_checkpoint(path)"
         )
     theirs = checkpoint.get(IDENTITY)
-    if not isinstance(theirs, dict):
+    if not isinstance(theirs, dict) or branches_from(own, checkpoint) is not None:
         return
     # If both runs belong to studies, compare only their run names: a new version may have renamed choices.
     named = None not in (own["run"], theirs.get("run"))

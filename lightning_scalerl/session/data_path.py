@@ -129,8 +129,13 @@ class DataPath:
             state["generator"]["weights"] = None
         return state
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore a state that `saved` returned; a generator without weights waits for `publish_again`."""
+    def restore(self, state: dict[str, Any], branches: bool = False) -> None:
+        """Restore a state that `saved` returned; a generator without weights waits for `publish_again`.
+
+        `branches`: the state is that of the run's parent. The axes that it counted are not those of this run.
+        """
+        if branches:
+            state = {**state, "mechanism": self.mechanism.state_dict()}
         generator = state["generator"]
         published = generator.get("weights", ...) is not None
         self.state.load_state_dict(state, later=() if published else ("generator",))

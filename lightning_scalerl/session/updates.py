@@ -31,6 +31,8 @@ class Updates:
         # Rates of the policy and of the critic (if any), before the schedule's factor.
         self._rates = [rate, rate if own is None else own] if choices.critic.has_values else [rate]
         self._optimizer: torch.optim.Optimizer | None = None
+        self._own_settings: list[dict[str, Any]] = []  # of each parameter group, as the recipe has them
+        self._branches = False
 
     def optimizer(self, models: Models) -> torch.optim.Optimizer:
         """Return the recipe's optimizer for policy and critic, each with its learning rate; always the same one."""
@@ -42,7 +44,29 @@ class Updates:
                 for root, rate in zip(roots, self._rates, strict=True)
             ]
             self._optimizer = self._recipe.optimizer.build(groups)
+            self._own_settings = [{key: group[key] for key in group if key != "params"} for group in self._groups]
         return self._optimizer
+
+    def branch(self, checkpoint: dict[str, Any], optimizer: str) -> None:
+        """Prepare the start from a parent's checkpoint, before its optimizer's state is loaded.
+
+        Args:
+            checkpoint: the parent's checkpoint, from which the optimizer's state is dropped if it is not kept.
+            optimizer: "kept" or "fresh".
+        """
+        if optimizer == "fresh":
+            checkpoint["optimizer_states"] = []
+        self._branches = True
+
+    def begin(self) -> None:
+        """Restore the own settings of a branch, once the optimizer's state is loaded.
+
+        The parent's state has the parent's settings as well (betas, weight decay), of which the branch may change one.
+        """
+        if self._branches:
+            for group, settings in zip(self._groups, self._own_settings, strict=True):
+                group.update(settings)
+        self._branches = False
 
     @property
     def learning_rate(self) -> float:

@@ -103,6 +103,7 @@ class RunSpec:
             "seed": self.seed,
             "departures": dict(self.departures),
             "settings": dict(self.settings),
+            **branch_of(self.config),
         }
 
     def checksum(self) -> str:
@@ -281,6 +282,14 @@ def layout_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     strategy = config.get("strategy") or {}
     devices = strategy.get("devices")
     return None if devices is None else (strategy.get("nodes") or 1, devices)
+
+
+def branch_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field `branch` of a journal's header: where a run left its parent; empty for a run of its own."""
+    branch = config.get("branch")
+    if not isinstance(branch, Mapping) or branch.get("run") is None:
+        return {}
+    return {"branch": {key: branch.get(key) for key in ("run", "step", "optimizer", "ancestors")}}
 
 
 def science(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,259 @@
+"""Branches: bit for bit the parent's curve with nothing changed, and one line for whatever cannot be branched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.member.branch import checkpoint_at
+from lightning_scalerl.member.identify import plan_members
+from lightning_scalerl.member.run import run_member
+from sweeps.errors import UserError
+from sweeps.run.journal import JOURNAL_FILE, read_journal
+from sweeps.run.passes import PASSES_FILE
+from sweeps.run.progress import is_done
+from sweeps.run.spec import RunSpec
+from tests.place import STEPS, Place
+from tests.variants import VARIANTS
+
+HALF = STEPS // 2
+# Label of the parent, whose settings `tests.place` gives.
+LABEL = "scalerl+async_mode.k=2"
+# Wide enough that checkpoints of every step of the parent would not be there without keep_steps.
+KEPT = (4, HALF, 9)
+
+
+@dataclass
+class Family:
+    """A finished parent, and how to branch from it."""
+
+    place: Place
+    parent: Path
+
+    def branch(self, *overrides: str, step: int = HALF, run: object = None, output: str = "late") -> RunSpec:
+        """Plan a branch and freeze it in its folder."""
+        words = [f"branch.run={run or self.parent}", f"branch.step={step}", f"output_dir={self.place.root}/{output}"]
+        (spec,) = plan_members([[*words, *overrides]])
+        spec.write(self.folder(spec))
+        return spec
+
+    def folder(self, spec: RunSpec) -> Path:
+        return Path(spec.config["output_dir"]) / "runs" / spec.run
+
+    def run(self, spec: RunSpec) -> Path:
+        run_member(self.folder(spec))
+        assert is_done(self.folder(spec), spec.steps, spec.run)
+        return self.folder(spec)
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    place = Place(tmp_path_factory.mktemp("branches"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in place.environment().items():
+            patch.setenv(name, value)
+        own = [*place.overrides("base", "seed=3"), f"checkpoint.keep_steps=[{','.join(map(str, KEPT))}]"]
+        (spec,) = plan_members([own])
+        folder = Path(spec.config["output_dir"]) / "runs" / spec.run
+        spec.write(folder)
+        run_member(folder)
+        yield Family(place, folder)
+
+
+def deterministic(folder: Path) -> list[tuple[str, int, dict[str, float]]]:
+    """Without the counters of what departs from the recipe, for a branch departs from its parent instead."""
+    return [
+        (kind, step, {name: value for name, value in metrics.items() if not name.startswith("mechanism/")})
+        for kind, step, metrics in read_journal(folder).deterministic()
+    ]
+
+
+def rows(folder: Path, after: int, last: int = STEPS) -> list[tuple[str, int, dict[str, float]]]:
+    return [row for row in deterministic(folder) if after < row[1] <= last]
+
+
+def test_with_nothing_changed_it_is_the_parents_own_curve(family: Family) -> None:
+    spec = family.branch()
+    assert spec.recipe == f"{LABEL}@{HALF}" and spec.seed == 3 and spec.steps == STEPS and not spec.departures
+    folder = family.run(spec)
+    assert deterministic(folder) == deterministic(family.parent)
+    header = read_journal(folder).header
+    assert header["branch"] == {
+        "run": family.parent.name,
+        "step": HALF,
+        "optimizer": "kept",
+        "ancestors": {family.parent.name: HALF},
+    }
+    shared = [json.loads(line) for line in (family.parent / PASSES_FILE).read_text().splitlines()]
+    assert [json.loads(line) for line in (folder / PASSES_FILE).read_text().splitlines()] == shared
+
+
+def test_one_choice_changed_parts_there_and_not_before(family: Family) -> None:
+    folder = family.run(family.branch("loss=reinforce", "budget.steps=8", output="parted"))
+    spec = RunSpec.read(folder)
+    assert (spec.recipe, spec.baseline) == (f"{LABEL}@{HALF}+loss=reinforce", f"{LABEL}@{HALF}")
+    assert dict(spec.departures) == {"loss": "reinforce"}
+    own, parents = deterministic(folder), deterministic(family.parent)
+    up_to = [row for row in parents if row[1] <= HALF]
+    assert own[: len(up_to)] == up_to
+    assert rows(folder, HALF) != rows(family.parent, HALF, 8)
+    first = next(record for record in read_journal(folder).records if record.step == HALF + 1)
+    before = next(r for r in read_journal(family.parent).records if r.step == HALF and r.kind == "train")
+    assert first.metrics["compute/flops"] > before.metrics["compute/flops"] > 0
+
+
+def test_settings_of_the_optimizer_are_its_own_and_its_state_is_kept_or_not(family: Family) -> None:
+    ends = {}
+    for name, change in {
+        "kept": (),
+        "fresh": ("branch.optimizer=fresh",),
+        "rate": ("optimizer.lr=0",),
+        "decay": ("optimizer.weight_decay=0.7",),
+    }.items():
+        folder = family.run(family.branch(*change, "budget.steps=8", output=name))
+        saved = torch.load(checkpoint_at(folder, 8), weights_only=True)
+        ends[name] = saved["optimizer_states"][0]
+        if name == "rate":
+            assert not any(
+                r.metrics["train/learning_rate"] for r in read_journal(folder).records[-2:] if r.kind == "train"
+            )
+    steps = {name: float(state["state"][0]["step"]) for name, state in ends.items()}
+    assert steps == {"kept": 8, "fresh": 2, "rate": 8, "decay": 8}
+    decay = {name: state["param_groups"][0]["weight_decay"] for name, state in ends.items()}
+    assert decay["decay"] == 0.7 != decay["kept"]
+
+
+def test_a_branch_of_a_branch(family: Family) -> None:
+    spec = family.branch("loss=reinforce", f"checkpoint.keep_steps=[{KEPT[-1]}]")
+    first = family.run(spec)
+    second = family.branch(step=KEPT[-1], run=first, output="later")
+    assert second.recipe == f"{LABEL}@{HALF}+loss=reinforce@{KEPT[-1]}"
+    folder = family.run(second)
+    assert deterministic(folder) == deterministic(first)
+    ancestors = read_journal(folder).header["branch"]["ancestors"]
+    assert ancestors == {first.name: KEPT[-1], family.parent.name: HALF}
+    third = family.branch("loss=dapo", step=KEPT[-1], run=first, output="later")
+    assert third.recipe == f"{second.recipe}+loss=dapo" and dict(third.departures) == {"loss": "dapo"}
+    assert third.config["loss"]["_target_"].endswith("DAPO")
+    with pytest.raises(ConfigurationError, match=f"branch.step: {HALF}, and the parent .* is itself a branch"):
+        family.branch(step=HALF, run=first)
+
+
+def test_it_goes_on_after_a_stop_and_without_its_parent(family: Family, tmp_path: Path) -> None:
+    """The parent's folder may go once the branch has begun, also when it has no checkpoint of its own yet."""
+    copy = tmp_path / "parent"
+    shutil.copytree(family.parent, copy / "runs" / family.parent.name)
+    run = copy / "runs" / family.parent.name
+    spec = family.branch("kl=light", run=run, output="orphan")
+    folder = family.folder(spec)
+
+    class StopError(Exception):
+        pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_scalerl.member.run._fit", lambda *given: (_ for _ in ()).throw(StopError))
+        with pytest.raises(StopError):
+            run_member(folder)
+    assert deterministic(folder) == [row for row in deterministic(family.parent) if row[1] <= HALF]
+    shutil.rmtree(copy)
+    family.run(spec)
+    assert deterministic(folder) == deterministic(family.run(family.branch("kl=light", output="kept")))
+
+
+@pytest.mark.parametrize("killed_in", ["fetch_checkpoint", "_copy_passes", "Journal.checkpoint"])
+def test_a_start_that_is_killed_begins_again(family: Family, killed_in: str, tmp_path: Path) -> None:
+    spec = family.branch("budget.steps=7", output=tmp_path.name)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*given: Any, **named: Any) -> None:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"lightning_scalerl.member.branch.{killed_in}", kill)
+        with pytest.raises(Killed):
+            run_member(family.folder(spec))
+    assert not (family.folder(spec) / JOURNAL_FILE).exists()
+    trained = [row for row in deterministic(family.run(spec)) if row[0] == "train"]
+    assert trained == [row for row in rows(family.parent, 0, 7) if row[0] == "train"]
+
+
+def test_where_the_parent_is(family: Family) -> None:
+    by_folder = family.branch()
+    assert family.branch(run=family.parent.name).run == by_folder.run
+    assert family.branch(run=family.place.root / "base").run == by_folder.run
+    words = [f"branch={{run: {family.parent.name}, step: {HALF}}}", f"output_dir={family.place.root}/late"]
+    (spec,) = plan_members([words])
+    assert spec.run == by_folder.run
+    assert family.branch("seed=3").run == by_folder.run
+    assert family.branch("branch.optimizer=kept").run == by_folder.run
+    assert family.branch("branch.optimizer=fresh").run != by_folder.run != family.branch(step=9).run
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["branch.step=5"], "has no checkpoint of step 5, it has 3, 4, 6, 9, 12; .*checkpoint.keep_steps=\\[5\\]"),
+        (["seed=4"], "seed: 4, and the parent .* has 3"),
+        (["loss=dapo", "kl=light"], "branch: kl, loss differ from the parent"),
+        (["batch.prompts=4"], "branch: batch cannot change at a branch"),
+        (["async_mode=on_policy"], "branch: async_mode cannot change"),
+        (["budget.steps=6"], "budget.steps: 6 must be above branch.step=6"),
+        (["branch.run=nowhere"], "branch.run: 'nowhere' is no run here"),
+        (["branch.run=null"], "branch.run: needs a value"),
+        (["branch.optimizer=new"], "branch.optimizer: 'new' is unknown; valid: kept, fresh"),
+        (["+branch.at=3"], "branch.at: unknown"),
+        (["branch.step=half"], "branch.step: 'half' must be a whole number"),
+    ],
+)
+def test_what_cannot_be_branched(family: Family, overrides: Sequence[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        family.branch(*overrides)
+
+
+def _without_checkpoint(parent: Path) -> None:
+    checkpoint_at(parent, HALF).unlink()
+
+
+def _without_records(parent: Path) -> None:
+    lines = (parent / JOURNAL_FILE).read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line).get("step") != 2]
+    (parent / JOURNAL_FILE).write_text("".join(kept))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (shutil.rmtree, "the parent's checkpoint .* is not there"),
+        (_without_checkpoint, "the parent's checkpoint .* is not there"),
+        (_without_records, "lacks step 2 of 6"),
+    ],
+)
+def test_a_parent_that_is_gone_is_one_line(
+    family: Family, tmp_path: Path, damage: Callable[[Path], Any], message: str
+) -> None:
+    parent = tmp_path / "runs" / family.parent.name
+    shutil.copytree(family.parent, parent)
+    spec = family.branch(run=parent, output=f"gone{damage.__name__}")
+    damage(parent)
+    with pytest.raises(UserError, match=message):
+        run_member(family.folder(spec))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_branches_or_is_refused_before_it_starts(family: Family, variant: str) -> None:
+    try:
+        spec = family.branch(f"variant={variant}", "budget.steps=8", output="variants")
+    except ConfigurationError:
+        return
+    family.run(spec)
