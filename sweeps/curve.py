@@ -67,6 +67,7 @@ class Curve:
         seen: lowest and highest reward of the whole study (`with_shared_scale`); None if there is only this curve.
         lower_is_better: whether the source's metric is a loss. Rewards are then minus the metric, and `metric` is
             `-loss`.
+        origin: of branches, the compute from which `compute` is counted, the mean over seeds; else 0.
     """
 
     recipe: str
@@ -84,6 +85,7 @@ class Curve:
     limits: tuple[float, float] | None = None
     seen: tuple[float, float] | None = None
     lower_is_better: bool = False
+    origin: float = 0.0
 
     @cached_property
     def range(self) -> tuple[float, float] | None:
@@ -139,7 +141,8 @@ class Curve:
     @property
     def unit(self) -> str:
         """Name of the compute axis for output, such as "device hours"; the column's name if it is not in `UNITS`."""
-        return UNITS.get(self.axis, self.axis)
+        unit = UNITS.get(self.axis, self.axis)
+        return f"{unit} after branching" if self.origin else unit
 
     def take(self, keep: NDArray[np.bool_]) -> Curve:
         """Return the curve restricted to the points selected by a mask (n,)."""

@@ -45,23 +45,25 @@ class Branch:
 
     Args:
         run: identity of the parent; on the command line also its folder, or the folder of a study that has one run of
-            the same seed. None for a run that starts anew.
+            the same seed. None for a run that starts anew. In the identity, `curve` stands for it.
         step: completed optimizer steps of the parent's checkpoint.
         optimizer: "kept" to start with the parent's optimizer state, "fresh" to start with none.
         folder: the parent's folder, from which the branch is started; not part of the identity.
         ancestors: the parent and its own ancestors, each with the step at which this line left it; not part of the
             identity, which follows from the parent's.
+        curve: the parent's curve; the seed says which of its runs it is. So the seeds of a branch are one curve.
     """
 
-    neutral: ClassVar[Mapping[str, Any]] = {"choice": "Branch", "run": None, "step": None}
-    added: ClassVar[Mapping[str, Any]] = {"optimizer": KEPT}
-    remarks: ClassVar[tuple[str, ...]] = ("folder", "ancestors")
+    neutral: ClassVar[Mapping[str, Any]] = {"choice": "Branch", "step": None}
+    added: ClassVar[Mapping[str, Any]] = {"optimizer": KEPT, "curve": None}
+    remarks: ClassVar[tuple[str, ...]] = ("run", "folder", "ancestors")
 
     run: str | None = None
     step: int | None = None
     optimizer: str = KEPT
     folder: str | None = None
     ancestors: Mapping[str, int] = field(default_factory=dict)
+    curve: str | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Parent:
             "optimizer": self.optimizer,
             "folder": str(self.folder),
             "ancestors": {self.spec.run: self.step, **above},
+            "curve": self.spec.curve,
         }
 
 

@@ -24,8 +24,16 @@ from lightning_scalerl.composition import (
     composer_of,
     use_folders,
 )
+from lightning_scalerl.member.branch import (
+    FRESH,
+    Parent,
+    change_of,
+    check_checkpoint,
+    inherited,
+    own_overrides,
+    parent_of,
+)
 from lightning_scalerl.member.branch import GROUP as BRANCH
-from lightning_scalerl.member.branch import Parent, change_of, check_checkpoint, inherited, own_overrides, parent_of
 from sweeps.run.activity import Patience
 from sweeps.run.journal import JOURNAL_FILE
 from sweeps.run.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, make_spec, science
@@ -349,9 +357,13 @@ def _identified(
     _check_label(draft)
     settings = draft.settings
     if draft.parent is not None:
+        if draft.values["race"]["mode"] != "none":
+            raise ConfigurationError("race.mode: branches cannot be raced; give race.mode=none")
         identity_then = cached_identity(draft.parent.spec.config)
         differing = change_of(identity, identity_then, int(draft.values["budget"]["steps"]), draft.parent)
         settings = [entry for entry in settings if group_of(entry) in differing]
+        if draft.parent.optimizer == FRESH:
+            settings.append(f"{BRANCH}.optimizer={FRESH}")
     if draft.variant:
         axis = group_of(draft.variant)
         if [axis] != [key for key in changed if key not in draft.by_hand]:

@@ -3,6 +3,8 @@
 One JSON object per line, flushed when written. Kinds of record:
 
     {"kind": "run", "time": ..., "run": ..., "curve": ..., "recipe": ..., "seed": ..., "parameters": ...}
+        "branch": of a run that began with another one's records: its parent's "run", the "step" of the last shared
+        record, and all "ancestors" with such steps
     {"kind": "train", "time": ..., "step": 12, "metrics": {"train/loss": ..., "compute/flops": ...}}
     {"kind": "eval", "time": ..., "step": 12, "metrics": {"eval/heldout/pass_rate": ..., ...}}
     {"kind": "checkpoint", "time": ..., "step": 12}          every record up to step 12 is now durable

@@ -6,6 +6,7 @@ import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from sweeps.curve import UNNAMED, Array, Curve, make_curve, with_shared_scale
@@ -118,7 +119,8 @@ class CurvePoints:
     """Points of one curve while its sources are read, one list per column.
 
     recipe: the curve's label. name: the part of it that comes from the source. own_seeds: whether the source names some
-    of its seeds. bounds: lowest and highest possible value of the metric, where the source knows them.
+    of its seeds. bounds: lowest and highest possible value of the metric, where the source knows them. origins: of each
+    run, the compute at which its points begin (`Curve.origin`).
     """
 
     recipe: str
@@ -136,6 +138,7 @@ class CurvePoints:
     own_seeds: bool = False
     ended: bool = False
     bounds: tuple[float, float] | None = None
+    origins: list[float] = field(default_factory=list)
 
     def extend(
         self,
@@ -249,7 +252,8 @@ class Collected:
                 bounds=points.bounds or self.asked.bounds,
                 lower_is_better=self.asked.lower_is_better,
             )
-            curves.append(replace(curve, ended=points.ended))
+            origin = fmean(points.origins) if points.origins else 0.0
+            curves.append(replace(curve, ended=points.ended, origin=origin))
         return with_shared_scale(curves)
 
     def _say_bounds(self) -> None:

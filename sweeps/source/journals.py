@@ -14,6 +14,7 @@ from sweeps.errors import UserError
 from sweeps.fit.schedule import at_peak_rate
 from sweeps.run.files import parse_json, read_yaml
 from sweeps.run.journal import CONFIG_FILE, PASS_RATE, JournalError, JournalView, Record, finite, read_journal
+from sweeps.source.branches import START, parted_views
 from sweeps.source.collected import ALL, Asked, Collected, CurvePoints, LoadedStudy
 from sweeps.source.held_out import with_at_k
 from sweeps.source.namesakes import tell_apart
@@ -54,6 +55,12 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
                 raise
             study.warnings.append(str(error))
     usable = [view for view in study.runs if view.of_kind("eval")]
+    from_there, notes = parted_views(usable)
+    if notes:
+        empty = [view for view in study.runs if not view.of_kind("eval")]
+        usable, study.runs = from_there, [*from_there, *empty]
+        for line in notes:
+            study.note(line, shown=True)
     study.warnings += [f"{v.path.parent}: no evaluation yet" for v in study.runs if not v.of_kind("eval")]
     if not usable:
         return
@@ -102,8 +109,9 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
             if axis == ORDER and (note := order_warning(axis)) and note not in points.warnings:
                 points.warnings.append(note)
             for number, record in enumerate(records, start=1):
+                start = view.header.get(START, {})
                 if axis in (STEP, ORDER):
-                    compute = float(number if axis == ORDER else record.step)
+                    compute = float(number if axis == ORDER else record.step - start.get("step", 0))
                 else:
                     compute = _metric(view, record, axis, "--x", ("compute/",))
                 reward = _metric(view, record, name, "--metric", ("eval/",))
@@ -114,6 +122,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
                 spent.append(compute)
                 count += 1
             points.at_peak.extend(_at_peak(view, axis, spent))
+            points.origins.append(float(view.header.get(START, {}).get(axis, 0.0)))
     for label, (points, curves) in identities.items():
         if len(curves) > 1:  # only some of the runs record their configuration's identity
             points.warnings.append(

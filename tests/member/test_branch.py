@@ -196,7 +196,9 @@ def test_where_the_parent_is(family: Family) -> None:
     assert spec.run == by_folder.run
     assert family.branch("seed=3").run == by_folder.run
     assert family.branch("branch.optimizer=kept").run == by_folder.run
-    assert family.branch("branch.optimizer=fresh").run != by_folder.run != family.branch(step=9).run
+    fresh = family.branch("branch.optimizer=fresh")
+    assert fresh.recipe == f"{LABEL}@{HALF}+branch.optimizer=fresh"
+    assert fresh.run != family.branch(step=9).run
 
 
 @pytest.mark.parametrize(
