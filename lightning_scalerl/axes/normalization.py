@@ -231,10 +231,10 @@ class MaxRLNormalization(Normalization):
     Args:
         eps: added to the divisor.
         incorrect: reward of an incorrect completion, above which the mean reward is measured; `reward.incorrect` of the
-            run.
+            run, -1 in ScaleRL.
     """
 
-    def __init__(self, eps: float = 1e-6, incorrect: float = 0.0) -> None:
+    def __init__(self, eps: float = 1e-6, incorrect: float = -1.0) -> None:
         self.eps = not_negative("normalization.eps", eps)
         self.incorrect = incorrect
 
