@@ -272,7 +272,9 @@ def test_maxrl_never_turns_a_gradient_around() -> None:
     rewards = [torch.tensor([0.0, -1.0]), torch.tensor([0.5, 0.5, 0.5])]
     scaled = MaxRLNormalization(incorrect=0.0).scale([each - each.mean() for each in rewards], rewards)
     assert [each.tolist() for each in scaled] == [[0.0, 0.0], [0.0, 0.0, 0.0]]
-    assert MaxRLNormalization(eps=0.5, incorrect=0.0).scale([torch.ones(1)], [torch.ones(1)])[0].item() == pytest.approx(1 / 1.5)
+    assert MaxRLNormalization(eps=0.5, incorrect=0.0).scale([torch.ones(1)], [torch.ones(1)])[
+        0
+    ].item() == pytest.approx(1 / 1.5)
 
 
 # --- what is refused -----------------------------------------------------------------------------------------

@@ -28,8 +28,9 @@ def gmpo(
     -clip_low where A_t < 0. `advantages` must be constant along a sequence. Then the token average is the paper's term.
     Shapes: all (R, T), one sequence per row; unreduced.
 
-    Source: GMPO, arXiv 2507.20673. TRL (`trl.experimental.gmpo`) and verl (`geo_mean`) compute the same. Both average
-    over the sequences of a micro-batch, including sequences without a token in the mask.
+    Source: GMPO, arXiv 2507.20673. TRL (`trl.experimental.gmpo`) and verl (`geo_mean`) compute the same gradient. Both
+    average over the sequences of a micro-batch, also those without a token in the mask, to which TRL's loss adds the
+    constant -A_i.
     """
     log_ratio = trainer_logprobs - anchor_logprobs
     bounded = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
