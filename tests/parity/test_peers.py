@@ -468,7 +468,7 @@ def test_verl_does_not_count_a_rollout_without_credited_tokens() -> None:
 
 
 def test_trl_adds_a_constant_for_a_sequence_without_credited_tokens() -> None:
-    """Its mean of no ratios is 1 there, so its loss has minus the advantage, without a gradient. verl's and ours do not."""
+    """Its mean of no ratios is 1 there, so its loss has minus the advantage, without a gradient; ours has not."""
     gmpo, peer = ours(choices(GMPO(0.2, 0.3), SAMPLE), True, micro_batch=12), theirs("trl gmpo 0.2 sample forced")
     (advantage,) = (
         reward - sum(group) / len(group)

@@ -17,9 +17,11 @@ class KLCov(Loss):
     """loss_t = -r_t A_t, plus coefficient |log r_t| for the share of tokens with the highest covariance.
 
     Source: arXiv 2505.22617, eq. 10, 13 and 14. The paper penalizes KL(pi_anchor || pi_trainer); its code, verl
-    (`kl_cov`) and SkyRL estimate it by |log r_t|, which is used here. Its gradient is 0 at a ratio of 1. So it acts
-    from the second update on the same samples, or with an anchor that is not the trainer. The coefficient is 1 in the
-    paper and 0.1 in verl's configuration. The share is 2e-4 for the paper's 32B model and 2e-3 for its 7B model.
+    (`kl_cov`) and SkyRL estimate it by |log r_t|, which is used here. Its gradient has the sign of log r_t whatever
+    its size, and is 0 at a ratio of exactly 1. With `correction=proximal` the ratio is exactly 1 in the first pass over
+    a batch, so the penalty acts from the second update on. Between a generator and a trainer of the same weights the
+    sign is that of a rounding error, and the penalty adds noise. The coefficient is 1 in the paper and 0.1 in verl's
+    configuration. The share is 2e-4 for the paper's 32B model and 2e-3 for its 7B model.
 
     Tokens are selected once per step over the whole batch, by the log-probabilities of the ratio's anchor. verl and
     SkyRL select in every micro-batch and pass, by those of the current policy. Both agree for a step of one pass and
