@@ -287,14 +287,16 @@ SELECTING = {
 def test_the_size_of_a_micro_batch_selects_no_other_tokens(tiny_model_path: str, name: str) -> None:
     """Two passes over each batch, so that the penalty of kl_cov has a gradient."""
     runs = {}
-    for size in (1, 3, 100):
+    for size in (1, 3, 100, 0):  # 0: as 100, without an effect of the selection
         keep = Keep()
-        overrides = [*SELECTING[name], f"batch.micro_batch={size}", "epochs.count=2", "precision=fp32"]
+        overrides = [*SELECTING[name], f"batch.micro_batch={size or 100}", "epochs.count=2", "precision=fp32"]
+        overrides += [] if size else ["loss.coefficient=0" if name == "kl_cov" else "loss.low=4.9"]
         module = fit(tiny_model_path, steps=2, callbacks=[keep], overrides=overrides)
         runs[size] = weights_of(module), keep.of("train/clip_fraction"), keep.of("train/loss")
     for size in (1, 3):
         assert all(torch.allclose(runs[size][0][each], runs[100][0][each], atol=1e-5) for each in runs[100][0])
         assert runs[size][1] == pytest.approx(runs[100][1]) and runs[size][2] == pytest.approx(runs[100][2], rel=1e-4)
+    assert not any(torch.allclose(runs[0][0][each], runs[100][0][each], atol=1e-5) for each in runs[100][0])
     assert min(runs[100][1]) > 0.01 or name == "kl_cov"
 
 
