@@ -129,7 +129,7 @@ def test_gmpo_by_sequence() -> None:
 
 
 def test_covariances_by_hand() -> None:
-    logprobs, advantages = torch.tensor([-1.0, -2.0, -3.0, -6.0]), torch.tensor([1.0, 1.0, -1.0, -1.0])
+    logprobs, advantages = torch.tensor([-1.0, -2.0, -3.0, -6.0]), torch.tensor([2.0, 2.0, 0.0, 0.0])
     assert covariances(logprobs, advantages).tolist() == [2.0, 1.0, 0.0, 3.0]
 
 
