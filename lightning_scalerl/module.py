@@ -72,10 +72,11 @@ from lightning_scalerl.session.updates import Updates
 from lightning_scalerl.stream.conversations import Conversations
 from lightning_scalerl.stream.drivers import Driver
 from lightning_scalerl.stream.prompts import PromptSet
+from lightning_scalerl.stream.random_streams import SELECTION_STREAM
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.base import Task
 from lightning_scalerl.update.before import scored_before
-from lightning_scalerl.update.terms import Term, terms
+from lightning_scalerl.update.terms import Term, terms, with_selection
 from lightning_scalerl.update.token_credit import token_credit
 from lightning_scalerl.verify.verification import Verifiers
 from sweeps.run.interruption import RunInterruptedError, interruption
@@ -161,8 +162,14 @@ class ScaleRL(LightningModule):
         batch = replace(batch.to(self.device), packed=self.policy.packs)
         optimizer = self.optimizers()
         with self.meter.phase("train"):
-            rows = self._credited(self.ranks.rows(batch, self.recipe.batch.a_pass))
+            size = self.recipe.batch.a_pass
+            rows = self._credited(self.ranks.rows(batch, size))
             batch = self.ranks.gather_rows(batch, rows)
+            key = (self.seed, SELECTION_STREAM, self.completed_steps)
+            batch = with_selection(batch, self.choices, key)
+            if batch.selected is not None:
+                # Every rank has selected from the whole batch: take this rank's rows again, now with the selection.
+                rows = self.ranks.rows(batch, size)
             passes: list[Pass] = []
             for number in range(self.choices.epochs.count):
                 # None, not zero: AdamW skips parameters without a gradient, so after an empty batch not even momentum

@@ -175,6 +175,7 @@ class Recipe:
         problems = [
             choices.advantage.check_group_size(self.batch.completions),
             choices.filter.check_group_size(self.batch.completions),
+            choices.normalization.check_rewards(self.reward.incorrect),
             choices.allocation.check_average(self.batch.completions),
             self.cost_model.conflict(choices.async_mode.drains),
             control.check_limit(self.context.max_new_tokens),

@@ -308,7 +308,7 @@ DEVICE = "accelerator: no setting of a run; a run trains on the GPU that its pro
         every(
             5,
             [
-                (["loss=foo"], "loss=foo: no such choice; valid: cispo, dapo"),
+                (["loss=foo"], "loss=foo: no such choice; valid: cispo, clip_cov, dapo"),
                 (["nonsense=1"], "valid here: "),
                 (["async_mode.k=0"], "async_mode.k: 0 must be"),
                 (["task=jsonl"], "task.heldout: needs a value"),
@@ -328,8 +328,8 @@ DEVICE = "accelerator: no setting of a run; a run trains on the GPU that its pro
                 (["=3"], "=3: no key before the ="),
                 # A near name.
                 (["recipe=scalrl"], "recipe=scalrl: no such choice; did you mean recipe=scalerl?"),
-                (["variant=loss_dappo"], "did you mean variant=loss_dapo?"),
-                ([*MULTIRUN, "variant=none,loss_dappo"], "did you mean variant=loss_dapo?"),
+                (["variant=loss_dapoo"], "did you mean variant=loss_dapo?"),
+                ([*MULTIRUN, "variant=none,loss_dapoo"], "did you mean variant=loss_dapo?"),
                 (["accelerator=gpu"], DEVICE),
                 (["race.freed=plan"], "race.freed: the key was removed; leave it away, and ask `scalerl plan`"),
                 (["command=trl"], "command: another trainer's command is a file of yours"),

@@ -221,7 +221,7 @@ def test_trainer_settings_that_would_fight_ours(tiny_model_path: str, options: A
     every(
         4,
         [
-            (["loss=foo"], "loss=foo: no such choice; valid: cispo, dapo"),
+            (["loss=foo"], "loss=foo: no such choice; valid: cispo, clip_cov, dapo"),
             (["loss.max_ration=4"], "valid here: _target_, max_ratio"),
             (["nonsense=1"], "valid here: .*async_mode.*loss"),
             (["loss.max_ratio=0"], r"loss\.max_ratio: 0 must be a number above 0"),

@@ -105,6 +105,10 @@ TRAINED: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "proximal": (("correction=proximal", "correction.level=sequence", "correction.mode=mask", "loss=ppo"), set()),
     "lengths": (("curriculum=staged_length", "curriculum.steps=1", "normalization=batch_reward_std"), set()),
     "easy first": (("curriculum=exponential", "curriculum.over_steps=3"), set()),
+    "sapo, maxrl": (("loss=sapo", "normalization=maxrl", "aggregation=sample"), set()),
+    "gmpo": (("loss=gmpo", "aggregation=sample"), set()),
+    "dppo": (("loss=dppo", "loss.divergence=kl", "loss.max_divergence_low=0.05"), set()),
+    "kl_cov": (("loss=kl_cov", "loss.share=0.1", "epochs.count=2"), set()),
     "rounded": (
         (*WITH_CRITIC, "kl=fixed", "precision=bf16", "precision.fp32_value=false", "precision.fp32_kl=false"),
         {"value", "kl"},
@@ -243,6 +247,11 @@ RESUMED: dict[str, tuple[str, tuple[str, ...]]] = {
     "fp16": ("scalerl_core", ("precision=fp16",)),
     "kl": ("scalerl_core", ("kl=fixed", "kl.coefficient=0.5")),
     "proximal": ("scalerl", ("correction=proximal", "precision=fp32")),
+    "clip_cov": (
+        "scalerl",
+        ("loss=clip_cov", "loss.share=0.1", "loss.low=1e-3", "precision=fp32", "async_mode=pipeline"),
+    ),
+    "kl_cov": ("scalerl_core", ("loss=kl_cov", "loss.share=0.1", "epochs.count=2")),
     "together": (
         "scalerl",
         (
@@ -267,6 +276,36 @@ RESUMED: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
+SELECTING = {
+    "clip_cov": ("loss=clip_cov", "loss.low=1e-3", "loss.share=0.1"),
+    # Exactly at a ratio of 1 in the first pass: elsewhere near it, rounding decides the sign of the gradient.
+    "kl_cov": ("loss=kl_cov", "loss.share=0.1", "correction=proximal"),
+}
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_the_size_of_a_micro_batch_selects_no_other_tokens(tiny_model_path: str, name: str) -> None:
+    """Two passes over each batch, so that the penalty of kl_cov has a gradient."""
+    runs = {}
+    for size in (1, 3, 100, 0):  # 0: as 100, without an effect of the selection
+        keep = Keep()
+        overrides = [*SELECTING[name], f"batch.micro_batch={size or 100}", "epochs.count=2", "precision=fp32"]
+        overrides += [] if size else ["loss.coefficient=0" if name == "kl_cov" else "loss.low=4.9"]
+        module = fit(tiny_model_path, steps=2, callbacks=[keep], overrides=overrides)
+        runs[size] = weights_of(module), keep.of("train/clip_fraction"), keep.of("train/loss")
+    for size in (1, 3):
+        assert all(torch.allclose(runs[size][0][each], runs[100][0][each], atol=1e-5) for each in runs[100][0])
+        assert runs[size][1] == pytest.approx(runs[100][1]) and runs[size][2] == pytest.approx(runs[100][2], rel=1e-4)
+    assert not any(torch.allclose(runs[0][0][each], runs[100][0][each], atol=1e-5) for each in runs[100][0])
+    assert min(runs[100][1]) > 0.01 or name == "kl_cov"
+
+
+def test_a_counter_selects_for_the_recipes_loss(tiny_model_path: str) -> None:
+    keep = Keep()
+    fit(tiny_model_path, steps=2, callbacks=[CISPO(5.0), keep], overrides=SELECTING["clip_cov"])
+    assert keep.of("mechanism/loss")[-1] == 1.0, "tokens without a gradient in the recipe have one here"
+
+
 def made(keep: Keep) -> list[bool]:
     """For each step whether it has had an update that was finite, and of something."""
     return [bool(metrics.get("train/loss")) for kind, _, metrics in keep.records if kind == "train"]
@@ -279,6 +318,7 @@ SEEN: dict[str, Callable[[Keep], bool]] = {
     "dynamic_sampling": lambda keep: max(keep.of("train/groups_dropped")[:3]) > 0,
     "fp16": lambda keep: keep.of("train/loss_scale")[2] < FACTOR_AT_FIRST and sum(made(keep)[3:]) > 1,
     "kl": lambda keep: keep.of("train/kl")[-1] > 1e-4,
+    "clip_cov": lambda keep: max(keep.of("train/clip_fraction")[3:]) > 0.01,
     "proximal": lambda keep: max(keep.of("train/staleness_max")) > 0,
     "together": lambda keep: (
         max(keep.of("train/groups_dropped")[:3]) > 0
@@ -943,6 +983,14 @@ def test_bad_health(field: str, bad: Any) -> None:
 # --- what does not go together -------------------------------------------------------------------------------
 
 ILLEGAL: dict[str, tuple[tuple[str, ...], str]] = {
+    "maxrl of another scale": (
+        ("normalization=maxrl", "normalization.incorrect=0.5"),
+        r"normalization\.incorrect: 0\.5 must be reward\.incorrect, -1\.0: maxrl measures",
+    ),
+    "gmpo with gae": (
+        ("loss=gmpo", "advantage=gae", "critic=value_network", "normalization=batch"),
+        r"loss: gmpo takes the geometric mean of a sequence, and advantage=gae",
+    ),
     "gspo with gae": (
         ("loss=gspo", "advantage=gae", "critic=value_network", "normalization=batch"),
         r"loss: gspo clips the ratio of a sequence",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_scalerl.axes.choice import DesignChoice
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError, not_negative
 
 # A function that sums a tensor over all ranks.
 Sums = Callable[[Tensor], Tensor]
@@ -101,6 +101,22 @@ def scale_by_prompt(advantages: list[Tensor], rewards: list[Tensor], ddof: int, 
     ]
 
 
+def scale_by_pass_rate(advantages: list[Tensor], rewards: list[Tensor], incorrect: float, eps: float) -> list[Tensor]:
+    """Divide each group by the height of its mean reward above `incorrect`, plus eps. Shapes: lists of (G,).
+
+    With two rewards, one for correct and one for incorrect completions, the result is (x - p) / p with x = 1 if correct
+    and the group's pass rate p. Its expected gradient is that of log p, truncated at the order of the group size. A
+    group without a positive height gets advantages of 0: it has no success whose likelihood could rise, and a negative
+    divisor, possible with penalties in the reward, would turn its gradient around.
+    Source: MaxRL, arXiv 2602.02710; the authors' code adds an eps of 1e-6.
+    """
+    heights = [reward.mean() - incorrect for reward in rewards]
+    return [
+        group / (height + eps) if height > 0 else torch.zeros_like(group)
+        for group, height in zip(advantages, heights, strict=True)
+    ]
+
+
 def scaled_tokens(advantages: Tensor, mask: Tensor, moments: Moments, ddof: int, eps: float, centre: bool) -> Tensor:
     """Return advantages (R, T) divided by the deviation of `moments`; 0 outside the mask.
 
@@ -134,6 +150,10 @@ class Normalization(DesignChoice):
     def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
         """Return scaled advantages (R, T) of this rank's tokens; `sums` adds over ranks. Must be a pure function."""
         raise NotImplementedError
+
+    def check_rewards(self, incorrect: float) -> str | None:
+        """Return a one-line error if this choice is not defined with this reward of an incorrect completion."""
+        return None
 
     def remember(self, moments: Callable[[], Moments]) -> None:
         """Record the moments of the batch that is about to be scaled, once per step; for choices with a memory."""
@@ -203,6 +223,41 @@ class PromptNormalization(_Scaled):
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
         """Divide each group by the standard deviation of its own rewards."""
         return scale_by_prompt(advantages, rewards, self.ddof, self.eps)
+
+
+class MaxRLNormalization(Normalization):
+    """Divide by the group's pass rate, on the scale of its rewards (MaxRL): hard prompts count more than under GRPO.
+
+    Args:
+        eps: added to the divisor.
+        incorrect: reward of an incorrect completion, above which the mean reward is measured; `reward.incorrect` of the
+            run, -1 in ScaleRL.
+    """
+
+    def __init__(self, eps: float = 1e-6, incorrect: float = -1.0) -> None:
+        self.eps = not_negative("normalization.eps", eps)
+        self.incorrect = incorrect
+
+    def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
+        """Divide each group by the height of its own mean reward; 0 for a group without success."""
+        return scale_by_pass_rate(advantages, rewards, self.incorrect, self.eps)
+
+    def check_rewards(self, incorrect: float) -> str | None:
+        """Return a one-line error if the run has another reward of an incorrect completion."""
+        if incorrect == self.incorrect:
+            return None
+        return (
+            f"normalization.incorrect: {self.incorrect!r} must be reward.incorrect, {incorrect!r}: maxrl measures the "
+            "mean reward from there"
+        )
+
+    def semantics(self) -> dict[str, Any]:
+        """Return the parameters, the divisor, and what becomes of groups without success."""
+        return {
+            **super().semantics(),
+            "divisor": "mean reward of the group, above that of an incorrect completion",
+            "divisor_not_positive": "advantages of 0",
+        }
 
 
 class RunningNormalization(_Scaled):

@@ -19,8 +19,9 @@ from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollouts.rollout import TrainBatch
 from lightning_scalerl.stream.credit import assemble, remember
+from lightning_scalerl.stream.random_streams import SELECTION_STREAM
 from lightning_scalerl.stream.rollout_stream import RolloutStream
-from lightning_scalerl.update.terms import loss_weights
+from lightning_scalerl.update.terms import loss_weights, with_selection
 from lightning_scalerl.update.token_credit import token_credit
 from lightning_scalerl.update.trained import TrainedPolicy
 
@@ -178,6 +179,7 @@ class _Step:
         if self.batch.values is not None:
             twin.values = self._aligned(twin, self.batch.values, torch.zeros_like(twin.generator_logprobs))
         twin = token_credit(twin, other, lambda numbers: numbers, remember=updates_moments)
+        twin = with_selection(twin, other, (self.stream.seed, SELECTION_STREAM, self.completed_steps))
         ours = loss_weights(self.batch, self.trainer_logprobs, self.choices)
         others = loss_weights(twin, logprobs, other)
         return bool((ours - others).norm() > (ROUNDING if rounding else THRESHOLD) * others.norm())

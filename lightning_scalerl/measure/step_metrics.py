@@ -16,7 +16,7 @@ from lightning_scalerl.axes.filter import has_variance
 from lightning_scalerl.axes.loss.base import importance_ratio
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollouts.rollout import Part, Rollout, Scored, Source, TrainBatch
-from lightning_scalerl.update.terms import distances
+from lightning_scalerl.update.terms import distances, loss_inputs
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def _ratio_metrics(batch: TrainBatch, passes: Sequence[Pass], choices: Choices) 
             mask = scored.batch.loss_mask
             anchor = choices.correction.anchor(scored.batch)
             ratio = importance_ratio(scored.trainer_logprobs, anchor)
-            clipped = choices.loss.clipped(scored.trainer_logprobs, anchor, scored.batch.advantages, mask)
+            clipped = choices.loss.clipped(*loss_inputs(scored, choices))
             tokens = float(mask.sum())
             clip.add(float((clipped * mask).sum()), tokens)
             mean.add(float((ratio * mask).sum()), tokens)

@@ -338,6 +338,7 @@ class TrainBatch:
         returns: (R, T), the targets of the values; None without a critic.
         group: (R,), number of the rollout's group. Rollouts of one group share a prompt. None if unknown, in which
             case no prompt is shared.
+        selected: (R, T) bool, tokens that the loss treats in another way (`Loss.select`); None if it treats all alike.
         packed: whether models get the rows concatenated without padding (`model.packed`).
     """
 
@@ -361,6 +362,7 @@ class TrainBatch:
     values: Tensor | None = None
     returns: Tensor | None = None
     group: Tensor | None = None
+    selected: Tensor | None = None
     packed: bool = False
 
     @property

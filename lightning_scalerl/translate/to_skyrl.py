@@ -27,7 +27,7 @@ from lightning_scalerl.axes.aggregation import (
 from lightning_scalerl.axes.correction import Proximal
 from lightning_scalerl.axes.filter import DynamicSampling, NoFilter, ZeroVariance
 from lightning_scalerl.axes.length_control import Penalty
-from lightning_scalerl.axes.loss import CISPO, GSPO, Reinforce
+from lightning_scalerl.axes.loss import CISPO, DPPO, GSPO, SAPO, ClipCov, KLCov, Reinforce
 from lightning_scalerl.axes.truncated import MaskTruncated
 from lightning_scalerl.translate.record import (
     NEVER,
@@ -84,6 +84,12 @@ def _loss(run: Run, into: Translation) -> None:
             cispo__cispo_eps_clip_low=1.0,
             cispo__cispo_eps_clip_high=loss.max_ratio - 1,
         )
+    elif isinstance(loss, SAPO):
+        into.under(ALGORITHM, "loss", policy_loss_type="sapo", sapo__tau_pos=loss.tau_pos, sapo__tau_neg=loss.tau_neg)
+    elif isinstance(loss, DPPO):
+        into.lacks("loss", loss, "the ratio of dppo has no cap there")
+    elif isinstance(loss, ClipCov | KLCov):
+        into.lacks("loss", loss, "tokens are selected in every micro-batch and pass there, by the current policy")
     elif isinstance(loss, Reinforce):
         into.lacks("loss", loss, "importance_sampling has a ratio as its weight")
     elif (clips := run.clips) is None:

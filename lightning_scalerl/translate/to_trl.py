@@ -22,7 +22,7 @@ from lightning_scalerl.axes.correction import Proximal
 from lightning_scalerl.axes.entropy import FixedEntropy
 from lightning_scalerl.axes.filter import NoFilter
 from lightning_scalerl.axes.length_control import Penalty
-from lightning_scalerl.axes.loss import CISPO, GSPO, Reinforce
+from lightning_scalerl.axes.loss import CISPO, GMPO, GSPO, SAPO, Reinforce
 from lightning_scalerl.axes.normalization import BatchRewardNormalization, NoNormalization, PromptNormalization
 from lightning_scalerl.axes.truncated import MaskTruncated
 from lightning_scalerl.translate.record import Run, Translation, common, kl_term, lasting, on_policy
@@ -51,7 +51,11 @@ def to_trl(run: Run) -> Translation:
 def _loss(run: Run, into: Translation) -> None:
     loss, aggregation = run.choices.loss, run.choices.aggregation
     by_name = _BY_AGGREGATION.get(type(aggregation))
-    if by_name is None:
+    if isinstance(loss, SAPO):
+        if not isinstance(aggregation, SampleAggregation):
+            why = "loss_type=sapo averages over samples; aggregation=sample is translated"
+            into.lacks("aggregation", aggregation, why)
+    elif by_name is None:
         into.lacks(
             "aggregation",
             aggregation,
@@ -70,11 +74,16 @@ def _loss(run: Run, into: Translation) -> None:
         into.set("loss", epsilon_high=loss.max_ratio)  # the cap itself, not 1 + epsilon
         if by_name is not None and not isinstance(aggregation, TokenAggregation):
             into.lacks("aggregation", aggregation, "loss_type=cispo divides by tokens; aggregation=token is translated")
+    elif isinstance(loss, SAPO):
+        into.set("loss", "aggregation", loss_type="sapo")
+        into.set("loss", sapo_temperature_pos=loss.tau_pos, sapo_temperature_neg=loss.tau_neg)
     else:
         # Losses with a clip have the same surrogate under grpo, dapo and dr_grpo.
         into.set("loss", "aggregation", loss_type=by_name or "dapo")
         if isinstance(loss, Reinforce):
             into.lacks("loss", loss, "every loss_type has a ratio")
+        elif isinstance(loss, GMPO):
+            into.lacks("loss", loss, "a trainer of its own there, trl.experimental.gmpo, and no loss_type")
         elif (clips := run.clips) is None:
             into.lacks("loss", loss, "no loss_type is known to be it")
         else:

@@ -4,6 +4,9 @@ Properties of the released code:
 
 - `vanilla` has a dual clip at 3 by default, which is another surrogate;
 - `clip_ratio_high` of `cispo` is the cap minus 1, and its lower bound is 0 at `clip_ratio_low=1`;
+- `sapo` averages over samples regardless of `loss_agg_mode`, and `geo_mean` over the samples of each micro-batch;
+- `clip_cov` and `kl_cov` select tokens in every micro-batch and pass, by the current policy's log-probabilities;
+- `clip_ratio_c` of `dppo_tv` and `dppo_kl` is the cap on the ratio, by default 3;
 - the divisor of `seq-mean-token-sum-norm` is the padded width unless `loss_scale_factor` is set;
 - the learning rate advances once per generation batch;
 - training ends after `total_epochs`, regardless of `total_training_steps`;
@@ -28,7 +31,7 @@ from lightning_scalerl.axes.correction import Proximal
 from lightning_scalerl.axes.entropy import FixedEntropy
 from lightning_scalerl.axes.filter import DynamicSampling, NoFilter
 from lightning_scalerl.axes.length_control import Penalty
-from lightning_scalerl.axes.loss import CISPO, GSPO, Reinforce
+from lightning_scalerl.axes.loss import CISPO, DPPO, GMPO, GSPO, SAPO, ClipCov, KLCov, Reinforce
 from lightning_scalerl.axes.truncated import MaskTruncated
 from lightning_scalerl.translate.record import (
     NEVER,
@@ -82,6 +85,25 @@ def _loss(run: Run, into: Translation) -> None:
         into.under(
             ACTOR, "loss", policy_loss__loss_mode="cispo", clip_ratio_low=1.0, clip_ratio_high=loss.max_ratio - 1
         )
+    elif isinstance(loss, SAPO):
+        into.under(ACTOR, "loss", policy_loss__loss_mode="sapo", tau_pos=loss.tau_pos, tau_neg=loss.tau_neg)
+        if by_name is not None and not isinstance(aggregation, SampleAggregation):
+            into.lacks(
+                "aggregation", aggregation, "loss_mode=sapo averages over samples; aggregation=sample is translated"
+            )
+    elif isinstance(loss, DPPO):
+        into.under(
+            ACTOR,
+            "loss",
+            policy_loss__loss_mode=f"dppo_{loss.divergence}",
+            clip_ratio_low=loss.max_divergence_low,
+            clip_ratio_high=loss.max_divergence_high,
+            clip_ratio_c=loss.max_ratio,
+        )
+    elif isinstance(loss, GMPO):
+        _gmpo(run, into, loss)
+    elif isinstance(loss, ClipCov | KLCov):
+        _covariance(run, into, loss)
     elif isinstance(loss, Reinforce):
         into.lacks("loss", loss, "reinforce is a loss of bypass_mode there, with a ratio as its weight")
     elif (clips := run.clips) is None:
@@ -104,6 +126,40 @@ def _loss(run: Run, into: Translation) -> None:
         into.lacks("entropy", entropy, "one coefficient for all tokens there, averaged as the loss is")
     else:
         into.under(ACTOR, "entropy", entropy_coeff=0)
+
+
+def _gmpo(run: Run, into: Translation, loss: GMPO) -> None:
+    correction = run.choices.correction
+    weighted = isinstance(correction, Proximal) and correction.mode != "none"
+    by_sample = isinstance(run.choices.aggregation, SampleAggregation)
+    if by_sample and not weighted and run.micro_batch == run.rollouts:
+        into.under(ACTOR, "loss", policy_loss__loss_mode="geo_mean")
+        into.under(ACTOR, "loss", clip_ratio_low=loss.clip_low, clip_ratio_high=loss.clip_high)
+    else:
+        into.lacks(
+            "loss",
+            loss,
+            "geo_mean averages over the samples of a micro-batch, and weights by the geometric mean of a sample's; "
+            "aggregation=sample with a step in one micro-batch and no weights (correction.mode=none) is translated",
+        )
+
+
+def _covariance(run: Run, into: Translation, loss: ClipCov | KLCov) -> None:
+    one = run.micro_batch == run.rollouts and run.choices.epochs.count == 1
+    if not one or not isinstance(run.choices.correction, Proximal):
+        into.lacks(
+            "loss",
+            loss,
+            "tokens are selected in every micro-batch and pass, by the current policy; a step of one pass in one "
+            "micro-batch with correction=proximal, where that is the anchor, is translated",
+        )
+    elif isinstance(loss, ClipCov):
+        into.under(ACTOR, "loss", policy_loss__loss_mode="clip_cov", policy_loss__clip_cov_ratio=loss.share)
+        into.under(ACTOR, "loss", policy_loss__clip_cov_lb=loss.low, policy_loss__clip_cov_ub=loss.high)
+        into.under(ACTOR, "loss", clip_ratio_low=loss.clip_low, clip_ratio_high=loss.clip_high)
+    else:
+        into.under(ACTOR, "loss", policy_loss__loss_mode="kl_cov", policy_loss__kl_cov_ratio=loss.share)
+        into.under(ACTOR, "loss", policy_loss__ppo_kl_coef=loss.coefficient)
 
 
 def _credit(run: Run, into: Translation) -> None:

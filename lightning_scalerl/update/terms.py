@@ -10,8 +10,8 @@ All terms divide by the global denominators of the batch, so any split of a batc
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,8 +47,7 @@ def terms(choices: Choices) -> list[Term]:
 
     def policy(scored: Scored) -> Tensor:
         batch, logprobs = scored.batch, scored.trainer_logprobs
-        anchor = choices.correction.anchor(batch)
-        per_token = choices.loss.per_token(logprobs, anchor, batch.advantages, batch.loss_mask)
+        per_token = choices.loss.per_token(*loss_inputs(scored, choices))
         weights = choices.correction.weights(batch)
         if weights is not None:
             per_token = per_token * weights
@@ -81,6 +80,20 @@ def terms(choices: Choices) -> list[Term]:
     if choices.entropy.acts:
         active.append(Term("entropy", entropy, aggregation_of(choices.entropy)))
     return active
+
+
+def loss_inputs(scored: Scored, choices: Choices) -> tuple[Tensor, ...]:
+    """Return the arguments of the loss's `per_token` and `clipped`, each (R, T)."""
+    batch = scored.batch
+    inputs = (scored.trainer_logprobs, choices.correction.anchor(batch), batch.advantages, batch.loss_mask)
+    # Only losses that select tokens have a fifth parameter.
+    return inputs if batch.selected is None else (*inputs, batch.selected)
+
+
+def with_selection(batch: TrainBatch, choices: Choices, key: Sequence[int]) -> TrainBatch:
+    """Return the whole `batch` with the tokens that the loss selects from it, see `Loss.select`."""
+    anchor = choices.correction.anchor(batch)
+    return replace(batch, selected=choices.loss.select(anchor, batch.advantages, batch.loss_mask, key))
 
 
 def distances(scored: Scored, choices: Choices) -> Tensor:

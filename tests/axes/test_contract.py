@@ -19,7 +19,7 @@ from lightning_scalerl.axes.aggregation import (
     SumAggregation,
     TokenAggregation,
 )
-from lightning_scalerl.axes.loss import CISPO, DAPO, GSPO, PPO, Reinforce
+from lightning_scalerl.axes.loss import CISPO, DAPO, DPPO, GMPO, GSPO, PPO, SAPO, ClipCov, KLCov, Reinforce
 from lightning_scalerl.axes.normalization import BatchNormalization
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollouts.rollout import Denominators, TrainBatch
@@ -33,6 +33,12 @@ LOSSES = [
     GSPO(clip_low=3e-3, clip_high=5e-3),
     PPO(clip=0.2),
     Reinforce(),
+    SAPO(tau_pos=1.0, tau_neg=1.05),
+    GMPO(clip_low=0.4, clip_high=0.4),
+    DPPO(divergence="tv", max_divergence_low=0.2, max_divergence_high=0.2, max_ratio=20.0),
+    DPPO(divergence="kl", max_divergence_low=0.05, max_divergence_high=0.05, max_ratio=20.0),
+    ClipCov(share=0.1, low=0.2, high=1.0, clip_low=0.2, clip_high=0.2),
+    KLCov(share=0.1, coefficient=1.0),
 ]
 AGGREGATIONS = [
     PromptAggregation(),
@@ -145,7 +151,14 @@ def test_aggregations_weigh_as_they_say() -> None:
     assert torch.allclose(constant, batch.loss_mask / (16 * 8))
 
 
-@pytest.mark.parametrize("loss", [DAPO(0.2, 0.4), GSPO(0.05, 0.1), PPO(0.3)], ids=lambda loss: type(loss).__name__)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *(DAPO(0.2, 0.4), GSPO(0.05, 0.1), PPO(0.3), GMPO(0.2, 0.3), ClipCov(clip_low=0.2, clip_high=0.3)),
+        *(DPPO("tv", 0.02, 0.03), DPPO("kl", 0.002, 0.003)),
+    ],
+    ids=lambda loss: type(loss).__name__,
+)
 def test_clipped_is_where_the_gradient_is_gone(loss: Any) -> None:
     batch = batch_of()
     noise = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(5))

@@ -22,7 +22,7 @@ from lightning_scalerl.axes.correction import Behaviour, Correction, Proximal, i
 from lightning_scalerl.axes.critic import ValueNetwork, clipped_value_loss
 from lightning_scalerl.axes.entropy import EntropyByDifficulty, FixedEntropy
 from lightning_scalerl.axes.kl import FixedKL, KLByDifficulty
-from lightning_scalerl.axes.loss import GSPO, PPO, Loss, Reinforce
+from lightning_scalerl.axes.loss import GMPO, GSPO, PPO, Loss, Reinforce
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollouts.rollout import Scored, TrainBatch
@@ -40,6 +40,7 @@ SETS = {
     "entropy": ("entropy",),
     "all": ("value", "kl", "entropy"),
 }
+SEQUENCE = (GSPO, GMPO)
 MODELS = ("trainer_logprobs", "entropies", "values")
 each_set = pytest.mark.parametrize("names", SETS.values(), ids=SETS)
 
@@ -53,10 +54,10 @@ def choices_of(
 ) -> Choices:
     """A row with these terms beside the policy's, each with an aggregation of its own if one is given.
 
-    GSPO is defined for one advantage a sequence, and never stands beside a critic.
+    GSPO and GMPO are defined for one advantage a sequence, and never stand beside a critic.
     """
     given: list[DesignChoice] = [loss, aggregation, correction or Behaviour()]
-    if "value" in names and not isinstance(loss, GSPO):
+    if "value" in names and not isinstance(loss, SEQUENCE):
         given += [GAE(), ValueNetwork(coefficient=0.7, clip=0.3, aggregation=own)]
     if "kl" in names:
         given += [KLByDifficulty(easy=0.4, hard=0.1, aggregation=own)]
@@ -165,7 +166,7 @@ def test_any_split_gives_the_same_loss_and_gradients(
     assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(gradients, expected_gradients, strict=True))
     # And each of them is there: a term that is not in the loss cannot be split wrongly.
     moved = [bool(gradient.any()) for gradient in expected_gradients]
-    assert moved == [True, "entropy" in names, "value" in names and not isinstance(loss, GSPO)]
+    assert moved == [True, "entropy" in names, "value" in names and not isinstance(loss, SEQUENCE)]
 
 
 class Careless(Loss):
@@ -206,7 +207,7 @@ def test_at_ratio_one_the_gradient_is_reinforce(loss: Any, aggregation: Any) -> 
     """What sampled is what is trained: each token's advantage times its share, nothing from KL, minus the bonus."""
     choices = choices_of(loss, aggregation, SETS["all"])
     batch = batch_of()
-    if isinstance(loss, GSPO):  # defined for one advantage a sequence
+    if isinstance(loss, SEQUENCE):  # defined for one advantage a sequence
         batch = replace(batch, advantages=batch.advantages[:, :1].expand_as(batch.advantages).contiguous())
     batch = replace(batch, reference_logprobs=batch.generator_logprobs)
     logprobs = batch.generator_logprobs.clone().requires_grad_(True)
@@ -219,7 +220,9 @@ def test_at_ratio_one_the_gradient_is_reinforce(loss: Any, aggregation: Any) -> 
     assert of_logprobs.abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("loss", [each for each in LOSSES if type(each) is not GSPO], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "loss", [each for each in LOSSES if not isinstance(each, SEQUENCE)], ids=lambda x: type(x).__name__
+)
 @pytest.mark.parametrize("mode", ["truncate", "mask", "none"])
 def test_in_the_first_pass_a_proximal_anchor_leaves_reinforce_and_a_weight(loss: Any, mode: str) -> None:
     batch = batch_of()

@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
 from lightning_scalerl import ConfigurationError, RolloutDataModule, ScaleRL
 from lightning_scalerl.axes.aggregation import TokenAggregation
-from lightning_scalerl.axes.loss import DAPO
+from lightning_scalerl.axes.loss import DAPO, ClipCov, KLCov
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, newest_checkpoint
 from lightning_scalerl.callbacks.evaluate import Evaluate
@@ -194,6 +194,23 @@ def test_two_ranks_train_as_one(tiny_model_path: str, tmp_path: Path) -> None:
     assert read_journal(tmp_path / "two").status == "finished"
     check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps=4)
     assert any(record.metrics["mechanism/loss"] for record in read_journal(tmp_path / "two").of_kind("train"))
+
+
+@pytest.mark.parametrize("kind", [ClipCov, pytest.param(KLCov, marks=pytest.mark.slow)])
+def test_ranks_select_the_tokens_of_one(tiny_model_path: str, tmp_path: Path, kind: Any) -> None:
+    """Among all tokens of the step, by covariance and by lot; two passes, so that the penalty of KL-Cov acts."""
+
+    def run(place: str, ranks: int) -> ScaleRL:
+        loss = ClipCov(share=0.1, low=1e-3) if kind is ClipCov else KLCov(share=0.1)
+        overrides = ["epochs.count=2", "correction=proximal"]
+        return fit(tiny_model_path, tmp_path / place, ranks, steps=2, callbacks=[loss], overrides=overrides)
+
+    run("one", 1)
+    said = on_ranks(2, lambda rank: fingerprint(run("two", 2)))
+    assert said[0] == said[1] and len(said[0]) == 64
+    one, two = (read_journal(tmp_path / place) for place in ("one", "two"))
+    check_same_curve(one, two, steps=2)
+    assert all(record.metrics["train/clip_fraction"] > 0.01 for record in one.of_kind("train")) or kind is KLCov
 
 
 @pytest.mark.slow

@@ -95,6 +95,7 @@ class Watched:
             "dropped_for_batch": 0,
             "max_new_tokens": 8,
             "prompts": prompts,
+            "seed": 0,
             "reward_sums": [["math", "format"]],
             **stream,
         }

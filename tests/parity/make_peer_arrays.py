@@ -36,6 +36,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 from trl import GRPOTrainer
+from trl.experimental.gmpo import GMPOTrainer
 from verl.trainer.ppo.core_algos import (
     compute_gae_advantage_return,
     get_adv_estimator_fn,
@@ -58,6 +59,7 @@ TRUNCATED = (1, 6, 10)
 MAX_TOKENS = 9
 
 TRL_LOSS = "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss"
+TRL_GMPO = "trl.experimental.gmpo.GMPOTrainer._compute_loss"
 TRL_ADVANTAGE = "trl.trainer.grpo_trainer.GRPOTrainer._generate_and_score_completions"
 VERL = "verl.trainer.ppo.core_algos"
 VERL_LOSSES = "verl.workers.utils.losses"
@@ -184,9 +186,11 @@ def exact(value: float) -> float:
 def trl_trainer(**settings: Any) -> Any:
     """A GRPOTrainer that never saw a model: only what the two methods read. `settings` may be of its arguments too.
 
-    One process, no gradient accumulation, one step a generation: TRL's normalizers are then the batch's.
+    One process, no gradient accumulation, one step a generation: TRL's normalizers are then the batch's. A loss type
+    "gmpo", which TRL does not have, is its trainer of that name.
     """
-    trainer = GRPOTrainer.__new__(GRPOTrainer)
+    kind = GMPOTrainer if settings.get("loss_type") == "gmpo" else GRPOTrainer
+    trainer = kind.__new__(kind)
     model = torch.nn.Module()
     model.is_gradient_checkpointing = False
     accelerator = SimpleNamespace(
@@ -201,6 +205,8 @@ def trl_trainer(**settings: Any) -> Any:
     args = SimpleNamespace(
         delta=None,
         use_bias_correction_kl=True,
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
         steps_per_generation=1,
         gradient_accumulation_steps=1,
         gradient_checkpointing_kwargs=None,
@@ -330,7 +336,10 @@ def trl_advantages(rollouts: Rollouts, **settings: Any) -> Tensor:
 def verl_loss(rollouts: Rollouts, mask: Tensor, name: str, loss_agg_mode: str, **settings: float) -> Any:
     """Loss and gradients (R, T) of the bare function, which counts what it is shown."""
     leaves = Leaves.of(rollouts)
-    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **settings)
+    named = {key: value for key, value in settings.items() if key in vars(PolicyLossConfig())}
+    others = {key: value for key, value in settings.items() if key not in named}
+    common = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
+    config = ActorConfig(**common, policy_loss=PolicyLossConfig(loss_mode=name, **named), **others)
     loss, _ = get_policy_loss_fn(name)(
         old_log_prob=rollouts.table("generator_logprobs"),
         log_prob=leaves.gradient,
@@ -472,7 +481,7 @@ def trl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
         origin = {
             "peer": "trl",
             "version": version("trl"),
-            "function": TRL_LOSS,
+            "function": TRL_GMPO if settings["loss_type"] == "gmpo" else TRL_LOSS,
             "settings": settings,
             "calls": "one a prompt, averaged over prompts" if average == "prompt" else "one",
             "advantages": f"TRL's, scale_rewards={scale_rewards}" if scale_rewards else CENTRED,
@@ -565,6 +574,16 @@ def trl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
     add("trl ppo sample weights sequence mask 0.5", sample | above["sequence_mask"], anchor=proximal)
     gspo = sequence("grpo", 0.05, 0.1) | trl_weighted("sequence_truncate")
     add("trl gspo 0.1 sample weights sequence truncate", gspo, anchor=proximal)
+
+    gate = {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
+    hotter = gate | {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0}
+    geometric = {"loss_type": "gmpo", "epsilon_low": 0.4, "epsilon_high": 0.4}
+    add("trl sapo sample", gate)
+    add("trl sapo sample forced", gate, forced=True)
+    add("trl sapo 2 sample proximal", hotter, anchor=proximal)
+    add("trl gmpo sample", geometric)
+    add("trl gmpo 0.2 sample forced", geometric | {"epsilon_low": 0.2, "epsilon_high": 0.3}, forced=True)
+    add("trl gmpo sample proximal", geometric, anchor=proximal)
     return entries
 
 
@@ -627,6 +646,23 @@ def verl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
     add("verl gspo 0.1 sample", "gspo", "seq-mean-token-mean", wider)
     add("verl gspo 0.1 token", "gspo", "token-mean", wider)
     add("verl gspo 0.1 token forced", "gspo", "token-mean", wider, forced=True)
+    add("verl sapo sample", "sapo", "seq-mean-token-mean", {"tau_pos": 1.0, "tau_neg": 1.05})
+    geometric = {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4}
+    add("verl gmpo sample", "geo_mean", "seq-mean-token-mean", geometric)
+    add("verl gmpo sample forced", "geo_mean", "seq-mean-token-mean", geometric, forced=True)
+    # verl's `clip_ratio_c` is the cap on the ratio here.
+    for divergence, low, high in (("tv", 0.02, 0.05), ("kl", 0.01, 0.02)):
+        region = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": 3.0}
+        add(f"verl dppo {divergence} token", f"dppo_{divergence}", "token-mean", region)
+        add(f"verl dppo {divergence} sample", f"dppo_{divergence}", "seq-mean-token-mean", region)
+        add(f"verl dppo {divergence} token forced", f"dppo_{divergence}", "token-mean", region, forced=True)
+    # verl draws tokens at random: here so many that it takes all in the interval. The ratio is not clipped.
+    drawn = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 0.5}
+    opened = {"clip_ratio_low": 1.0, "clip_ratio_high": 1e6}
+    ranked = {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.5}
+    for tail, forced in (("", False), (" forced", True)):
+        add(f"verl clip_cov token{tail}", "clip_cov", "token-mean", drawn | opened, forced=forced)
+        add(f"verl kl_cov token{tail}", "kl_cov", "token-mean", ranked, forced=forced)
     add("verl dual clip token", "vanilla", "token-mean", clip | {"clip_ratio_c": 3.0})
 
     token: dict[str, Any] = {"loss_agg_mode": "token-mean"}

@@ -33,7 +33,7 @@ from lightning_scalerl.axes.critic import ValueNetwork
 from lightning_scalerl.axes.entropy import FixedEntropy, NoEntropyBonus
 from lightning_scalerl.axes.filter import ZeroVariance
 from lightning_scalerl.axes.kl import FixedKL, NoKL, k3
-from lightning_scalerl.axes.loss import CISPO, DAPO, GSPO, PPO, Loss, Reinforce
+from lightning_scalerl.axes.loss import CISPO, DAPO, DPPO, GMPO, GSPO, PPO, SAPO, ClipCov, KLCov, Loss, Reinforce
 from lightning_scalerl.axes.normalization import (
     BatchNormalization,
     BatchRewardNormalization,
@@ -46,7 +46,7 @@ from lightning_scalerl.axes.truncated import KeepTruncated, MaskTruncated
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollouts.rollout import Group, PassSize, Prompt, Rollout, Scored, TrainBatch
 from lightning_scalerl.stream.credit import assemble
-from lightning_scalerl.update.terms import terms
+from lightning_scalerl.update.terms import terms, with_selection
 from lightning_scalerl.update.token_credit import token_credit
 from tests.examples import every
 from tests.helpers import row
@@ -71,6 +71,8 @@ def choices(loss: Loss, aggregation: Aggregation, **others: DesignChoice) -> Cho
 DAPO_26, DAPO_28, CISPO_5 = DAPO(0.2, 0.26), DAPO(0.2, 0.28), CISPO(5.0)
 GSPO_005, GSPO_1 = GSPO(3e-3, 5e-3), GSPO(0.05, 0.1)
 PPO_2, REINFORCE = PPO(0.2), Reinforce()
+SAPO_1, SAPO_2, GMPO_4 = SAPO(1.0, 1.05), SAPO(2.0, 3.0), GMPO(0.4, 0.4)
+DPPO_TV, DPPO_KL = DPPO("tv", 0.02, 0.05, 3.0), DPPO("kl", 0.01, 0.02, 3.0)
 TOKEN, SAMPLE, PROMPT = TokenAggregation(), SampleAggregation(), PromptAggregation()
 SUM, CONSTANT = SumAggregation(), ConstantAggregation()
 NAMED = {"token": TOKEN, "sample": SAMPLE, "sum": SUM, "constant": CONSTANT}
@@ -163,6 +165,20 @@ SAME_LOSS = {
     "trl ppo prompt weights token truncate 0.5": choices(PPO_2, PROMPT, correction=WEIGHTS["token truncate 0.5"]),
     "trl ppo sample weights sequence mask 0.5": choices(PPO_2, SAMPLE, correction=WEIGHTS["sequence mask 0.5"]),
     "trl gspo 0.1 sample weights sequence truncate": choices(GSPO_1, SAMPLE, correction=WEIGHTS["sequence truncate"]),
+    "trl sapo sample": choices(SAPO_1, SAMPLE),
+    "trl sapo sample forced": choices(SAPO_1, SAMPLE),
+    "trl sapo 2 sample proximal": choices(SAPO_2, SAMPLE, correction=PROXIMAL),
+    "trl gmpo sample": choices(GMPO_4, SAMPLE),
+    "trl gmpo sample proximal": choices(GMPO_4, SAMPLE, correction=PROXIMAL),
+    "verl sapo sample": choices(SAPO_1, SAMPLE),
+    "verl gmpo sample": choices(GMPO_4, SAMPLE),
+    "verl gmpo sample forced": choices(GMPO_4, SAMPLE),
+    "verl dppo tv token": choices(DPPO_TV, TOKEN),
+    "verl dppo tv sample": choices(DPPO_TV, SAMPLE),
+    "verl dppo tv token forced": choices(DPPO_TV, TOKEN),
+    "verl dppo kl token": choices(DPPO_KL, TOKEN),
+    "verl dppo kl sample": choices(DPPO_KL, SAMPLE),
+    "verl dppo kl token forced": choices(DPPO_KL, TOKEN),
     "verl dapo 0.28 token": choices(DAPO_28, TOKEN),
     "verl dapo 0.28 sample": choices(DAPO_28, SAMPLE),
     "verl cispo token": choices(CISPO_5, TOKEN),
@@ -217,7 +233,14 @@ SAME_LOSS = {
         TOKEN, GAE(1.0, 0.95), ValueNetwork(), correction=PROXIMAL, kl=FixedKL(0.2, "reward")
     ),
 }
+# verl selects by the current policy's log-probabilities, in every call; ours by the anchor's, once per step.
+SELECTS = {
+    "verl clip_cov token": ClipCov(share=1.0, low=0.1, high=0.5, clip_low=1.0, clip_high=1e6),
+    "verl kl_cov token": KLCov(share=0.2, coefficient=0.5),
+}
 OTHER_LOSS = {
+    *(f"{name}{tail}" for name in SELECTS for tail in ("", " forced")),
+    "trl gmpo 0.2 sample forced",
     "verl cispo sample forced",
     "verl dual clip token",
     "verl ppo constant width",
@@ -357,11 +380,29 @@ def test_loss_and_gradient_are_the_peers(name: str, micro_batch: int) -> None:
     assert_same_step(ours(SAME_LOSS[name], PEER_LOSSES[name]["forced"], micro_batch), theirs(name))
 
 
+@pytest.mark.parametrize("micro_batch", [12, 5])
+@pytest.mark.parametrize("name", SELECTS)
+@pytest.mark.parametrize("forced", [False, True])
+def test_selected_tokens_and_their_loss_are_verls(name: str, forced: bool, micro_batch: int) -> None:
+    """On the log-probabilities that verl selects by."""
+    loss, picked = SELECTS[name], choices(SELECTS[name], TOKEN)
+    batch = credited(picked, forced)
+    trainer = padded(INPUTS["trainer_logprobs"], fill=-1.0)[batch.row, : batch.loss_mask.shape[1]]
+    chosen = loss.select(trainer, batch.advantages, batch.loss_mask, key=(0,))
+    assert 3 < chosen.sum() < batch.loss_mask.sum() / 2
+    expected = theirs(name + " forced" * forced)
+    assert_same_step(on_batch(replace(batch, selected=chosen), picked, micro_batch), expected)
+    # By the anchor, as in a run, tokens and loss are others: the inputs tell the two apart.
+    by_anchor = with_selection(batch, picked, key=(0,))
+    assert (on_batch(by_anchor, picked, 12)["gradient"] - expected["gradient"]).abs().max() > 1e-3
+
+
 def departures(right: Choices) -> Iterator[Choices]:
     """Other choices that a wrong implementation may amount to: loss and aggregation, or one on another axis."""
     clipped = (PPO_2, PPO(0.3), DAPO_26, DAPO_28, DAPO(0.3, 0.26), CISPO_5, CISPO(4.0), CISPO(6.0), REINFORCE)
-    sequences = (GSPO_005, GSPO_1, GSPO(0.2, 0.1), GSPO(0.05, 0.3))
-    for loss in (*clipped, *sequences, right.loss):
+    sequences = (GSPO_005, GSPO_1, GSPO(0.2, 0.1), GSPO(0.05, 0.3), GMPO(0.3, 0.4), GMPO(0.4, 0.2))
+    regions = (DPPO("tv", 0.05, 0.05), DPPO("tv", 0.02, 0.02), DPPO("kl", 0.02, 0.02), DPPO("kl", 0.01, 0.01))
+    for loss in (*clipped, *sequences, *regions, SAPO(1.0, 2.0), SAPO(2.0, 1.05), right.loss):
         for aggregation in (TOKEN, SAMPLE, PROMPT, SUM, CONSTANT):
             yield right.having(loss).having(aggregation)
     yield from map(right.having, other_corrections(right))
@@ -424,6 +465,17 @@ def test_verl_does_not_count_a_rollout_without_credited_tokens() -> None:
     # Without a `loss_scale_factor` the divisor is the padded width.
     ppo = ours(choices(PPO_2, CONSTANT), with_forced=True, micro_batch=12)
     assert_same_step(ppo, theirs("verl ppo constant forced bare"), times=12 / 11 * 9 / 7)
+
+
+def test_trl_adds_a_constant_for_a_sequence_without_credited_tokens() -> None:
+    """Its mean of no ratios is 1 there, so its loss has minus the advantage, without a gradient; ours has not."""
+    gmpo, peer = ours(choices(GMPO(0.2, 0.3), SAMPLE), True, micro_batch=12), theirs("trl gmpo 0.2 sample forced")
+    (advantage,) = (
+        reward - sum(group) / len(group)
+        for number, (group, reward) in enumerate((group, reward) for group in INPUTS["rewards"] for reward in group)
+        if all(INPUTS["forced"][number])
+    )
+    assert_same_step({**gmpo, "value": gmpo["value"] - advantage / 12}, peer)
 
 
 def test_the_constant_of_verl_is_the_padded_width_by_default() -> None:

@@ -139,7 +139,28 @@ REFUSED = [
     # losses
     *((to, "loss=reinforce correction=proximal correction.mode=none", "loss") for to in ("trl", "verl")),
     ("skyrl", "loss=reinforce correction=proximal correction.mode=none", "loss precision"),
+    ("trl", "loss=sapo aggregation=sample", ""),
+    ("trl", "loss=sapo aggregation=token async_mode=ppo_off_policy", "aggregation"),
+    ("trl", "loss=gmpo aggregation=sample", "loss"),
+    *(("trl", f"loss={name}", "loss") for name in ("dppo", "clip_cov", "kl_cov")),
+    ("verl", "loss=sapo aggregation=sample", ""),
+    ("verl", "loss=sapo aggregation=token", "aggregation"),
+    ("verl", "loss=dppo loss.divergence=kl", ""),
+    ("verl", "loss=gmpo aggregation=sample batch.micro_batch=128", ""),
+    ("verl", "loss=gmpo aggregation=token batch.micro_batch=128", "loss"),
+    ("verl", "loss=gmpo aggregation=sample batch.micro_batch=64", "loss"),
+    ("verl", "loss=gmpo aggregation=sample batch.micro_batch=128 correction=proximal", "loss"),
+    *(("verl", f"loss={name} batch.micro_batch=128", "loss") for name in ("clip_cov", "kl_cov")),
+    *(("verl", f"loss={name} batch.micro_batch=128 correction=proximal", "") for name in ("clip_cov", "kl_cov")),
+    ("verl", "loss=kl_cov batch.micro_batch=64 correction=proximal", "loss"),
+    ("verl", "loss=kl_cov batch.micro_batch=128 correction=proximal epochs.count=2", "loss"),
+    ("skyrl", "loss=sapo correction=proximal correction.mode=none", "precision"),
+    *(
+        ("skyrl", f"loss={name} correction=proximal correction.mode=none", "loss precision")
+        for name in ("gmpo", "dppo", "clip_cov", "kl_cov")
+    ),
     # advantages
+    *((to, "normalization=maxrl", "normalization") for to in ("trl", "verl")),
     ("trl", "normalization=batch", "normalization"),
     ("trl", "normalization=batch_reward_std", ""),
     ("trl", "normalization=batch_reward_std normalization.eps=1e-6", "normalization"),
@@ -305,6 +326,54 @@ def test_a_cap_and_a_clip_are_not_confused() -> None:
     gspo = said("trl", "loss=gspo", "aggregation=sample").settings
     assert (gspo["loss_type"], gspo["importance_sampling_level"]) == ("grpo", "sequence")
     assert (gspo["epsilon"], gspo["epsilon_high"]) == (3e-3, 5e-3)
+
+
+def test_the_newer_losses_are_set_by_their_names_there() -> None:
+    """A bound, a temperature or a share of ours is the setting that means the same."""
+    actor = "actor_rollout_ref.actor"
+    whole = ("batch.micro_batch=128", "aggregation=sample")
+
+    def set_by(to: str, *changes: str) -> dict[str, object]:
+        found = said(to, *changes)
+        return {name: found.settings[name] for name in found.axes["loss"] if name in found.settings}
+
+    trl = set_by("trl", "loss=sapo", "loss.tau_pos=2", "aggregation=sample")
+    assert trl["loss_type"] == "sapo" and trl["importance_sampling_level"] == "token"
+    assert (trl["sapo_temperature_pos"], trl["sapo_temperature_neg"]) == (2, 1.05)
+    assert set_by("verl", "loss=sapo", "loss.tau_neg=3", *whole) == {
+        f"{actor}.policy_loss.loss_mode": "sapo",
+        f"{actor}.tau_pos": 1.0,
+        f"{actor}.tau_neg": 3,
+    }
+    assert set_by("verl", "loss=dppo", "loss.max_divergence_low=0.1", "loss.max_ratio=7") == {
+        f"{actor}.policy_loss.loss_mode": "dppo_tv",
+        f"{actor}.clip_ratio_low": 0.1,
+        f"{actor}.clip_ratio_high": 0.2,
+        f"{actor}.clip_ratio_c": 7,
+    }
+    assert set_by("verl", "loss=gmpo", "loss.clip_high=0.5", *whole) == {
+        f"{actor}.policy_loss.loss_mode": "geo_mean",
+        f"{actor}.clip_ratio_low": 0.4,
+        f"{actor}.clip_ratio_high": 0.5,
+    }
+    assert set_by("verl", "loss=kl_cov", "loss.share=0.002", "correction=proximal", *whole) == {
+        f"{actor}.policy_loss.loss_mode": "kl_cov",
+        f"{actor}.policy_loss.kl_cov_ratio": 0.002,
+        f"{actor}.policy_loss.ppo_kl_coef": 1.0,
+    }
+    assert set_by("verl", "loss=clip_cov", "loss.high=4", "correction=proximal", *whole) == {
+        f"{actor}.policy_loss.loss_mode": "clip_cov",
+        f"{actor}.policy_loss.clip_cov_ratio": 2e-4,
+        f"{actor}.policy_loss.clip_cov_lb": 1.0,
+        f"{actor}.policy_loss.clip_cov_ub": 4,
+        f"{actor}.clip_ratio_low": 1.0,
+        f"{actor}.clip_ratio_high": 1.0,
+    }
+    assert set_by("skyrl", "loss=sapo", "loss.tau_neg=3") == {
+        "trainer.algorithm.policy_loss_type": "sapo",
+        "trainer.algorithm.sapo.tau_pos": 1.0,
+        "trainer.algorithm.sapo.tau_neg": 3,
+    }
 
 
 def test_fp32_and_the_budget_hold_whatever_the_trainers_defaults_are() -> None:

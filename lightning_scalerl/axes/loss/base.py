@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -57,6 +58,21 @@ def clip_bounds(
     return clip_low, clip_high
 
 
+def one_advantage_per_sequence(what: str, others: Mapping[str, DesignChoice]) -> str | None:
+    """Return a one-line error if advantages are per token, for a loss that weights a sequence as a whole.
+
+    Args:
+        what: the loss's name and what it does, the start of the error.
+        others: the run's choices, by axis.
+    """
+    if not getattr(others["advantage"], "after_forward", False):
+        return None
+    return (
+        f"loss: {what}, and advantage=gae (GAE) gives advantages a token, which nobody has defined together; choose "
+        "loss=ppo, or advantage=group"
+    )
+
+
 class Loss(DesignChoice):
     """A surrogate of the policy's objective, as one loss per token. Aggregation is another axis.
 
@@ -65,6 +81,22 @@ class Loss(DesignChoice):
     """
 
     axis: ClassVar[str] = "loss"
+
+    def select(self, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor, key: Sequence[int]) -> Tensor | None:
+        """Return the tokens (R, T, bool) that the surrogate treats in another way; None if it treats all alike.
+
+        Called once per step on the whole batch, before its first update. So a selection among all tokens of the step
+        depends neither on micro-batches nor on the number of ranks. A loss that returns a table gets the rows of a
+        micro-batch back as the argument `selected` of `per_token` and `clipped`. Must be a pure function, because
+        mechanism counters call it again.
+
+        Args:
+            anchor_logprobs: (R, T), the denominator of the ratio (axis `correction`).
+            advantages: (R, T), those that are trained on.
+            mask: (R, T), the tokens that carry credit. Values of the other tables outside it are not defined.
+            key: seed of random choices, another one in each step.
+        """
+        return None
 
     @abstractmethod
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from lightning_scalerl.axes.choice import MAX_LOG_RATIO, DesignChoice
-from lightning_scalerl.axes.loss.base import Loss, clip_bounds, credited, pessimistic, pessimistic_clips
+from lightning_scalerl.axes.loss.base import (
+    Loss,
+    clip_bounds,
+    credited,
+    one_advantage_per_sequence,
+    pessimistic,
+    pessimistic_clips,
+)
 
 
 def sequence_ratio(trainer_logprobs: Tensor, anchor_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -56,12 +63,7 @@ class GSPO(Loss):
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
         """Return a one-line error if advantages are per token: a sequence that is clipped as a whole has only one."""
-        if not getattr(others["advantage"], "after_forward", False):
-            return None
-        return (
-            "loss: gspo clips the ratio of a sequence, and advantage=gae (GAE) gives advantages a token, which nobody "
-            "has defined together; choose loss=ppo, or advantage=group"
-        )
+        return one_advantage_per_sequence("gspo clips the ratio of a sequence", others)
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return the loss (R, T) of `gspo`; 0 outside the mask."""

@@ -1,0 +1,80 @@
+"""GMPO: the geometric mean of a sequence's clipped importance ratios."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_scalerl.axes.choice import MAX_LOG_RATIO, DesignChoice
+from lightning_scalerl.axes.loss.base import Loss, credited, one_advantage_per_sequence, pessimistic_clips
+from lightning_scalerl.checks import positive
+
+
+def gmpo(
+    trainer_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> Tensor:
+    """Return loss_t = -s_i A_t at every token t of sequence i, with s_i = exp(mean over the mask of l_t).
+
+    l_t is the log-ratio log(pi_trainer / pi_anchor) after a one-sided clip: at most clip_high where A_t > 0, at least
+    -clip_low where A_t < 0. `advantages` must be constant along a sequence. Then the token average is the paper's term.
+    Shapes: all (R, T), one sequence per row; unreduced.
+
+    Source: GMPO, arXiv 2507.20673. TRL (`trl.experimental.gmpo`) and verl (`geo_mean`) compute the same gradient. Both
+    average over the sequences of a micro-batch, also those without a token in the mask, to which TRL's loss adds the
+    constant -A_i.
+    """
+    log_ratio = trainer_logprobs - anchor_logprobs
+    bounded = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    # One mean of logarithms: a product of the tokens' ratios would overflow FP32 over a long sequence.
+    mean = torch.where(mask > 0, bounded, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return -torch.exp(mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) * advantages
+
+
+class GMPO(Loss):
+    """Geometric mean with clips on the log-ratio of each token, wider than those of an arithmetic mean.
+
+    A clipped token loses its gradient and keeps its place in the mean, so the other tokens of its sequence keep theirs.
+
+    Args:
+        clip_low: ratios below exp(-clip_low) are clipped where the advantage is negative. The paper has 0.4.
+        clip_high: ratios above exp(clip_high) are clipped where the advantage is positive. The paper has 0.4.
+    """
+
+    def __init__(self, clip_low: float = 0.4, clip_high: float = 0.4) -> None:
+        self.clip_low = positive("loss.clip_low", clip_low)
+        self.clip_high = positive("loss.clip_high", clip_high)
+
+    def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
+        """Return a one-line error if advantages are per token: a sequence that is weighted as a whole has only one."""
+        return one_advantage_per_sequence("gmpo takes the geometric mean of a sequence", others)
+
+    def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """Return the loss (R, T) of `gmpo`; 0 outside the mask."""
+        tables = credited(trainer_logprobs, anchor_logprobs, advantages, mask)
+        return gmpo(*tables, mask, self.clip_low, self.clip_high)
+
+    def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """Return the tokens whose gradient the clip removes (R, T, bool)."""
+        # `pessimistic_clips` compares with 1 - low and 1 + high: shifted by 1, it compares log-ratios.
+        log_ratio = trainer_logprobs - anchor_logprobs
+        return pessimistic_clips(1 + log_ratio, advantages, self.clip_low, self.clip_high)
+
+    def semantics(self) -> dict[str, Any]:
+        """Return the parameters, the ratio and its bounds, and the aggregation that GMPO is defined with."""
+        return {
+            **super().semantics(),
+            "ratio": "sequence, geometric mean of clipped token ratios",
+            "ratio_interval": [math.exp(-self.clip_low), math.exp(self.clip_high)],
+            "gradient_of_clipped": "dropped",
+            "defined_with": "sample",
+            "under_other_aggregations": "sequences length-weighted",
+        }

@@ -1,0 +1,80 @@
+"""KL-Cov: an importance-weighted surrogate with a KL penalty on the tokens of the highest covariance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_scalerl.axes.loss.base import Loss, credited, importance_ratio
+from lightning_scalerl.axes.loss.covariance import covariances, scattered, share_of, valid_share
+from lightning_scalerl.checks import not_negative
+
+
+class KLCov(Loss):
+    """loss_t = -r_t A_t, plus coefficient |log r_t| for the share of tokens with the highest covariance.
+
+    Source: arXiv 2505.22617, eq. 10, 13 and 14. The paper penalizes KL(pi_anchor || pi_trainer); its code, verl
+    (`kl_cov`) and SkyRL estimate it by |log r_t|, which is used here. Its gradient has the sign of log r_t whatever
+    its size, and is 0 at a ratio of exactly 1. With `correction=proximal` the ratio is exactly 1 in the first pass over
+    a batch, so the penalty acts from the second update on. Between a generator and a trainer of the same weights the
+    sign is that of a rounding error, and the penalty adds noise. The coefficient is 1 in the paper and 0.1 in verl's
+    configuration. The share is 2e-4 for the paper's 32B model and 2e-3 for its 7B model.
+
+    Tokens are selected once per step over the whole batch, by the log-probabilities of the ratio's anchor. verl and
+    SkyRL select in every micro-batch and pass, by those of the current policy. Both agree for a step of one pass and
+    one micro-batch with `correction=proximal`, where the current policy is the anchor.
+
+    Args:
+        share: share of the step's tokens that are penalized, at least one. Of equal covariances, the first in the
+            batch's order count.
+        coefficient: weight of the penalty.
+    """
+
+    def __init__(self, share: float = 2e-4, coefficient: float = 1.0) -> None:
+        self.share = valid_share(share)
+        self.coefficient = not_negative("loss.coefficient", coefficient)
+
+    def select(self, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor, key: Sequence[int]) -> Tensor:
+        """Return the tokens that are penalized (R, T, bool)."""
+        inside = mask > 0
+        covariance = covariances(anchor_logprobs[inside], advantages[inside])
+        # Stable, unlike `topk`: confident models have many tokens of exactly equal covariance.
+        ranked = torch.sort(covariance, descending=True, stable=True).indices
+        return scattered(ranked[: share_of(self.share, covariance.numel())], mask)
+
+    def per_token(
+        self,
+        trainer_logprobs: Tensor,
+        anchor_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        selected: Tensor | None = None,
+    ) -> Tensor:
+        """Return the surrogate (R, T), with the penalty for the tokens `selected`; 0 outside the mask."""
+        trainer_logprobs, anchor_logprobs, advantages = credited(trainer_logprobs, anchor_logprobs, advantages, mask)
+        loss = -importance_ratio(trainer_logprobs, anchor_logprobs) * advantages
+        if selected is None:
+            return loss
+        return loss + torch.where(selected, self.coefficient * (trainer_logprobs - anchor_logprobs).abs(), 0.0)
+
+    def clipped(
+        self,
+        trainer_logprobs: Tensor,
+        anchor_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        selected: Tensor | None = None,
+    ) -> Tensor:
+        """Return False for every token (R, T): penalized tokens keep their gradient."""
+        return torch.zeros_like(mask, dtype=torch.bool)
+
+    def semantics(self) -> dict[str, Any]:
+        """Return the parameters, the form of the penalty, and when tokens are selected."""
+        return {
+            **super().semantics(),
+            "penalty": "|log ratio|",
+            "selection": "once per step, over the whole batch, by the anchor's log-probabilities",
+        }
