@@ -62,6 +62,7 @@ def resolved_choices(recipe: Recipe, choices: Choices) -> dict[str, Any]:
             "name": type(recipe.optimizer).__name__,
             **asdict(recipe.optimizer),
             "clip": "none" if recipe.optimizer.clip_norm is None else "global norm",
+            **recipe.optimizer.types(),
         },
         "schedule": {"name": type(recipe.schedule).__name__, **asdict(recipe.schedule)},
         "batch": asdict(recipe.batch),
