@@ -173,8 +173,8 @@ class AdamW8bit(AdamW):
 class Muon(AdamW):
     """Muon for the matrices of the model's blocks, AdamW for all other parameters.
 
-    `lr`, `weight_decay` and clipping are for both, `beta1`, `beta2` and `eps` for AdamW's parameters: embeddings, output
-    head, norms, biases, and weights with more than two dimensions such as fused experts.
+    `lr`, `weight_decay` and clipping are for both, `beta1`, `beta2` and `eps` for AdamW's parameters: embeddings,
+    output head, norms, biases, and weights with more than two dimensions such as fused experts.
 
     Attributes:
         momentum: decay of Muon's momentum, which is Nesterov's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +11,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_scalerl import AdamW, AdamW8bit, AdamWBF16, ConfigurationError, Muon
 from lightning_scalerl.composition import build, compose, names_in
+from lightning_scalerl.distributed.sharded import gathered, part_like, shard
 from lightning_scalerl.measure.memory import Measured, foretell
 from lightning_scalerl.measure.semantics import resolved_choices
+from lightning_scalerl.model.load import load_model
+from lightning_scalerl.translate.command import translated
 from lightning_scalerl.update.muon import hidden_matrices, orthogonalized
 from sweeps.run.journal import read_journal
-from tests.distributed.test_ranks import check_same_curve, on_ranks, one_thread  # noqa: F401
 from tests.distributed.test_ranks import fit as fit_on
-from tests.distributed.test_sharded import check_same_weights, weights
+from tests.distributed.test_ranks import on_ranks, one_thread  # noqa: F401
+from tests.distributed.test_sharded import saved_weights, weights
 from tests.helpers import fit
 
 SETTINGS: dict[str, Any] = {
@@ -152,9 +157,7 @@ def test_muon_makes_the_step_of_torch_on_matrices(shape: tuple[int, int], adjust
     optimizer = Muon(**SETTINGS, momentum=0.9, ns_steps=4, adjust_lr_fn=adjust)
     ours = trained(optimizer, weight, gradients_like(weight), hidden=True)
     parameter = nn.Parameter(weight.clone())
-    theirs = torch.optim.Muon(
-        [parameter], lr=0.01, weight_decay=0.1, momentum=0.9, ns_steps=4, adjust_lr_fn=adjust
-    )
+    theirs = torch.optim.Muon([parameter], lr=0.01, weight_decay=0.1, momentum=0.9, ns_steps=4, adjust_lr_fn=adjust)
     for gradient in gradients_like(weight):
         parameter.grad = gradient
         theirs.step()
@@ -197,7 +200,7 @@ def test_a_run_goes_on_bit_for_bit(name: str, tiny_model_path: str, tmp_path: Pa
     assert read_journal(tmp_path / "whole").deterministic() == read_journal(tmp_path / "parts").deterministic()
     for key, value in whole.policy.state_dict().items():
         assert torch.equal(value, parts.policy.state_dict()[key]), key
-    stored = [parameter for parameter in whole.policy.parameters()]
+    stored = list(whole.policy.parameters())
     if name.startswith("adamw_bf16"):
         assert all(torch.equal(each, each.bfloat16().float()) for each in stored)
     else:
@@ -211,7 +214,7 @@ def test_two_ranks_train_as_one(name: str, tiny_model_path: str, tmp_path: Path)
     one = fit_on(tiny_model_path, tmp_path / "one", 1, **given)
     said = on_ranks(2, lambda rank: weights(fit_on(tiny_model_path, tmp_path / "two", 2, **given)))
     assert said[0] == said[1] and len(said[0]) == 64, said
-    check_close(one, tmp_path, name, 3)
+    check_close(one, tmp_path, tiny_model_path)
 
 
 @pytest.mark.slow
@@ -226,12 +229,58 @@ def test_two_shards_train_as_one_and_go_on_whole(name: str, tiny_model_path: str
     said = on_ranks(2, lambda rank: weights(fit_on(tiny_model_path, run, 2, 2, strategy="fsdp2", **given)))
     assert said[0] == said[1] and len(said[0]) == 64, said
     fit_on(tiny_model_path, run, 1, 4, resume=True, **given)
-    check_close(one, tmp_path, name, 4)
+    check_close(one, tmp_path, tiny_model_path)
 
 
-def check_close(one: Any, folder: Path, name: str, steps: int) -> None:
-    check_same_curve(read_journal(folder / "one"), read_journal(folder / "two"), steps)
-    check_same_weights(one, folder / "two")
+def check_close(one: Any, folder: Path, model_path: str) -> None:
+    """Check that two runs made the same steps: they differ by much less than what they have learned.
+
+    BF16 makes the last bit of a gradient, which depends on the order of a sum, a difference of up to 1/256.
+    """
+    first, second = read_journal(folder / "one"), read_journal(folder / "two")
+    assert first.status == second.status == "finished"
+    for kind in ("train", "eval"):
+        assert [record.step for record in first.of_kind(kind)] == [record.step for record in second.of_kind(kind)]
+    before, after, other = (
+        load_model(model_path).state_dict(),
+        one.policy.model.state_dict(),
+        saved_weights(folder / "two"),
+    )
+    apart = torch.stack([(other[f"policy.model.{name}"] - after[name]).norm() for name in after]).norm()
+    moved = torch.stack([(before[name] - after[name]).norm() for name in after]).norm()
+    assert float(apart) < 0.05 * float(moved)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_step_on_two_shards_is_the_step_on_the_whole_bit_for_bit(name: str, tiny_model_path: str) -> None:
+    """With a weight that two ranks cannot share evenly among those that they can."""
+    optimizer = build(compose([f"optimizer={name}", "optimizer.lr=0.01"]), "optimizer")
+
+    def step(rank: int | None) -> str:
+        model: Any = load_model(tiny_model_path)
+        model.odd = nn.Parameter(torch.linspace(-1, 1, 35).view(7, 5))
+        if rank is not None:
+            torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+            shard(model, init_device_mesh("cpu", (2,)))
+        hidden = {id(weight) for weight in hidden_matrices(model)}
+        built = optimizer.build(list(model.parameters()), hidden)
+        for seed in range(3):
+            source = torch.Generator().manual_seed(seed)
+            for parameter in model.parameters():
+                parameter.grad = part_like(torch.randn(parameter.shape, generator=source), parameter)
+            built.step()
+        digest = hashlib.sha256()
+        for tensor in gathered(model.state_dict(), keep=True).values():
+            digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()
+
+    def on_rank(rank: int) -> str:
+        try:
+            return step(rank)
+        finally:
+            torch.distributed.destroy_process_group()
+
+    assert on_ranks(2, on_rank) == [step(None)] * 2
 
 
 def test_what_a_run_says_of_its_optimizer() -> None:
@@ -276,6 +325,33 @@ def test_memory_counts_the_bytes_of_the_states() -> None:
 def test_a_value_out_of_range_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         build(compose(overrides), "optimizer")
+
+
+@pytest.mark.parametrize(
+    ("to", "name", "said"),
+    [
+        ("trl", "adamw", None),
+        ("trl", "adamw_8bit", None),
+        ("trl", "adamw_bf16", "AdamWBF16: AdamW on a model in BF16 also rounds"),
+        (
+            "verl",
+            "adamw_8bit",
+            "AdamW8bit: 8-bit moments there are not compared with ours (actor.optim.optimizer_impl)",
+        ),
+        ("prime-rl", "muon", "Muon: which weights Muon has there, and at which rate, is not compared with ours"),
+        ("skyrl", "muon", "(no setting); optimizer=adamw is translated"),
+    ],
+)
+def test_translation_lists_what_is_stored_and_refuses_other_optimizers(to: str, name: str, said: str | None) -> None:
+    found = translated([f"optimizer={name}"], to, [])
+    missing = "".join(f"{entry.value}: {entry.why}" for entry in found.missing if entry.key == "optimizer")
+    assert missing == "" if said is None else said in missing
+    eps = 1e-8 if to in ("skyrl", "prime-rl") else 1e-15
+    states = "8 bits, blocks of 256" if (to, name) == ("trl", "adamw_8bit") else "fp32"
+    assert found.optimizer == {"storage": "fp32", "states": states, "eps": eps}
+    assert f"# optimizer there: weights stored in fp32, states in {states}, eps {eps:g}\n" in found.text()
+    if to == "trl":
+        assert found.settings["optim"] == {"adamw_8bit": "adamw_torch_8bit"}.get(name, "adamw_torch")
 
 
 def test_without_torchao_8_bit_states_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def check_sharded(optimizer: AdamW, strategy: Strategy) -> None:
     if isinstance(strategy, ShardedStrategy) and not optimizer.shards:
         raise ConfigurationError(
             f"optimizer: {type(optimizer).__name__} scales its states in blocks of a rank's part of a weight, so a "
-            f'sharded run would depend on the number of ranks; choose optimizer=adamw, or a strategy other than "{NAME}"'
+            'sharded run would depend on the number of ranks; choose optimizer=adamw, or strategy="ddp"'
         )
 
 

@@ -8,7 +8,7 @@ import torch
 from torchao.optim import AdamW8bit as TorchAOAdamW8bit
 
 
-class EagerAdamW8bit(TorchAOAdamW8bit):
+class EagerAdamW8bit(TorchAOAdamW8bit):  # type: ignore[misc]  # torchao has no types
     """torchao's AdamW8bit, run without torch.compile, and with learning rates that are plain numbers.
 
     A compiled step would need a compiler where the run is, and its rounding would depend on that compiler. Schedules,

@@ -81,7 +81,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         own = {"momentum": momentum, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn, "weight_decay": weight_decay}
         # Torch refuses an optimizer without any parameter, so a model without other parameters has no AdamW.
         self._adamw = torch.optim.AdamW(others, betas=betas, eps=eps, weight_decay=weight_decay) if others else None
-        super().__init__([*({**group, **own} for group in matrices), *(self._adamw.param_groups if others else [])], {})
+        adamw_groups = [] if self._adamw is None else self._adamw.param_groups
+        super().__init__([*({**group, **own} for group in matrices), *adamw_groups], {})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
