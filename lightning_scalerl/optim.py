@@ -5,7 +5,6 @@ The settings of an optimizer are here; its steps are torch's, or in `update`.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_scalerl.checks import ConfigurationError, positive, shown, whole_number
+from lightning_scalerl.compat.torchao import has_torchao
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class AdamW8bit(AdamW):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if importlib.util.find_spec("torchao") is None:
+        if not has_torchao():
             raise ConfigurationError(
                 "optimizer: AdamW8bit needs torchao; install lightning-scalerl[8bit], or choose optimizer=adamw"
             )

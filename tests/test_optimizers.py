@@ -118,6 +118,26 @@ def test_states_in_bf16_stay_so_after_a_checkpoint() -> None:
     )
 
 
+def test_a_checkpoint_of_8_bit_states_holds_plain_tensors() -> None:
+    """A process without torchao reads it, and it restores the same states."""
+    parameters = [nn.Parameter(torch.linspace(-1, 1, size)) for size in (4096, 10)]
+    first, second = (AdamW8bit(**SETTINGS).build(parameters) for _ in range(2))
+    for parameter in parameters:
+        parameter.grad = torch.linspace(0, 1, len(parameter)) ** 3
+    first.step()
+    saved = first.state_dict()
+    assert {name: type(value) for name, value in saved["state"][0].items()} == dict.fromkeys(
+        ("step", "exp_avg.codes", "exp_avg.scale", "exp_avg_sq.codes", "exp_avg_sq.scale"), Tensor
+    )
+    assert saved["state"][0]["exp_avg.codes"].dtype == torch.uint8 and "exp_avg" in saved["state"][1]
+    second.load_state_dict(saved)
+    for parameter in parameters:
+        for name, value in first.state[parameter].items():
+            other = second.state[parameter][name]
+            assert type(other) is type(value)
+            assert torch.equal(other.dequantize(), value.dequantize()) if name != "step" else other == value
+
+
 def test_adamw_in_8_bits_makes_the_step_by_hand() -> None:
     """Moments are the nearest of 256 numbers, times the largest of their block; a small tensor's are FP32."""
     from torchao.optim.quant_utils import create_dynamic_map
@@ -355,7 +375,7 @@ def test_translation_lists_what_is_stored_and_refuses_other_optimizers(to: str, 
 
 
 def test_without_torchao_8_bit_states_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_scalerl.compat.torchao._PACKAGE", "a_package_that_is_not_there")
     with pytest.raises(ConfigurationError, match=r"AdamW8bit needs torchao; install lightning-scalerl\[8bit\]"):
         AdamW8bit(**SETTINGS)
 
