@@ -11,6 +11,7 @@ from typing import Any
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.measure.mechanism import departures
 from lightning_scalerl.model.adapter import of_adapter
+from lightning_scalerl.optim import AdamW
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.update.terms import terms
 from sweeps.run import provenance
@@ -91,6 +92,7 @@ def effective(recipe: Recipe, choices: Choices) -> list[str]:
         f"{recipe.batch.prompts} prompts of {recipe.batch.completions}",
         f"{recipe.context.max_new_tokens} new tokens at temperature {recipe.context.temperature:g}",
         f"learning rate {recipe.optimizer.lr:g}, {type(recipe.schedule).__name__}",
+        *(() if type(recipe.optimizer) is AdamW else (f"optimizer {type(recipe.optimizer).__name__}",)),
     )
     return [
         *lines,
