@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_scalerl import AdamW, AdamW8bit, AdamWBF16, ConfigurationError, Muon
 from lightning_scalerl.composition import build, compose, names_in
-from lightning_scalerl.distributed.sharded import gathered, part_like, shard
+from lightning_scalerl.distributed.sharded import gathered, part_like, shard, whole_tensor
 from lightning_scalerl.measure.memory import Measured, foretell
 from lightning_scalerl.measure.semantics import resolved_choices
 from lightning_scalerl.model.load import load_model
@@ -36,6 +37,7 @@ SETTINGS: dict[str, Any] = {
     "clip_norm": None,
 }
 OPTIMIZERS = names_in("optimizer")
+SLOW = pytest.mark.slow
 # 8-bit states depend on how a weight is cut into parts.
 SHARDED = [name for name in OPTIMIZERS if name != "adamw_8bit"]
 
@@ -211,7 +213,9 @@ def test_hidden_matrices_are_the_linear_layers_of_the_blocks(tiny_model: Any) ->
     assert found == sorted(f"model.layers.{block}.{layer}.weight" for block in range(2) for layer in layers)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each in ("muon", "adamw_bf16_kahan") else SLOW) for each in OPTIMIZERS]
+)
 def test_a_run_goes_on_bit_for_bit(name: str, tiny_model_path: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {"overrides": [f"optimizer={name}", "epochs.count=2"]}
     whole = fit(tiny_model_path, tmp_path / "whole", 4, **given)
@@ -301,6 +305,24 @@ def test_a_step_on_two_shards_is_the_step_on_the_whole_bit_for_bit(name: str, ti
             torch.distributed.destroy_process_group()
 
     assert on_ranks(2, on_rank) == [step(None)] * 2
+
+
+def test_muon_on_parts_of_tensor_parallel_ranks_is_muon_on_the_whole() -> None:
+    """A matrix that is split by rows and by columns."""
+    weight = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
+    expected = trained(Muon(**SETTINGS), weight, gradients_like(weight), hidden=True)
+
+    def on_rank(rank: int) -> str:
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=4)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+        parts = [distribute_tensor(each, mesh, [Shard(0), Shard(1)]) for each in (weight, *gradients_like(weight))]
+        try:
+            ours = trained(Muon(**SETTINGS), parts[0], parts[1:], hidden=True)
+            return str(torch.equal(whole_tensor(ours), expected))
+        finally:
+            torch.distributed.destroy_process_group()
+
+    assert on_ranks(4, on_rank) == ["True"] * 4
 
 
 def test_what_a_run_says_of_its_optimizer() -> None:
