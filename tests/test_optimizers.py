@@ -231,6 +231,15 @@ def test_a_run_goes_on_bit_for_bit(name: str, tiny_model_path: str, tmp_path: Pa
         assert not all(torch.equal(each, each.bfloat16().float()) for each in stored)
 
 
+def test_the_reference_of_rounded_weights_is_rounded(tiny_model_path: str) -> None:
+    """Else the policy would begin at a distance from it; also where it is loaded again for a run that goes on."""
+    module = fit(tiny_model_path, steps=1, overrides=["optimizer=adamw_bf16", "kl=fixed"])
+    assert module.reference is not None
+    again = module.models.load().state_dict()
+    for name, value in module.reference.model.state_dict().items():
+        assert torch.equal(value, value.bfloat16().float()) and torch.equal(value, again[name]), name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS[1:])
 def test_two_ranks_train_as_one(name: str, tiny_model_path: str, tmp_path: Path) -> None:
