@@ -246,6 +246,8 @@ def help_text(folders: Folders = ()) -> str:
 
 # Axes without plain variants: advantage and critic change together, and `epochs` has only a number.
 _NO_PLAIN_VARIANT = ("advantage", "critic", "epochs")
+# A group of settings with plain variants like an axis.
+_LIKE_AN_AXIS = ("optimizer",)
 
 
 def plain_variants() -> dict[str, tuple[str, str]]:
@@ -253,7 +255,7 @@ def plain_variants() -> dict[str, tuple[str, str]]:
 
     A plain variant needs no file in `conf/variant/`: `hydra_plugins/scalerl_axes.py` generates it for Hydra.
     """
-    files = ((axis, path.stem) for axis in AXES for path in (conf_dir() / axis).glob("*.yaml"))
+    files = ((axis, path.stem) for axis in (*AXES, *_LIKE_AN_AXIS) for path in (conf_dir() / axis).glob("*.yaml"))
     return {f"{axis}_{name}": (axis, name) for axis, name in files if axis not in _NO_PLAIN_VARIANT}
 
 

@@ -1,16 +1,20 @@
-"""Optimizer and learning-rate schedules of the policy. `module` handles clipping and micro-batches."""
+"""Optimizers and learning-rate schedules of the policy. `module` handles clipping and micro-batches.
+
+The settings of an optimizer are here; its steps are torch's, or in `update`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from lightning_scalerl.checks import ConfigurationError, positive, whole_number
+from lightning_scalerl.checks import ConfigurationError, positive, shown, whole_number
+from lightning_scalerl.compat.torchao import has_torchao
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,16 @@ class AdamW:
         clip_norm: bound on the norm of the whole gradient. With None it is not clipped, but still measured.
         dropout: whether the model's own dropout acts in training. Off by default: the trained policy would otherwise
             differ in every step from the policy that sampled.
+        storage: type of the values that the weights keep between steps: "fp32" or "bf16".
+        states: type of each state by name.
+        state_bytes: bytes of all states per trained parameter.
+        shards: whether a step on parts of the weights (FSDP2) is the step on whole weights.
     """
 
+    storage: ClassVar[str] = "fp32"
+    states: ClassVar[Mapping[str, str]] = {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
+    state_bytes: ClassVar[int] = 8
+    shards: ClassVar[bool] = True
     added: ClassVar[Mapping[str, Any]] = {"dropout": False}
 
     lr: float
@@ -57,14 +69,171 @@ class AdamW:
             if not 0 <= getattr(self, field) < 1:
                 raise ConfigurationError(f"optimizer.{field}: {getattr(self, field)!r} must be in [0, 1)")
 
-    def build(self, parameters: Iterable[nn.Parameter] | list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Build the optimizer for parameters, or for parameter groups with their own learning rates."""
-        return torch.optim.AdamW(
-            parameters,
-            lr=self.lr,
-            betas=(self.beta1, self.beta2),
-            eps=self.eps,
-            weight_decay=self.weight_decay,
+    def types(self) -> dict[str, Any]:
+        """Return the types of stored weights and states, for `semantics.json`."""
+        return {"storage": self.storage, "states": dict(self.states), "gradients": "fp32"}
+
+    def build(
+        self, parameters: Iterable[nn.Parameter] | list[dict[str, Any]], hidden: Container[int] = frozenset()
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer.
+
+        Args:
+            parameters: parameters, or parameter groups with their own learning rates.
+            hidden: `id`s of the parameters that are matrices of the model's blocks; only Muon distinguishes them.
+        """
+        return torch.optim.AdamW(parameters, **self._common)
+
+    @property
+    def _common(self) -> dict[str, Any]:
+        """Arguments that all implementations of AdamW take."""
+        return {
+            "lr": self.lr,
+            "betas": (self.beta1, self.beta2),
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+        }
+
+
+@dataclass(frozen=True)
+class AdamWBF16(AdamW):
+    """AdamW whose weights and moments keep only BF16 values between steps; attributes of `AdamW`, and one more.
+
+    Without Kahan summation, a weight whose update is below 1/512 to 1/256 of its size does not move. The types of
+    forward pass and gradients are those of the other optimizers (axis `precision`), so that only the storage differs.
+    The values are in FP32 tensors: this shows what the storage does to learning, and saves no memory for weights.
+
+    Attributes:
+        kahan: keep what rounding loses of each weight's updates in a third BF16 state.
+
+    Source: arXiv 2010.06192.
+    """
+
+    storage: ClassVar[str] = "bf16"
+
+    kahan: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.kahan, bool):
+            raise ConfigurationError(f"optimizer.kahan: {shown(self.kahan)} must be true or false")
+
+    @property
+    def states(self) -> Mapping[str, str]:  # type: ignore[override]
+        """Type of each state by name."""
+        return dict.fromkeys(("exp_avg", "exp_avg_sq", *(("compensation",) if self.kahan else ())), "bf16")
+
+    @property
+    def state_bytes(self) -> int:  # type: ignore[override]
+        """Bytes of all states per trained parameter."""
+        return 2 * len(self.states)
+
+    def build(
+        self, parameters: Iterable[nn.Parameter] | list[dict[str, Any]], hidden: Container[int] = frozenset()
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer; see `AdamW.build`."""
+        from lightning_scalerl.update.adamw_bf16 import StoredInBF16
+
+        return StoredInBF16(parameters, **self._common, kahan=self.kahan)
+
+
+@dataclass(frozen=True)
+class AdamW8bit(AdamW):
+    """torchao's AdamW with 8-bit moments and FP32 weights; attributes of `AdamW`.
+
+    Moments of tensors with fewer than 4096 values, or a number of values that 256 does not divide, stay FP32.
+
+    Source: arXiv 2110.02861.
+
+    Raises:
+        ConfigurationError: torchao is not installed.
+    """
+
+    states: ClassVar[Mapping[str, str]] = {"exp_avg": "8 bits, blocks of 256", "exp_avg_sq": "8 bits, blocks of 256"}
+    state_bytes: ClassVar[int] = 2
+    shards: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not has_torchao():
+            raise ConfigurationError(
+                "optimizer: AdamW8bit needs torchao; install lightning-scalerl[8bit], or choose optimizer=adamw"
+            )
+
+    def build(
+        self, parameters: Iterable[nn.Parameter] | list[dict[str, Any]], hidden: Container[int] = frozenset()
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer; see `AdamW.build`."""
+        from lightning_scalerl.update.adamw_8bit import EagerAdamW8bit
+
+        return EagerAdamW8bit(parameters, **self._common)
+
+
+@dataclass(frozen=True)
+class Muon(AdamW):
+    """Muon for the matrices of the model's blocks, AdamW for all other parameters.
+
+    `lr`, `weight_decay` and clipping are for both, `beta1`, `beta2` and `eps` for AdamW's parameters: embeddings,
+    output head, norms, biases, and weights with more than two dimensions such as fused experts.
+
+    Attributes:
+        momentum: decay of Muon's momentum, which is Nesterov's.
+        ns_steps: Newton-Schulz iterations of a step.
+        adjust_lr_fn: how the rate depends on a matrix's size: "match_rms_adamw" gives updates the size that AdamW's
+            have, so that AdamW's rate can be used; "original" is sqrt(max(1, rows / columns)).
+        adamw_ratio: rate of AdamW's parameters as a multiple of `lr`.
+
+    Source: Jordan et al. 2024, Muon; arXiv 2502.16982.
+    """
+
+    states: ClassVar[Mapping[str, str]] = {"momentum_buffer": "fp32", **AdamW.states}
+
+    momentum: float = 0.95
+    ns_steps: int = 5
+    adjust_lr_fn: str = "match_rms_adamw"
+    adamw_ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ConfigurationError(f"optimizer.momentum: {self.momentum!r} must be in [0, 1)")
+        if whole_number("optimizer.ns_steps", self.ns_steps) >= 100:
+            raise ConfigurationError(f"optimizer.ns_steps: {self.ns_steps} must be below 100")
+        if self.adjust_lr_fn not in ("match_rms_adamw", "original"):
+            raise ConfigurationError(
+                f"optimizer.adjust_lr_fn: {shown(self.adjust_lr_fn)} is unknown; valid: match_rms_adamw, original"
+            )
+        positive("optimizer.adamw_ratio", self.adamw_ratio)
+
+    def types(self) -> dict[str, Any]:
+        """Return the types of stored weights and states, and which optimizer each parameter has."""
+        matrices = {"muon": "matrices of the blocks", "adamw": "all other parameters"}
+        return {**super().types(), "orthogonalized_in": "bf16", "parameters": matrices}
+
+    def build(
+        self, parameters: Iterable[nn.Parameter] | list[dict[str, Any]], hidden: Container[int] = frozenset()
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer: first the groups of Muon, then those of AdamW; see `AdamW.build`."""
+        from lightning_scalerl.update.muon import MuonAndAdamW
+
+        listed = list(parameters)
+        groups: list[dict[str, Any]] = [
+            group if isinstance(group, dict) else {"params": [group], "lr": self.lr} for group in listed
+        ]
+        matrices, others = [], []
+        for group in groups:
+            lr, both = group.get("lr", self.lr), list(group["params"])
+            matrices.append({"params": [each for each in both if id(each) in hidden], "lr": lr})
+            others.append({"params": [each for each in both if id(each) not in hidden], "lr": lr * self.adamw_ratio})
+        return MuonAndAdamW(
+            [group for group in matrices if group["params"]],
+            [group for group in others if group["params"]],
+            self.momentum,
+            self.ns_steps,
+            self.adjust_lr_fn,
+            self.weight_decay,
+            (self.beta1, self.beta2),
+            self.eps,
         )
 
 

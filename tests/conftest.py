@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from lightning_scalerl.compat.torchao import hide_torchao
 from lightning_scalerl.torchmetrics_on_demand import torchmetrics_on_demand
 from tests.place import PATIENCE_S, Deterministic, Place, deterministic, made_once
 
@@ -23,6 +24,7 @@ pytest_plugins = ["tests.account"]
 
 # Before any test imports Lightning, as our commands do: each process starts two seconds sooner.
 torchmetrics_on_demand()
+hide_torchao()
 
 # A busy machine may keep any example waiting: by default hypothesis fails one that takes 0.2 seconds.
 settings.register_profile("without a clock", deadline=None)

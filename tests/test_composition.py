@@ -26,7 +26,7 @@ CONF = conf_dir()
 ROOT = CONF.parent
 CHANGING = [variant for variant in VARIANTS if variant != "none"]
 # Of a setting, and no choice on an axis: the scale says whether they change anything.
-OPTIMIZER = [variant for variant in CHANGING if variant.startswith("clip_") or variant == "lr_0"]
+OPTIMIZER = [variant for variant in CHANGING if variant.startswith(("clip_", "optimizer_")) or variant == "lr_0"]
 # Those that sweep variants of the default recipe; all others are in tests/test_recipes.py.
 OF_VARIANTS = [
     path.stem

@@ -29,10 +29,10 @@ FLOORS = {
     ],
     "lightning_scalerl": [
         {"checks", "cache", "compat", "torchmetrics_on_demand", "rollouts"},
-        {"axes", "distributed", "optim", "sandbox", "state", "user_code"},
+        {"axes", "distributed", "sandbox", "state", "user_code"},
         {"choices", "environment", "model", "verify"},
         {"generator", "task", "update"},
-        {"stream"},
+        {"optim", "stream"},
         {"recipe"},
         {"composition", "measure"},
         {"callbacks", "translate"},

@@ -7,7 +7,7 @@ import re
 from lightning_scalerl.composition import conf_dir, names_in, plain_variants
 
 # No recipe that they are tried on departs from these.
-OF_EVERY_RECIPE = ("adapter_none", "allocation_fixed", "correction_behaviour", "credit_outcome")
+OF_EVERY_RECIPE = ("adapter_none", "allocation_fixed", "correction_behaviour", "credit_outcome", "optimizer_adamw")
 VARIANTS = [name for name in names_in("variant") if name not in OF_EVERY_RECIPE]
 
 

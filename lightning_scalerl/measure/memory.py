@@ -220,17 +220,18 @@ def foretell(of: Measured, recipe: Recipe, ranks: int = 1, strategy: str = "ddp"
     choices, whole = recipe.choices, of.whole
     sharded = strategy == "fsdp2" and ranks > 1
     share = ranks // of.partners if sharded else 1  # each rank holds one of this many shards
-    # Rounded up (-(-a // b)). Gradients are FP32 (4 bytes); Adam has two FP32 moments (8 bytes).
+    # Rounded up (-(-a // b)). Gradients are FP32 (4 bytes).
+    states = recipe.optimizer.state_bytes
     device = {
         "weights": -(-of.weights // share),
         "gradients": -(-4 * of.trained // share),
-        "Adam's moments": -(-8 * of.trained // share),
+        "Adam's moments": -(-states * of.trained // share),
         "activations of a pass": of.activations,
     }
     if choices.kl.where:
         device["reference"] = -(-whole // share)
     if choices.critic.has_values:
-        device["critic, its gradients and moments"] = -(-4 * of.body // share)
+        device["critic, its gradients and moments"] = -(-(8 + states) * of.body // (4 * share))
     if sharded:
         # FSDP2 gathers the root and up to two layers at a time, and their gradients are whole until reduce-scatter.
         device["layers made whole"] = 2 * (whole - sum(of.layers)) + 4 * max(of.layers, default=0)

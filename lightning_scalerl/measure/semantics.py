@@ -11,6 +11,7 @@ from typing import Any
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.measure.mechanism import departures
 from lightning_scalerl.model.adapter import of_adapter
+from lightning_scalerl.optim import AdamW
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.update.terms import terms
 from sweeps.run import provenance
@@ -62,6 +63,7 @@ def resolved_choices(recipe: Recipe, choices: Choices) -> dict[str, Any]:
             "name": type(recipe.optimizer).__name__,
             **asdict(recipe.optimizer),
             "clip": "none" if recipe.optimizer.clip_norm is None else "global norm",
+            **recipe.optimizer.types(),
         },
         "schedule": {"name": type(recipe.schedule).__name__, **asdict(recipe.schedule)},
         "batch": asdict(recipe.batch),
@@ -90,6 +92,7 @@ def effective(recipe: Recipe, choices: Choices) -> list[str]:
         f"{recipe.batch.prompts} prompts of {recipe.batch.completions}",
         f"{recipe.context.max_new_tokens} new tokens at temperature {recipe.context.temperature:g}",
         f"learning rate {recipe.optimizer.lr:g}, {type(recipe.schedule).__name__}",
+        *(() if type(recipe.optimizer) is AdamW else (f"optimizer {type(recipe.optimizer).__name__}",)),
     )
     return [
         *lines,

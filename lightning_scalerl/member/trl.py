@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -42,12 +42,13 @@ def plan_trl(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> 
     ours = [[entry for entry in overrides if group_of(entry) != GROUP] for overrides in override_lists]
     specs = plan_members(ours, folders)
     trl_specs: list[RunSpec] = []
-    checked: set[str] = set()  # members that differ only in their seed need one check
+    optimizers: dict[str, dict[str, Any]] = {}  # by curve: members that differ only in their seed need one check
     for spec, overrides, own_overrides in zip(specs, override_lists, ours, strict=True):
-        if spec.curve not in checked:
-            refuse(Run.of(own_overrides, list(used_folders)))
-            checked.add(spec.curve)
-        trl_specs.append(_on_trl(spec, _python(overrides), own_overrides, tuple(overrides)))
+        if spec.curve not in optimizers:
+            translation, _ = refuse(Run.of(own_overrides, list(used_folders)))
+            optimizers[spec.curve] = {"trainer": "trl", **translation.optimizer}
+        command = _command(_python(overrides), spec, own_overrides, optimizers[spec.curve])
+        trl_specs.append(_on_trl(spec, _python(overrides), command, tuple(overrides)))
     return trl_specs
 
 
@@ -80,12 +81,12 @@ def _asked(python: str) -> str:
     return python
 
 
-def _on_trl(spec: RunSpec, python: str, overrides: Sequence[str], pasted: tuple[str, ...]) -> RunSpec:
+def _on_trl(spec: RunSpec, python: str, command: Mapping[str, Any], pasted: tuple[str, ...]) -> RunSpec:
     """Return the specification of the same recipe trained by TRL: another curve, labelled with `+trainer=trl`."""
     suffix = f"+{GROUP}=trl"
     label = f"{spec.baseline}{suffix}{spec.recipe.removeprefix(spec.baseline)}"
     trl_spec = make_spec(
-        config={**spec.config, GROUP: {"name": "trl", "python": python}, "command": _command(python, spec, overrides)},
+        config={**spec.config, GROUP: {"name": "trl", "python": python}, "command": command},
         reference=spec.reference,
         identity={**identity_of(spec.config), GROUP: {"name": "trl", "version": VERSION}},
         label=label,
@@ -97,7 +98,7 @@ def _on_trl(spec: RunSpec, python: str, overrides: Sequence[str], pasted: tuple[
     return replace(trl_spec, overrides=tuple(entry for entry in pasted if not entry.lstrip("+~").startswith("mlflow")))
 
 
-def _command(python: str, spec: RunSpec, overrides: Sequence[str]) -> dict[str, Any]:
+def _command(python: str, spec: RunSpec, overrides: Sequence[str], optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of a member for `sweeps.command`, with all keys of conf/command/base/command.yaml."""
     # Braces in values must not be taken for placeholders.
     escaped = [entry.replace("{", "{{").replace("}", "}}") for entry in overrides if _belongs_in_command(entry)]
@@ -128,6 +129,7 @@ def _command(python: str, spec: RunSpec, overrides: Sequence[str]) -> dict[str, 
         "resume": {"anew": False, "add": None, "checkpoints": "{run_dir}/trl/checkpoint-*/scalerl-*.json"},
         "stop": {"signal": "SIGTERM", "file": None, "within_s": 60},
         "done": {"within": 0},
+        "optimizer": dict(optimizer),
         "texts": {},
         "named": {},
     }

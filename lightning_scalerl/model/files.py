@@ -25,10 +25,12 @@ class WeightFiles:
     Attributes:
         file_of: the file of each tensor in the folder, by the tensor's name.
         names: the name of the tensor for each weight of the model; tied weights share one tensor.
+        in_bf16: round what is read to BF16 values, for a run that stores its weights so.
     """
 
     file_of: Mapping[str, Path]
     names: Mapping[str, str]
+    in_bf16: bool = False
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor:
         """Return a weight of the model, or only a part of it, on the host in FP32; nothing else is read."""
@@ -37,7 +39,9 @@ class WeightFiles:
         stored = self.names[name]
         with safe_open(self.file_of[stored], framework="pt") as file:
             value: Tensor = file.get_tensor(stored) if part is None else file.get_slice(stored)[part]
-        return value.float() if value.is_floating_point() else value
+        if not value.is_floating_point():
+            return value
+        return value.bfloat16().float() if self.in_bf16 else value.float()
 
 
 def is_blank(model: nn.Module) -> bool:

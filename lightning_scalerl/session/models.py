@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.session.streamed import blank_or_whole
 from lightning_scalerl.session.trials import try_out
 from lightning_scalerl.task.arithmetic_base import is_arithmetic_base
+from lightning_scalerl.update.adamw_bf16 import round_weights
 from lightning_scalerl.update.trained import TrainedPolicy
 
 
@@ -82,14 +84,30 @@ class Models:
         self.critic: ValueModel | None = None
         self.reference: Policy | None = None
         self._fingerprint: str | None = None
+        self._in_bf16 = False
         self.ranks = Ranks()
         self.device = torch.device("cpu")
         self.trained = TrainedPolicy(policy, lambda: self.ranks, self.load)
 
     def load(self) -> nn.Module:
-        """Load the whole language model from its path."""
+        """Load the whole language model from its path, with the values that the run stores (`store_in_bf16`)."""
         assert self.path is not None
-        return load_model(self.path)
+        model = load_model(self.path)
+        if self._in_bf16:
+            round_weights(model)
+        return model
+
+    def store_in_bf16(self) -> None:
+        """Round the trained weights to BF16 values, now or when they are read: the optimizer keeps no others.
+
+        Without an adapter the reference and the critic's body get the same values, because they are copies.
+        """
+        if self.policy.adapter is None:
+            self._in_bf16 = True
+            if self.files is not None:
+                self.files = replace(self.files, in_bf16=True)
+        if not is_blank(self.policy):
+            round_weights(self.policy)
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text without adding special tokens."""

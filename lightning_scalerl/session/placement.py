@@ -15,6 +15,7 @@ from lightning_scalerl.model.files import is_blank
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.recompute import can_recompute, on_host, recompute
 from lightning_scalerl.model.tensor_parallel import check_tensor_parallel, parallelize
+from lightning_scalerl.optim import AdamW
 from lightning_scalerl.recipe import BatchSettings
 from lightning_scalerl.session.models import Models, adapt_policy
 from lightning_scalerl.session.streamed import names_in_files, read_parts, within
@@ -66,6 +67,19 @@ def recompute_activations(models: Models, batch: BatchSettings) -> None:
         raise ConfigurationError(
             f"batch.{setting}: {type(model).__name__} has no gradient checkpointing; leave it out, and lower "
             "batch.micro_tokens where memory is short"
+        )
+
+
+def check_sharded(optimizer: AdamW, strategy: Strategy) -> None:
+    """Check that the optimizer's step on parts of the weights is its step on whole weights, if the strategy shards.
+
+    Raises:
+        ConfigurationError: it is not, so that the run would depend on the number of its devices.
+    """
+    if isinstance(strategy, ShardedStrategy) and not optimizer.shards:
+        raise ConfigurationError(
+            f"optimizer: {type(optimizer).__name__} scales its states in blocks of a rank's part of a weight, so a "
+            'sharded run would depend on the number of ranks; choose optimizer=adamw, or strategy="ddp"'
         )
 
 

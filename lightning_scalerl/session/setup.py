@@ -30,6 +30,7 @@ from lightning_scalerl.session.memory import check_memory
 from lightning_scalerl.session.models import Models
 from lightning_scalerl.session.placement import (
     check_partners,
+    check_sharded,
     place,
     prepare_adapter,
     read_whole_model,
@@ -91,6 +92,10 @@ def place_models(models: Models, recipe: Recipe, choices: Choices, trainer: Trai
     policy.precision = choices.precision
     read_whole_model(models, strategy, choices)
     prepare_adapter(policy, choices, fits)
+    if fits:
+        check_sharded(recipe.optimizer, strategy)
+        if recipe.optimizer.storage == "bf16":
+            models.store_in_bf16()
     # Only avoids a warning of Lightning; `ScaleRL.on_train_start` sets the actual mode.
     policy.train()
     if models.critic is not None:

@@ -12,6 +12,7 @@ from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.session.models import Models
 from lightning_scalerl.update.health import HealthWatch
 from lightning_scalerl.update.loss_scale import LossScale, SkippedUpdates
+from lightning_scalerl.update.muon import hidden_matrices
 
 
 class Updates:
@@ -43,7 +44,10 @@ class Updates:
                 {"params": [each for each in root.parameters() if each.requires_grad or not adapted], "lr": rate}
                 for root, rate in zip(roots, self._rates, strict=True)
             ]
-            self._optimizer = self._recipe.optimizer.build(groups)
+            hidden = {id(each) for root in roots for each in hidden_matrices(root)}
+            self._optimizer = self._recipe.optimizer.build(groups, hidden)
+            # An optimizer may split the groups; the schedule applies to the rate of each.
+            self._rates = [group["lr"] for group in self._groups]
             self._own_settings = [{key: group[key] for key in group if key != "params"} for group in self._groups]
         return self._optimizer
 

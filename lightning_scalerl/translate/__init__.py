@@ -8,8 +8,10 @@ each. `command.py` is the entry of the command line. `trl_member.py` lets TRL tr
 TRL's interpreter and imports nothing of this package.
 """
 
+from lightning_scalerl.compat.torchao import hide_torchao
 from lightning_scalerl.torchmetrics_on_demand import torchmetrics_on_demand
 
 # Must run before Lightning is imported. Only our own commands (`scalerl`, members of a study) import this package, so
-# that torchmetrics is unchanged in scripts that import the library.
+# that torchmetrics and torchao are unchanged in scripts that import the library.
 torchmetrics_on_demand()
+hide_torchao()

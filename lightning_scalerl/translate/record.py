@@ -22,7 +22,15 @@ from lightning_scalerl.axes.normalization import NoNormalization, PromptNormaliz
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.composition import build_recipe, compose
-from lightning_scalerl.optim import ConstantSchedule, CosineSchedule, SqrtBatchSchedule
+from lightning_scalerl.optim import (
+    AdamW,
+    AdamW8bit,
+    AdamWBF16,
+    ConstantSchedule,
+    CosineSchedule,
+    Muon,
+    SqrtBatchSchedule,
+)
 from lightning_scalerl.recipe import Recipe
 
 # A bound that never acts, for trainers that cannot turn a bound off: gradients and ratios stay below it (ratios are
@@ -59,6 +67,8 @@ class Translation:
         missing: our choices and settings without a counterpart.
         notes: differences that no setting can remove.
         added: settings that the trainer's code reads although its own configuration file does not list them.
+        optimizer: what its optimizer stores under these settings: "storage" and "states" (types of weights and
+            states), and "eps".
         said: names of settings by axis, before those in `missing` are left out; use `axes` instead.
     """
 
@@ -69,6 +79,7 @@ class Translation:
     missing: list[Missing] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
+    optimizer: dict[str, Any] = field(default_factory=dict)
     said: dict[str, list[str]] = field(default_factory=dict)
 
     def set(self, *axes: str, **settings: Any) -> None:
@@ -111,6 +122,10 @@ class Translation:
         else:
             self.lacks(axis, value, why)
 
+    def stores(self, storage: str, states: str, eps: float) -> None:
+        """Record what the optimizer stores under these settings: types of weights and states, and its epsilon."""
+        self.optimizer = {"storage": storage, "states": states, "eps": eps}
+
     def note(self, text: str) -> None:
         """Add a difference that no setting of either trainer can remove."""
         self.notes.append(text)
@@ -121,6 +136,12 @@ class Translation:
         head += [f"# without a counterpart: {entry.key}={entry.value}: {entry.why}" for entry in self.missing]
         if alike := [axis for axis, names in self.axes.items() if not names]:
             head.append(f"# the same there without a setting: {', '.join(alike)}")
+        if self.optimizer:
+            head.append(
+                "# optimizer there: weights stored in {storage}, states in {states}, eps {eps:g}".format_map(
+                    self.optimizer
+                )
+            )
         head += [f"# beyond any setting: {note}" for note in self.notes]
         marked = {f"{'+' if name in self.added else ''}{name}": value for name, value in self.settings.items()}
         body = {"yaml": _yaml, "toml": _toml, "overrides": _overrides}[self.form](marked)
@@ -306,6 +327,7 @@ def common(run: Run, into: Translation) -> None:
         into.says("adapter")
     if not isinstance(choices.async_mode, PPOOffPolicy):
         into.lacks("async_mode", choices.async_mode, _PIPELINE[into.to])
+    _other_optimizer(run, into)
     if choices.precision.policy == "fp16":
         into.lacks("precision.policy", "fp16", "the start and growth of the loss's scale are not compared with ours")
     for part, acts in {
@@ -329,6 +351,33 @@ def common(run: Run, into: Translation) -> None:
         "orders of prompts and sampled tokens follow from each trainer's own random numbers: the same seed is not the "
         "same run"
     )
+
+
+def _other_optimizer(run: Run, into: Translation) -> None:
+    """Add any optimizer but AdamW with FP32 weights and moments to `missing`, unless the trainer has the same."""
+    kind = type(run.recipe.optimizer)
+    if kind is AdamW or (kind, into.to) in _OPTIMIZERS_THERE:
+        return
+    why = _OPTIMIZERS.get(kind, "an optimizer of your own")
+    setting = _OPTIMIZER_SETTINGS.get((kind, into.to), "no setting")
+    into.lacks("optimizer", kind.__name__, f"{why} ({setting}); optimizer=adamw is translated")
+
+
+# TRL's optim=adamw_torch_8bit is the same class of torchao.
+_OPTIMIZERS_THERE = {(AdamW8bit, "trl")}
+_OPTIMIZERS: dict[type[AdamW], str] = {
+    AdamWBF16: "AdamW on a model in BF16 also rounds inside of the step there, and computes norms in BF16",
+    AdamW8bit: "8-bit moments there are not compared with ours",
+    Muon: "which weights Muon has there, and at which rate, is not compared with ours",
+}
+_OPTIMIZER_SETTINGS: dict[tuple[type[AdamW], str], str] = {
+    (AdamWBF16, "trl"): "model_init_kwargs.dtype",
+    (AdamWBF16, "verl"): "actor.fsdp_config.model_dtype",
+    (AdamWBF16, "prime-rl"): "trainer.model.optimization_dtype",
+    (AdamW8bit, "verl"): "actor.optim.optimizer_impl",
+    (Muon, "verl"): "actor.optim.optimizer_impl",
+    (Muon, "prime-rl"): "trainer.optim.type",
+}
 
 
 def estimator(run: Run) -> str | None:

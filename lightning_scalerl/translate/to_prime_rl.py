@@ -85,6 +85,7 @@ def _settings(run: Run, into: Translation) -> None:
     if every:
         into.under("orchestrator.eval", interval=every, group_size=int(recipe.evaluation.get("samples", 1)))
     into.lacks("seed", run.seed, "there is none of sampling")
+    into.stores("fp32", "fp32", ADAM_EPS)  # `trainer.model.optimization_dtype` is float32 by default
     into.under(
         "trainer.optim",
         type="adamw",

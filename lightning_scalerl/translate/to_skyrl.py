@@ -196,6 +196,7 @@ def _data(run: Run, into: Translation) -> None:
 
 def _optimizer(run: Run, into: Translation) -> None:
     optimizer = run.recipe.optimizer
+    into.stores("fp32", "fp32", ADAM_EPS)  # workers/fsdp/fsdp_worker.py loads a policy that is trained in FP32
     into.under(
         "trainer.policy.optimizer_config",
         lr=run.lr,

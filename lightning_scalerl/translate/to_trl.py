@@ -25,6 +25,7 @@ from lightning_scalerl.axes.length_control import Penalty
 from lightning_scalerl.axes.loss import CISPO, GMPO, GSPO, SAPO, Reinforce
 from lightning_scalerl.axes.normalization import BatchRewardNormalization, NoNormalization, PromptNormalization
 from lightning_scalerl.axes.truncated import MaskTruncated
+from lightning_scalerl.optim import AdamW8bit
 from lightning_scalerl.translate.record import Run, Translation, common, kl_term, lasting, on_policy
 
 VERSION = "1.16.0"
@@ -205,8 +206,11 @@ def _data(run: Run, into: Translation) -> None:
 
 def _optimizer(run: Run, into: Translation) -> None:
     optimizer, epochs = run.recipe.optimizer, run.choices.epochs.count
+    eight_bit = isinstance(optimizer, AdamW8bit)
+    # A model that is named by its path is loaded in FP32 unless model_init_kwargs says otherwise.
+    into.stores("fp32", "8 bits, blocks of 256" if eight_bit else "fp32", optimizer.eps)
     into.set(
-        optim="adamw_torch",
+        optim="adamw_torch_8bit" if eight_bit else "adamw_torch",
         learning_rate=run.lr,
         adam_beta1=optimizer.beta1,
         adam_beta2=optimizer.beta2,

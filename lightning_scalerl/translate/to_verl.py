@@ -224,6 +224,7 @@ def _data(run: Run, into: Translation) -> None:
 
 def _optimizer(run: Run, into: Translation) -> None:
     optimizer = run.recipe.optimizer
+    into.stores("fp32", "fp32", optimizer.eps)  # `fsdp_config.model_dtype` is written, and eps is overridden
     into.under(
         f"{ACTOR}.optim",
         lr=run.lr,

@@ -45,13 +45,13 @@ def rank_command(options: argparse.Namespace) -> None:
     fits = fit_all(study.curves, options)
     from sweeps.parallel import cores
     from sweeps.report.ranking_text import rank_text
-    from sweeps.run.health import code_changes, idle_variants
+    from sweeps.run.health import code_changes, idle_variants, optimizer_differences
 
     axes = _axes(options, study)
     ranking = ranked(options, fits, cores())
     ranks_by_axis = None if axes is None else _by_axis(options, axes, fits)
     at_k = compared_at_k(options, study, ranking)
-    warn([*study.warnings, *code_changes(study.runs)])
+    warn([*study.warnings, *code_changes(study.runs), *optimizer_differences(study.runs)])
     if options.json:
         print_json(rank_json(ranking, ranks_by_axis, at_k, signal, aggregate))
         return

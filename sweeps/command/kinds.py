@@ -73,6 +73,10 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "command.env": (_or(_none, _group_of(_is_scalar)), "a group: names of variables, and the value of each"),
     "command.folder": (_or(_none, _is_text), "the path of a folder"),
     "command.identity": (_or(_none, _list_of(_is_text)), "a list of files"),
+    "command.optimizer": (
+        _or(_none, _group_of(_is_scalar)),
+        "a group: trainer, storage, states, eps, and the value of each",
+    ),
     "command.metrics": (_is_group, "a group of settings"),
     "command.metrics.source": (_is_text, "stdout, a path or an address"),
     "command.metrics.step": (_or(_none, _is_column), "the name of a column, or null"),

@@ -376,6 +376,7 @@ class _Member:
             "compute": {"axis": compute.axis, "is": compute.text},
             "metrics": self._command.source,
             "named": dict(self._spec.config["command"].get("named") or {}),
+            "optimizer": dict(self._spec.config["command"].get("optimizer") or {}),
             "seed": self._spec.seed,
             "versions": versions(()),
         }

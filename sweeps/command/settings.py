@@ -24,7 +24,20 @@ OWN_KEYS = OPERATIONAL_KEYS | {"command", "cluster", "member"}
 # Added when a study is planned: digests of the files that the command names, and the texts of its templates.
 FROZEN = ("named", "texts")
 _SECTIONS = {
-    "": {"line", "files", "env", "folder", "identity", "metrics", "compute", "resume", "stop", "done", *FROZEN},
+    "": {
+        "line",
+        "files",
+        "env",
+        "folder",
+        "identity",
+        "metrics",
+        "compute",
+        "resume",
+        "stop",
+        "done",
+        "optimizer",
+        *FROZEN,
+    },
     "metrics": {"source", "step", "reward", "keep"},
     "compute": {"unit", "column", "per_step", "restarts", "devices", "parameters", "model"},
     "resume": {"anew", "add", "checkpoints"},

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 
-from sweeps.run.journal import JournalView, finite
+from sweeps.run.journal import SEMANTICS_FILE, JournalView, finite
 from sweeps.run.provenance import said
 
 
@@ -38,6 +39,64 @@ def idle_variants(runs: Sequence[JournalView]) -> list[str]:
             if counters.get(recipe, {}).get(axis) == 0:
                 notes.add(f"{recipe}: this variant changed nothing (mechanism/{axis} stayed at 0)")
     return sorted(notes)
+
+
+# What decides how small an update may be to have an effect.
+_STORED = ("storage", "states", "eps")
+
+
+def optimizer_differences(runs: Sequence[JournalView]) -> list[str]:
+    """Return a warning if runs of several trainers differ in the types of weights and states or in epsilon.
+
+    One recipe at one learning rate ended at rewards of .818 and .733 by the storage type alone (AReaL#1634). Trainers
+    that do not state these values are left out. Different optimizers of one trainer are what a study varies.
+    """
+    by_trainer: dict[str, dict[str, set[str]]] = {}
+    for view in runs:
+        stated = _stored_by(view)
+        trainer = by_trainer.setdefault(stated.pop("trainer", "command"), {})
+        for name, value in stated.items():
+            trainer.setdefault(name, set()).add(value)
+    differences = []
+    for name in _STORED:
+        values = {trainer: sorted(stated[name]) for trainer, stated in by_trainer.items() if name in stated}
+        if len({tuple(each) for each in values.values()}) > 1:
+            told = (f"{', '.join(each)} in {trainer}" for trainer, each in sorted(values.items()))
+            differences.append(f"{name} is {' and '.join(told)}")
+    if not differences:
+        return []
+    return [f"optimizers differ between trainers, which can matter as much as recipes: {'; '.join(differences)}"]
+
+
+def _stored_by(view: JournalView) -> dict[str, str]:
+    """Return what a run's optimizer stores as far as it is known, as text, with the name of its trainer.
+
+    An adopted run can state it in columns (`scalerl adopt --by loss,storage=config.dtype,eps=config.adam_epsilon`).
+    """
+    settings = view.header.get("settings") or {}
+    stated = {name: value for name, value in settings.items() if name in ("trainer", *_STORED)}
+    try:
+        semantics = json.loads((view.path.parent / SEMANTICS_FILE).read_text())
+        stated |= semantics.get("optimizer") or {}
+    except (OSError, ValueError, AttributeError, TypeError):
+        semantics = {}  # a journal alone, or of an earlier version
+    if "choices" in semantics:
+        stated["trainer"] = "lightning-scalerl"
+    states = stated.get("states")
+    if isinstance(states, Mapping):
+        stated["states"] = " and ".join(sorted({str(each) for each in states.values()}))
+    texts = {name: str(stated[name]) for name in ("trainer", *_STORED) if stated.get(name) is not None}
+    if (eps := _short(texts.get("eps"))) is not None:
+        texts["eps"] = eps  # 1e-8 and 1.0e-08 are one number
+    return texts
+
+
+def _short(text: str | None) -> str | None:
+    """Return a number in its shortest form; None if the text is not a number."""
+    try:
+        return f"{float(text):g}" if text is not None else None
+    except ValueError:
+        return None
 
 
 def truncation_alarms(runs: Sequence[JournalView]) -> list[str]:

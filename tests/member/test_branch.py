@@ -117,6 +117,7 @@ def test_settings_of_the_optimizer_are_its_own_and_its_state_is_kept_or_not(fami
         "fresh": ("branch.optimizer=fresh",),
         "rate": ("optimizer.lr=0",),
         "decay": ("optimizer.weight_decay=0.7",),
+        "muon": ("optimizer=muon", "branch.optimizer=fresh"),
     }.items():
         folder = family.run(family.branch(*change, "budget.steps=8", output=name))
         saved = torch.load(checkpoint_at(folder, 8), weights_only=True)
@@ -125,6 +126,7 @@ def test_settings_of_the_optimizer_are_its_own_and_its_state_is_kept_or_not(fami
             assert not any(
                 r.metrics["train/learning_rate"] for r in read_journal(folder).records[-2:] if r.kind == "train"
             )
+    assert "momentum_buffer" in ends.pop("muon")["state"][0]
     steps = {name: float(state["state"][0]["step"]) for name, state in ends.items()}
     assert steps == {"kept": 8, "fresh": 2, "rate": 8, "decay": 8}
     decay = {name: state["param_groups"][0]["weight_decay"] for name, state in ends.items()}
@@ -210,6 +212,7 @@ def test_where_the_parent_is(family: Family) -> None:
         (["batch.prompts=4"], "branch: batch cannot change at a branch"),
         (["async_mode=on_policy"], "branch: async_mode cannot change"),
         (["budget.steps=6"], "budget.steps: 6 must be above branch.step=6"),
+        (["optimizer=muon"], "the optimizer changes from AdamW to Muon.*give branch.optimizer=fresh"),
         (["branch.run=nowhere"], "branch.run: 'nowhere' is no run here"),
         (["branch.run=null"], "branch.run: needs a value"),
         (["branch.optimizer=new"], "branch.optimizer: 'new' is unknown; valid: kept, fresh"),

@@ -89,8 +89,13 @@ def test_a_run_that_hangs_ends_itself_and_continues_bit_for_bit(place: Place, mo
 
 
 @pytest.mark.slow
-def test_a_single_run_that_was_killed_continues_bit_for_bit(place: Place) -> None:
-    overrides = place.overrides("killed", "seed=3")
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adamw", "adamw_8bit", *(pytest.param(name, marks=pytest.mark.full) for name in ("adamw_bf16_kahan", "muon"))],
+)
+def test_a_single_run_that_was_killed_continues_bit_for_bit(optimizer: str, place: Place) -> None:
+    chosen = ("seed=3", f"optimizer={optimizer}")
+    overrides = place.overrides("killed", *chosen)
     (spec,) = plan_members([list(overrides)])
     run_dir = place.root / "killed" / "runs" / spec.run
     with place.command(["-m", "lightning_scalerl.train", *overrides], verifier_s=0.01) as process:
@@ -98,7 +103,7 @@ def test_a_single_run_that_was_killed_continues_bit_for_bit(place: Place) -> Non
         kill_controller(process)
     assert kinds(run_dir)["checkpoint"] >= 1
     assert not is_done(run_dir, STEPS, run_dir.name)
-    undisturbed = run_here(place.overrides("undisturbed", "seed=3"))
+    undisturbed = run_here(place.overrides("undisturbed", *chosen))
     assert run_here(overrides) == run_dir
     assert kinds(run_dir)["resume"] == 1
     assert kinds(undisturbed) == Counter(run=1, eval=5, train=STEPS, checkpoint=4, end=1)

@@ -25,6 +25,7 @@ from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.run import run_member
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.rollouts.rollout import TrainBatch
+from lightning_scalerl.update.muon import hidden_matrices
 from sweeps.cli.main import main
 from sweeps.run.journal import JOURNAL_FILE, JournalView, read_journal
 from tests import forked
@@ -147,6 +148,7 @@ def check_read(module: ScaleRL, family: Family) -> None:
 
 
 # Soft caps and experts in every run; CI adds plain, learned positions, attention of its own; `make test-full` the rest.
+USUAL_STEPS = (("GPT2", "muon"), ("Mixtral", "muon"), ("Gemma2", "adamw_bf16_kahan"), ("Llama", "adamw_8bit"))
 QUICK, USUAL = ("Gemma2", "Mixtral"), ("Llama", "GPT2", "DeepSeek-V3")
 
 
@@ -165,6 +167,30 @@ def test_a_script_trains_it(name: str, place: Place, tmp_path: Path) -> None:
     assert len(keep.of(P99)) == 3 and max(keep.of(P99)) < AGREE and max(keep.of("train/logprob_gap")) < AGREE
     assert min(keep.of("train/entropy")) > 1 and min(keep.of("train/gradient_norm")) > 0
     check_read(module, family)
+    assert module.save_pretrained(tmp_path / "out") == tmp_path / "out"
+    check_exported(tmp_path / "out", module.policy.model, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        pytest.param(each, kind, marks=pytest.mark.slow if (each, kind) in USUAL_STEPS else FULL)
+        for each in FAMILIES
+        for kind in ("muon", "adamw_bf16_kahan", "adamw_8bit")
+    ],
+)
+def test_every_optimizer_trains_it(name: str, optimizer: str, place: Place, tmp_path: Path) -> None:
+    """All weights move; Muon has linear layers in blocks, also GPT-2's transposed ones, and no table of experts."""
+    family = FAMILIES[name]
+    model = place.model(family, name)
+    # A step that does not depend on the rate's size: weights in BF16 would not move by a small one.
+    chosen = (f"optimizer={optimizer}", "optimizer.lr=1e-2", "truncated=keep", *EXACT, *family.overrides)
+    module = script(place, model, *chosen, steps=2)
+    before, after = load_model(str(model)).state_dict(), module.policy.model.state_dict()
+    hidden = {id(weight) for weight in hidden_matrices(module.policy)}
+    names = {each for each, weight in module.policy.model.named_parameters() if id(weight) in hidden}
+    moved = {each for each in names if not torch.equal(before[each], after[each])}
+    assert moved and all(after[each].ndim == 2 and "embed" not in each and "lm_head" not in each for each in names)
     assert module.save_pretrained(tmp_path / "out") == tmp_path / "out"
     check_exported(tmp_path / "out", module.policy.model, model)
 

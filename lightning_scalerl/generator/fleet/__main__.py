@@ -6,11 +6,13 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from lightning_scalerl.compat.torchao import hide_torchao
 from lightning_scalerl.torchmetrics_on_demand import torchmetrics_on_demand
 
 
 def main() -> int:
     """Serve the parent process until it sends `stop` or ends."""
+    hide_torchao()
     torchmetrics_on_demand()  # must precede the import of Lightning, which takes two seconds longer without it
     from lightning_scalerl.generator.fleet.server import serve_parent
 

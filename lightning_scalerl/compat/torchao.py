@@ -1,0 +1,34 @@
+"""torchao, which only `optimizer=adamw_8bit` uses.
+
+transformers imports torchao wherever it is installed, for models that torchao has quantized. That takes two seconds in
+every process, and prints a warning for each of its libraries that the machine's device cannot load. There is no setting
+against it (transformers 5.19, quantizers/quantizer_torchao.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+_PACKAGE = "torchao"
+
+
+def hide_torchao() -> None:
+    """Make torchao look absent to other packages in this process; only processes of our commands call this."""
+    # For None, Python's import system reports that the module does not exist.
+    sys.modules.setdefault(_PACKAGE, None)  # type: ignore[arg-type]
+
+
+def show_torchao() -> None:
+    """Undo `hide_torchao`, for the code that needs the package."""
+    if sys.modules.get(_PACKAGE, sys) is None:
+        del sys.modules[_PACKAGE]
+
+
+def has_torchao() -> bool:
+    """Return whether torchao is installed, hidden or not."""
+    try:
+        version(_PACKAGE)
+    except PackageNotFoundError:
+        return False
+    return True
