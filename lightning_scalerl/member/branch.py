@@ -243,8 +243,8 @@ def change_of(identity: Mapping[str, Any], parent: Mapping[str, Any], steps: int
     classes = [str(form.get("optimizer", {}).get("choice")) for form in (theirs, ours)]
     if origin.optimizer == KEPT and classes[0] != classes[1]:
         raise ConfigurationError(
-            f"branch.optimizer: kept, and the optimizer changes from {classes[0]} to {classes[1]}, which has other states; "
-            "give branch.optimizer=fresh"
+            f"branch.optimizer: kept, and the optimizer changes from {classes[0]} to {classes[1]}, which has other "
+            "states; give branch.optimizer=fresh"
         )
     if steps <= origin.step:
         raise ConfigurationError(f"budget.steps: {steps} must be above branch.step={origin.step}")
