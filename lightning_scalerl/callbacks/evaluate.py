@@ -303,7 +303,10 @@ class Evaluate(Callback):
         rates = passed[graded] / scored[graded]
         prompts_digest = digest((prompt.text, prompt.answer) for prompt in prompts)
         passed_counts, scored_counts = (tuple(map(int, count.tolist())) for count in (passed, scored))
-        self.passes[name] = Passes(prompts_digest, passed_counts, scored_counts, _wrong_answers(wrong))
+        families = tuple(prompt.family for prompt in prompts)
+        self.passes[name] = Passes(
+            prompts_digest, passed_counts, scored_counts, _wrong_answers(wrong), families if any(families) else None
+        )
         metrics = {
             f"eval/{name}/pass_rate": float(rates.mean()),
             f"eval/{name}/pass_rate_se": standard_error(rates, samples, scored[graded]),

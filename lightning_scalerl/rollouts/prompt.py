@@ -20,6 +20,8 @@ class Prompt:
         columns: all columns of the data row it comes from, by name.
         source: name of the data set it comes from, in a mixture of several.
         question: the text without the instructions that the task adds before and after it; empty if there are none.
+        family: name of the prompts that were made alike (one template, one text), for errors of other prompts; empty if
+            the row names none.
         opening: row, seed and first observation of its environment; None without one.
         solution: a completion that is known to be right, for its log-likelihood at evaluations; empty if there is none.
     """
@@ -34,3 +36,4 @@ class Prompt:
     question: str = field(default="", compare=False)
     solution: str = field(default="", compare=False)
     opening: Any = field(default=None, compare=False)
+    family: str = field(default="", compare=False)

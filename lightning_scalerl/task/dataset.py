@@ -12,7 +12,7 @@ from lightning_scalerl.checks import ConfigurationError, said
 from lightning_scalerl.rollouts.grade import Grader, Known, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import PoolTask, contents, file_digest
-from lightning_scalerl.task.formats import FORMATS, Columns, Problem, Row, no_answer
+from lightning_scalerl.task.formats import FAMILY, FORMATS, Columns, Problem, Row, no_answer
 from lightning_scalerl.task.overlap import check_rules, split, without_overlap
 from lightning_scalerl.task.rows import fields_of, source_of
 from lightning_scalerl.verify.judge import Judge
@@ -225,6 +225,7 @@ class DatasetTask(PoolTask):
             messages=messages,
             columns=row,
             question=problem.text,
+            family=str(row.get(FAMILY) or ""),
             # A row's solution is right for built-in verifiers, but a user's reward function may check something else.
             solution=(problem.right or "") if hasattr(self._rewards.rewards[0].grader, "known") else "",
         )

@@ -23,6 +23,8 @@ from lightning_scalerl.verify.mathematics import last_boxed
 from sweeps.run.files import parse_json
 
 Row = Mapping[str, Any]
+# Column that names the family of a row's prompt, in every format (`Prompt.family`).
+FAMILY = "family"
 
 
 @dataclass(frozen=True)

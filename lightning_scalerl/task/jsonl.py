@@ -13,6 +13,7 @@ from lightning_scalerl.checks import ConfigurationError, shown
 from lightning_scalerl.rollouts.grade import Grade, Grader, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import PoolTask, contents, file_digest
+from lightning_scalerl.task.formats import FAMILY
 from sweeps.run.files import parse_json
 
 Verifier = Callable[[str, str], float | None]
@@ -38,7 +39,7 @@ VERIFIERS: Mapping[str, Verifier] = {"exact_match": exact_match}
 
 
 class JsonlTask(PoolTask):
-    """Prompts from JSON-lines files, one object per line: `prompt` and `answer`, optionally `id` and `difficulty`.
+    """Prompts from JSON-lines files, one object per line: `prompt`, `answer`, maybe `id`, `difficulty` and `family`.
 
     The default `id` is the number of the line.
 
@@ -117,7 +118,8 @@ def read_prompts(field: str, path: str) -> list[Prompt]:
             if not (text := _text(entry, "prompt")).strip():
                 raise ValueError("prompt: is empty")
             name, difficulty = _text(entry, "id", str(number)), _text(entry, "difficulty", "")
-            prompts.append(Prompt(prompt_id=name, text=text, answer=_text(entry, "answer"), difficulty=difficulty))
+            answer, family = _text(entry, "answer"), _text(entry, FAMILY, "")
+            prompts.append(Prompt(prompt_id=name, text=text, answer=answer, difficulty=difficulty, family=family))
         except ValueError as error:
             raise ConfigurationError(
                 f"{field}: {path}, line {number}: {error}; each line is an object with prompt and answer"

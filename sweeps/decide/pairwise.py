@@ -293,7 +293,9 @@ def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float 
     """Return the standard error, due to the choice of prompts, of a difference of pass rates on the same prompts.
 
     Squared, it is the variance of the difference between prompts, minus the part due to sampling, over the number of
-    prompts. None if no seed of both was evaluated on the same prompts.
+    prompts. Where rows name families, prompts of one family are not independent, and the variance is that of sums over
+    families (Miller 2024, arXiv 2411.00640, clustered standard errors). None if no seed of both was evaluated on the
+    same prompts, or if all of these are of one family.
 
     Args:
         one: passes of one recipe's runs, by seed.
@@ -321,8 +323,16 @@ def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float 
     noise = (sampling[0] + sampling[1])[:, known] / len(seeds) ** 2
     # With one sample per prompt the sampling variance is unknown, so nothing is subtracted.
     within_prompts = float(noise.sum(0).mean()) if np.isfinite(noise).all() else 0.0
-    between = float(difference[:, known].mean(0).var(ddof=1)) - within_prompts
-    return math.sqrt(max(between, 0.0) / int(known.sum()))
+    mean = difference[:, known].mean(0)
+    families = one[seeds[0]].families or ("",) * len(known)
+    # A prompt without a family is a family of its own.
+    labels = np.array([name or f"{number} of its own" for number, name in enumerate(families)])[known]
+    _, number = np.unique(labels, return_inverse=True)
+    sums = np.bincount(number, weights=mean - mean.mean())
+    if len(sums) < 2:
+        return None
+    clustered = len(sums) / (len(sums) - 1) * float(np.square(sums).sum()) / len(mean) ** 2
+    return math.sqrt(max(clustered - within_prompts / len(mean), 0.0))
 
 
 def compute_ratio(one: Fit, two: Fit, compute: float) -> Ratio | None:

@@ -28,12 +28,14 @@ class Passes:
         scored: number of completions that could be graded, by prompt, (n,).
         wrong: how often each different wrong answer was given, by prompt; None if the verifier does not tell answers
             apart, or from a run of an earlier version.
+        families: name of each prompt's family, (n,), empty for a prompt without one; None if no row names one.
     """
 
     prompts: str
     passed: tuple[int, ...]
     scored: tuple[int, ...]
     wrong: tuple[tuple[int, ...], ...] | None = None
+    families: tuple[str, ...] | None = None
 
     @property
     def votes(self) -> list[Votes]:
@@ -67,6 +69,7 @@ def write_passes(run_dir: Path, step: int, sets: Mapping[str, Passes]) -> None:
             "passed": passes.passed,
             "scored": passes.scored,
             **({} if passes.wrong is None else {"wrong": passes.wrong}),
+            **({} if passes.families is None else {"families": passes.families}),
         }
         for name, passes in sets.items()
     ]
@@ -93,5 +96,7 @@ def read_passes(run_dir: Path, name: str, steps: Sequence[int]) -> dict[int, Pas
         if isinstance(passed, list) and isinstance(scored, list) and len(passed) == len(scored):
             wrong = entry.get("wrong")
             answers = tuple(tuple(counts) for counts in wrong) if isinstance(wrong, list) else None
-            by_step[entry["step"]] = Passes(str(entry.get("prompts")), tuple(passed), tuple(scored), answers)
+            named = entry.get("families")
+            families = tuple(map(str, named)) if isinstance(named, list) and len(named) == len(passed) else None
+            by_step[entry["step"]] = Passes(str(entry.get("prompts")), tuple(passed), tuple(scored), answers, families)
     return by_step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from lightning_scalerl.callbacks.evaluate import _wrong_answers
 from lightning_scalerl.generator.base import GroupRequest, SamplingSettings
 from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.task.beside import TaskWithSets
+from lightning_scalerl.task.jsonl import read_prompts
 from sweeps.run.journal import read_journal
 from sweeps.run.passes import read_passes
 from tests.helpers import CountingTask, fit
@@ -83,6 +85,17 @@ def test_each_set_has_its_own_samples_and_steps_and_training_is_the_same(tiny_mo
     for record in alone.of_kind("eval"):
         assert record.metrics["eval/heldout/pass_rate"] == evaluated[record.step]["eval/heldout/pass_rate"]
     assert evaluated[5]["eval_cost/flops"] > alone.of_kind("eval")[-1].metrics["eval_cost/flops"]
+
+
+def test_families_of_rows_are_recorded_with_the_passes(tiny_model_path: str, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}+1=", "answer": "1", "family": name} for number, name in enumerate("aabb")]
+    named = DatasetTask("columns", None, {"a": [*rows, {"prompt": "7+1=", "answer": "8"}]}, "exact_match")
+    run(tiny_model_path, tmp_path / "run", 1, {"named": named, "without": CountingTask()}, every=5)
+    assert read_passes(tmp_path / "run", "named", [0])[0].families == ("a", "a", "b", "b", "")
+    assert read_passes(tmp_path / "run", "without", [0])[0].families is None
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert [prompt.family for prompt in read_prompts("task.train", str(file))] == ["a", "a", "b", "b"]
 
 
 def test_one_more_set_does_not_change_the_random_numbers_of_the_others(tiny_model_path: str, tmp_path: Path) -> None:

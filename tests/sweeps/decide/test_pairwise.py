@@ -7,6 +7,7 @@ import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -156,6 +157,24 @@ def test_the_error_for_the_choice_of_prompts_is_what_prompts_differ_by() -> None
     # Where prompts are hard for both alike nothing is left of what makes them hard.
     alike = prompt_error({"0": passes(hard, rng)}, {"0": passes(hard, rng)})
     assert alike is not None and alike < 0.3 * float(np.std(hard)) / math.sqrt(4000)
+
+
+def test_prompts_of_one_family_count_as_one() -> None:
+    """Ten prompts a family that all move together: the error is that of families, not of prompts."""
+    rng = np.random.default_rng(8)
+    moved = np.repeat(0.2 * rng.standard_normal(300), 10)
+    hard = rng.uniform(0.3, 0.7, len(moved))
+    rates = (np.clip(hard + moved, 0, 1), hard)
+    names = tuple(f"family {number // 10}" for number in range(len(moved)))
+    both = [{"0": replace(passes(each, rng), families=names)} for each in rates]
+    truth = float(np.std((rates[0] - rates[1]).reshape(-1, 10).mean(1))) / math.sqrt(300)
+    assert prompt_error(*both) == pytest.approx(truth, rel=0.1)
+    apart = [{"0": replace(each["0"], families=None)} for each in both]
+    single = prompt_error(*apart)
+    assert single is not None and single < 0.5 * truth
+    own = [{"0": replace(each["0"], families=("",) * len(moved))} for each in both]
+    assert prompt_error(*own) == pytest.approx(single)
+    assert prompt_error(*({"0": replace(each["0"], families=("all",) * len(moved))} for each in both)) is None
 
 
 def test_other_prompts_other_seeds_and_what_was_not_graded_are_not_paired() -> None:
