@@ -56,6 +56,12 @@ class GSPO(Loss):
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
         """Return a one-line error if advantages are per token: a sequence that is clipped as a whole has only one."""
+        kl = others["kl"]
+        if getattr(kl, "where", "") == "loss" and getattr(kl, "estimate", "") == "k1":
+            return (
+                "kl.estimate: k1 gives advantages a token, and loss=gspo clips the ratio of a sequence; choose "
+                "kl.estimate=k2, which has the same gradient without a ratio"
+            )
         if not getattr(others["advantage"], "after_forward", False):
             return None
         return (
