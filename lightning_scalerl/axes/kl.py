@@ -6,8 +6,8 @@ distillation: reverse KL on the student's own rollouts (arXiv 2306.13649; Thinki
 How the distance of a token is estimated decides what its gradient is (arXiv 2506.09477). With d = log pi - log ref of
 the sampled token, pi the policy:
 
-    k1     d                 As a term of the loss, its own gradient is 0 on average. Therefore -d becomes an advantage in
-                             the run's surrogate and correction (score function).
+    k1     d                 As a term of the loss, its own gradient is 0 on average. Therefore -d becomes an advantage
+                             in the run's surrogate and correction (score function).
     k2     d^2 / 2           The gradient is d times that of log pi: an unbiased one of the reverse KL.
     k3     exp(-d) + d - 1   The gradient is (1 - ref / pi) times that of log pi: an unbiased one of the forward KL.
     full   sum over the vocabulary of pi (log pi - log ref)   The reverse KL itself, with its exact gradient.
