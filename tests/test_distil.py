@@ -209,7 +209,9 @@ def test_a_teacher_counts_by_its_own_size(tiny_model_path: str, teacher_path: st
     module, taught = first("kl=distil", f"kl.reference={teacher_path}")
     _, exact = first("kl=distil", f"kl.reference={teacher_path}", "kl.estimate=full", "epochs.count=2")
     own, teacher = FlopModel.of(load_model(tiny_model_path)), FlopModel.of(load_model(teacher_path))
-    train = {name: each["compute/flops_train"] for name, each in (("plain", plain), ("start", start), ("taught", taught))}
+    train = {
+        name: each["compute/flops_train"] for name, each in (("plain", plain), ("start", start), ("taught", taught))
+    }
     # An update is three forward passes, and the initial model is as large as the policy.
     assert train["start"] == pytest.approx(train["plain"] * 4 / 3)
     ratio = (train["taught"] - train["plain"]) / (train["start"] - train["plain"])
@@ -229,7 +231,9 @@ def test_a_teacher_with_other_tokens_is_refused(tiny_model_path: str, teacher_pa
     vocabulary = content["model"]["vocab"]
     vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
     (other / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigurationError, match=r"kl\.reference: .* another tokenizer .*2 tokens differ.*'1'") as error:
+    with pytest.raises(
+        ConfigurationError, match=r"kl\.reference: .* another tokenizer .*2 tokens differ.*'1'"
+    ) as error:
         fit(tiny_model_path, steps=1, overrides=overrides_for(str(other)))
     assert "\n" not in str(error.value)
 
