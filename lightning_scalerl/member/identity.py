@@ -114,13 +114,14 @@ def content_of(value: Mapping[str, Any]) -> dict[str, Any]:
     """
     target, parameters = locate(str(value["_target_"])) if "_target_" in value else None, _parameters(value)
     content = getattr(target, "content", None)
-    models = {name: _of_model(parameters[name]) for name in getattr(target, "models", ()) if parameters.get(name)}
+    named = [name for name in getattr(target, "models", ()) if parameters.get(name)]
+    models = {name: _of_model(parameters[name], f"{getattr(target, 'axis', 'model')}.{name}") for name in named}
     return models if content is None else {**models, **content(parameters)}
 
 
-def _of_model(path: Any) -> Any:
+def _of_model(path: Any, setting: str) -> Any:
     """Return what represents a model in an identity. An address does not count: the model that is served there does."""
-    return "served" if str(path).startswith(ADDRESSES) else model_content(str(path))
+    return "served" if str(path).startswith(ADDRESSES) else model_content(str(path), setting)
 
 
 def _parameters(value: Mapping[str, Any]) -> dict[str, Any]:

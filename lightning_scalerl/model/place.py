@@ -106,9 +106,16 @@ def _content(parameters: Mapping[str, Any]) -> dict[str, Any]:
 model_path.content = _content  # type: ignore[attr-defined]
 
 
-def content(path: str) -> Any:
-    """Return what represents a model in a run's identity: digests of its files, or its hub id."""
-    return _content({"path": path}).get("path", path)
+def content(path: str, setting: str = "model.path") -> Any:
+    """Return what represents a model in a run's identity: digests of its files, or its hub id.
+
+    Raises:
+        ConfigurationError: a local path has no model; `setting` is named.
+    """
+    try:
+        return _content({"path": path}).get("path", path)
+    except ConfigurationError as error:
+        raise ConfigurationError(str(error).replace("model.path", setting)) from error
 
 
 def digest_of(path: str) -> str:
