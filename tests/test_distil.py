@@ -26,9 +26,11 @@ from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.composition import compose, load_recipe
 from lightning_scalerl.distributed.ranks import Ranks
+from lightning_scalerl.distributed.sharded import is_sharded
 from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.measure.memory import foretell, measure
 from lightning_scalerl.measure.semantics import resolved_semantics
+from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.identity import identity_of
 from lightning_scalerl.model import policy as policies
 from lightning_scalerl.model.load import load_model
@@ -40,7 +42,11 @@ from lightning_scalerl.update.before import scored_before
 from lightning_scalerl.update.terms import terms
 from lightning_scalerl.update.token_credit import token_credit
 from sweeps.run.journal import read_journal
+from tests.axes.test_terms import check_two_ranks
+from tests.distributed.test_ranks import fit as fit_on_ranks
+from tests.distributed.test_ranks import on_ranks
 from tests.helpers import SMALL, fit, make_group, row
+from tests.test_recipes import members, train
 
 FP32 = Precision("fp32")
 ALONE = ("reward=none", "filter=none", "loss=reinforce")
@@ -312,3 +318,41 @@ def test_the_teachers_content_is_in_the_identity_and_its_place_is_not(teacher_pa
     ]
     assert served[0] == served[1] != served[2] and served[0] != of[0]
     assert identity("kl=fixed") == {"choice": "FixedKL", "coefficient": 0.05, "where": "loss", "aggregation": None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("estimate", ["k1", "full"])
+def test_two_ranks_distil_as_one(estimate: str, tiny_model_path: str, teacher_path: str, tmp_path: Path) -> None:
+    check_two_ranks(tiny_model_path, tmp_path, overrides_for(teacher_path, f"kl.estimate={estimate}"), steps=2)
+
+
+@pytest.mark.slow
+def test_distillation_from_a_teacher_is_sharded_and_the_whole_vocabulary_is_not(
+    tiny_model_path: str, teacher_path: str, tmp_path: Path
+) -> None:
+    def work(rank: int) -> str:
+        module = fit_on_ranks(
+            tiny_model_path, tmp_path / "run", 2, 1, overrides=overrides_for(teacher_path), strategy="fsdp2"
+        )
+        try:
+            whole = overrides_for(teacher_path, "kl.estimate=full")
+            fit_on_ranks(tiny_model_path, tmp_path / "whole", 2, 1, overrides=whole, strategy="fsdp2")
+        except ConfigurationError as error:
+            return f"{is_sharded(module.reference)} {error}"
+        return "not refused"
+
+    said = on_ranks(2, work)
+    assert all(
+        each.startswith("True kl.estimate: full compares whole vocabularies, and strategy=fsdp2") for each in said
+    )
+
+
+@pytest.mark.slow
+def test_the_experiment_trains(teacher_path: str, tmp_path: Path) -> None:
+    rows = [
+        [entry.replace("outputs/teacher", teacher_path) for entry in overrides if not entry.startswith("budget")]
+        for overrides in members("distil_or_rl")
+    ]
+    specs = plan_members([[*overrides, "scale=tiny"] for overrides in rows])
+    assert len({spec.run for spec in specs}) == len(specs) == 6
+    train(rows[-1], tmp_path)
