@@ -1,7 +1,7 @@
 """Distil a small model from a larger one, or train it by RL? At equal compute, the teacher's passes included.
 
-Trains the teacher (the demo's model) by RL, exports it, runs (or adopts) the study `experiment=distil_or_rl`, and writes
-the tables of docs/measured/distil.md between its marks. The words there are ours.
+Trains the teacher (the demo's model) by RL, exports it, runs (or adopts) the study `experiment=distil_or_rl`, and
+writes the tables of docs/measured/distil.md between its marks. The words there are ours.
 
     python benchmarks/distil.py [--parallel 2]
 """

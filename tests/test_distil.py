@@ -230,6 +230,21 @@ def test_a_teacher_counts_by_its_own_size(tiny_model_path: str, teacher_path: st
     assert memory.device["reference"] == 4 * sum(each.numel() for each in load_model(teacher_path).parameters())
 
 
+@pytest.mark.parametrize("estimate", ["k2", "full"])
+def test_the_mechanism_counter_of_kl_sees_a_teacher(estimate: str, tiny_model_path: str, teacher_path: str) -> None:
+    """Against a recipe without one, with the initial model, and with the same one of another size of no effect."""
+    ours = FixedKL(0.5, reference=teacher_path, estimate=estimate)
+    same = [f"kl.reference={teacher_path}", f"kl.estimate={estimate}"]
+    for overrides, acted in (
+        (["kl=none"], 1.0),
+        (["kl=fixed"], 1.0),
+        (["kl=fixed", *same, "kl.coefficient=0.50000001"], 0.0),
+        (["kl=fixed", *same, "kl.coefficient=0.4"], 1.0),
+    ):
+        module = fit(tiny_model_path, steps=1, callbacks=[ours], overrides=["filter=none", *overrides])
+        assert module.mechanism.metrics() == {"mechanism/kl": acted}, overrides
+
+
 def test_a_teacher_with_other_tokens_is_refused(tiny_model_path: str, teacher_path: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(teacher_path, other)

@@ -91,17 +91,17 @@ class KL(DesignChoice):
 
     @property
     def is_served(self) -> bool:
-        """Whether the reference is a teacher behind an address."""
+        """Return whether the reference is a teacher behind an address."""
         return self.reference is not None and self.reference.startswith(ADDRESSES)
 
     @property
     def devices(self) -> int:
-        """Devices of a served teacher, which count in the run's device hours; 0 for a reference in this process."""
+        """Return the devices of a served teacher, which count in device hours; 0 for a reference in this process."""
         return self.served_devices if self.is_served else 0
 
     @property
     def reads_vocabulary(self) -> bool:
-        """Whether the distance needs the reference's probabilities of all tokens, not of the sampled ones only."""
+        """Return whether the distance needs the reference's probabilities of all tokens, not only of sampled ones."""
         return bool(self.where) and self.estimate == "full"
 
     def coefficients(self, pass_rates: Tensor) -> Tensor:

@@ -390,8 +390,9 @@ def distance(run: Run) -> float | None:
     kl = run.choices.kl
     if isinstance(kl, NoKL):
         return 0.0
-    plain = isinstance(kl, FixedKL) and (kl.where, kl.estimate, kl.reference) == ("loss", "k3", None)
-    return kl.coefficient if plain else None
+    if isinstance(kl, FixedKL) and (kl.where, kl.estimate, kl.reference) == ("loss", "k3", None):
+        return kl.coefficient
+    return None
 
 
 def kl_term(run: Run, into: Translation, aggregation: type[Aggregation], averaged: str) -> float | None:
