@@ -78,6 +78,7 @@ _HOME_OF = {
     "CalculatorTask": "task.calculator",
     "calculator_base_model": "task.calculator_base",
     "RewardScale": "task.base",
+    "NoReward": "task.base",
     "Task": "task.base",
     "DatasetTask": "task.dataset",
     "JsonlTask": "task.jsonl",

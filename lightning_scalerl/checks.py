@@ -138,6 +138,9 @@ def did_you_mean(name: str, valid: Sequence[str] | Mapping[str, Any], before: st
     return f"; did you mean {before}{close[0]}?" if close else ""
 
 
+ADDRESSES = ("http://", "https://")
+
+
 def looks_local(path: str) -> bool:
     """Return whether a path can only mean a local file or folder, not a name on the hub.
 

@@ -41,18 +41,23 @@ if TYPE_CHECKING:
 class Passes:
     """Numbers of passes over a batch in one step.
 
-    An update is a forward and a backward pass. The extra forward passes come before the first update.
+    An update is a forward and a backward pass. The extra forward passes come before the first update; with a distance
+    over the whole vocabulary in the loss, the reference runs in each update instead. `reference_size` is the cost of a
+    pass of the reference in units of one of the policy.
     """
 
     policy_updates: int = 1
     value_updates: int = 0
     policy_forwards: int = 0
     value_forwards: int = 0
+    reference_forwards: int = 0
+    reference_size: float = 1.0
 
     @property
     def relative(self) -> float:
         """Total cost in units of one policy update; a forward pass counts as a third of an update."""
-        return self.policy_updates + self.value_updates + (self.policy_forwards + self.value_forwards) / 3
+        forwards = self.policy_forwards + self.value_forwards + self.reference_forwards * self.reference_size
+        return self.policy_updates + self.value_updates + forwards / 3
 
 
 @dataclass(frozen=True)
@@ -136,13 +141,20 @@ class Choices:
         return self.correction.recomputes or self.kl.where == "reward"
 
     @property
+    def kl_in_update(self) -> bool:
+        """Return whether each update needs the reference, for the gradient of a distance over the whole vocabulary."""
+        return self.kl.reads_vocabulary and self.kl.where == "loss"
+
+    @property
     def passes(self) -> Passes:
         """Numbers of updates and forward passes of policy and critic in one step."""
         return Passes(
             policy_updates=self.epochs.count,
             value_updates=self.epochs.count if self.critic.has_values else 0,
-            policy_forwards=int(self.needs_anchor) + int(bool(self.kl.where)),
+            policy_forwards=int(self.needs_anchor),
             value_forwards=int(self.critic.has_values),
+            reference_forwards=self.epochs.count if self.kl_in_update else int(bool(self.kl.where)),
+            reference_size=self.kl.relative_size,
         )
 
     def having(self, choice: DesignChoice) -> Choices:

@@ -248,6 +248,8 @@ def help_text(folders: Folders = ()) -> str:
 _NO_PLAIN_VARIANT = ("advantage", "critic", "epochs")
 # A group of settings with plain variants like an axis.
 _LIKE_AN_AXIS = ("optimizer",)
+# A file with a value that must be given (kl.reference), which a variant, being one change with a name, cannot do.
+_INCOMPLETE = frozenset({"kl_distil"})
 
 
 def plain_variants() -> dict[str, tuple[str, str]]:
@@ -256,7 +258,8 @@ def plain_variants() -> dict[str, tuple[str, str]]:
     A plain variant needs no file in `conf/variant/`: `hydra_plugins/scalerl_axes.py` generates it for Hydra.
     """
     files = ((axis, path.stem) for axis in (*AXES, *_LIKE_AN_AXIS) for path in (conf_dir() / axis).glob("*.yaml"))
-    return {f"{axis}_{name}": (axis, name) for axis, name in files if axis not in _NO_PLAIN_VARIANT}
+    named = {f"{axis}_{name}": (axis, name) for axis, name in files if axis not in _NO_PLAIN_VARIANT}
+    return {variant: choice for variant, choice in named.items() if variant not in _INCOMPLETE}
 
 
 def check_choices(overrides: Sequence[str], folders: Folders = ()) -> None:

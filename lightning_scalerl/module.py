@@ -36,6 +36,7 @@ from lightning_scalerl.distributed.checkpoint_folder import is_folder
 from lightning_scalerl.distributed.ranks import Follower, Ranks
 from lightning_scalerl.distributed.sharded import whole_tensor
 from lightning_scalerl.generator.base import Generator
+from lightning_scalerl.generator.vllm.teacher import VLLMTeacher
 from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.measure.mechanism import MechanismCounters
@@ -203,19 +204,27 @@ class ScaleRL(LightningModule):
         """Make one pass over the batch: gradients of all terms, summed over ranks, clipped, dropped if not finite."""
         parts: list[Part] = []
         totals = torch.zeros(len(self.terms), device=self.device)
+        teacher = self.reference if self.choices.kl_in_update else None
+        measured = torch.zeros_like(rows.generator_logprobs)  # distances to the teacher over the vocabulary
         with self.ranks.unsynchronized():
             for numbers, micro_batch in self.ranks.passes(rows, self.recipe.batch.a_pass):
-                logprobs, entropies = self.policy(micro_batch, entropy_gradient=self.choices.entropy.acts)
+                with_gradient = self.choices.entropy.acts
+                logprobs, entropies, *more = self.policy(micro_batch, entropy_gradient=with_gradient, teacher=teacher)
                 values = None if self.critic is None else self.critic(micro_batch)
-                scored = Scored(micro_batch, logprobs, entropies, values)
+                scored = Scored(micro_batch, logprobs, entropies, values, *more)
                 losses = torch.stack([term.reduce(scored) for term in self.terms])
                 self.manual_backward(self.updates.loss_scale.scaled(losses.sum()))
                 totals += losses.detach()
                 # A pass without rows has weight 0; it is made because all ranks of a sharded model must take part.
                 if numbers.numel():
+                    for divergences in more:
+                        measured[numbers, : divergences.shape[1]] = divergences.detach()
+                        micro_batch = replace(micro_batch, divergences=divergences.detach())
                     parts.append((micro_batch, logprobs.detach(), entropies.detach()))
         self.ranks.sum_gradients(self.parameters())
         totals = self.ranks.sum(totals)
+        if teacher is not None:
+            batch = self.ranks.gather_rows(batch, replace(rows, divergences=measured))
         gathered = self.ranks.gather_parts(batch, parts)
         self.updates.loss_scale.unscale(self.parameters())
         # Without clipping the bound is infinite: the norm is measured and the gradient stays unchanged.
@@ -248,8 +257,8 @@ class ScaleRL(LightningModule):
         return self.stream.completed_steps
 
     @property
-    def reference(self) -> Policy | None:
-        """Frozen reference model of axis `kl`, or None. It is not among the module's parameters."""
+    def reference(self) -> Policy | VLLMTeacher | None:
+        """Frozen reference model or teacher of axis `kl`, or None. It is not among the module's parameters."""
         return self.models.reference
 
     @property
@@ -371,7 +380,7 @@ class ScaleRL(LightningModule):
         settings = {**resolved_choices(self.recipe, self.choices), **self.arguments, "seed": self.seed}
         self.save_hyperparameters(settings)
         self.memory = place_models(self.models, self.recipe, self.choices, self.trainer)
-        devices = self.ranks.count + self.recipe.driver.engine_devices
+        devices = self.ranks.count + self.recipe.driver.engine_devices + self.choices.kl.devices
         self.meter = ComputeMeter(FlopModel.of(self.policy.model), devices=devices, axes=self.recipe.compute)
         made_for = stage_of(self.trainer, self.recipe, self.choices, self.models)
         if stage != "fit":
@@ -487,6 +496,7 @@ class ScaleRL(LightningModule):
 
     def teardown(self, stage: str) -> None:
         """Close generators and verifiers that hold processes or memory; another fit starts them again."""
+        self.models.disconnect()
         if stage == "fit" and self._data_path is not None:
             self._data_path.close()
         elif stage != "fit" and hasattr(self, "sampling"):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from lightning_scalerl.axes.filter import NoFilter
 from lightning_scalerl.checks import ConfigurationError, check_scale, whole_number
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.environment.settings import EnvironmentSettings
@@ -17,7 +18,7 @@ from lightning_scalerl.rollouts.rollout import PassSize
 from lightning_scalerl.stream.cost_model import CostModel
 from lightning_scalerl.stream.drivers import Live, Virtual
 from lightning_scalerl.stream.prompts import TOO_LONG
-from lightning_scalerl.task.base import RewardScale
+from lightning_scalerl.task.base import NoReward, RewardScale
 from lightning_scalerl.update.health import Health
 from lightning_scalerl.update.terms import terms
 from lightning_scalerl.verify.charges import ComputeAxes
@@ -165,6 +166,17 @@ class Recipe:
         """
         check_scale(self.scaled_for, made_for_it)
 
+    def _nothing_to_learn(self, choices: Choices) -> str | None:
+        """Return a one-line error if the rewards of all groups are equal and nothing else teaches, else None."""
+        if not isinstance(self.reward, NoReward):
+            return None
+        if not isinstance(choices.filter, NoFilter):
+            name = type(choices.filter).__name__
+            return f"reward: none makes the rewards of a group equal, and filter {name} drops such groups; filter=none"
+        if not choices.kl.where:
+            return "reward: none leaves nothing to learn from; choose kl=distil kl.reference=PATH, or another reward"
+        return None
+
     def check(self, choices: Choices) -> None:
         """Refuse choices that cannot run with these settings.
 
@@ -173,6 +185,7 @@ class Recipe:
         """
         control = choices.length_control
         problems = [
+            self._nothing_to_learn(choices),
             choices.advantage.check_group_size(self.batch.completions),
             choices.filter.check_group_size(self.batch.completions),
             choices.normalization.check_rewards(self.reward.incorrect),

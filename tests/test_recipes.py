@@ -37,10 +37,11 @@ def names(group: str) -> list[str]:
 ON_A_MODEL = [
     name
     for name in names("experiment")
-    if "override /model: path" in (ROOT / f"conf/experiment/{name}.yaml").read_text()
+    if re.search(r"override /model: path|kl\.reference=", (ROOT / f"conf/experiment/{name}.yaml").read_text())
 ]
-# The rows of real_model are reasoning-gym's (tests/test_real_model.py), those of downstream are of several formats.
-REAL = [name for name in ON_A_MODEL if name not in ("real_model", "downstream")]
+# The rows of real_model are reasoning-gym's (tests/test_real_model.py), those of downstream are of several formats, and
+# distil_or_rl needs a teacher (tests/test_distil.py).
+REAL = [name for name in ON_A_MODEL if name not in ("real_model", "downstream", "distil_or_rl")]
 ON_ITS_OWN = [name for name in names("experiment") if name not in ON_A_MODEL]
 
 

@@ -1,4 +1,19 @@
-"""Axis `kl`: the penalty that keeps the policy close to the initial model."""
+"""Axis `kl`: the distance of the policy from a frozen reference, which is the initial model or a teacher.
+
+With the initial model it is a penalty that keeps the policy close. With a teacher (`reference`) it is on-policy
+distillation: reverse KL on the student's own rollouts (arXiv 2306.13649; Thinking Machines 2025).
+
+How the distance of a token is estimated decides what its gradient is (arXiv 2506.09477). With d = log pi - log ref of
+the sampled token, pi the policy:
+
+    k1     d                 As a term of the loss, its own gradient is 0 on average. Therefore -d becomes an advantage
+                             in the run's surrogate and correction (score function).
+    k2     d^2 / 2           The gradient is d times that of log pi: an unbiased one of the reverse KL.
+    k3     exp(-d) + d - 1   The gradient is (1 - ref / pi) times that of log pi: an unbiased one of the forward KL.
+    full   sum over the vocabulary of pi (log pi - log ref)   The reverse KL itself, with its exact gradient.
+
+Sampled estimates assume that the policy itself sampled the tokens. Of them, only k1 corrects for older weights.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +24,30 @@ import torch
 from torch import Tensor
 
 from lightning_scalerl.axes.choice import MAX_LOG_RATIO, DesignChoice
-from lightning_scalerl.checks import ConfigurationError, not_negative
+from lightning_scalerl.checks import ADDRESSES, ConfigurationError, not_negative, positive, whole_number
 
 WHERE = ("loss", "reward")
+# Estimates of a token's distance, with the gradient of each as a term of the loss.
+ESTIMATES = {
+    "k1": "log pi - log reference as a negative advantage, in the run's loss and correction (score function)",
+    "k2": "(log pi - log reference) times that of log pi: the reverse KL's at the policy's own samples",
+    "k3": "(1 - reference / pi) times that of log pi: the forward KL's at the policy's own samples",
+    "full": "the reverse KL's over the whole vocabulary, token by token, exact",
+}
+
+
+def log_ratio(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Return log pi - log reference of each token, within +-`MAX_LOG_RATIO`. Shapes: all (R, T)."""
+    return (trainer_logprobs - reference_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def k2(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Return the k2 estimate d^2 / 2 of each token, with d = trainer - reference log-probability.
+
+    Its gradient is an unbiased one of KL(policy, reference), its value is biased. Shapes: all (R, T); unreduced, with
+    gradient. Source: Schulman 2020 (k2); arXiv 2506.09477.
+    """
+    return log_ratio(trainer_logprobs, reference_logprobs).square() / 2
 
 
 def k3(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
@@ -25,17 +61,48 @@ def k3(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     return torch.expm1(gap) - gap
 
 
+# Estimates from the log-probabilities of the sampled tokens.
+SAMPLED = {"k1": log_ratio, "k2": k2, "k3": k3}
+
+
 class KL(DesignChoice):
-    """An optional penalty per token on the policy's distance from the frozen reference model.
+    """An optional cost per token of the policy's distance from a frozen reference model.
 
     Attributes:
-        where: "loss" for a term of the loss, "reward" for a deduction from the token's reward, "" for no penalty.
+        where: "loss" for a term of the loss, "reward" for a deduction from the token's reward, "" for no distance.
+        estimate: "k1", "k2", "k3" or "full" (`ESTIMATES`).
+        reference: path, hub id or address of a teacher; None for the initial model.
+        served, served_devices, timeout_s: model, devices and time limit of the server behind an address.
+        relative_size: FLOPs per token of the reference in units of the policy's; set once the reference is known.
+        models: parameters that name a model. In a run's identity they count by the content of its files.
     """
 
     axis: ClassVar[str] = "kl"
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "NoKL"}
+    models: ClassVar[tuple[str, ...]] = ()
     where: str = ""
+    estimate: str = "k3"
+    reference: str | None = None
+    served: str | None = None
+    served_devices: int = 1
+    timeout_s: float = 120.0
     aggregation: str | None = None
+    relative_size: float = 1.0
+
+    @property
+    def is_served(self) -> bool:
+        """Return whether the reference is a teacher behind an address."""
+        return self.reference is not None and self.reference.startswith(ADDRESSES)
+
+    @property
+    def devices(self) -> int:
+        """Return the devices of a served teacher, which count in device hours; 0 for a reference in this process."""
+        return self.served_devices if self.is_served else 0
+
+    @property
+    def reads_vocabulary(self) -> bool:
+        """Return whether the distance needs the reference's probabilities of all tokens, not only of sampled ones."""
+        return bool(self.where) and self.estimate == "full"
 
     def coefficients(self, pass_rates: Tensor) -> Tensor:
         """Return the coefficient of each rollout (R,) from the mean pass rate of its prompt so far (R,)."""
@@ -46,17 +113,56 @@ class NoKL(KL):
     """No reference model and no penalty (ScaleRL)."""
 
 
-class _Penalised(KL):
-    """A penalty as a term of the loss or as a deduction from token rewards."""
+class _Measured(KL):
+    """A distance as a term of the loss or as a deduction from token rewards."""
 
-    def __init__(self, where: str, aggregation: str | None) -> None:
-        if where not in WHERE:
-            raise ConfigurationError(f"kl.where: {where!r} is unknown; valid: {', '.join(WHERE)}")
+    added: ClassVar[Mapping[str, Any]] = {"reference": None, "estimate": "k3", "served": None, "served_devices": 1}
+    models: ClassVar[tuple[str, ...]] = ("reference", "served")
+    remarks: ClassVar[tuple[str, ...]] = ("timeout_s",)
+
+    def __init__(
+        self,
+        where: str,
+        aggregation: str | None,
+        reference: str | None,
+        estimate: str,
+        served: str | None,
+        served_devices: int,
+        timeout_s: float,
+    ) -> None:
+        for field, value, valid in (("where", where, WHERE), ("estimate", estimate, ESTIMATES)):
+            if value not in valid:
+                raise ConfigurationError(f"kl.{field}: {value!r} is unknown; valid: {', '.join(valid)}")
+        if reference is not None and (not isinstance(reference, str) or not reference):
+            raise ConfigurationError(
+                f"kl.reference: {reference!r} names no model; give a folder, a hub id, http://HOST:PORT of a vLLM "
+                "server, or null for the model that training began with"
+            )
         self.where = where
         self.aggregation = aggregation
+        self.reference = reference
+        self.estimate = estimate
+        self.served = served
+        self.served_devices = whole_number("kl.served_devices", served_devices, 0)
+        self.timeout_s = positive("kl.timeout_s", timeout_s)
+        if self.is_served and served is None:
+            raise ConfigurationError(
+                f"kl.served: needed with kl.reference={reference}; give the folder or hub id of the model that is "
+                "served there, for its tokenizer, its size and this run's identity (its weights are not read)"
+            )
+        if served is not None and not self.is_served:
+            raise ConfigurationError(
+                f"kl.served: {served!r}, and kl.reference is no address; give the model as kl.reference, or an "
+                "address http://HOST:PORT there"
+            )
+        if self.is_served and estimate == "full":
+            raise ConfigurationError(
+                f"kl.estimate: full needs probabilities of the whole vocabulary, and {reference} gives those of given "
+                "tokens; choose kl.estimate=k1, or give the model's folder as kl.reference"
+            )
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
-        """Return a one-line error if the penalty is deducted from rewards and advantages are not per token."""
+        """Return a one-line error if the distance is deducted from rewards and advantages are not per token."""
         if self.where == "reward" and not getattr(others["advantage"], "after_forward", False):
             return (
                 "kl.where: 'reward' needs advantages a token (advantage=gae): credit within a group is given before "
@@ -65,21 +171,38 @@ class _Penalised(KL):
         return None
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, plus the estimator (k3) and the reference model."""
-        return {**super().semantics(), "estimator": "k3", "reference": "the model that training began with, frozen"}
+        """Return the parameters, the gradient of the estimate, and which model the reference is."""
+        reference = self.reference or "the model that training began with"
+        gradient = ESTIMATES[self.estimate] if self.where == "loss" else "none: it is deducted from the token's reward"
+        return {**super().semantics(), "gradient": gradient, "reference": f"{reference}, frozen"}
 
 
-class FixedKL(_Penalised):
-    """KL penalty with the same coefficient for every token.
+class FixedKL(_Measured):
+    """KL penalty or distillation with the same coefficient for every token.
 
     Args:
-        coefficient: beta. 0.05 to 0.1 for small models, 0.01 to 0.05 for large ones.
+        coefficient: beta. As a penalty 0.05 to 0.1 for small models, 0.01 to 0.05 for large ones; 1 to distil.
         where: "loss" for a term of the loss, "reward" for a deduction from each token's reward.
         aggregation: name of the term's aggregation (with "loss"); None for the one of axis `aggregation`.
+        reference: a teacher: a folder, a hub id, or `http://HOST:PORT` of a vLLM server; None for the initial model.
+        estimate: "k1", "k2", "k3" or "full"; their gradients are in the docstring of this module.
+        served: folder or hub id of the model behind an address, whose weights are not read here.
+        served_devices: devices of that server, which count in the run's device hours.
+        timeout_s: limit in seconds on one of the server's answers, all attempts included.
     """
 
-    def __init__(self, coefficient: float = 0.05, where: str = "loss", aggregation: str | None = None) -> None:
-        super().__init__(where, aggregation)
+    def __init__(
+        self,
+        coefficient: float = 0.05,
+        where: str = "loss",
+        aggregation: str | None = None,
+        reference: str | None = None,
+        estimate: str = "k3",
+        served: str | None = None,
+        served_devices: int = 1,
+        timeout_s: float = 120.0,
+    ) -> None:
+        super().__init__(where, aggregation, reference, estimate, served, served_devices, timeout_s)
         self.coefficient = not_negative("kl.coefficient", coefficient)
 
     def coefficients(self, pass_rates: Tensor) -> Tensor:
@@ -87,19 +210,28 @@ class FixedKL(_Penalised):
         return torch.full_like(pass_rates, self.coefficient)
 
 
-class KLByDifficulty(_Penalised):
+class KLByDifficulty(_Measured):
     """KL penalty that is larger on easy prompts than on hard ones: linear in the prompt's pass rate so far.
 
     Args:
         easy: coefficient at a pass rate of 1.
         hard: coefficient at a pass rate of 0.
-        where, aggregation: as `FixedKL`.
+        where, aggregation, reference, estimate, served, served_devices, timeout_s: as `FixedKL`.
     """
 
     def __init__(
-        self, easy: float = 0.1, hard: float = 0.01, where: str = "loss", aggregation: str | None = None
+        self,
+        easy: float = 0.1,
+        hard: float = 0.01,
+        where: str = "loss",
+        aggregation: str | None = None,
+        reference: str | None = None,
+        estimate: str = "k3",
+        served: str | None = None,
+        served_devices: int = 1,
+        timeout_s: float = 120.0,
     ) -> None:
-        super().__init__(where, aggregation)
+        super().__init__(where, aggregation, reference, estimate, served, served_devices, timeout_s)
         self.easy = not_negative("kl.easy", easy)
         self.hard = not_negative("kl.hard", hard)
 

@@ -48,6 +48,8 @@ class ComputeMeter:
         axes: ComputeAxes = ComputeAxes(),  # noqa: B008  # frozen
     ) -> None:
         self._flop_model = flop_model
+        # Cost of the reference of axis `kl`; None if it is as large as the policy.
+        self.reference: FlopModel | None = None
         self.devices = devices
         self._clock = clock or WallClock()
         self._flops = {"train": 0.0, "generate": 0.0, "evaluate": 0.0}
@@ -125,12 +127,14 @@ class ComputeMeter:
     def trained(self, batch: TrainBatch, passes: Passes = Passes()) -> None:  # noqa: B008  # frozen
         """Count the FLOPs of one step: forward and backward together cost three forward passes.
 
-        A critic costs as much as the policy without its head. Weights that are frozen because an adapter is trained
-        cost less: two passes, or one before the first trained weight (`FlopModel.adapting`).
+        A critic costs as much as the policy without its head, and a teacher costs by its own size. Weights that are
+        frozen because an adapter is trained cost less: two passes, or one before the first trained weight
+        (`FlopModel.adapting`).
         """
         lengths, prompts = batch.lengths.tolist(), batch.completion_start.tolist()
         policy, value = self._flop_model.forward(lengths, prompts), self._flop_model.body(lengths)
-        flops = (3 * passes.policy_updates + passes.policy_forwards) * policy
+        reference = policy if self.reference is None else self.reference.forward(lengths, prompts)
+        flops = (3 * passes.policy_updates + passes.policy_forwards) * policy + passes.reference_forwards * reference
         if self._flop_model.adapter:
             flops += self._flop_model.adapting(lengths, prompts, passes.policy_updates, passes.policy_forwards)
         self._flops["train"] += flops + (3 * passes.value_updates + passes.value_forwards) * value

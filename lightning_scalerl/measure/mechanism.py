@@ -176,8 +176,9 @@ class _Step:
         # The anchor is the policy before the first update, which the first pass has computed.
         twin.anchor_logprobs = self._aligned(twin, self.first_logprobs.detach(), twin.generator_logprobs)
         twin.reference_logprobs = self._aligned(twin, self.batch.reference_logprobs, twin.generator_logprobs)
-        if self.batch.values is not None:
-            twin.values = self._aligned(twin, self.batch.values, torch.zeros_like(twin.generator_logprobs))
+        for name in ("values", "divergences"):
+            if (table := getattr(self.batch, name)) is not None:
+                setattr(twin, name, self._aligned(twin, table, torch.zeros_like(twin.generator_logprobs)))
         twin = token_credit(twin, other, lambda numbers: numbers, remember=updates_moments)
         twin = with_selection(twin, other, (self.stream.seed, SELECTION_STREAM, self.completed_steps))
         ours = loss_weights(self.batch, self.trainer_logprobs, self.choices)
@@ -185,10 +186,15 @@ class _Step:
         return bool((ours - others).norm() > (ROUNDING if rounding else THRESHOLD) * others.norm())
 
     def _has_inputs(self, other: Choices) -> bool:
-        """Return whether the batch holds the values and the reference log-probabilities that these choices need."""
+        """Return whether the batch holds what these choices need of a critic and of a reference."""
+        ours, theirs = self.choices.kl, other.kl
+        read = [each.reference if each.where else None for each in (ours, theirs)]
+        if theirs.where and (read[0] != read[1] or ours.reads_vocabulary != theirs.reads_vocabulary):
+            return False
+        of_reference = self.batch.divergences if theirs.reads_vocabulary else self.batch.reference_logprobs
         inputs = (
             (other.advantage.after_forward, self.batch.values),
-            (other.kl.where, self.batch.reference_logprobs),
+            (theirs.where and not other.kl_in_update, of_reference),
         )
         return all(tensor is not None for needed, tensor in inputs if needed)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_scalerl.axes.adapter import LoRA
+from lightning_scalerl.axes.kl import KL
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError, said
 from lightning_scalerl.distributed.ranks import BUFFER
@@ -229,7 +230,7 @@ def foretell(of: Measured, recipe: Recipe, ranks: int = 1, strategy: str = "ddp"
         "activations of a pass": of.activations,
     }
     if choices.kl.where:
-        device["reference"] = -(-whole // share)
+        device["reference"] = -(-_reference_bytes(choices.kl, of) // share)
     if choices.critic.has_values:
         device["critic, its gradients and moments"] = -(-(8 + states) * of.body // (4 * share))
     if sharded:
@@ -243,6 +244,20 @@ def foretell(of: Measured, recipe: Recipe, ranks: int = 1, strategy: str = "ddp"
     if of.on_host:
         host["inputs of layers, of each device's pass"] = of.on_host
     return Memory(device, generator if slots else {}, host, of.parameters, of.tokens, of.row)
+
+
+def _reference_bytes(kl: KL, of: Measured) -> int:
+    """Return the FP32 bytes of the reference on one of the tensor-parallel partners."""
+    if kl.reference is None:
+        return of.whole
+    return 0 if kl.is_served else -(-4 * _parameters_of(kl.reference) // of.partners)
+
+
+@lru_cache(maxsize=8)
+def _parameters_of(path: str) -> int:
+    """Return the number of parameters of a model, by its configuration."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in from_config(path)().parameters())
 
 
 def fitted(

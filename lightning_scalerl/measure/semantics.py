@@ -13,6 +13,7 @@ from lightning_scalerl.measure.mechanism import departures
 from lightning_scalerl.model.adapter import of_adapter
 from lightning_scalerl.optim import AdamW
 from lightning_scalerl.recipe import Recipe
+from lightning_scalerl.task.base import NoReward, RewardScale
 from lightning_scalerl.update.terms import terms
 from sweeps.run import provenance
 from sweeps.run.journal import SEMANTICS_FILE
@@ -36,6 +37,7 @@ def resolved_semantics(module: Any) -> dict[str, Any]:
         "seed": module.seed,
         "parameters": parameter_count(module),
         **adapter_of(module),
+        **({"teacher": module.models.teacher} if module.models.teacher else {}),
         "versions": versions(),
         "commit": commit(),
     }
@@ -70,7 +72,7 @@ def resolved_choices(recipe: Recipe, choices: Choices) -> dict[str, Any]:
         "context": asdict(recipe.context),
         "cost_model": recipe.cost_model.semantics(),
         "driver": {"name": type(recipe.driver).__name__, **asdict(recipe.driver)},
-        "reward": {**asdict(recipe.reward), "of": "the verifier's 0 to 1; before length control"},
+        "reward": reward_of(recipe.reward),
         "health": asdict(recipe.health),
         "chat": asdict(recipe.chat),
         "verify": asdict(recipe.verify),
@@ -88,7 +90,7 @@ def effective(recipe: Recipe, choices: Choices) -> list[str]:
     neutral = {axis for axis, choice in choices.items() if choice.neutral == meaning[axis]}
     lines = [f"{axis}: {_choice_line(values)}" for axis, values in meaning.items() if axis not in neutral]
     settings = (
-        f"reward {recipe.reward.incorrect:g} to {recipe.reward.correct:g}",
+        f"reward {_reward_line(recipe.reward)}",
         f"{recipe.batch.prompts} prompts of {recipe.batch.completions}",
         f"{recipe.context.max_new_tokens} new tokens at temperature {recipe.context.temperature:g}",
         f"learning rate {recipe.optimizer.lr:g}, {type(recipe.schedule).__name__}",
@@ -100,6 +102,17 @@ def effective(recipe: Recipe, choices: Choices) -> list[str]:
         f"order: {' -> '.join(ORDER)}",
         f"settings: {'; '.join(settings)}",
     ]
+
+
+def reward_of(reward: RewardScale) -> dict[str, Any]:
+    """Return the scale of the training reward."""
+    if isinstance(reward, NoReward):
+        return {"choice": "NoReward", "of": "0 for every completion; before length control"}
+    return {**asdict(reward), "of": "the verifier's 0 to 1; before length control"}
+
+
+def _reward_line(reward: RewardScale) -> str:
+    return "none" if isinstance(reward, NoReward) else f"{reward.incorrect:g} to {reward.correct:g}"
 
 
 def _choice_line(values: Mapping[str, Any]) -> str:

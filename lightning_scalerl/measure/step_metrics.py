@@ -218,7 +218,7 @@ def _first_pass_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choic
     metrics = {f"train/{name}": Rate(value, tokens).value for name, value in sums.items()}
     # Effective sample size as a share, (sum w)^2 / (n sum w^2) (Kish 1965): 1 if all tokens have the same weight.
     metrics["train/effective_samples"] = Rate(weight * weight, tokens * square).value
-    if batch.reference_logprobs is not None:
+    if batch.reference_logprobs is not None or any(part.batch.divergences is not None for part in scored):
         distance = Rate()
         for part in scored:
             mask = part.batch.loss_mask
@@ -247,7 +247,7 @@ def _ratio_metrics(batch: TrainBatch, passes: Sequence[Pass], choices: Choices) 
             mask = scored.batch.loss_mask
             anchor = choices.correction.anchor(scored.batch)
             ratio = importance_ratio(scored.trainer_logprobs, anchor)
-            clipped = choices.loss.clipped(*loss_inputs(scored, choices))
+            clipped = choices.loss.clipped(*loss_inputs(scored, choices, scored.batch.advantages))
             tokens = float(mask.sum())
             clip.add(float((clipped * mask).sum()), tokens)
             mean.add(float((ratio * mask).sum()), tokens)

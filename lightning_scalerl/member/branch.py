@@ -32,7 +32,7 @@ KEPT, FRESH = "kept", "fresh"
 # Groups that a branch cannot change: the checkpoint's weights, or its rollouts in flight, were made for the parent's.
 FIXED = frozenset(
     {"model", "adapter", "critic", "advantage", "task", "batch", "context", "thinking", "chat", "environment"}
-    | {"generator", "driver", "async_mode", "allocation", "length_control", "cost_model"}
+    | {"generator", "driver", "async_mode", "allocation", "length_control", "cost_model", "precision"}
 )
 # Operational keys that a branch takes from its parent, unless they are given.
 _INHERITED = frozenset({"seed", "budget", "scaled_for"})

@@ -7,7 +7,8 @@ change existing identities. Therefore:
 - a group at its neutral choice is left out (attribute `neutral` of an axis's class);
 - a parameter that was added later is left out at the value that changes nothing (attribute `added`);
 - remarks, such as the origin of a value, are left out (attribute `remarks`);
-- data counts by its content, independent of its path (function `content` of the parameters).
+- data counts by its content, independent of its path (function `content` of the parameters), and so does a model that
+  a parameter names (attribute `models`).
 
 The attributes belong to the class that `_target_` names. tests/member/identities.json freezes the results.
 """
@@ -20,9 +21,10 @@ from typing import Any
 
 import lightning_scalerl
 from lightning_scalerl import public_names
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ADDRESSES, ConfigurationError
 from lightning_scalerl.compat.hydra import locate
 from lightning_scalerl.composition import axes_of
+from lightning_scalerl.model.place import content as model_content
 from sweeps.run.spec import SPEC_FILE, RunSpec, changed_keys, identities, science
 
 # Hydra's keys for how an object is built; they are not parameters of the object.
@@ -110,8 +112,16 @@ def content_of(value: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: a file cannot be read.
     """
-    content = getattr(locate(str(value["_target_"])), "content", None) if "_target_" in value else None
-    return {} if content is None else dict(content(_parameters(value)))
+    target, parameters = locate(str(value["_target_"])) if "_target_" in value else None, _parameters(value)
+    content = getattr(target, "content", None)
+    named = [name for name in getattr(target, "models", ()) if parameters.get(name)]
+    models = {name: _of_model(parameters[name], f"{getattr(target, 'axis', 'model')}.{name}") for name in named}
+    return models if content is None else {**models, **content(parameters)}
+
+
+def _of_model(path: Any, setting: str) -> Any:
+    """Return what represents a model in an identity. An address does not count: the model that is served there does."""
+    return "served" if str(path).startswith(ADDRESSES) else model_content(str(path), setting)
 
 
 def _parameters(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -103,6 +104,24 @@ def _content(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 model_path.content = _content  # type: ignore[attr-defined]
+
+
+def content(path: str, setting: str = "model.path") -> Any:
+    """Return what represents a model in a run's identity: digests of its files, or its hub id.
+
+    Raises:
+        ConfigurationError: a local path has no model; `setting` is named.
+    """
+    try:
+        return _content({"path": path}).get("path", path)
+    except ConfigurationError as error:
+        raise ConfigurationError(str(error).replace("model.path", setting)) from error
+
+
+def digest_of(path: str) -> str:
+    """Return one digest of `content`."""
+    return hashlib.sha256(json.dumps(content(path), sort_keys=True).encode()).hexdigest()
+
 
 # Number and size in bytes of the samples that are read from a large file. Reading all weights would take too long.
 _SAMPLES, _SAMPLE = 256, 2**16

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,6 +16,7 @@ from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.model.chunked_head import chunked_scores
 from lightning_scalerl.model.head import (
     backbone,
+    head_logits,
     head_weights,
     local_weights,
     output_head,
@@ -84,17 +87,37 @@ class Policy(nn.Module):
         return self._shares
 
     def forward(
-        self, batch: TrainBatch, precision: Precision | None = None, entropy_gradient: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        batch: TrainBatch,
+        precision: Precision | None = None,
+        entropy_gradient: bool = False,
+        teacher: Policy | None = None,
+    ) -> tuple[Tensor, ...]:
         """Return log-probabilities and entropies of the completion tokens, (R, T) each, zero after a completion's end.
+
+        With a teacher there is a third one: KL(this policy, teacher) over the vocabulary at each of these tokens, with
+        gradient.
 
         Args:
             batch: the sequences to score.
             precision: types to compute in; None for the policy's own.
             entropy_gradient: whether the entropies have a gradient, as the log-probabilities do.
+            teacher: a frozen policy over the same tokens. Neither of the two may be sharded.
         """
         activity.note("train")
         precision = precision or self.precision
+        hidden, targets, real = self._states(batch, precision)
+        scores = list(self._score(hidden, targets, precision, entropy_gradient))
+        if teacher is not None:
+            with torch.no_grad():
+                theirs = replace(batch, packed=batch.packed and teacher.packs)
+                taught = teacher._states(theirs, precision)[0]
+            scores.append(self._divergences(hidden, teacher, taught, precision))
+        # masked_scatter fills in row-major order, like the indexing with `[real]`.
+        return tuple(torch.zeros_like(batch.generator_logprobs).masked_scatter(real, each) for each in scores)
+
+    def _states(self, batch: TrainBatch, precision: Precision) -> tuple[Tensor, Tensor, Tensor]:
+        """Return states before the head (N, width) and ids (N,) of the completion tokens, and where they are (R, T)."""
         rollouts, width = batch.generator_logprobs.shape
         column = torch.arange(width, device=batch.tokens.device)
         real = column < (batch.lengths - batch.completion_start).unsqueeze(1)
@@ -111,14 +134,33 @@ class Policy(nn.Module):
                 hidden = completion_states(self.model, batch)[real]
             else:
                 hidden = token_states(backbone(self.model), batch, row, position)
-        targets = batch.tokens[row, position + 1]
-        logprobs, entropies = self._score(hidden, targets, precision, entropy_gradient)
-        # masked_scatter fills in row-major order, like the indexing with `[real]`.
-        like = batch.generator_logprobs
-        return (
-            torch.zeros_like(like).masked_scatter(real, logprobs),
-            torch.zeros_like(like).masked_scatter(real, entropies),
-        )
+        return hidden, batch.tokens[row, position + 1], real
+
+    def _divergences(self, hidden: Tensor, teacher: Policy, taught: Tensor, precision: Precision) -> Tensor:
+        """Return KL(this policy, teacher) over the vocabulary (N,) from the states of both before their heads."""
+        dtype = precision.head_dtype(precision.fp32_head_trainer)
+        sizes = [output_head(policy.model).weight.shape[0] for policy in (self, teacher)]
+
+        def part(states: Tensor, their_states: Tensor) -> Tensor:
+            # A model may have more logits than its tokenizer has tokens: the common ones are compared.
+            ours, theirs = (
+                F.log_softmax(policy.logits(each, dtype)[:, : min(sizes)], dim=-1)
+                for policy, each in ((self, states), (teacher, their_states))
+            )
+            return (ours.exp() * (ours - theirs)).sum(-1)
+
+        # Both models' logits exist at the same time; each chunk is computed again in the backward pass.
+        chunk = max(1, MAX_LOGITS // sum(sizes))
+        if hidden.shape[0] <= chunk:
+            return part(hidden, taught)
+        pieces = zip(torch.split(hidden, chunk), torch.split(taught, chunk), strict=True)
+        return torch.cat([checkpoint(part, *piece, use_reentrant=False) for piece in pieces])
+
+    def logits(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return logits (N, V) at the policy's temperature from states before the head, multiplied in `dtype`."""
+        weights = head_weights(self.model)
+        assert weights is not None, "a head that is split over the vocabulary"
+        return head_logits(self.model, hidden, *weights, dtype) / self.temperature
 
     def _score(
         self, hidden: Tensor, targets: Tensor, precision: Precision, entropy_gradient: bool

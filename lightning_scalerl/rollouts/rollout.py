@@ -333,7 +333,8 @@ class TrainBatch:
         denominators: counts over the whole batch, also in a micro-batch.
         groups: all groups of the batch, with or without credit.
         anchor_logprobs: (R, T), the trainer's log-probabilities before the update; None unless a choice needs them.
-        reference_logprobs: (R, T), log-probabilities of the frozen reference; None without a KL penalty.
+        reference_logprobs: (R, T), log-probabilities of the frozen reference; None unless axis `kl` needs them.
+        divergences: (R, T), KL(policy, reference) over the vocabulary, without gradient; None unless it was computed.
         values: (R, T), the critic's values before the update; None without a critic.
         returns: (R, T), the targets of the values; None without a critic.
         group: (R,), number of the rollout's group. Rollouts of one group share a prompt. None if unknown, in which
@@ -359,6 +360,7 @@ class TrainBatch:
     groups: list[Group] = field(default_factory=list)
     anchor_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
+    divergences: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
     group: Tensor | None = None
@@ -442,7 +444,7 @@ class TrainBatch:
 
 
 # Tensors (R, T) that are filled in after the batch is laid out and before the update.
-BEFORE_UPDATE = ("advantages", "anchor_logprobs", "reference_logprobs", "values", "returns")
+BEFORE_UPDATE = ("advantages", "anchor_logprobs", "reference_logprobs", "divergences", "values", "returns")
 
 
 def inside(mask: Tensor, table: Tensor) -> Tensor:
@@ -457,13 +459,15 @@ def inside(mask: Tensor, table: Tensor) -> Tensor:
 class Scored:
     """Output of policy and critic for a (micro-)batch; each tensor is (R, T) and zero after a completion's end.
 
-    `entropies` have a gradient only if a term needs it. `values` is None without a critic.
+    `entropies` have a gradient only if a term needs it. `values` is None without a critic, and `divergences` (the KL to
+    the reference over the vocabulary, with gradient) unless the term of axis `kl` reads it.
     """
 
     batch: TrainBatch
     trainer_logprobs: Tensor
     entropies: Tensor
     values: Tensor | None = None
+    divergences: Tensor | None = None
 
     def inside(self) -> Scored:
         """Return a copy with 0 outside the loss mask, in the models' outputs and in the batch's per-token tensors.
@@ -479,6 +483,7 @@ class Scored:
             inside(mask, self.trainer_logprobs),
             inside(mask, self.entropies),
             None if self.values is None else inside(mask, self.values),
+            None if self.divergences is None else inside(mask, self.divergences),
         )
 
 

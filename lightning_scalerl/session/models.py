@@ -1,13 +1,14 @@
 """Models of a run: policy, critic and reference. All of them are created in this file.
 
-The policy is created from the arguments of `ScaleRL`; critic and reference from the policy, once a fit has resolved its
-choices. All have FP32 weights.
+The policy is created from the arguments of `ScaleRL`, critic and reference once a fit has resolved its choices. They
+are made from the policy; a teacher is loaded from where `kl.reference` says. All have FP32 weights.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,15 @@ import torch
 from torch import nn
 
 from lightning_scalerl.axes.adapter import Adapter
+from lightning_scalerl.axes.kl import KL
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.composition import load_recipe
 from lightning_scalerl.distributed.ranks import Ranks
 from lightning_scalerl.distributed.sharded import gathered, is_sharded
+from lightning_scalerl.generator.vllm.teacher import VLLMTeacher
+from lightning_scalerl.measure.flops import FlopModel
+from lightning_scalerl.measure.memory import from_config
 from lightning_scalerl.model.adapter import adapt, described, has_adapter, keep_in, merge, plain_copy, unwrapped
 from lightning_scalerl.model.files import WeightFiles, is_blank
 from lightning_scalerl.model.head import computes_in_16_bit_only
@@ -32,7 +37,9 @@ from lightning_scalerl.model.load import (
     load_tokenizer,
     stop_tokens,
 )
+from lightning_scalerl.model.place import digest_of
 from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.model.tensor_parallel import check_tensor_parallel
 from lightning_scalerl.model.value import ValueModel
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.session.streamed import blank_or_whole
@@ -59,8 +66,10 @@ class Models:
 
     Attributes:
         critic: critic of axis `critic`; None until `begin` makes it.
-        reference: frozen model to which axis `kl` measures the distance: the model that training started from. None
-            if no distance is measured.
+        reference: frozen model to which axis `kl` measures the distance: the model that training started from, or a
+            teacher, which may be served elsewhere. None if no distance is measured.
+        teacher: what is known of the teacher, for the run's semantics; empty without one.
+        teacher_flops: cost of the teacher's passes; None without one.
         trained: access to the policy between passes.
         ranks, device: ranks of the Trainer and the device of this one; set in every stage.
     """
@@ -82,7 +91,9 @@ class Models:
         self.files = files if isinstance(files, WeightFiles) else None
         self.read_whole = files if isinstance(files, str) else None
         self.critic: ValueModel | None = None
-        self.reference: Policy | None = None
+        self.reference: Policy | VLLMTeacher | None = None
+        self.teacher: dict[str, Any] = {}
+        self.teacher_flops: FlopModel | None = None
         self._fingerprint: str | None = None
         self._in_bf16 = False
         self.ranks = Ranks()
@@ -129,16 +140,73 @@ class Models:
             notes.append(f"model: every rank reads the whole of it before it keeps its part: {self.read_whole}")
         return notes
 
-    def begin(self, choices: Choices) -> None:
-        """Make the critic and the reference that the choices of a fit need, unless they exist already."""
+    def begin(self, choices: Choices, capacity: int) -> None:
+        """Make the critic and the reference that the choices of a fit need, unless they exist already.
+
+        Args:
+            choices: the fit's choices; `kl.relative_size` is set.
+            capacity: tokens of the longest sequence.
+
+        Raises:
+            ConfigurationError: the teacher cannot be used, or has another tokenizer than the policy.
+        """
         if choices.critic.has_values and self.critic is None:
             model = self.policy.model if self.policy.adapter is None else plain_model(self.policy)
             critic = ValueModel(model, choices.precision)
             self.critic = critic if is_blank(critic) else critic.to(self.made_on)
-        if not choices.kl.where:
-            self.reference = None
-        elif self.reference is None:
+        kl = choices.kl
+        if kl.reads_vocabulary and self.ranks.sharded:
+            raise ConfigurationError(
+                "kl.estimate: full compares whole vocabularies, and strategy=fsdp2 shards the models; choose "
+                "kl.estimate=k1, or strategy=ddp"
+            )
+        if not kl.where:
+            self.reference, self.teacher, self.teacher_flops = None, {}, None
+        elif self.reference is None and kl.reference is None:
             self._freeze(plain_model(self.policy))
+        elif self.reference is None:
+            self._load_teacher(kl, capacity)
+        if self.teacher_flops is not None:
+            kl.relative_size = self.teacher_flops.per_token / FlopModel.of(self.policy.model).per_token
+
+    def _load_teacher(self, kl: KL, capacity: int) -> None:
+        """Make the reference from the model that `kl.reference` names, or connect to the server at that address."""
+        place = str(kl.served if kl.is_served else kl.reference)
+        with naming("kl.served" if kl.is_served else "kl.reference"):
+            check_same_tokens(self.tokenizer, load_tokenizer(place), place)
+            if kl.is_served:
+                if self.policy.temperature != 1:
+                    raise ConfigurationError(
+                        f"kl.reference: a server gives log-probabilities at temperature 1, and context.temperature is "
+                        f"{self.policy.temperature:g}; give the model's folder as kl.reference"
+                    )
+                with torch.device("meta"):
+                    model = from_config(place)()
+                self.reference = VLLMTeacher(str(kl.reference), capacity, kl.timeout_s)
+                self._fingerprint = digest_of(place)
+            else:
+                model = load_model(place)
+                check_attention(model)
+                self._freeze(model)
+                assert isinstance(self.reference, Policy)
+                if not computes_in_16_bit_only(model):
+                    try_out(self.reference, self.packed)
+                if self.ranks.partners > 1:
+                    check_tensor_parallel(model, self.ranks.partners)
+            self.teacher_flops = FlopModel.of(model)
+        self.teacher = {
+            "model": place,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "files": digest_of(place),
+            "revision": getattr(model.config, "_commit_hash", None),
+            **({"address": kl.reference} if kl.is_served else {}),
+        }
+
+    def disconnect(self) -> None:
+        """Close the connection to a teacher that is served; the next fit opens another one."""
+        if isinstance(self.reference, VLLMTeacher):
+            self.reference.close()
+            self.reference = None
 
     def restore_reference(self, fingerprint_then: str | None) -> None:
         """Restore the reference of a resumed run that has one, even if these models were made with other weights.
@@ -153,7 +221,12 @@ class Models:
         """
         if self.reference is None or self.reference_fingerprint() == fingerprint_then:
             return
-        if self.path is not None:
+        if self.teacher and fingerprint_then is not None:
+            raise ConfigurationError(
+                f"kl.reference: {self.teacher['model']} has other weights than when the run of this checkpoint began; "
+                "give the teacher that it had"
+            )
+        if self.path is not None and not self.teacher:
             model = self.load()
             if self.policy.adapter is not None:  # round it as the run's reference was rounded
                 keep_in(model, self.policy.precision.policy_dtype)
@@ -169,7 +242,7 @@ class Models:
 
     def reference_fingerprint(self) -> str | None:
         """Return the reference's fingerprint; computed once, for the first checkpoint, because it reads all weights."""
-        if self.reference is not None and self._fingerprint is None:
+        if isinstance(self.reference, Policy) and self._fingerprint is None:
             read = self.files.read if self.files is not None and is_blank(self.reference) else None
             self._fingerprint = fingerprint(self.reference.model, read)
         return None if self.reference is None else self._fingerprint
@@ -177,9 +250,36 @@ class Models:
     def _freeze(self, model: nn.Module) -> None:
         """Make the reference of a model."""
         self._fingerprint = None
-        self.reference = Policy(model, self.policy.precision, self.policy.temperature).requires_grad_(False).eval()
-        if not is_blank(self.reference):
-            self.reference.to(self.made_on)
+        reference = Policy(model, self.policy.precision, self.policy.temperature).requires_grad_(False).eval()
+        reference.packs = self.policy.packs
+        self.reference = reference if is_blank(reference) else reference.to(self.made_on)
+
+
+@contextmanager
+def naming(setting: str) -> Iterator[None]:
+    """Name a setting in the errors about a model within the `with` block, which would name `model.path`."""
+    try:
+        yield
+    except ConfigurationError as error:
+        head, separator, rest = str(error).partition(": ")
+        if head not in ("model", "model.path"):
+            raise
+        raise ConfigurationError(f"{setting}{separator}{rest.replace('model.path', setting)}") from error
+
+
+def check_same_tokens(ours: Any, theirs: Any, place: str) -> None:
+    """Check that a teacher's tokenizer gives every token the same id as the policy's.
+
+    Raises:
+        ConfigurationError: it does not; the message names the first token that differs.
+    """
+    own, other = ours.get_vocab(), theirs.get_vocab()
+    differing = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+    if differing:
+        raise ConfigurationError(
+            f"model: {place} has another tokenizer than the model in training ({len(differing)} tokens differ, such as "
+            f"{differing[0]!r}); distil from a model of the same family"
+        )
 
 
 def make(

@@ -139,7 +139,7 @@ def shard_models(models: Models) -> None:
     models.reference_fingerprint()  # compute it while the model is whole: later only rank 0 asks for it
     blank = policy.model
     for root in (policy, models.critic, models.reference):
-        if root is None or is_sharded(root):
+        if not isinstance(root, nn.Module) or is_sharded(root):
             continue
         names = names_in_files(root, blank, files) if is_blank(root) and files is not None else None
         if ranks.partners > 1:

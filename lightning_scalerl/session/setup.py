@@ -160,7 +160,9 @@ def set_up_fit(
         for row in (stage.choices, stage.recipe.choices):
             row.normalization.forget()
     # Every rank has models and loss. Rank 0 also has the data path, which is built last, after all cheap checks.
-    models.begin(stage.choices)
+    context = stage.recipe.context
+    models.begin(stage.choices, context.max_prompt_tokens + context.max_new_tokens)
+    meter.reference = models.teacher_flops
     path = models.ranks.on_leader(partial(DataPath, stage, meter))
     # Set this last, so that a fit whose setup failed does not change how the module continues.
     continuation.meaning = meaning

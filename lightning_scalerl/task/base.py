@@ -136,6 +136,18 @@ class RewardScale:
         return self.incorrect + (self.correct - self.incorrect) * reward
 
 
+@dataclass(frozen=True)
+class NoReward(RewardScale):
+    """The verifier's reward is not trained on: every completion gets 0. Pass rates are recorded as usual.
+
+    It is for distillation, in which the distance to a teacher (axis `kl`) is all there is to learn from.
+    """
+
+    def scale(self, reward: float) -> float:
+        """Return 0 for any reward."""
+        return 0.0
+
+
 def file_digest(field: str, path: str | Path) -> str:
     """Return a file's SHA-256. It represents the file in a run's identity, independent of its path.
 

@@ -32,6 +32,7 @@ from lightning_scalerl.optim import (
     SqrtBatchSchedule,
 )
 from lightning_scalerl.recipe import Recipe
+from lightning_scalerl.task.base import NoReward
 
 # A bound that never acts, for trainers that cannot turn a bound off: gradients and ratios stay below it (ratios are
 # capped at exp(20) here and in verl).
@@ -337,6 +338,10 @@ def common(run: Run, into: Translation) -> None:
     }.items():
         if acts and choices.precision.policy != "fp32" and not getattr(choices.precision, f"fp32_{part}"):
             into.lacks(f"precision.fp32_{part}", False, f"there is no rounding of it there; precision.fp32_{part}=true")
+    if (teacher := choices.kl.reference) is not None:
+        into.lacks("kl.reference", teacher, _DISTILS[into.to])
+    if isinstance(run.recipe.reward, NoReward):
+        into.lacks("reward", "none", "rewards are functions of yours there; reward=zero_one is translated")
     if beside := run.recipe.evaluation.get("sets"):
         into.lacks("evaluation.sets", sorted(beside), "sets of other tasks are not translated; evaluation.sets={} is")
     if run.recipe.evaluation.get("gold_logprob"):
@@ -388,6 +393,14 @@ def estimator(run: Run) -> str | None:
     return {GroupAdvantage: "grpo", GAE: "gae"}.get(type(run.choices.advantage))
 
 
+# Where each trainer distils from a teacher on the policy's own rollouts; none of it is compared with ours.
+_DISTILS = {
+    "trl": "a teacher is a setting of its DistillationTrainer, not of its GRPOTrainer",
+    "verl": "distillation.* has a teacher; kl.estimate=k1 is there loss_mode=k1 with use_policy_gradient=true",
+    "prime-rl": "orchestrator.algo.teacher has a teacher, with a loss of its own",
+    "skyrl": "it distils in an example of its own (on_policy_distillation)",
+}
+
 _PIPELINE = {
     "trl": "its GRPOTrainer samples and trains in turns; its asynchronous trainer drops what is too old, and has one "
     "loss",
@@ -422,11 +435,13 @@ def by_deviation(run: Run, into: Translation, eps: float, others: str) -> bool |
 
 
 def distance(run: Run) -> float | None:
-    """Return the coefficient of a KL term in the loss, 0 without one; None for any other kind of KL."""
+    """Return the coefficient of a k3 term to the initial model, 0 without one; None for any other kind of KL."""
     kl = run.choices.kl
     if isinstance(kl, NoKL):
         return 0.0
-    return kl.coefficient if isinstance(kl, FixedKL) and kl.where == "loss" else None
+    if isinstance(kl, FixedKL) and (kl.where, kl.estimate, kl.reference) == ("loss", "k3", None):
+        return kl.coefficient
+    return None
 
 
 def kl_term(run: Run, into: Translation, aggregation: type[Aggregation], averaged: str) -> float | None:
@@ -440,7 +455,7 @@ def kl_term(run: Run, into: Translation, aggregation: type[Aggregation], average
     """
     kl, beta = run.choices.kl, distance(run)
     if beta is None:
-        into.lacks("kl", kl, "one coefficient for all tokens, in the loss: kl=fixed is translated")
+        into.lacks("kl", kl, "one coefficient for all tokens, in the loss, k3: kl=fixed is translated")
     elif beta and run.aggregation_of(kl) is not aggregation:
         into.lacks("kl.aggregation", kl, averaged)
     return beta

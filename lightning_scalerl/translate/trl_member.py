@@ -74,7 +74,7 @@ def specification(run: Run) -> dict[str, Any]:
         },
         "save_every": int(run.config.checkpoint.every_n_steps) * run.choices.epochs.count,
         "flops": {"body": flops.body_per_token, "head": flops.head, "context": flops.per_context},
-        "forwards": run.choices.passes.policy_forwards,
+        "forwards": run.choices.passes.policy_forwards + run.choices.passes.reference_forwards,
         "versions": {"trl": translation.version},
     }
 

@@ -2,7 +2,7 @@
 
     policy    surrogate of axis `loss`, with the anchor and weights of axis `correction`
     value     clipped squared error of the critic
-    kl        distance from the frozen reference
+    kl        distance from the frozen reference; with `kl.estimate=k1` the surrogate with the distance as the advantage
     entropy   minus the entropy bonus
 
 All terms divide by the global denominators of the batch, so any split of a batch sums to the same loss and gradient.
@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_scalerl.axes.aggregation import Aggregation, named_aggregation
 from lightning_scalerl.axes.critic import ValueNetwork
 from lightning_scalerl.axes.entropy import Entropy
-from lightning_scalerl.axes.kl import KL, k3
+from lightning_scalerl.axes.kl import KL, SAMPLED
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollouts.rollout import Scored, TrainBatch
 
@@ -45,19 +45,28 @@ def terms(choices: Choices) -> list[Term]:
         ConfigurationError: the `aggregation` that a term names is unknown.
     """
 
+    def surrogate(scored: Scored, advantages: Tensor) -> Tensor:
+        per_token = choices.loss.per_token(*loss_inputs(scored, choices, advantages))
+        weights = choices.correction.weights(scored.batch)
+        return per_token if weights is None else per_token * weights
+
     def policy(scored: Scored) -> Tensor:
         batch, logprobs = scored.batch, scored.trainer_logprobs
-        per_token = choices.loss.per_token(*loss_inputs(scored, choices))
-        weights = choices.correction.weights(batch)
-        if weights is not None:
-            per_token = per_token * weights
+        per_token = surrogate(scored, batch.advantages)
         # Axes of the user's own come last, so they see the corrected loss.
         for choice in choices.own.values():
             per_token = choice.adjust_loss(per_token, batch, logprobs)
         return per_token
 
     def kl(scored: Scored) -> Tensor:
-        return choices.kl.coefficients(scored.batch.pass_rates).unsqueeze(1) * distances(scored, choices)
+        coefficients, per_token = (
+            choices.kl.coefficients(scored.batch.pass_rates).unsqueeze(1),
+            distances(scored, choices),
+        )
+        if choices.kl.estimate == "k1":
+            # On samples of the policy the gradient of k1 itself is 0 on average (arXiv 2506.09477).
+            per_token = surrogate(scored, -per_token.detach())
+        return coefficients * per_token
 
     def entropy(scored: Scored) -> Tensor:
         return -choices.entropy.coefficients(scored.batch.pass_rates).unsqueeze(1) * scored.entropies
@@ -82,10 +91,10 @@ def terms(choices: Choices) -> list[Term]:
     return active
 
 
-def loss_inputs(scored: Scored, choices: Choices) -> tuple[Tensor, ...]:
-    """Return the arguments of the loss's `per_token` and `clipped`, each (R, T)."""
+def loss_inputs(scored: Scored, choices: Choices, advantages: Tensor) -> tuple[Tensor, ...]:
+    """Return the arguments of the loss's `per_token` and `clipped` with these advantages, each (R, T)."""
     batch = scored.batch
-    inputs = (scored.trainer_logprobs, choices.correction.anchor(batch), batch.advantages, batch.loss_mask)
+    inputs = (scored.trainer_logprobs, choices.correction.anchor(batch), advantages, batch.loss_mask)
     # Only losses that select tokens have a fifth parameter.
     return inputs if batch.selected is None else (*inputs, batch.selected)
 
@@ -97,31 +106,37 @@ def with_selection(batch: TrainBatch, choices: Choices, key: Sequence[int]) -> T
 
 
 def distances(scored: Scored, choices: Choices) -> Tensor:
-    """Return the k3 distance of each token (R, T) to the reference, in the type that axis `precision` chooses."""
+    """Return the distance of each token (R, T) to the reference by `kl.estimate`, in the type of axis `precision`."""
+    kept, fp32 = choices.precision.kept, choices.precision.fp32_kl
+    if choices.kl.reads_vocabulary:
+        divergences = scored.batch.divergences if scored.divergences is None else scored.divergences
+        assert divergences is not None
+        return kept(divergences, fp32)
     reference = scored.batch.reference_logprobs
     assert reference is not None
-    kept, fp32 = choices.precision.kept, choices.precision.fp32_kl
-    return k3(kept(scored.trainer_logprobs, fp32), kept(reference, fp32))
+    return SAMPLED[choices.kl.estimate](kept(scored.trainer_logprobs, fp32), kept(reference, fp32))
 
 
 def loss_weights(batch: TrainBatch, trainer_logprobs: Tensor, choices: Choices) -> Tensor:
-    """Return the tokens' weights in the update: d loss / d (trainer_logprobs, entropies), shape (2, all rollouts, T).
+    """Return the tokens' weights in the update, shape (3, all rollouts, T).
+
+    They are d loss / d (trainer_logprobs, entropies, divergences).
 
     Rows are numbered as in `batch.row`, over all rollouts of the groups, so two batches of the same groups can be
     compared even if they keep different rollouts. Rollouts without credit have weight zero. The value term is left out,
     since it does not move the policy.
     """
     logprobs = trainer_logprobs.detach().requires_grad_(True)
-    # The bonus is linear in the entropies, so its gradient does not depend on their values.
-    entropies = torch.zeros_like(logprobs).requires_grad_(True)
-    scored = Scored(batch, logprobs, entropies)
+    # The terms are linear in entropies and divergences, so their gradient does not depend on these values.
+    entropies, divergences = (torch.zeros_like(logprobs).requires_grad_(True) for _ in range(2))
+    scored = Scored(batch, logprobs, entropies, divergences=divergences)
     policy_terms = [term for term in terms(choices) if term.name != "value"]
     loss = torch.stack([term.reduce(scored) for term in policy_terms]).sum()
     # `allow_unused`: without an entropy bonus, no term depends on the entropies.
-    gradients = torch.autograd.grad(loss, (logprobs, entropies), allow_unused=True)
+    gradients = torch.autograd.grad(loss, (logprobs, entropies, divergences), allow_unused=True)
     total = sum(len(group.rollouts) for group in batch.groups)
     longest = max(len(rollout.tokens) for group in batch.groups for rollout in group.rollouts) if total else 0
-    weights = logprobs.new_zeros(2, total, longest)
+    weights = logprobs.new_zeros(3, total, longest)
     for number, gradient in enumerate(gradients):
         if gradient is not None:
             weights[number, batch.row, : gradient.shape[1]] = gradient

@@ -140,7 +140,7 @@ def test_loss_and_gradient_are_those_of_a_plain_computation(aggregation: Any, tr
     loss = total_loss(batch, trainer_logprobs, choices.loss, aggregation, batch.denominators)
     assert loss.item() == pytest.approx(expected, rel=1e-4)
     # A row for every rollout, also for those without credit: theirs are zero.
-    weights, of_entropies = loss_weights(batch, trainer_logprobs, choices)
+    weights, of_entropies, _ = loss_weights(batch, trainer_logprobs, choices)
     assert not of_entropies.any()
     assert weights.shape == (16, max(len(r.tokens) for group in groups for r in group.rollouts))
     table = torch.zeros_like(weights)
@@ -159,7 +159,7 @@ def test_a_batch_of_only_truncated_rollouts_is_a_step_without_loss(loss: Any, ag
     logprobs = batch.generator_logprobs.clone().requires_grad_(True)
     value = total_loss(batch, logprobs, loss, aggregation, batch.denominators)
     assert value.item() == 0
-    assert torch.equal(loss_weights(batch, logprobs, choices), torch.zeros(2, 16, 7))
+    assert torch.equal(loss_weights(batch, logprobs, choices), torch.zeros(3, 16, 7))
     assert list(batch.micro_batches(PassSize(4))) == []
 
 

@@ -32,7 +32,10 @@ from lightning_scalerl.generator.vllm.client import VLLMServerGenerator
 from lightning_scalerl.generator.vllm.generator import VLLMGenerator
 from lightning_scalerl.generator.vllm.http import EngineLostError
 from lightning_scalerl.generator.vllm.serve import Server, main, prepare, serve
+from lightning_scalerl.generator.vllm.teacher import VLLMTeacher
 from lightning_scalerl.generator.vllm.weights import Control
+from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.stream.credit import assemble
 from tests.generator.sampling import with_sampling
 from tests.generator.test_vllm import (
     FP32,
@@ -46,6 +49,7 @@ from tests.generator.test_vllm import (
     new_model,
     trainers,
 )
+from tests.helpers import make_group, row
 
 pytestmark = pytest.mark.vllm
 
@@ -115,6 +119,23 @@ def test_log_probabilities_are_the_trainers_at_every_publish(server: Server, tra
             assert taken[0] == taken[2] != taken[1]
     finally:
         generator.close()
+
+
+def test_a_teacher_gives_the_log_probabilities_of_the_local_model(server: Server) -> None:
+    """Through the OpenAI-compatible route, of the weights that it serves."""
+    served, other = new_model(FAMILY, 1), new_model(FAMILY, 2)
+    generator = connected(server, served)
+    generator.close()  # its weights stay
+    groups = [make_group([0.0] * 4, number, prompt_length=5 + number, seed=3) for number in range(10)]
+    batch = assemble(groups, row(), max_new_tokens=8)
+    teacher = VLLMTeacher(server.address, 100, 60.0, TOKEN)
+    try:
+        found = teacher.score(batch)
+    finally:
+        teacher.close()
+    with torch.no_grad():
+        ours, others = (Policy(model, FP32)(batch)[0] for model in (served, other))
+    assert float((found - ours).abs().max()) < 1e-4 and float((found - others).abs().max()) > 1e-2
 
 
 def test_the_same_seeds_give_the_same_tokens_as_in_this_process(generator: VLLMServerGenerator) -> None:

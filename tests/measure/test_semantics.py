@@ -39,7 +39,7 @@ def test_the_new_choices_say_what_they_do() -> None:
     shown = lines_of("recipe=ppo", "reward=plus_minus_one", "correction=proximal", "precision=fp16")
     for expected in (
         "ratio_interval=[0.8, 1.2]",
-        "estimator=k3",
+        "estimate=k3",
         "anchor=the trainer, before the first pass over the batch",
         "reward=on the last sampled token",
         "value=fp32",

@@ -225,6 +225,11 @@ REFUSED = [
     ("trl", "schedule=cosine schedule.total_steps=300 schedule.warmup_steps=0", "schedule"),
     ("trl", "context.too_long=drop", "context.too_long"),
     ("trl", "adapter=lora", "adapter"),
+    # distillation: each of them has it elsewhere, with a loss of its own
+    ("trl", "kl=distil kl.reference=m", "kl kl.reference"),
+    ("verl", "kl=distil kl.reference=m kl.estimate=k3", "kl kl.reference"),
+    ("skyrl", "loss=cispo kl=fixed kl.estimate=k2", "kl precision"),
+    ("trl", "kl=fixed reward=none filter=none", "reward"),
 ]
 
 

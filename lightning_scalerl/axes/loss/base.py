@@ -65,11 +65,24 @@ def one_advantage_per_sequence(what: str, others: Mapping[str, DesignChoice]) ->
         what: the loss's name and what it does, the start of the error.
         others: the run's choices, by axis.
     """
+    if (problem := one_kind_of_advantage(what, others)) is not None:
+        return problem
     if not getattr(others["advantage"], "after_forward", False):
         return None
     return (
         f"loss: {what}, and advantage=gae (GAE) gives advantages a token, which nobody has defined together; choose "
         "loss=ppo, or advantage=group"
+    )
+
+
+def one_kind_of_advantage(what: str, others: Mapping[str, DesignChoice]) -> str | None:
+    """Return a one-line error if axis `kl` gives the loss advantages of its own, which `what` cannot treat."""
+    kl = others["kl"]
+    if getattr(kl, "where", "") != "loss" or getattr(kl, "estimate", "") != "k1":
+        return None
+    return (
+        f"kl.estimate: k1 gives each token an advantage of its own, and loss={what}; choose kl.estimate=k2, which has "
+        "the same gradient without a ratio"
     )
 
 

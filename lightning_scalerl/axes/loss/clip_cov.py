@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.axes.loss.base import (
     Loss,
     clip_bounds,
     credited,
     importance_ratio,
+    one_kind_of_advantage,
     pessimistic,
     pessimistic_clips,
 )
@@ -52,6 +54,10 @@ class ClipCov(Loss):
         self.low = low
         self.high = high
         self.clip_low, self.clip_high = clip_bounds(clip_low, clip_high)
+
+    def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
+        """Return a one-line error if axis `kl` gives advantages of its own, by which no token is selected."""
+        return one_kind_of_advantage("clip_cov selects tokens by the advantages of the task", others)
 
     def select(self, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor, key: Sequence[int]) -> Tensor:
         """Return the tokens that are drawn (R, T, bool), without replacement and all alike."""

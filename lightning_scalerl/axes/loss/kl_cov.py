@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_scalerl.axes.loss.base import Loss, credited, importance_ratio
+from lightning_scalerl.axes.choice import DesignChoice
+from lightning_scalerl.axes.loss.base import Loss, credited, importance_ratio, one_kind_of_advantage
 from lightning_scalerl.axes.loss.covariance import covariances, scattered, share_of, valid_share
 from lightning_scalerl.checks import not_negative
 
@@ -36,6 +37,10 @@ class KLCov(Loss):
     def __init__(self, share: float = 2e-4, coefficient: float = 1.0) -> None:
         self.share = valid_share(share)
         self.coefficient = not_negative("loss.coefficient", coefficient)
+
+    def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
+        """Return a one-line error if axis `kl` gives advantages of its own, by which no token is selected."""
+        return one_kind_of_advantage("kl_cov selects tokens by the advantages of the task", others)
 
     def select(self, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor, key: Sequence[int]) -> Tensor:
         """Return the tokens that are penalized (R, T, bool)."""

@@ -51,10 +51,12 @@ class Connection:
     Args:
         address: the server's address, such as `http://node7:8000`.
         token: sent with every call; empty for a server that requires none.
+        setting: configuration key that names the server, for messages.
     """
 
-    def __init__(self, address: str, token: str = "") -> None:
+    def __init__(self, address: str, token: str = "", setting: str = "generator") -> None:
         self.address = address.rstrip("/")
+        self._setting = setting
         self._token = token
         # No compression: a small compressed answer could expand to any size.
         self._headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
@@ -92,7 +94,7 @@ class Connection:
             return future.result(timeout_s)
         except TimeoutError as error:
             future.cancel()
-            raise EngineLostError(f"generator: {self.address} has not answered for {timeout_s:g} s") from error
+            raise EngineLostError(f"{self._setting}: {self.address} has not answered for {timeout_s:g} s") from error
 
     def start(self, work: Coroutine[Any, Any, None]) -> Future[None]:
         """Start a coroutine in the connection's thread, without waiting for it."""
@@ -138,7 +140,7 @@ class Connection:
         return bytes(found)
 
     def _lost(self, path: str, why: str) -> EngineLostError:
-        return EngineLostError(self.words(f"generator: {self.address}{path} {why}"))
+        return EngineLostError(self.words(f"{self._setting}: {self.address}{path} {why}"))
 
     async def stream(self, path: str, body: Any, most_bytes: int = MOST_BYTES) -> AsyncIterator[Any]:
         """Yield the parts of an answer as they arrive (server-sent events), until the server's end marker.
@@ -179,7 +181,7 @@ class Connection:
         message: Any = text
         with suppress(ValueError, TypeError, KeyError):
             message = parse_json(text)["error"]["message"]
-        words = self.words(f"generator: {self.address}{path} answers {answer.status}: {quoted(message, 300)}")
+        words = self.words(f"{self._setting}: {self.address}{path} answers {answer.status}: {quoted(message, 300)}")
         return RefusedError(words, answer.status)
 
     def close(self) -> None:
