@@ -233,7 +233,7 @@ def test_micro_batches_of_any_size_have_the_selection_of_the_whole(loss: Loss, c
             part = batch.select(rows)
             said = logprobs[rows, : part.loss_mask.shape[1]]
             scored = Scored(part, said, torch.zeros_like(said))
-            assert len(loss_inputs(scored, choices)) == 5
+            assert len(loss_inputs(scored, choices, scored.batch.advantages)) == 5
             total = total + policy.reduce(scored)
         found.append((float(total.detach()), torch.autograd.grad(total, logprobs)[0]))
     for value, gradient in found[1:]:
