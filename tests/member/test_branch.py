@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.member.branch import checkpoint_at
+from lightning_scalerl.member.branch import Branch, checkpoint_at, fetch_checkpoint
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.run import run_member
 from sweeps.errors import UserError
@@ -110,6 +110,7 @@ def test_one_choice_changed_parts_there_and_not_before(family: Family) -> None:
     assert first.metrics["compute/flops"] > before.metrics["compute/flops"] > 0
 
 
+@pytest.mark.slow
 def test_settings_of_the_optimizer_are_its_own_and_its_state_is_kept_or_not(family: Family) -> None:
     ends = {}
     for name, change in {
@@ -133,6 +134,7 @@ def test_settings_of_the_optimizer_are_its_own_and_its_state_is_kept_or_not(fami
     assert decay["decay"] == 0.7 != decay["kept"]
 
 
+@pytest.mark.slow
 def test_a_branch_of_a_branch(family: Family) -> None:
     spec = family.branch("loss=reinforce", f"checkpoint.keep_steps=[{KEPT[-1]}]")
     first = family.run(spec)
@@ -149,6 +151,7 @@ def test_a_branch_of_a_branch(family: Family) -> None:
         family.branch(step=HALF, run=first)
 
 
+@pytest.mark.slow
 def test_it_goes_on_after_a_stop_and_without_its_parent(family: Family, tmp_path: Path) -> None:
     """The parent's folder may go once the branch has begun, also when it has no checkpoint of its own yet."""
     copy = tmp_path / "parent"
@@ -170,6 +173,7 @@ def test_it_goes_on_after_a_stop_and_without_its_parent(family: Family, tmp_path
     assert deterministic(folder) == deterministic(family.run(family.branch("kl=light", output="kept")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_in", ["fetch_checkpoint", "_copy_passes", "Journal.checkpoint"])
 def test_a_start_that_is_killed_begins_again(family: Family, killed_in: str, tmp_path: Path) -> None:
     spec = family.branch("budget.steps=7", output=tmp_path.name)
@@ -252,6 +256,19 @@ def test_a_parent_that_is_gone_is_one_line(
     damage(parent)
     with pytest.raises(UserError, match=message):
         run_member(family.folder(spec))
+
+
+def test_a_checkpoint_of_shards_is_linked_file_by_file(tmp_path: Path) -> None:
+    source = checkpoint_at(tmp_path / "parent", 4)
+    (source / "part").mkdir(parents=True)
+    (source / "part" / "weights").write_text("w")
+    branch = Branch(run="p", step=4, folder=str(tmp_path / "parent"))
+    own = fetch_checkpoint(tmp_path / "own", branch)
+    assert own == checkpoint_at(tmp_path / "own", 4) and (own / "part" / "weights").samefile(
+        source / "part" / "weights"
+    )
+    shutil.rmtree(source)
+    assert (fetch_checkpoint(tmp_path / "own", branch) / "part" / "weights").read_text() == "w"
 
 
 @pytest.mark.full
