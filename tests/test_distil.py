@@ -21,7 +21,7 @@ from lightning_scalerl.axes.aggregation import SumAggregation, TokenAggregation
 from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.axes.critic import ValueNetwork
 from lightning_scalerl.axes.kl import ESTIMATES, FixedKL
-from lightning_scalerl.axes.loss import CISPO, GSPO, Reinforce
+from lightning_scalerl.axes.loss import CISPO, GMPO, GSPO, ClipCov, KLCov, Reinforce
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.composition import compose, load_recipe
@@ -295,6 +295,9 @@ def test_settings_that_are_refused(given: dict[str, Any], match: str) -> None:
     ("choices", "match"),
     [
         ([FixedKL(estimate="k1"), GSPO()], r"kl\.estimate: k1 .* loss=gspo .* kl\.estimate=k2"),
+        ([FixedKL(estimate="k1"), GMPO()], r"kl\.estimate: k1 .* loss=gmpo .* kl\.estimate=k2"),
+        ([FixedKL(estimate="k1"), ClipCov()], r"kl\.estimate: k1 .* loss=clip_cov .* kl\.estimate=k2"),
+        ([FixedKL(estimate="k1"), KLCov()], r"kl\.estimate: k1 .* loss=kl_cov .* kl\.estimate=k2"),
         ([FixedKL(where="reward", reference="m")], r"kl\.where: 'reward' needs advantages a token"),
     ],
 )
