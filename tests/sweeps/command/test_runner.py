@@ -315,7 +315,7 @@ def test_a_column_that_vanishes_is_named_while_the_command_runs(tmp_path: Path) 
 
 def test_metrics_that_stop_end_the_member_and_all_that_it_started(tmp_path: Path) -> None:
     file = write_study(tmp_path, log_of("range(1, 9)", ROW, "print(os.getpid(), flush=True)\ntime.sleep(600)"))
-    _, run_dir = written(file, "launch.hang_min_s=6 launch.hang_factor=1.5")
+    _, run_dir = written(file, "launch.hang_min_s=12 launch.hang_factor=1.5")
     member = started(run_dir)
     assert member.wait(60) == HUNG_CODE
     assert "no sign of life for" in (log := (run_dir / "log.txt").read_text()) and "standard output: step 7" in log

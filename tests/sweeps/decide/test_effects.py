@@ -17,6 +17,7 @@ from sweeps.decide.effects import OWN, _centre, _Design, _next, _solve, effects,
 from sweeps.errors import UserError
 from sweeps.fit.fit import fit_curves
 from tests.paths import ROOT
+from tests.printed import check_printed
 from tests.sweeps.fit.simulate import law
 
 PAGE = ROOT / "docs/guide/effects.md"
@@ -202,4 +203,4 @@ def test_the_page_shows_what_the_command_prints(
     assert len(pages) == 2
     for source, printed in pages:
         assert main(["effects", source]) == 0
-        assert capsys.readouterr().out.rstrip() == printed
+        check_printed(capsys.readouterr().out, printed)

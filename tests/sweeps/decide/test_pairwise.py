@@ -30,6 +30,7 @@ from sweeps.errors import UserError
 from sweeps.fit.fit import fit_curves
 from sweeps.run.passes import Passes
 from tests.paths import ROOT
+from tests.printed import check_printed
 from tests.sweeps.fit.simulate import law
 
 NOISE = 0.01
@@ -249,4 +250,4 @@ def test_the_page_shows_what_the_command_prints(
     assert len(blocks) == 2
     for command, printed in blocks:
         assert main(shlex.split(command)) == 0
-        assert capsys.readouterr().out.rstrip() == printed
+        check_printed(capsys.readouterr().out, printed)
