@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "measured" / "curves" / "curves.csv"
 CARD = TABLE.with_name("README.md")
 # Written by benchmarks/readme.py from the journals of `make demo`.
-DEMO = ROOT / "docs" / "measured" / "demo" / "curves.csv"
+DEMO = REPLICATION.parents[1] / "demo" / "curves.csv"
 
 
 def rows() -> Iterator[tuple[str, ...]]:

@@ -137,16 +137,22 @@ def summary(looks: Sequence[Look]) -> str:
         f"Of the {len(pairs)} pairs of recipes that end more than {MARGIN} apart, the last value at a quarter of the "
         f"compute names the loser in {sum(each.ahead != each.winner for each in pairs)} "
         f"({sum(each.misled_seeds for each in pairs)} of {seeds} if each recipe has one seed). Our ranking names a "
-        f"recipe in {len(named)}, {wrong or 'none'} of them wrongly, and says \"undecided\" in the other "
+        f'recipe in {len(named)}, {wrong or "none"} of them wrongly, and says "undecided" in the other '
         f"{len(pairs) - len(named)}."
     )
 
 
 def counts(looks: Sequence[Look]) -> list[str]:
     """Return the table of how often each names the higher, the lower or no recipe."""
-    lines = ["| look at | pairs | told by | names the higher | names the lower | undecided |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| look at | pairs | told by | names the higher | names the lower | undecided |",
+        "|---|---|---|---|---|---|",
+    ]
     for share in SHARES:
-        for what, chosen in (("all", [*looks]), (f"end more than {MARGIN} apart", [each for each in looks if each.matters])):
+        for what, chosen in (
+            ("all", [*looks]),
+            (f"end more than {MARGIN} apart", [each for each in looks if each.matters]),
+        ):
             pairs = [each for each in chosen if each.share == share]
             seeds, misled = sum(len(each.at) for each in pairs), sum(each.misled_seeds for each in pairs)
             wrong = sum(each.ahead != each.winner for each in pairs)
@@ -164,7 +170,7 @@ def counts(looks: Sequence[Look]) -> list[str]:
 def misleading(looks: Sequence[Look]) -> list[str]:
     """Return the table of pairs that end apart and whose leader at the first look loses."""
     lines = [
-        "| ahead at a quarter | higher at the end | ahead by | seeds of four | ends lower by | `scalerl rank` at a quarter |",
+        "| ahead at a quarter | higher at the end | ahead by | seeds | ends lower by | `scalerl rank` at a quarter |",
         "|---|---|---|---|---|---|",
     ]
     wrong = [each for each in looks if each.share == SHARES[0] and each.matters and each.ahead != each.winner]
