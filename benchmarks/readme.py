@@ -1,6 +1,6 @@
-"""Put the demo's result into docs/measured/demo.md: its table, and how it was measured; and the figure of the README.
+"""Put the demo's result into docs/measured/demo.md: its table, figures and curves, and how it was measured.
 
-make demo && .venv/bin/python benchmarks/readme.py
+make demo && .venv/bin/python -m benchmarks.readme
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import shutil
 from pathlib import Path
 
+from benchmarks.replication import POINT, points, write_table
 from sweeps.curve import UNITS
 from sweeps.decide.at_k import study_at_k
 from sweeps.decide.rank import rank
@@ -26,20 +27,17 @@ BEGIN, END = "<!-- demo -->", "<!-- /demo -->"
 
 
 def main() -> None:
-    """Copy table and figure to docs/measured/demo, rewrite the page between its two marks."""
+    """Copy table, figures and curves to docs/measured/demo, rewrite the page between its two marks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", nargs="?", default="outputs/demo", help="the demo's output (default: %(default)s)")
     study = Path(parser.parse_args().study)
     KEPT.mkdir(parents=True, exist_ok=True)
     for name in ("ranking.csv", "report_overlay.png", "report_prompts.png"):
         shutil.copy(study / name, KEPT / name)
-    assert FIGURE in (ROOT / "README.md").read_text(), f"the README shows {FIGURE}"
+    runs = sorted(load([str(study)]).runs, key=lambda view: (view.header["recipe"], view.header["seed"]))
+    write_table(KEPT / "curves.csv", POINT, (point for view in runs for point in points(view)))
     section = "\n".join([BEGIN, *describe(study), "", *table(KEPT / "ranking.csv"), "", *several_attempts(study), END])
     PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: section, PAGE.read_text(), flags=re.DOTALL))
-
-
-# The first thing of the README.
-FIGURE = "docs/measured/demo/report_overlay.png"
 
 
 def describe(study: Path) -> list[str]:

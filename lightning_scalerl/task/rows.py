@@ -154,8 +154,20 @@ class RowSource:
         return rows
 
     def _loaded(self) -> list[Row]:
-        """Load the rows with the `datasets` library."""
-        from datasets import DatasetDict, load_dataset
+        """Load the rows with the `datasets` library.
+
+        Raises:
+            ConfigurationError: it is not installed, or cannot load them.
+        """
+        try:
+            from datasets import DatasetDict, load_dataset
+        except ModuleNotFoundError as error:
+            if error.name != "datasets":
+                raise
+            raise ConfigurationError(
+                f"{self.field}: {self.path!r} is a folder or on the hub, which the package datasets reads; it is not "
+                f"installed; pip install datasets, or give a file that ends in {', '.join(SUFFIXES)}"
+            ) from None
 
         where = str(Path(self.path).expanduser()) if self.is_folder else self.path
         try:

@@ -45,6 +45,7 @@ def report_command(options: argparse.Namespace) -> None:
     fits = fit_all(study.curves, options)
     # Matplotlib takes a second to import: only if something is drawn.
     from sweeps.decide.rank import rank
+    from sweeps.report.interactive import library
     from sweeps.report.write import all_comparisons, histories, write_ranking_csv, write_report
 
     workers = cores()
@@ -68,6 +69,8 @@ def report_command(options: argparse.Namespace) -> None:
     )
     written.append(write_ranking_csv(page.with_name("ranking.csv"), fits, ranking))
     warn(study.warnings)
+    if library() is None:
+        print("the page's first figure is static; pip install vl-convert-python makes it interactive", file=sys.stderr)
     print(one_line(ranking.sentence))
     for path in written:
         print(path)

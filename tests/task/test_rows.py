@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,18 @@ def test_the_hub_is_asked_for_that_commit(monkeypatch: pytest.MonkeyPatch) -> No
     about = {"path": "ours/sums", "name": "main", "split": "train", "revision": COMMIT, "rows": 3}
     assert source.content() == about, "its commit is its content, without a question to the hub"
     assert len(asked) == 1
+
+
+def test_a_folder_without_the_package_that_reads_it_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """datasets is an extra: files are read without it, a folder and the hub name it."""
+    (tmp_path / "folder").mkdir()
+    file = jsonl(tmp_path / "folder" / "a.jsonl")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert RowSource.of("f", str(file)).read() == ROWS
+    with pytest.raises(ConfigurationError, match=r"^task\.train: '.*folder' .* pip install datasets, or give a file"):
+        RowSource.of("task.train", str(file.parent)).read()
 
 
 # --- mistakes ------------------------------------------------------------------------------------------------

@@ -1,0 +1,115 @@
+"""What an installation pulls in, and what an import costs: docs/measured/install_size.md.
+
+Sizes are those of the files of this environment, counted once for all packages that a distribution needs. Extras are
+shown as what they add. Imports are timed in a new process each.
+
+    python -m benchmarks.install_size
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from benchmarks.real_model import between
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "measured" / "install_size.md"
+# Extras of lightning-scalerl that hold a feature of its own.
+EXTRAS = ("interactive", "datasets", "tensorboard", "wandb", "lora")
+LARGEST = 10
+# Packages whose import takes time or memory.
+HEAVY = (
+    *("torch", "lightning", "transformers", "mlflow", "optuna", "submitit", "pyarrow", "pandas", "scipy", "matplotlib"),
+    *("vl_convert", "datasets", "math_verify", "sympy", "aiohttp"),
+)
+_IMPORT = """
+import importlib, sys, time
+begin = time.process_time()
+importlib.import_module(sys.argv[1])
+seconds = time.process_time() - begin
+heavy = [name for name in sys.argv[2:] if name in sys.modules]
+print(f"{seconds:.1f}|{len(sys.modules)}|{', '.join(heavy) or '-'}")
+"""
+
+
+def needed(requirements: Iterable[str]) -> dict[str, Distribution]:
+    """Return every installed package that these requirements bring, by its normalised name."""
+    found: dict[str, Distribution] = {}
+    waiting, seen = [Requirement(each) for each in requirements], set()
+    while waiting:
+        requirement = waiting.pop()
+        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+        if (key := (name, frozenset(requirement.extras))) in seen:
+            continue
+        seen.add(key)
+        try:
+            found[name] = distribution(requirement.name)
+        except PackageNotFoundError:  # of another platform or Python
+            continue
+        for each in map(Requirement, found[name].requires or ()):
+            marker = each.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *requirement.extras)):
+                waiting.append(each)
+    return found
+
+
+def megabytes(package: Distribution) -> float:
+    """Return the size of a package's files."""
+    files = [Path(str(package.locate_file(file))) for file in package.files or ()]
+    return sum(file.stat().st_size for file in files if file.is_file()) / 1e6
+
+
+def distributions() -> dict[str, list[str]]:
+    """Return the requirements of both distributions, and of lightning-scalerl with each extra."""
+    ours, curves = (tomllib.loads((ROOT / name).read_text()) for name in ("pyproject.toml", "sweeps/pyproject.toml"))
+    light = curves["project"]["dependencies"]
+    # As a wheel declares it: scalerl-curves brings what both need.
+    full = [*ours["tool"]["hatch"]["metadata"]["hooks"]["custom"]["dependencies"], *light]
+    extras = ours["project"]["optional-dependencies"]
+    return {
+        "scalerl-curves": light,
+        "lightning-scalerl": full,
+        **{f"lightning-scalerl[{extra}]": [*full, *extras[extra]] for extra in EXTRAS},
+    }
+
+
+def sizes(requirements: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the table of what each distribution brings, and that of its largest packages."""
+    brought = {name: needed(each) for name, each in requirements.items()}
+    size = {name: megabytes(package) for each in brought.values() for name, package in each.items()}
+    lines = ["| distribution | requirements | packages with theirs | MB | MB without torch |", "|---|---|---|---|---|"]
+    for name, packages in brought.items():
+        own = len({Requirement(each).name for each in requirements[name]})
+        total = sum(size[each] for each in packages)
+        without_torch = total - (size["torch"] if "torch" in packages else 0)
+        lines.append(f"| `{name}` | {own} | {len(packages)} | {total:.0f} | {without_torch:.0f} |")
+    largest = sorted(brought["lightning-scalerl"], key=lambda name: -size[name])[:LARGEST]
+    named = ", ".join(f"{name} {size[name]:.0f}" for name in largest)
+    return [*lines, "", f"The largest of `lightning-scalerl`, in MB: {named}."]
+
+
+def imports() -> list[str]:
+    """Return the table of what `import` costs."""
+    lines = ["| import | CPU seconds | modules | heavy packages that it imports |", "|---|---|---|---|"]
+    for module in ("sweeps", "sweeps.cli.main", "sweeps.api", "lightning_scalerl", "lightning_scalerl.module"):
+        command = [sys.executable, "-c", _IMPORT, module, *HEAVY]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        lines.append(f"| `{module}` | {' | '.join(done.stdout.strip().split('|'))} |")
+    return lines
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(between(PAGE.read_text(), "sizes", [*sizes(distributions()), "", *imports()]))
+
+
+if __name__ == "__main__":
+    main()
