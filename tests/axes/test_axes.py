@@ -17,8 +17,12 @@ from tests.helpers import row
 
 IN_CONF = [(axis, path.stem) for axis in AXES for path in sorted((conf_dir() / axis).glob("*.yaml"))]
 
-# Neither goes without the other.
-PARTNER = {"gae": ["critic=value_network"], "value_network": ["advantage=gae"]}
+# Neither goes without the other, and a teacher has to be named.
+PARTNER = {
+    "gae": ["critic=value_network"],
+    "value_network": ["advantage=gae"],
+    "distil": ["kl.reference=teacher"],
+}
 
 
 @pytest.mark.parametrize("axis", AXES)

@@ -258,6 +258,9 @@ def every_choice() -> list[DesignChoice]:
 def loaded(axis: str, name: str) -> dict[str, object]:
     """A file of conf/ with its defaults and values filled in."""
     node = OmegaConf.load(conf_dir() / axis / f"{name}.yaml")
+    for key, value in OmegaConf.to_container(node).items():
+        if value == "???":  # a teacher's name
+            node[key] = "m"
     whole = OmegaConf.merge(run_of(*PLAIN).config, {axis: None})
     whole[axis] = {key: value for key, value in node.items_ex(resolve=False) if key != "defaults"}
     content: dict[str, object] = OmegaConf.to_container(whole[axis], resolve=True)
@@ -279,9 +282,10 @@ def altered(choice: DesignChoice) -> list[DesignChoice]:
     return [type(choice)(**{**parameters, name: value}) for name, value in others.items()]
 
 
-# Nothing of the run that the choice is put into depends on these: it has no critic, no distance, and a policy in FP32.
+# Nothing of the run that the choice is put into depends on these: it has no critic, no distance, and a policy in FP32;
+# `served_devices` and `timeout_s` are of a teacher, which it has not.
 # Of `most_dropped` a note says that the others never give up.
-_INERT = {"value", "kl", "advantage", "head_trainer", "head_generator", "most_dropped"}
+_INERT = {"value", "kl", "advantage", "head_trainer", "head_generator", "most_dropped", "served_devices", "timeout_s"}
 
 
 @pytest.mark.parametrize("to", TRAINERS)
