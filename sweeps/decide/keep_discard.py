@@ -57,7 +57,8 @@ class Choice(AsJson):
         verdict: `keep` or `discard` if the 95% interval of the difference excludes 0, else `undecided`.
         sentence: the verdict with its reason.
         remedy: what to run to decide; None if it is decided.
-        baseline, candidate: names of the two recipes.
+        baseline: recipe to keep so far.
+        candidate: recipe that may take its place.
         value: name of the value.
         lower_is_better: whether the value is a loss.
         sides: baseline and candidate.
@@ -198,7 +199,7 @@ def runs_needed(spread: float, margin: float) -> int | None:
 
 
 def _distinct(values: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the values; one of them if all are equal but for rounding, as runs of one seed are: they show no spread."""
+    """Return the values; only one if all are equal but for rounding: such runs repeat one seed and show no spread."""
     same = values and max(values) - min(values) <= 1e-12 * max(map(abs, values))
     return values[:1] if same else values
 
