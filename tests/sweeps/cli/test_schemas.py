@@ -16,7 +16,7 @@ from tests.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
 PAGE = ROOT / "docs/reference/json.md"
-# Commands that no other test of `sweeps` calls with --json in this process: all that do are checked (tests/conftest.py).
+# Commands that no other test of `sweeps` calls with --json in this process; tests/schemas.py checks all that do.
 RUNS = {
     "status": (EXAMPLES / "study",),
     "adopt": ("NEW", "--from", EXAMPLES / "curves.csv", "--by", "recipe,seed"),
