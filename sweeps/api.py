@@ -3,7 +3,7 @@
 Each function takes the same sources as its command, or pandas DataFrames, or results of `load` and `fit`. Its options
 are the command's, with the same names (`max_compute=8000` for `--max-compute 8000`) and defaults. A result is the
 record behind `--json`: it has `to_json()`, `to_frame()` (pandas), `plot(ax=None)` (matplotlib), and is shown as a short
-table in a notebook. Nothing is computed here.
+table in a notebook. `decide` is for tables of final values; its result has no plot. Nothing is computed here.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from sweeps.source import LoadedStudy
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from sweeps.decide.keep_discard import Choice
     from sweeps.fit.fit import Fit
 
 # Options for reading and fitting; they are fixed once there is a `Study` or there are `Fits`.
@@ -202,6 +203,27 @@ class Decision(Result):
         return ax
 
 
+@dataclass
+class Chosen(Result):
+    """Result of `decide`: the record that the command prints."""
+
+    record: Choice
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row for each of the two recipes."""
+        rows: list[dict[str, Any]] = self.to_json()["recipes"]
+        return rows
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `scalerl decide --json` prints."""
+        return self.record.to_json()
+
+    def remarks(self) -> Sequence[str]:
+        """Return the verdict with its reason, the remedy, and notes on runs."""
+        said = [self.record.sentence, *([] if self.record.remedy is None else [self.record.remedy])]
+        return [*said, *self.record.notes]
+
+
 def load(*sources: Any, **options: Any) -> Study:
     """Read sources into one curve per recipe.
 
@@ -302,19 +324,45 @@ def effects(*sources: Any, interactions: Sequence[tuple[str, str]] = (), **optio
     return Decision(record, fits, "effects", record.to_json(), record.notes)
 
 
+def decide(baseline: str, candidate: str, source: Any, **options: Any) -> Chosen:
+    """Keep or discard a change by the final values of a few runs, like `scalerl decide`.
+
+    Args:
+        baseline: recipe to keep so far.
+        candidate: recipe that may take its place.
+        source: path of a table, or a DataFrame, with a row per run.
+        options: the command's options by, y, status, failed, lower_is_better, margin.
+    """
+    known = ("by", "y", "status", "failed", "lower_is_better", "margin")
+    with tempfile.TemporaryDirectory(prefix="scalerl-") as kept:
+        if isinstance(source, pd.DataFrame):
+            path = Path(kept) / "table.csv"
+            source.to_csv(path, index=False)
+            source = path
+        words = [baseline, candidate, "--from", str(source)]
+        return Chosen(deciding.decided(_given("decide", words, options, known)))
+
+
 def _options(command: str, given: Mapping[str, Any], known: Sequence[str]) -> argparse.Namespace:
     """Return the command's options: its defaults, updated by the given ones.
 
     Raises:
         TypeError: an unknown option.
     """
+    options = _given(command, ["."], given, known)
+    if isinstance(options.group, str):
+        options.group = [options.group]
+    reading.check_window(options)
+    return options
+
+
+def _given(command: str, words: Sequence[str], given: Mapping[str, Any], known: Sequence[str]) -> argparse.Namespace:
     for name in given:
         if name not in known:
             raise TypeError(f"{command}: no option {name!r}; valid: {', '.join(known)}")
-    options = make_parser().parse_args([command, "."])
+    options = make_parser().parse_args([command, *words])
     for name, value in given.items():
-        setattr(options, name, [value] if name == "group" and isinstance(value, str) else value)
-    reading.check_window(options)
+        setattr(options, name, value)
     return options
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from lightning_scalerl.compat.torchao import hide_torchao
 from lightning_scalerl.torchmetrics_on_demand import torchmetrics_on_demand
+from tests import schemas
 from tests.place import PATIENCE_S, Deterministic, Place, deterministic, made_once
 
 pytest_plugins = ["tests.account"]
@@ -62,6 +64,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Note for tests/sweeps/test_workers.py whether the modules of the study's tests, by themselves, imported torch."""
     of_the_study = all(item.nodeid.startswith("tests/sweeps/") for item in session.items)
     session.config.stash[TORCH_IMPORTED] = of_the_study and "torch" in sys.modules
+
+
+@pytest.fixture(scope="session", autouse=True)
+def json_follows_its_schema() -> Iterator[None]:
+    """Every command that a test calls prints the JSON that its schema describes."""
+    with schemas.checked():
+        yield
 
 
 @pytest.fixture(scope="session")

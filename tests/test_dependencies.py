@@ -175,8 +175,12 @@ def test_a_wheel_holds_its_own_and_all_that_is_read_at_run_time(wheels: dict[str
             if path.is_file() and "__pycache__" not in path.parts
         }
         conf = {f"lightning_scalerl/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*") if path.is_file()}
-        assert held(wheels[name]) == ours - about | (conf if name == "scalerl" else set())
-    assert {"sweeps/report/templates/page.html", "sweeps/py.typed"} <= held(wheels["curves"])
+        more = {*conf, "lightning_scalerl/SKILL.md"} if name == "scalerl" else set()
+        assert held(wheels[name]) == ours - about | more
+    read = {"sweeps/report/templates/page.html", "sweeps/py.typed", "sweeps/SKILL.md", "sweeps/schemas/rank.json"}
+    assert read <= held(wheels["curves"])
+    skills = {zipfile.ZipFile(wheels[name]).read(f"{packages[0]}/SKILL.md") for name, packages in PACKAGES.items()}
+    assert skills == {(ROOT / "sweeps/SKILL.md").read_bytes()}
     (required, entries), (of_training, plugins) = described(wheels["curves"]), described(wheels["scalerl"])
     assert names(required) == names(CURVES["project"]["dependencies"])
     assert f"scalerl-curves=={sweeps.__version__}" in of_training and names(of_training) >= names(NEEDED)

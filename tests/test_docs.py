@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,11 @@ def links(page: Path) -> Iterator[tuple[str, str]]:
             yield target, fragment
 
 
+def there(page: Path, target: str) -> Path:
+    """Return the file of a link; a symbolic link (docs/SKILL.md) is a page of its own."""
+    return Path(os.path.normpath(page.parent / target))
+
+
 def anchors(page: Path) -> set[str]:
     """Return the fragments that GitHub gives the headings of a page."""
     found: list[str] = []
@@ -63,7 +69,7 @@ def named_in_code() -> Iterator[tuple[Path, str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     for target, fragment in links(page):
-        file = (page.parent / target).resolve() if target else page
+        file = there(page, target) if target else page
         assert file.exists(), f"{page.name} links to {target}, which does not exist"
         if fragment and file.suffix == ".md":
             assert fragment in anchors(file), f"{page.name} links to {target}#{fragment}, and no heading is called so"
@@ -74,7 +80,7 @@ def test_every_page_is_reachable_from_the_index() -> None:
     while waiting:
         page = waiting.pop()
         for target, _ in links(page):
-            file = (page.parent / target).resolve()
+            file = there(page, target)
             if target and file.suffix == ".md" and file.is_relative_to(DOCS) and file.exists() and file not in reached:
                 reached.add(file)
                 waiting.append(file)
@@ -82,7 +88,7 @@ def test_every_page_is_reachable_from_the_index() -> None:
 
 
 def test_the_index_lists_every_page() -> None:
-    listed = {(INDEX.parent / target).resolve() for target, _ in links(INDEX) if target}
+    listed = {there(INDEX, target) for target, _ in links(INDEX) if target}
     assert sorted(set(DOCS.rglob("*.md")) - listed - {INDEX}) == []
 
 

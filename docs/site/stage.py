@@ -101,7 +101,8 @@ def _turned(link: re.Match[str], page: Path, place: str, places: dict[Path, str]
     if re.match(r"[a-z]+:", url):
         return f"{image}[{text}]({url})"
     path, _, fragment = url.partition("#")
-    file = (page.parent / path).resolve() if path else page
+    # Not resolved: docs/SKILL.md is a symbolic link to a file of the package.
+    file = Path(os.path.normpath(page.parent / path)) if path else page
     if file == DOCS / "README.md" and (not path or fragment == "glossary"):
         return f"[{text}]({_relative(GLOSSARY, place)})"
     anchor = f"#{fragment}" if fragment else ""

@@ -1,13 +1,14 @@
-"""Commands that decide between recipes: rank, plan, compare, effects, race.
+"""Commands that decide between recipes: rank, plan, compare, decide, effects, race.
 
 Each command reads and fits (`sweeps.cli.curves`), lets `sweeps.decide` compute one result, and prints it as JSON or as
-text made by `sweeps.report`.
+text made by `sweeps.report`. `decide` reads final values and fits nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sweeps.cli.curves import (
@@ -30,6 +31,7 @@ from sweeps.source.places import Kind, Place
 if TYPE_CHECKING:
     from sweeps.as_json import AsJson
     from sweeps.decide.by_axis import ByAxis
+    from sweeps.decide.keep_discard import Choice
     from sweeps.decide.pairwise import Comparisons
     from sweeps.decide.plan import Plan
     from sweeps.decide.rank import Ranking
@@ -250,6 +252,31 @@ def _pairs(named: Sequence[str], fits: Sequence[Fit]) -> list[tuple[str, str]]:
     if len(recipes) < 2:
         raise UserError(f"{recipes[0]}: the only recipe; give a source with another one to compare it with")
     return [(recipe, against) for recipe in recipes if recipe != against]
+
+
+def decide_command(options: argparse.Namespace) -> None:
+    """Print whether a change is kept, by the final values of its runs (`scalerl decide`)."""
+    choice = decided(options)
+    if options.json:
+        print_json(choice.to_json())
+        return
+    from sweeps.report.comparison_text import choice_text
+
+    print(choice_text(choice))
+    warn(choice.notes)
+
+
+def decided(options: argparse.Namespace) -> Choice:
+    """Read the table of the options and decide between its two recipes."""
+    from sweeps.source.run_values import FAILED, read_run_values
+
+    failed = FAILED if options.failed is None else options.failed.split(",")
+    table = read_run_values(
+        Path(options.source), options.by, options.y, options.status, failed, options.lower_is_better
+    )
+    from sweeps.decide.keep_discard import keep_or_discard
+
+    return keep_or_discard(table, options.baseline, options.candidate, options.margin, options.lower_is_better)
 
 
 def effects_command(options: argparse.Namespace) -> None:

@@ -244,6 +244,31 @@ def _deciding(command: Command) -> None:
     )
     compare.add_argument("--json", action="store_true", help="print a JSON object")
 
+    decide = command(
+        "decide",
+        _later("deciding_commands", "decide_command"),
+        "keep or discard a change by the final values of a few runs, against the noise floor of repeated ones",
+        "scalerl decide a1b2c3d b2c3d4e --from examples/results.tsv --lower-is-better",
+    )
+    decide.add_argument("baseline", metavar="A", help="recipe or commit to keep so far")
+    decide.add_argument("candidate", metavar="B", help="the one that may take its place")
+    decide.add_argument(
+        "--from",
+        dest="source",
+        required=True,
+        metavar="FILE",
+        help="a table with a row per run: TSV, CSV, JSONL, Parquet, Excel; several rows of a recipe are its runs",
+    )
+    decide.add_argument("--by", metavar="COL", help="recipe column; default: commit or recipe")
+    decide.add_argument("--y", metavar="COL", help="value column; default: value, reward, score or val_bpb")
+    decide.add_argument("--status", metavar="COL", help="column that says whether a run failed; default: status")
+    decide.add_argument("--failed", metavar="WORD,WORD", help="statuses of failed runs; default: crash, oom and others")
+    decide.add_argument("--lower-is-better", action="store_true", help="the value is a loss or an error rate")
+    decide.add_argument(
+        "--margin", type=_number, metavar="D", help="difference worth telling; default: the noise floor"
+    )
+    decide.add_argument("--json", action="store_true", help="print a JSON object")
+
     effects = command(
         "effects",
         _later("deciding_commands", "effects_command"),

@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from sweeps.fit.fit import Fit
 
 
-def print_json(value: Any) -> None:
-    """Print a value as JSON to stdout; raise ValueError rather than print NaN or infinity."""
-    print(json.dumps(value, indent=2, allow_nan=False))
+def print_json(value: Any, indent: int | None = 2) -> None:
+    """Print a value as JSON to stdout and flush; raise ValueError rather than print NaN or infinity.
+
+    Every command prints its `--json` here, in the form of its file in sweeps/schemas. Without `indent` it is one line.
+    """
+    print(json.dumps(value, indent=indent, allow_nan=False), flush=True)
 
 
 def warn(notes: Sequence[str]) -> None:

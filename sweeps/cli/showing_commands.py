@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ from sweeps.cli.curves import (
     over_sets,
     shown_study,
 )
-from sweeps.cli.output import warn
+from sweeps.cli.output import print_json, warn
 from sweeps.errors import UserError, require
 from sweeps.parallel import cores
 from sweeps.report.plain import one_line
@@ -146,7 +145,7 @@ def _print_news(news: News, as_json: bool) -> None:
     from sweeps.report.fit_text import snapshot_line
 
     if as_json:
-        print(json.dumps({**news.snapshot.to_json(), "warning": news.warning}, allow_nan=False), flush=True)
+        print_json({**news.snapshot.to_json(), "warning": news.warning}, indent=None)
     else:
         print(snapshot_line(news.snapshot), flush=True)
     if news.warning:

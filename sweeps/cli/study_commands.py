@@ -48,7 +48,7 @@ def status_command(options: argparse.Namespace) -> None:
     study = Path(options.study)
     views = overview(study, _scheduler(study))
     if options.json:
-        print(to_json(study, views))
+        print_json(to_json(study, views))
         return
     print(f"{study}: {counts(views)}\n")
     print_table(STATUS, _status_rows(views, None if options.all else ROWS))

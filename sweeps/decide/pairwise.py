@@ -39,7 +39,7 @@ _PRIOR_DOF = 4
 SURE = 1.959964
 # Sum of the normal's quantiles for a two-sided test at 5% and for 80% power.
 POWER = SURE + 0.841621
-_MOST_SEEDS = 10_000
+MOST_SEEDS = 10_000
 
 # (recipe, compute) -> the newest passes by prompt at or before that compute, by seed.
 PromptPasses = Callable[[str, float], Mapping[str, Passes]]
@@ -62,7 +62,7 @@ class Difference(AsJson):
         p_higher: probability that `recipe` has the higher reward at `compute`.
         seeds: number of seeds of the recipe with fewer seeds.
         paired: how the two are paired: "seed", "prompt", both or neither.
-        seeds_needed: seeds per recipe to detect the margin at `compute` with 80% power; None above `_MOST_SEEDS`.
+        seeds_needed: seeds per recipe to detect the margin at `compute` with 80% power; None above `MOST_SEEDS`.
         told: `higher`, `lower`, `same` or `not told apart`.
     """
 
@@ -352,7 +352,7 @@ def compute_ratio(one: Fit, two: Fit, compute: float) -> Ratio | None:
 
 
 def seeds_needed(difference: Array, seeds: int, margin: float) -> int | None:
-    """Return the seeds per recipe to detect the margin at 5% with 80% power; None if over `_MOST_SEEDS`.
+    """Return the seeds per recipe to detect the margin at 5% with 80% power; None if over `MOST_SEEDS`.
 
     The uncertainty at a compute already spent (seeds, sampling, noise) falls with the root of the number of seeds.
 
@@ -364,7 +364,7 @@ def seeds_needed(difference: Array, seeds: int, margin: float) -> int | None:
     if margin <= 0:
         return None
     needed = max(math.ceil(max(seeds, 1) * (POWER * deviation(difference) / margin) ** 2), 2)
-    return needed if needed <= _MOST_SEEDS else None
+    return needed if needed <= MOST_SEEDS else None
 
 
 def deviation(draws: Array) -> float:

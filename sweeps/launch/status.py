@@ -5,7 +5,6 @@ Read-only: nothing is submitted, decided or written.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections import Counter
@@ -285,15 +284,11 @@ def _of_journal(run_dir: Path) -> MemberView:
     )
 
 
-def to_json(study: Path, views: Sequence[MemberView]) -> str:
-    """Return the JSON of `scalerl status --json`: an object with counts and members."""
+def to_json(study: Path, views: Sequence[MemberView]) -> dict[str, Any]:
+    """Return the object of `scalerl status --json`: counts and members."""
     numbers = Counter(view.state for view in views)
-    return json.dumps(
-        {
-            "study": str(study),
-            "counts": {state: numbers[state] for state in STATES if numbers[state]},
-            "members": as_json(views),
-        },
-        indent=2,
-        allow_nan=False,
-    )
+    return {
+        "study": str(study),
+        "counts": {state: numbers[state] for state in STATES if numbers[state]},
+        "members": as_json(views),
+    }

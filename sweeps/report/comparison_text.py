@@ -1,9 +1,10 @@
-"""Pairwise comparisons, effects and races as terminal text: `scalerl compare`, `scalerl effects`, `scalerl race`."""
+"""Terminal text of `scalerl compare`, `scalerl decide`, `scalerl effects` and `scalerl race`."""
 
 from __future__ import annotations
 
 from sweeps.curve import Curve
 from sweeps.decide.effects import Effects
+from sweeps.decide.keep_discard import Choice
 from sweeps.decide.pairwise import Comparisons
 from sweeps.decide.race import Race
 from sweeps.fit.fit import shown
@@ -39,6 +40,36 @@ def comparisons_text(comparisons: Comparisons, curve: Curve) -> str:
         *(one_line(row.sentence) for row in pairs),
     ]
     return "\n".join(lines)
+
+
+def choice_text(choice: Choice) -> str:
+    """Format whether a change is kept: both recipes, difference, noise floor, runs needed, verdict and remedy."""
+
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.6g}"
+
+    head = ["", "recipe", "runs", "failed", f"mean {choice.value}", "spread"]
+    rows = [
+        [role, side.recipe, str(side.runs), str(side.failed), number(side.mean), number(side.spread)]
+        for role, side in zip(("A", "B"), choice.sides, strict=True)
+    ]
+    better = "lower is better" if choice.lower_is_better else "higher is better"
+    needed = "unknown" if choice.runs_needed is None else f"{choice.runs_needed} of each"
+    facts = [
+        ["noise floor", shown(choice.noise_floor, ".4g"), f"{choice.degrees} degrees of freedom"],
+        ["gain of B over A", shown(choice.difference, "+.4g"), better + _spread_of(choice.spread)],
+        ["runs needed", needed, "" if choice.margin is None else f"to tell {choice.margin:.4g} at 5% with 80% power"],
+    ]
+    width = max(len(fact[1]) for fact in facts)
+    lines = [f"{name:16}  {value:{width}}  {more}".rstrip() for name, value, more in facts]
+    blocks = [table(head, rows), "\n".join(lines), one_line(choice.sentence)]
+    if choice.remedy is not None:
+        blocks[-1] += f"\n{one_line(choice.remedy)}"
+    return "\n\n".join(blocks)
+
+
+def _spread_of(spread: str | None) -> str:
+    return "" if spread is None else "; spread of their own runs" if spread == "own" else "; spread: the noise floor"
 
 
 def effects_text(effects: Effects) -> str:

@@ -30,7 +30,7 @@ from lightning_scalerl.verify.verification import RewardError
 from sweeps.errors import UserError
 from sweeps.run.journal import read_journal
 from sweeps.run.rollouts import cut_groups, read_groups, write_groups
-from tests import forked
+from tests import forked, schemas
 from tests.helpers import fit
 
 REWARD = """
@@ -199,6 +199,7 @@ def test_a_mixture_is_graded_anew_with_its_columns_and_errors_say_why(
     spec.write(run_dir)
     run_member(run_dir)
     rows = rescore_run(run_dir, f"{theirs}:reward")
+    schemas.validator("rescore").validate(rows)
     assert {row["source"] for row in rows} == {"easy", "hard"}
     out = [group["prompt"][1] in "02468" for group in read_groups(run_dir)]
     assert True in out and False in out
@@ -320,6 +321,7 @@ def test_a_verifier_that_sleeps_for_ever_in_one_prompt_costs_that_prompt_and_not
 def test_noise_is_that_of_sampling(place: Path) -> None:
     more = [entry for entry in overrides(place, "evaluation.samples=2", reward="odd") if not entry.startswith("model")]
     (row,) = measure_noise(f"{place}/model", [each for each in more if "rollouts" not in each], repeats=12)
+    schemas.validator("noise").validate([row])
     assert (row["set"], row["prompts"], row["samples"]) == ("test", 4, 2)
     assert 0 < row["pass_rate"] < 1
     assert row["sampling_error_low"] < row["sampling_error"] < row["sampling_error_high"]

@@ -30,6 +30,7 @@ from lightning_scalerl.translate.command import TRAINERS, translated
 from lightning_scalerl.translate.record import Run, Translation
 from sweeps.cli.main import main
 from sweeps.errors import UserError
+from tests import schemas
 from tests.examples import every
 
 HERE = Path(__file__).parent
@@ -474,6 +475,11 @@ def test_a_file_that_is_written_is_told_with_what_it_lacks(tmp_path: Path, capsy
     assert told.out == "" and told.err.startswith(f"{file}: {settings} settings of prime-rl; without a counterpart, as")
     lacking = told.err.strip().rpartition(": ")[2].split(", ")
     assert lacking == [each.key for each in translated(["recipe=scalerl"], "prime-rl").missing] and len(lacking) > 1
+
+
+def test_its_json_follows_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["translate", "recipe=scalerl", "--to", "prime-rl", "--json"]) == 0
+    schemas.validator("translate").validate(json.loads(capsys.readouterr().out))
 
 
 def test_an_unknown_trainer_and_a_typing_error_are_one_line() -> None:

@@ -198,8 +198,8 @@ def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list
 # That need a model that was trained.
 OF_MODELS = ("export", "rollouts", "rescore", "noise")
 COMMANDS = (
-    *("train", "fit", "rank", "plan", "compare", "effects", "race", "report", "watch", "publish", "init", "adopt"),
-    *("memory", "translate", "status", "collect", "clean", *OF_MODELS, "completion"),
+    *("train", "fit", "rank", "plan", "compare", "decide", "effects", "race", "report", "watch", "publish", "init"),
+    *("adopt", "memory", "translate", "status", "collect", "clean", *OF_MODELS, "completion"),
 )
 
 

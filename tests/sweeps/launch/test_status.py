@@ -147,7 +147,7 @@ def test_trainer_and_engines_of_a_live_member_are_shown_with_place_state_idle_sh
         assert ["trainer", node, "running", "12%", "5,300"] in lines
         assert ["engine", "0", "srun", "n2", "up", "25%", "2,000"] in lines
         assert ["engine", "1", "file:/shared/engines/1", "starting", "-", "-"] in lines
-        (member_said,) = json.loads(to_json(here.directory, overview(here.directory, here.cluster)))["members"]
+        (member_said,) = to_json(here.directory, overview(here.directory, here.cluster))["members"]
         assert member_said["sides"][1] == {
             "side": "engine 0", "where": "srun n2", "state": "up", "idle": 0.25, "tokens_s": 2000.0
         }  # fmt: skip
@@ -327,7 +327,7 @@ def test_counts_are_complete_and_in_one_line() -> None:
 def test_the_json_holds_every_member_and_the_counts(tmp_path: Path) -> None:
     here = place(tmp_path, {0: [RAISES]}, members=3)
     here.run()
-    said = json.loads(to_json(here.directory, overview(here.directory)))
+    said = to_json(here.directory, overview(here.directory))
     assert said["counts"] == {"failed": 1, "finished": 2}
     assert [each["run"] for each in said["members"]] == [spec.run for spec in here.specs]
     assert said["members"][0]["reason"] == "ValueError: no good"
@@ -351,9 +351,7 @@ def test_members_that_went_on_with_other_code_are_told(tmp_path: Path, capsys: p
         assert [views[spec.run].code for spec in here.specs] == [None, told]
         lacks = None if folder == here.directory else "no records of steps 1 to 2"
         assert {views[spec.run].reason for spec in here.specs} == {lacks}
-        told_by_json = {
-            each["run"]: each["code"] for each in json.loads(to_json(folder, list(views.values())))["members"]
-        }
+        told_by_json = {each["run"]: each["code"] for each in to_json(folder, list(views.values()))["members"]}
         assert [told_by_json[spec.run] for spec in here.specs] == [None, told]
         assert cli.main(["status", str(folder)]) == 0
         changed = [line for line in capsys.readouterr().out.splitlines() if "other code" in line]

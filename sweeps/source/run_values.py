@@ -1,0 +1,137 @@
+"""Tables with one row per run and its final value, as loops of coding assistants write them (`scalerl decide`).
+
+The form is that of karpathy/autoresearch: a TSV with commit, value and status; several rows of a commit are its runs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sweeps.errors import UserError
+from sweeps.source.cells import number
+from sweeps.source.collected import Asked
+from sweeps.source.frame import Table, read_table, table_of
+from sweeps.source.text import File
+
+# Column names that are tried, in order, where none is given.
+RECIPES = ("commit", "recipe")
+VALUES = ("value", "reward", "score", "val_bpb")
+STATUS = "status"
+# Statuses of runs that ended without a value. autoresearch writes the value 0 for them, the best of all losses.
+FAILED = ("crash", "crashed", "fail", "failed", "error", "timeout", "oom", "killed")
+# Parts of a column's name by which it is a loss.
+_LOSSES = frozenset(
+    ("loss", "bpb", "bpc", "nll", "ppl", "perplexity", "error", "err", "wer", "cer", "mse", "rmse", "mae")
+)
+
+
+@dataclass(frozen=True)
+class RunValues:
+    """Values of one recipe's runs that finished, as in the table, and the number of its runs that failed."""
+
+    recipe: str
+    values: tuple[float, ...]
+    failed: int
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """Runs of every recipe of a table.
+
+    Attributes:
+        value: name of the value's column.
+        recipes: the recipes in order of appearance.
+        statuses: number of rows by status, in lower case; empty without such a column.
+        notes: remarks on rows that could not be read as expected.
+    """
+
+    value: str
+    recipes: tuple[RunValues, ...]
+    statuses: dict[str, int]
+    notes: tuple[str, ...]
+
+
+def read_run_values(
+    path: Path,
+    by: str | None = None,
+    y: str | None = None,
+    status: str | None = None,
+    failed: Sequence[str] = FAILED,
+    lower_is_better: bool = False,
+) -> RunTable:
+    """Read a table with one row per run.
+
+    Args:
+        path: TSV, CSV, JSONL, Parquet or Excel file with a header.
+        by: column of the recipe; None for `commit`, else `recipe`.
+        y: column of the run's value; None for the first of `VALUES`.
+        status: column of the run's status; None for `status`, which may be missing.
+        failed: statuses of runs that failed; so did runs without a finite value.
+        lower_is_better: whether the value is a loss; only checked against the column's name.
+
+    Raises:
+        UserError: the file or a column cannot be read, or the value's name says loss and `lower_is_better` is False.
+    """
+    table = _table(path, tuple(name for name in (by, status) if name))
+    recipe_column = _column(path, table, "--by", by, RECIPES)
+    value_column = _column(path, table, "--y", y, VALUES)
+    status_column = _column(path, table, "--status", status, (STATUS,)) if status or table.named(STATUS) else None
+    if not lower_is_better and _LOSSES & set(re.split(r"[^a-z]+", value_column.casefold())):
+        raise UserError(f"--y {value_column}: its name is that of a loss; add --lower-is-better, or rename the column")
+    words = {word.strip().casefold() for word in failed}
+    recipes = table.label(recipe_column)
+    values = [number(cell) for cell in table.column(value_column).tolist()]
+    states = [word.casefold() for word in table.label(status_column)] if status_column else [""] * len(recipes)
+    finished: dict[str, list[float]] = {}
+    failures: Counter[str] = Counter()
+    valueless = 0
+    for recipe, value, state in zip(recipes, values, states, strict=True):
+        if not recipe:
+            raise UserError(f"{path}: a row has no {recipe_column}; every run needs its recipe there")
+        runs = finished.setdefault(recipe, [])
+        if state in words or not math.isfinite(value):
+            failures[recipe] += 1
+            valueless += state not in words
+        else:
+            runs.append(value)
+    told = f"{valueless} of {len(recipes)} rows have no number in {value_column}: counted as failed"
+    return RunTable(
+        value=value_column,
+        recipes=tuple(RunValues(recipe, tuple(runs), failures[recipe]) for recipe, runs in finished.items()),
+        statuses=dict(Counter(states)) if status_column else {},
+        notes=(told,) if valueless else (),
+    )
+
+
+def _table(path: Path, labels: tuple[str, ...]) -> Table:
+    file = File(path, "a table with a header line and one row per run")
+    header = file.start.split(b"\n", 1)[0]
+    if b"\t" in header and not header.startswith((b"{", b"[", b"PAR1", b"PK")):
+        # Loops write lines as they are: a quote in a description quotes nothing.
+        names, *rows = [line.split("\t") for line in file.text.splitlines() if line.strip()]
+        named = [name.strip() for name in names]
+        return table_of([dict(zip(named, row, strict=False)) for row in rows])
+    table = read_table(file, Asked(by=None, factors=(*labels, *RECIPES, STATUS)))
+    if table is None:
+        raise UserError(f"{path}: an empty file; give a table with a header line and one row per run")
+    return table
+
+
+def _column(path: Path, table: Table, option: str, name: str | None, usual: Sequence[str]) -> str:
+    """Return the table's column for a role.
+
+    Raises:
+        UserError: there is no such column, or no row.
+    """
+    for wanted in (name,) if name else usual:
+        if named := table.named(wanted):
+            return named[0]
+    if not table.names:
+        raise UserError(f"{path}: a header without rows; give one row per run")
+    wanted = name or " or ".join(usual)
+    raise UserError(f"{path}: no column {wanted}; name it with {option}; found {', '.join(table.names)}")

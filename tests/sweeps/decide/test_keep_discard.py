@@ -1,0 +1,198 @@
+"""`scalerl decide`: keep or discard by final values, on simulated tables and on tables as loops write them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from sweeps import api
+from sweeps.cli.main import main
+from sweeps.decide.keep_discard import DISCARD, KEEP, UNDECIDED, Choice, keep_or_discard, runs_needed
+from sweeps.source.run_values import RunTable, RunValues
+from tests.paths import ROOT
+
+EXAMPLE = ROOT / "examples" / "results.tsv"
+HEAD = "commit\tval_bpb\tmemory_gb\tstatus\tdescription\n"
+
+
+def choice(**runs: Any) -> Choice:
+    """Decide between `a` and `b`; runs are values, None for a run that failed."""
+    recipes = [
+        RunValues(name, tuple(v for v in values if v is not None), sum(v is None for v in values))
+        for name, values in runs.items()
+    ]
+    return keep_or_discard(RunTable("value", tuple(recipes), {}, ()), "a", "b")
+
+
+def verdicts(pairs: int, apart: float, runs: tuple[int, int], spread: float = 1.0, repeats: int = 0) -> Counter[str]:
+    """Verdicts on simulated tables. spread: of the candidate's runs. repeats: runs of two recipes that take no part."""
+    rng = np.random.default_rng(62)
+    found: Counter[str] = Counter()
+    for _ in range(pairs):
+        table = {
+            "a": rng.normal(0, 1, runs[0]),
+            "b": rng.normal(apart, spread, runs[1]),
+            "c": rng.normal(5, 1, repeats),
+            "d": rng.normal(-5, 1, repeats),
+        }
+        found[choice(**{name: map(float, values) for name, values in table.items()}).verdict] += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("runs", "spread", "repeats"),
+    [((5, 5), 1.0, 0), ((5, 5), 3.0, 0), ((10, 3), 3.0, 0), ((5, 1), 1.0, 0), ((1, 1), 1.0, 4)],
+    ids=["five each", "one scatters more", "few of the one that scatters", "a single run", "others repeated"],
+)
+def test_of_null_pairs_at_most_5_percent_are_decided(runs: tuple[int, int], spread: float, repeats: int) -> None:
+    pairs = 1000
+    found = verdicts(pairs, 0.0, runs, spread, repeats)
+    # Student's t is exact for the last two, so the simulation's own error is allowed for. Welch's is too small for
+    # three runs that scatter three times as far as ten others: 7%, as the guide says.
+    allowed = 0.05 if runs == (5, 5) and spread == 1 else 0.05 + 3 * np.sqrt(0.05 * 0.95 / pairs)
+    allowed += 0.02 * (runs == (10, 3))
+    assert 0.01 < (found[KEEP] + found[DISCARD]) / pairs <= allowed
+
+
+def test_of_pairs_three_noise_floors_apart_90_percent_are_decided_right() -> None:
+    better, worse = verdicts(500, 3.0, (5, 5)), verdicts(500, -3.0, (5, 5))
+    assert better[KEEP] >= 450 and not better[DISCARD]
+    assert worse[DISCARD] >= 450 and not worse[KEEP]
+
+
+@pytest.mark.parametrize("margin", [3.0, 1.5, 0.7])
+def test_as_many_runs_as_needed_have_80_percent_power(margin: float) -> None:
+    needed = runs_needed(1.0, margin)
+    assert needed is not None
+    drawn = np.random.default_rng(1).normal(0, 1, (2, 20_000, needed))
+    power = [
+        float((stats.ttest_ind(drawn[0, :, :count] + margin, drawn[1, :, :count], axis=1).pvalue < 0.05).mean())
+        for count in (needed - 1, needed)
+    ]
+    assert power[0] < 0.81 and power[1] > 0.79
+    assert runs_needed(1.0, 1e-9) is None
+
+
+def test_the_noise_floor_is_pooled_and_its_interval_holds_it() -> None:
+    rng = np.random.default_rng(3)
+    held = []
+    for _ in range(400):
+        found = choice(a=map(float, rng.normal(0, 2, 3)), b=map(float, rng.normal(9, 2, 2)), c=[1.0])
+        assert found.noise_floor is not None and found.degrees == 3
+        low, high = found.noise_floor.low, found.noise_floor.high
+        assert low is not None and high is not None
+        held.append(low < 2 < high)
+    assert 0.92 < np.mean(held) < 0.98
+    one = choice(a=[1.0, 3.0], b=[5.0, 9.0])
+    assert one.noise_floor is not None and one.noise_floor.value == pytest.approx(np.sqrt((2 + 8) / 2))
+
+
+def test_single_runs_decide_nothing_and_name_the_remedy() -> None:
+    found = choice(a=[0.1], b=[0.9])
+    assert found.verdict == UNDECIDED and found.difference is None and found.noise_floor is None
+    assert found.sentence.startswith("undecided: nothing was repeated")
+    assert found.remedy == "run a 5 times, each with another seed, and give every run its own row"
+
+
+def test_identical_runs_show_no_spread() -> None:
+    found = choice(a=[0.3, 0.1 + 0.2, 0.3], b=[0.9])
+    assert found.verdict == UNDECIDED and "all repeated runs are identical" in found.sentence
+    assert found.notes[0].startswith("a: its 3 runs are identical and count as one")
+
+
+def test_failed_runs_are_counted_and_may_take_the_verdict_back() -> None:
+    ahead = [3.0, 3.2, 2.9, 3.1, 3.05]
+    base = [1.0, 1.2, 0.9, 1.1, 1.05]
+    assert choice(a=base, b=ahead).verdict == KEEP
+    once = choice(a=base, b=[*ahead, None])
+    assert once.verdict == KEEP and once.failed == 1 and once.notes[-1].startswith("failed runs: b 1 of 6")
+    often = choice(a=base, b=[*ahead, *[None] * 6])
+    assert often.verdict == UNDECIDED and often.sentence.endswith("but 6 of its 11 runs failed")
+    assert often.remedy is not None and often.remedy.startswith("repeat the failed runs")
+    near = [1.2, 1.4, 1.25, 1.35, 1.3]
+    assert choice(a=base, b=near).verdict == KEEP
+    assert "does not hold if those had ended like a" in choice(a=base, b=[*near, *[None] * 3]).sentence
+    assert choice(a=ahead, b=[*base, *[None] * 6]).verdict == DISCARD  # the one behind may fail
+    none = choice(a=base, b=[None, None])
+    assert none.verdict == UNDECIDED and "no run of b finished (2 runs failed)" in none.sentence
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def decide(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
+    code = main(["decide", *map(str, words)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_table_of_autoresearch_is_read_as_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Quotes are text, commits are no numbers, and a crash, whose value is 0, is not the best of all losses."""
+    rows = [f"1e23456\t{value}\t44.0\tkeep\tbaseline" for value in (1.01, 1.0, 0.99)]
+    rows += [
+        '0123456\t0.0\t0.0\tcrash\t"wide" model',
+        *(f'0123456\t{v}\t44\tdiscard\t"wide" it' for v in (1.2, 1.22, 1.21)),
+    ]
+    table = tmp_path / "results.tsv"
+    table.write_text(HEAD + "\n".join(rows) + "\n")
+    code, out, _ = decide(capsys, "1e23456", "0123456", "--from", table, "--lower-is-better", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["verdict"] == DISCARD and found["statuses"] == {"keep": 3, "crash": 1, "discard": 3}
+    assert [side["failed"] for side in found["recipes"]] == [0, 1] and found["difference"]["value"] == pytest.approx(
+        -0.21
+    )
+
+
+def test_columns_and_statuses_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "runs.csv"
+    table.write_text("arm,acc,end\n" + "".join(f"{arm},{v},{end}\n" for arm, v, end in (
+        ("x", 0.5, "ok"), ("x", 0.51, "ok"), ("y", 0.7, "ok"), ("y", 0.9, "Diverged"), ("y", "", "ok"),
+    )))  # fmt: skip
+    words = ("--by", "arm", "--y", "acc", "--status", "end", "--failed", "diverged", "--margin", "0.1")
+    code, out, err = decide(capsys, "x", "y", "--from", table, *words)
+    assert code == 0 and "keep y" not in out and re.search(r"B  y +1 +2 +0.7", out)
+    assert "1 of 5 rows have no number in acc: counted as failed" in err
+    frame = pd.read_csv(table)
+    options = {"by": "arm", "y": "acc", "status": "end", "failed": "diverged", "margin": 0.1}
+    assert api.decide("x", "y", frame, **options).to_json() == api.decide("x", "y", table, **options).to_json()
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("a1b2c3d", "b2c3d4e", "--from", EXAMPLE), "--y val_bpb: its name is that of a loss; add --lower-is-better"),
+        (("a1b2c3d", "nothing", "--from", EXAMPLE, "--lower-is-better"), "nothing: no such recipe; the table has a1b"),
+        (("a1b2c3d", "a1b2c3d", "--from", EXAMPLE, "--lower-is-better"), "a1b2c3d: is compared with itself"),
+        (("a", "b", "--from", EXAMPLE, "--y", "accuracy"), "no column accuracy; name it with --y; found"),
+        (("a", "b", "--from", "nowhere.tsv"), "nowhere.tsv"),
+        (("a1b2c3d", "b2c3d4e", "--from", EXAMPLE, "--lower-is-better", "--margin", "0"), "--margin 0: give a"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_decided_is_refused_in_one_line(
+    words: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = decide(capsys, *words)
+    assert code == 1 and out == "" and error in err and err.count("\n") == 1
+
+
+def test_the_python_function_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("a1b2c3d", "b2c3d4e", "--from", EXAMPLE, "--lower-is-better")
+    found = api.decide("a1b2c3d", "b2c3d4e", EXAMPLE, lower_is_better=True)
+    assert found.to_json() == json.loads(decide(capsys, *words, "--json")[1])
+    assert "keep b2c3d4e" in found._repr_html_() and len(found.to_frame()) == 2
+
+
+def test_the_guide_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/guide/assistants.md").read_text()
+    blocks = re.findall(r"```\n\$ scalerl decide (.*)\n([^`]*)\n```", page)
+    assert blocks
+    for words, text in blocks:
+        assert decide(capsys, *words.replace("examples/", f"{EXAMPLE.parent}/").split())[1].rstrip() == text
