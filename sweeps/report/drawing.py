@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import rc_context
@@ -26,6 +26,8 @@ from sweeps.report.thinning import smaller
 
 # Okabe and Ito's colours: most colour-blind readers can distinguish them; legible on white and on near-black.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#C28F00", "#56A0D9")
+# Line styles for recipes beyond the number of colours, as matplotlib and the interactive figure name them.
+DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
 REFUSED = "#8a8f98"
 INK, RULE = "#1b1f24", "#d7dadf"
 STYLE = {
@@ -45,11 +47,35 @@ STYLE = {
 }
 
 
+class Style(NamedTuple):
+    """How a recipe is drawn in every figure: its colour, and the index of its line style in `DASHES`."""
+
+    colour: str
+    dash: int
+
+
+def styles(recipes: Iterable[str], baseline: str | None) -> dict[str, Style]:
+    """Assign each recipe a colour and a line style that do not depend on its rank.
+
+    The baseline (without one, the first label) has the first colour, solid, for itself alone. The others follow by
+    label: five colours, first solid, then in the next line style.
+    """
+    order = sorted(set(recipes), key=lambda recipe: (recipe != baseline, recipe))
+    others = COLOURS[1:]
+    chosen = {recipe: Style(COLOURS[0], 0) for recipe in order[:1]}
+    for index, recipe in enumerate(order[1:]):
+        chosen[recipe] = Style(others[index % len(others)], index // len(others) % len(DASHES))
+    return chosen
+
+
+def ranking_styles(ranking: Ranking) -> dict[str, Style]:
+    """Return the style of every recipe of a ranking, see `styles`."""
+    return styles((entry.recipe for entry in ranking.ranking), ranking.baseline)
+
+
 def colours(ranking: Ranking) -> dict[str, str]:
-    """Assign a colour to each recipe: ranked ones in order, refused ones grey."""
-    ranked = [entry.recipe for entry in ranking.ranking if entry.rank is not None]
-    chosen = {recipe: COLOURS[i % len(COLOURS)] for i, recipe in enumerate(ranked)}
-    return {entry.recipe: chosen.get(entry.recipe, REFUSED) for entry in ranking.ranking}
+    """Return the colour of every recipe of a ranking, see `styles`."""
+    return {recipe: style.colour for recipe, style in ranking_styles(ranking).items()}
 
 
 def label(text: str, limit: int = 34) -> str:

@@ -98,10 +98,11 @@ if (!holder || !window.DecompressionStream) return;
 const study = JSON.parse(holder.textContent);
 const shown = study.recipes.map(() => true);
 const state = {axis: "c", log: false, bands: false, points: true};
+const DASHES = [[1, 0], [6, 2], [2, 2], [6, 2, 2, 2]];
 const labels = study.recipes.map(recipe => recipe.label);
 const colours = {field: "label", type: "nominal", legend: null, scale: {domain: labels, range: study.recipes.map(r => r.colour)}};
 const dashes = {field: "label", type: "nominal", legend: null,
-  scale: {domain: labels, range: study.recipes.map(r => [[1, 0], [6, 2], [2, 2]][r.dash])}};
+  scale: {domain: labels, range: study.recipes.map(r => DASHES[r.dash])}};
 const points = study.points.r.map((recipe, at) => {
   const point = {};
   for (const [name, values] of Object.entries(study.points)) if (values[at] !== null) point[name] = values[at];
@@ -215,7 +216,7 @@ const all = (name, on) => {
   return button;
 };
 const swatch = recipe => {
-  const dash = [null, "6 2", "2 2"][recipe.dash];
+  const dash = recipe.dash && DASHES[recipe.dash].join(" ");
   const holder = element("span", {className: "swatch"});
   holder.innerHTML = `<svg width="22" height="8" aria-hidden="true"><line x1="1" y1="4" x2="21" y2="4" stroke="${recipe.colour}" stroke-width="3"${dash ? ` stroke-dasharray="${dash}"` : ""}/></svg>`;
   return holder;
