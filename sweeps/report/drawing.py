@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from sweeps.curve import Array, Curve
 from sweeps.decide.rank import Ranking
 from sweeps.errors import UserError
+from sweeps.report.labels import cut, printable
 from sweeps.report.thinning import smaller
 
 # Okabe and Ito's colours: most colour-blind readers can distinguish them; legible on white and on near-black.
@@ -79,8 +80,8 @@ def colours(ranking: Ranking) -> dict[str, str]:
 
 
 def label(text: str, limit: int = 34) -> str:
-    """Shorten a name to printable text of `limit` characters, cut in the middle, because recipes begin alike."""
-    line = "".join(ch if ch.isprintable() else "?" for ch in text)
+    """Shorten a title to printable text of `limit` characters, cut in the middle; for recipes see `labels.cut`."""
+    line = printable(text)
     head = limit // 2
     return line if len(line) <= limit else f"{line[:head]}…{line[head + 1 - limit :]}"
 
@@ -96,8 +97,9 @@ def multiples(names: Sequence[str], x: str, y: str) -> tuple[Figure, list[Axes]]
     # Shared axes label only the bottom row, which is missing above a hidden panel.
     for panel in panels[max(len(names) - columns, 0) : len(names)]:
         panel.tick_params(labelbottom=True)
+    titles = cut(names, 34)
     for name, panel in zip(names, panels, strict=False):
-        panel.set_title(label(name), loc="left", fontsize=9.5, fontweight="bold", parse_math=False)
+        panel.set_title(titles[name], loc="left", fontsize=9.5, fontweight="bold", parse_math=False)
         panel.grid(axis="y", color=RULE, linewidth=0.6)
         panel.tick_params(length=2.5)
     figure.supxlabel(label(x, 50), fontsize=9, parse_math=False)

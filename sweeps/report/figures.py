@@ -24,13 +24,12 @@ from sweeps.report.drawing import (
     STYLE,
     colours,
     draw_points,
-    label,
     limits,
     log_axis,
     multiples,
     ranking_styles,
 )
-from sweeps.report.labels import shortened
+from sweeps.report.labels import cut, shortened
 from sweeps.report.overlay import name_rows
 
 
@@ -100,7 +99,7 @@ def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
         size = (6.6 if len(groups) == 1 else 9.4, 2.9 + 0.19 * -(-longest // 2))
         figure = Figure(figsize=size, layout="constrained")
         panels = figure.subplots(1, len(groups), sharey=True, squeeze=False).ravel()
-        short = shortened([entry.recipe for entry in ranking.ranking])
+        names = _legend(ranking)
         for (title, group), panel in zip(groups, panels, strict=True):
             for fit in group:
                 colour, dash = drawn[fit.recipe]
@@ -109,7 +108,7 @@ def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
                     fit=fit,
                     colour=colour,
                     dash=DASHES[dash],
-                    name=_legend(short[fit.recipe]),
+                    name=names[fit.recipe],
                 )
             panel.axhline(0.05, color=REFUSED, linewidth=0.8, linestyle=":")
             panel.set_ylim(0, 1.04)
@@ -142,10 +141,11 @@ def _draw_profile(panel: Axes, fit: Fit, colour: str, dash: object, name: str) -
             )
 
 
-def _legend(recipe: str) -> str:
-    """Shorten a name for a legend. Matplotlib omits names that begin with `_`; a zero-width space prevents that."""
-    text = label(recipe, 40)
-    return "\u200b" + text if text.startswith("_") else text
+def _legend(ranking: Ranking) -> dict[str, str]:
+    """Return each recipe's name for a legend. Matplotlib omits names that begin with `_`; a zero-width space helps."""
+    short = shortened([entry.recipe for entry in ranking.ranking])
+    shown = cut(list(short.values()), 40)
+    return {recipe: "\u200b" * shown[name].startswith("_") + shown[name] for recipe, name in short.items()}
 
 
 # --- A as compute grew --------------------------------------------------------------------------------------
@@ -276,13 +276,13 @@ def performance_figure(aggregate: Aggregate | None, ranking: Ranking) -> Figure 
     """Draw the performance profiles of all recipes over several evaluation sets; None without an aggregate."""
     if aggregate is None:
         return None
-    drawn, short = ranking_styles(ranking), shortened([entry.recipe for entry in ranking.ranking])
+    drawn, names = ranking_styles(ranking), _legend(ranking)
     with rc_context(STYLE):
         figure = Figure(figsize=(6.6, 2.9 + 0.19 * -(-len(aggregate.rows) // 2)), layout="constrained")
         panel = figure.subplots()
         for row in aggregate.rows:
             colour, dash = drawn[row.recipe]
-            name = _legend(short[row.recipe])
+            name = names[row.recipe]
             panel.step(aggregate.thresholds, row.profile, where="post", color=colour, ls=DASHES[dash], label=name)
             if row.runs > 1:
                 low, high = np.array([row.profile_low, row.profile_high], dtype=float)

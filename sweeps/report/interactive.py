@@ -23,6 +23,7 @@ from sweeps.decide.rank import Ranking
 from sweeps.fit.fit import Fit
 from sweeps.fit.predict import predict, readable
 from sweeps.report.drawing import ranking_styles
+from sweeps.report.labels import cut
 from sweeps.report.thinning import MOST_HOVERED, evenly
 from sweeps.run.journal import JournalView, Record
 from sweeps.run.rollouts import Shown, kept_steps
@@ -37,6 +38,8 @@ _AXES = {
     "cost": "cost",
 }
 _CURVE_POINTS = 40
+# Most characters of a recipe's name next to its asymptote, on a screen and on a phone.
+_CUTS = (28, 18)
 _NOTHING = float("nan")
 
 
@@ -90,7 +93,7 @@ def study_data(
     journals = _Journals(runs, curves[0].axis, curves[0].column, rate)
     total = sum(len(curve.compute) for curve in curves)
     share = min(1.0, MOST_HOVERED / max(total, 1))
-    drawn = ranking_styles(ranking)
+    drawn, cuts = ranking_styles(ranking), [cut(list(short.values()), limit) for limit in _CUTS]
     recipes: list[dict[str, Any]] = []
     points: list[dict[str, Any]] = []
     for place, recipe in enumerate(order):
@@ -99,7 +102,13 @@ def study_data(
         others = {axis: np.array([_on(axis, at, journals) for at in joined]) for axis in _AXES}
         colour, dash = drawn[recipe]
         recipes.append(
-            {"label": recipe, "short": short[recipe], "colour": colour, "dash": dash}
+            {
+                "label": recipe,
+                "short": short[recipe],
+                "cut": [by[short[recipe]] for by in cuts],
+                "colour": colour,
+                "dash": dash,
+            }
             | _asymptote(fit, curve)
             | {"curve": _fitted_curve(fit, curve, others)}
         )

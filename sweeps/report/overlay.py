@@ -14,7 +14,7 @@ from sweeps.decide.rank import Ranking
 from sweeps.fit.fit import Fit
 from sweeps.fit.predict import predict, readable
 from sweeps.report.drawing import DASHES, INK, REFUSED, RULE, STYLE, Style, label, limits, ranking_styles
-from sweeps.report.labels import shortened
+from sweeps.report.labels import cut, shortened
 
 
 def overlay_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking) -> Figure:
@@ -91,7 +91,8 @@ def _draw_ranking(
 def name_rows(panel: Axes, names: Sequence[str], limit: int = 34) -> None:
     """Name the rows of a panel from the top, one per recipe, for values along the horizontal axis."""
     panel.set_yticks(range(len(names)))
-    panel.set_yticklabels([label(name, limit).replace("$", r"\$") for name in names])
+    shown = cut(names, limit)
+    panel.set_yticklabels([shown[name].replace("$", r"\$") for name in names])
     panel.set_ylim(len(names) - 0.5, -0.5)
     panel.grid(axis="x", color=RULE, linewidth=0.6)
     panel.tick_params(axis="y", length=0)

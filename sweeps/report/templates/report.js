@@ -143,13 +143,11 @@ function curvesChart() {
   return {width: "container", height: 420, autosize: {type: "fit", contains: "padding"}, layer,
     description: `${study.metric} against ${axisName()}: evaluations and fitted curves of ${labels.length} recipes`};
 }
-// Recipes of a study begin alike: what is too long is cut in the middle.
-const cut = (text, most) => text.length <= most ? text : `${text.slice(0, most / 2 - 1)}…${text.slice(text.length - most / 2)}`;
 function asymptotesChart() {
-  const most = innerWidth < 600 ? 18 : 28;
+  const narrow = innerWidth < 600 ? 1 : 0;
   const rows = study.recipes.filter((_, r) => shown[r]);
   const y = {field: "label", type: "nominal", sort: null, title: null, scale: {domain: rows.map(recipe => recipe.label)},
-    axis: {domain: false, ticks: false, labelExpr: `datum.value === null ? "" : ${JSON.stringify(Object.fromEntries(rows.map(r => [r.label, cut(r.short, most)])))}[datum.value]`}};
+    axis: {domain: false, ticks: false, labelExpr: `datum.value === null ? "" : ${JSON.stringify(Object.fromEntries(rows.map(r => [r.label, r.cut[narrow]])))}[datum.value]`}};
   const tooltip = [{field: "label", title: "recipe"}, {field: "about", title: "asymptote A"}];
   for (const row of rows) row.about = about(row);
   const x = field => ({field, type: "quantitative", title: "asymptote A, 95%", scale: {zero: false}});

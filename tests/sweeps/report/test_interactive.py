@@ -21,7 +21,7 @@ from sweeps.report import page as report_page
 from sweeps.report.drawing import COLOURS, DASHES, colours, inline_svg, styles, svg
 from sweeps.report.facts import Facts
 from sweeps.report.interactive import library, study_data
-from sweeps.report.labels import shortened
+from sweeps.report.labels import cut, shortened
 from sweeps.report.overlay import overlay_figure
 from sweeps.report.thinning import MANY_POINTS, MOST_HOVERED, evenly, points_as_dots
 from sweeps.report.write import write_report
@@ -44,6 +44,21 @@ from sweeps.run.rollouts import kept_steps, write_groups
 )
 def test_labels_leave_out_what_all_share(labels: list[str], short: list[str]) -> None:
     assert list(shortened(labels).values()) == short
+
+
+def test_two_recipes_never_have_the_same_cut_label() -> None:
+    assert cut(["scalerl", "loss=dapo"], 18) == {"scalerl": "scalerl", "loss=dapo": "loss=dapo"}
+    # They end differently, begin differently, differ in the middle alone.
+    ends = cut([f"kl=fixed+kl.coefficient={value}" for value in ("0.2", "0.35")], 18)
+    assert list(ends.values()) == ["kl=fixed+…ient=0.2", "kl=fixed+…ent=0.35"]
+    middle = [f"{'a' * 30}+x={value}+{'b' * 30}" for value in range(12)]
+    assert all(f"+x={value}+" in shown for value, shown in enumerate(cut(middle, 18).values()))
+    # A label within another, labels that are printed alike, and a limit that leaves no room.
+    hard = ["a" * 20, "a" * 30, "a" * 40, "b\n", "b?", "b\t", *middle]
+    for limit in (8, 18, 34):
+        shown = cut(hard, limit)
+        assert len(set(shown.values())) == len(hard)
+        assert all(len(text) <= limit and text.isprintable() for text in shown.values())
 
 
 def test_a_recipe_keeps_its_style_whatever_its_rank_and_the_baseline_has_its_own_colour() -> None:
