@@ -1,6 +1,6 @@
 """Collects the pages of the site in build/docs: the written ones with rewritten links, and the generated ones.
 
-A link to a page leads to the page's place on the site, and reads as the page's title where it is its file's name. A
+A link to a page leads to the page's place on the site, and reads as the page's title where it names a file. A
 link to another file of the repository becomes the file's name, because the site does not assume an address of the
 repository.
 """
@@ -109,7 +109,7 @@ def _turned(link: re.Match[str], page: Path, place: str, places: dict[Path, str]
     if not path:
         return f"[{text}]({anchor})"
     if (there := places.get(file)) is not None:
-        text = _title(file) if text.strip("`") == file.name else text
+        text = _title(file) if re.fullmatch(r"[\w/.-]+\.md", text.strip("`")) else text
         return f"{image}[{text}]({_relative(there, place)}{anchor})"
     if file.suffix in (".png", ".svg", ".csv") and file.is_relative_to(DOCS):
         return f"{image}[{text}]({_relative(file.relative_to(DOCS).as_posix(), place)})"
