@@ -96,7 +96,7 @@ def _chart(uuid: str, **more: Any) -> dict[str, Any]:
 def _line_chart(uuid: str, y_key: str, x_key: str, shown: ChartRange) -> dict[str, Any]:
     """Return a chart of fits and bands, and of the evaluations `y_key`, over one metric.
 
-    MLflow draws the first metric solid and the second one dotted, with markers below 60 points: the fits come first,
+    MLflow draws the first metric solid and the second one dashed, with markers below 60 points: the fits come first,
     and the evaluations are points. It has no points without lines.
     """
     return _chart(

@@ -139,8 +139,8 @@ def test_the_link_opens_points_curve_and_band_in_one_colour_a_recipe(pages: Page
     assert len(points) == 4
     for line in points:
         assert sorted(line["x"]) == pytest.approx(log10_C)
-    # Evaluations are dotted with markers; fits are solid, and come first in the legend.
-    assert {t["dash"] for t in points} == {"dot"}
+    # Evaluations are dashed with markers; fits are solid, and come first in the legend.
+    assert {t["dash"] for t in points} == {"dash"}
     curves = [t for t in drawn if t["metric"] == BAND_KEY and len(t["x"]) == 75]
     assert curves and {t["dash"] for t in curves} == {"solid"} and drawn[0]["metric"] == BAND_KEY
     # The exact curves, though the band is wider above than below.

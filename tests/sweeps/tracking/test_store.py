@@ -482,7 +482,7 @@ def test_publish_makes_one_set_of_fits(tracker: Tracker, tmp_path: Path) -> None
     state = decoded(tags[f"{VIEW_TAG}scaling-{sweep.key}"])
     [chart, linear] = state["compareRunCharts"]
     named = "eval/heldout/log10 compute in FLOPs", "eval/heldout/compute in FLOPs"
-    # Fits and bands are drawn first, the evaluations as the dotted second metric.
+    # Fits and bands are drawn first, the evaluations as the dashed second metric.
     assert (chart["selectedMetricKeys"], chart["selectedXAxisMetricKey"]) == ([BAND_KEY, Y], named[0])
     evaluations = [BAND_KEY, "Pass rate/heldout"]
     assert (linear["selectedMetricKeys"], linear["selectedXAxisMetricKey"]) == (evaluations, named[1])
@@ -564,7 +564,7 @@ def test_what_an_earlier_version_has_stored_stays_and_is_completed(tracker: Trac
         assert history(tracker, run_id, "eval/heldout/log10 compute in FLOPs") == before[X]
     again = load([f"mlflow:{tracker.uri}#study"]).curves[0]
     assert np.array_equal(again.compute, read.compute) and np.array_equal(again.reward, read.reward)
-    assert tracker.client.get_run(run_id).data.tags["mlflow.runColor"] == COLOURS[0]
+    assert tracker.client.get_run(run_id).data.tags["mlflow.runColor"] == COLOURS[1]
 
     # A recipe that is refused now has no place: the table does not sort it by the earlier one.
     publish([FitSummary("scalerl", "pre_inflection", "compute/flops", reason="no bend")], tracker, sweep)
