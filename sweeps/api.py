@@ -415,14 +415,16 @@ def _drawn(ax: Axes | None, study: LoadedStudy, fits: Sequence[Fit]) -> Axes:
     """Draw points and fitted curves with their bands."""
     import numpy as np
 
+    from sweeps.decide.rank import named_baseline
     from sweeps.fit.predict import predict
-    from sweeps.report.drawing import COLOURS, limits
+    from sweeps.report.drawing import limits, styles
 
     ax = _axes(ax)
     left, right = limits(study.curves)
     fitted = {fit.recipe: fit for fit in fits}
-    for number, curve in enumerate(study.curves):
-        colour = COLOURS[number % len(COLOURS)]
+    drawn = styles((curve.recipe for curve in study.curves), named_baseline(study.curves))
+    for curve in study.curves:
+        colour = drawn[curve.recipe].colour
         ax.plot(np.maximum(curve.compute, left), curve.reward, ".", color=colour, alpha=0.6, label=curve.recipe)
         one = fitted.get(curve.recipe)
         if one is not None and one.draws is not None:

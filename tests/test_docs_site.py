@@ -297,6 +297,12 @@ def test_training_commands_in_the_pages_compose(folders: list[str], overrides: t
 # --- the site itself -----------------------------------------------------------------------------------------------
 
 
+def test_links_to_pages_read_as_their_titles() -> None:
+    named = {place: re.findall(r"\[`?[\w/]+\.md`?\]\([^)]*\)", text) for place, text in site_pages().items()}
+    assert {place: links for place, links in named.items() if links} == {}
+    assert "([Sources](../reference/sources.md))" in site_pages()["guide/mlflow.md"]
+
+
 def test_the_navigation_has_every_page_once() -> None:
     configured = completed(yaml.safe_load(CONFIG.read_text()), sorted(site()))
     listed = list(navigated(configured["nav"]))
@@ -431,6 +437,11 @@ def test_opened_from_a_folder_it_is_searched_and_fits_a_screen_and_a_phone(built
                     "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
                 )
                 assert reach <= screen, f"{page}: {reach} px on a screen of {screen}"
+                cut = browser.execute_script(
+                    "return [...document.querySelectorAll('pre > code')].filter(code => code.offsetParent"
+                    " && code.scrollWidth > code.clientWidth + 1).map(code => code.textContent.slice(0, 60))"
+                )
+                assert cut == [], (page, screen)
                 assert browser.execute_script("return document.body.dataset.mdColorScheme") == SCHEMES[scheme]
                 colours = browser.execute_script(COLOURS)
                 assert len(colours) >= 3 and {kind: contrast(text, under) for kind, text, under in colours

@@ -1,7 +1,8 @@
 """Collects the pages of the site in build/docs: the written ones with rewritten links, and the generated ones.
 
-A link to a page leads to the page's place on the site. A link to another file of the repository becomes the file's
-name, because the site does not assume an address of the repository.
+A link to a page leads to the page's place on the site, and reads as the page's title where it names a file. A
+link to another file of the repository becomes the file's name, because the site does not assume an address of the
+repository.
 """
 
 from __future__ import annotations
@@ -109,12 +110,19 @@ def _turned(link: re.Match[str], page: Path, place: str, places: dict[Path, str]
     if not path:
         return f"[{text}]({anchor})"
     if (there := places.get(file)) is not None:
+        text = _title(file) if re.fullmatch(r"[\w/.-]+\.md", text.strip("`")) else text
         return f"{image}[{text}]({_relative(there, place)}{anchor})"
     if file.suffix in (".png", ".svg", ".csv") and file.is_relative_to(DOCS):
         return f"{image}[{text}]({_relative(file.relative_to(DOCS).as_posix(), place)})"
     name = file.relative_to(ROOT).as_posix()
     plain = text.strip("`")
     return text if plain in (name, file.name) or name.endswith(plain) else f"{text} (`{name}`)"
+
+
+def _title(page: Path) -> str:
+    """Return the first heading of a page, without links."""
+    found = re.search(r"^# (.+)$", page.read_text(), flags=re.MULTILINE)
+    return LINK.sub(r"\2", found[1]) if found else page.name
 
 
 def _relative(there: str, here: str) -> str:

@@ -245,8 +245,14 @@ def baseline_of(fits: Sequence[Fit], asked: str | None = None) -> str | None:
         if asked not in recipes:
             raise UserError(f"--baseline {asked!r}: no such recipe; there are {', '.join(recipes)}")
         return asked
-    named = Counter(fit.curve.baseline for fit in fits)
-    return max((recipe for recipe in recipes if named[recipe]), key=lambda recipe: named[recipe], default=None)
+    return named_baseline([fit.curve for fit in fits])
+
+
+def named_baseline(curves: Sequence[Curve]) -> str | None:
+    """Return the recipe among the curves that most of them name as their baseline; None if none is named."""
+    named = Counter(curve.baseline for curve in curves)
+    recipes = sorted(curve.recipe for curve in curves if named[curve.recipe])
+    return max(recipes, key=lambda recipe: named[recipe], default=None)
 
 
 def _leave_one_out(

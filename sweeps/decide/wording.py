@@ -6,6 +6,8 @@ which makes tables and pages.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from sweeps.decide.standing import Outcome, Standing
 from sweeps.fit.fit import Fit, Interval, shown
 from sweeps.fit.predict import chance
@@ -44,6 +46,28 @@ def outcome_sentence(standing: Standing) -> str:
         return f"{surely}, and compute to 90% of the way there does not separate them: take any of them{unranked}"
     either = " or ".join(filter(None, [", ".join(standing.choices[:-1]), standing.choices[-1]]))
     return f"same ceiling; {either}: {_slower(standing)}; {surely}{unranked}"
+
+
+def headline(standing: Standing, names: Mapping[str, str]) -> str:
+    """Return the choice in one short line, without its probabilities; `names` are the recipes' names to use."""
+    outcome, leader = standing.outcome, standing.leader
+    if outcome is Outcome.UNKNOWN or leader is None:
+        return "undecided: no asymptote is identifiable yet"
+    if outcome is Outcome.ALONE:
+        return f"{names[leader]} is the only recipe"
+    if outcome is Outcome.HIGHEST:
+        return f"choose {names[leader]}: its asymptote is within {standing.margin:g} of the best"
+    if outcome is Outcome.FLAT:
+        return "undecided: no reward rises yet"
+    if outcome is Outcome.BEST_SO_FAR:
+        return f"undecided: {names[leader]} is the best choice so far ({chance(standing.p_best[leader])})"
+    if outcome is Outcome.TIED_UNSURE:
+        return f"undecided: {len(standing.tied)} recipes share the lead"
+    chosen = [names[recipe] for recipe in standing.choices]
+    either = " or ".join(chosen) if len(chosen) < 3 else f"any of {len(chosen)} recipes"
+    if not standing.slower:
+        return f"choose {either}: neither ceiling nor compute separates them"
+    return f"choose {either}: {_slower(standing).removesuffix(' to 90% of the way there')} to the same ceiling"
 
 
 def horizon_sentence(standing: Standing) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import rc_context
@@ -22,10 +23,13 @@ from numpy.typing import NDArray
 from sweeps.curve import Array, Curve
 from sweeps.decide.rank import Ranking
 from sweeps.errors import UserError
+from sweeps.report.labels import cut, printable
 from sweeps.report.thinning import smaller
 
 # Okabe and Ito's colours: most colour-blind readers can distinguish them; legible on white and on near-black.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#C28F00", "#56A0D9")
+# Line styles for recipes beyond the number of colours, as matplotlib and the interactive figure name them.
+DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
 REFUSED = "#8a8f98"
 INK, RULE = "#1b1f24", "#d7dadf"
 STYLE = {
@@ -45,16 +49,40 @@ STYLE = {
 }
 
 
+class Style(NamedTuple):
+    """How a recipe is drawn in every figure: its colour, and the index of its line style in `DASHES`."""
+
+    colour: str
+    dash: int
+
+
+def styles(recipes: Iterable[str], baseline: str | None) -> dict[str, Style]:
+    """Assign each recipe a colour and a line style that do not depend on its rank.
+
+    The baseline (without one, the first label) has the first colour, solid, for itself alone. The others follow by
+    label: five colours, first solid, then in the next line style.
+    """
+    order = sorted(set(recipes), key=lambda recipe: (recipe != baseline, recipe))
+    others = COLOURS[1:]
+    chosen = {recipe: Style(COLOURS[0], 0) for recipe in order[:1]}
+    for index, recipe in enumerate(order[1:]):
+        chosen[recipe] = Style(others[index % len(others)], index // len(others) % len(DASHES))
+    return chosen
+
+
+def ranking_styles(ranking: Ranking) -> dict[str, Style]:
+    """Return the style of every recipe of a ranking, see `styles`."""
+    return styles((entry.recipe for entry in ranking.ranking), ranking.baseline)
+
+
 def colours(ranking: Ranking) -> dict[str, str]:
-    """Assign a colour to each recipe: ranked ones in order, refused ones grey."""
-    ranked = [entry.recipe for entry in ranking.ranking if entry.rank is not None]
-    chosen = {recipe: COLOURS[i % len(COLOURS)] for i, recipe in enumerate(ranked)}
-    return {entry.recipe: chosen.get(entry.recipe, REFUSED) for entry in ranking.ranking}
+    """Return the colour of every recipe of a ranking, see `styles`."""
+    return {recipe: style.colour for recipe, style in ranking_styles(ranking).items()}
 
 
 def label(text: str, limit: int = 34) -> str:
-    """Shorten a name to printable text of `limit` characters, cut in the middle, because recipes begin alike."""
-    line = "".join(ch if ch.isprintable() else "?" for ch in text)
+    """Shorten a title to printable text of `limit` characters, cut in the middle; for recipes see `labels.cut`."""
+    line = printable(text)
     head = limit // 2
     return line if len(line) <= limit else f"{line[:head]}…{line[head + 1 - limit :]}"
 
@@ -67,13 +95,12 @@ def multiples(names: Sequence[str], x: str, y: str) -> tuple[Figure, list[Axes]]
     panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel())
     for panel in panels[len(names) :]:
         panel.set_visible(False)
-    # Shared axes label only the bottom row, which is missing above a hidden panel.
-    for panel in panels[max(len(names) - columns, 0) : len(names)]:
-        panel.tick_params(labelbottom=True)
+    titles = cut(names, 34)
     for name, panel in zip(names, panels, strict=False):
-        panel.set_title(label(name), loc="left", fontsize=9.5, fontweight="bold", parse_math=False)
+        panel.set_title(titles[name], loc="left", fontsize=9.5, fontweight="bold", parse_math=False)
         panel.grid(axis="y", color=RULE, linewidth=0.6)
-        panel.tick_params(length=2.5)
+        # Each has its own numbers, because a narrow page shows the panels one below the other.
+        panel.tick_params(length=2.5, labelbottom=True, labelleft=True)
     figure.supxlabel(label(x, 50), fontsize=9, parse_math=False)
     figure.supylabel(label(y, 50), fontsize=9, parse_math=False)
     return figure, panels[: len(names)]
@@ -138,13 +165,41 @@ def pdf(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def inline_svg(document: str, prefix: str, description: str) -> str:
+@dataclass(frozen=True)
+class Panels:
+    """Panels of a figure, to show one below the other: each one's view box in the SVG, and the labels that all share.
+
+    A view box is left, top, width and height in points.
+    """
+
+    boxes: tuple[tuple[float, float, float, float], ...] = ()
+    x: str = ""
+    y: str = ""
+
+
+def panels_of(figure: Figure) -> Panels:
+    """Return the panels of a figure whose layout is final; none if it has a single one."""
+    axes = [panel for panel in figure.axes if panel.get_visible()]
+    if len(axes) < 2:
+        return Panels()
+    scale, height = 72 / figure.dpi, 72 * figure.get_figheight()
+    boxes = []
+    for panel in axes:
+        box = panel.get_tightbbox()
+        assert box is not None, "a visible panel has a size"
+        left, top = scale * box.x0 - 3, height - scale * box.y1 - 3
+        boxes.append((left, top, scale * box.width + 6, scale * box.height + 6))
+    return Panels(tuple(boxes), figure.get_supxlabel(), figure.get_supylabel())
+
+
+def inline_svg(document: str, prefix: str, description: str, panels: Panels | None = None) -> str:
     """Convert an SVG document to a page element, with unique ids, and ink and rules in the page's colours.
 
     Args:
         document: SVG from `svg`.
         prefix: prefix for ids, unique on the page.
         description: text for screen readers, already escaped.
+        panels: panels of the figure; the page's style shows them instead of the whole on a narrow screen.
     """
     body = smaller(document[document.index("<svg") :])
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
@@ -157,7 +212,17 @@ def inline_svg(document: str, prefix: str, description: str) -> str:
     width = re.search(r'width="([\d.]+)pt"', body)
     style = f' style="max-width:{float(width.group(1)) * 4 / 3:.0f}px"' if width else ""
     body = re.sub(r'\s(?:width|height)="[\d.]+pt"', "", body, count=2)
-    return body.replace("<svg", f'<svg role="img" aria-label="{description}" class="figure"{style}', 1)
+    if panels is None or not panels.boxes:
+        return body.replace("<svg", f'<svg role="img" aria-label="{description}" class="figure"{style}', 1)
+    body = re.sub(r"(<svg[^>]*>)(.*)(</svg>)", rf'\1<g id="{prefix}-all">\2</g>\3', body, count=1, flags=re.DOTALL)
+    views = "".join(
+        f'<svg viewBox="{" ".join(f"{number:.1f}" for number in box)}"><use href="#{prefix}-all"/></svg>'
+        for box in panels.boxes
+    )
+    return (
+        body.replace("<svg", f'<svg role="img" aria-label="{description}" class="figure whole"{style}', 1)
+        + f'<div class="panels" aria-hidden="true">{views}</div>'
+    )
 
 
 _FORMATS = ("svg", "png", "pdf")

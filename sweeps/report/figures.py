@@ -16,11 +16,21 @@ from sweeps.fit.fit import Fit
 from sweeps.fit.history import Snapshot
 from sweeps.fit.points import select
 from sweeps.fit.predict import confidence_curve, fitted, predict
-from sweeps.report.drawing import INK, REFUSED, RULE, STYLE, colours, draw_points, label, limits, log_axis, multiples
-from sweeps.report.labels import shortened
+from sweeps.report.drawing import (
+    DASHES,
+    INK,
+    REFUSED,
+    RULE,
+    STYLE,
+    colours,
+    draw_points,
+    limits,
+    log_axis,
+    multiples,
+    ranking_styles,
+)
+from sweeps.report.labels import cut, shortened
 from sweeps.report.overlay import name_rows
-
-_DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
 
 
 def _short(order: Sequence[str], ranking: Ranking) -> list[str]:
@@ -83,23 +93,22 @@ def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
     groups = [(title, group) for title, group in groups if group]
     if not groups:
         return None
-    colour = colours(ranking)
+    drawn = ranking_styles(ranking)
     with rc_context(STYLE):
         longest = max(len(group) for _, group in groups)
         size = (6.6 if len(groups) == 1 else 9.4, 2.9 + 0.19 * -(-longest // 2))
         figure = Figure(figsize=size, layout="constrained")
         panels = figure.subplots(1, len(groups), sharey=True, squeeze=False).ravel()
-        short = shortened([entry.recipe for entry in ranking.ranking])
+        names = _legend(ranking)
         for (title, group), panel in zip(groups, panels, strict=True):
-            for index, fit in enumerate(group):
-                # Colours repeat after six ranked recipes, and refused ones are all grey: distinguish them by dashes.
-                turn = index if not fit.identifiable else index // 6
+            for fit in group:
+                colour, dash = drawn[fit.recipe]
                 _draw_profile(
                     panel=panel,
                     fit=fit,
-                    colour=colour[fit.recipe],
-                    dash=_DASHES[turn % len(_DASHES)],
-                    name=_legend(short[fit.recipe]),
+                    colour=colour,
+                    dash=DASHES[dash],
+                    name=names[fit.recipe],
                 )
             panel.axhline(0.05, color=REFUSED, linewidth=0.8, linestyle=":")
             panel.set_ylim(0, 1.04)
@@ -132,10 +141,11 @@ def _draw_profile(panel: Axes, fit: Fit, colour: str, dash: object, name: str) -
             )
 
 
-def _legend(recipe: str) -> str:
-    """Shorten a name for a legend. Matplotlib omits names that begin with `_`; a zero-width space prevents that."""
-    text = label(recipe, 40)
-    return "\u200b" + text if text.startswith("_") else text
+def _legend(ranking: Ranking) -> dict[str, str]:
+    """Return each recipe's name for a legend. Matplotlib omits names that begin with `_`; a zero-width space helps."""
+    short = shortened([entry.recipe for entry in ranking.ranking])
+    shown = cut(list(short.values()), 40)
+    return {recipe: "\u200b" * shown[name].startswith("_") + shown[name] for recipe, name in short.items()}
 
 
 # --- A as compute grew --------------------------------------------------------------------------------------
@@ -189,7 +199,7 @@ def _draw_history(panel: Axes, snapshots: Sequence[Snapshot], colour: str) -> No
 
 
 def curves_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking) -> Figure:
-    """Draw one panel per recipe on shared axes: points by seed, fitted curve, 95% band, A; the baseline in grey."""
+    """Draw one panel per recipe on shared axes: points by seed, fitted curve, 95% band, A, and the baseline's line."""
     by_recipe = {fit.recipe: fit for fit in fits}
     points = {curve.recipe: curve for curve in curves}
     order = [entry.recipe for entry in ranking.ranking]
@@ -201,7 +211,7 @@ def curves_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking
             log_axis(panel, left, right)
             base = by_recipe.get(ranking.baseline or "")
             if base is not None and base.recipe != recipe:
-                _draw_fit(panel=panel, fit=base, left=left, right=right, colour=REFUSED, ghost=True)
+                _draw_fit(panel=panel, fit=base, left=left, right=right, colour=colour[base.recipe], ghost=True)
             _draw_fit(panel=panel, fit=by_recipe[recipe], left=left, right=right, colour=colour[recipe], ghost=False)
             curve = points[recipe]
             draw_points(
@@ -266,21 +276,17 @@ def performance_figure(aggregate: Aggregate | None, ranking: Ranking) -> Figure 
     """Draw the performance profiles of all recipes over several evaluation sets; None without an aggregate."""
     if aggregate is None:
         return None
-    colour, short = colours(ranking), shortened([entry.recipe for entry in ranking.ranking])
-    ranked = {entry.recipe for entry in ranking.ranking if entry.rank is not None}
+    drawn, names = ranking_styles(ranking), _legend(ranking)
     with rc_context(STYLE):
         figure = Figure(figsize=(6.6, 2.9 + 0.19 * -(-len(aggregate.rows) // 2)), layout="constrained")
         panel = figure.subplots()
-        for index, row in enumerate(aggregate.rows):
-            # Colours repeat after six ranked recipes, and refused ones are all grey: distinguish them by dashes.
-            dash = _DASHES[(index // 6 if row.recipe in ranked else index) % len(_DASHES)]
-            name = _legend(short[row.recipe])
-            panel.step(aggregate.thresholds, row.profile, where="post", color=colour[row.recipe], ls=dash, label=name)
+        for row in aggregate.rows:
+            colour, dash = drawn[row.recipe]
+            name = names[row.recipe]
+            panel.step(aggregate.thresholds, row.profile, where="post", color=colour, ls=DASHES[dash], label=name)
             if row.runs > 1:
                 low, high = np.array([row.profile_low, row.profile_high], dtype=float)
-                panel.fill_between(
-                    aggregate.thresholds, low, high, step="post", color=colour[row.recipe], alpha=0.15, linewidth=0
-                )
+                panel.fill_between(aggregate.thresholds, low, high, step="post", color=colour, alpha=0.15, linewidth=0)
         panel.set_ylim(0, 1.04)
         panel.set_xlabel("score")
         panel.set_ylabel("share of runs and sets above it")

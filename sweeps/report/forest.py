@@ -6,7 +6,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from sweeps.decide.effects import Effects
-from sweeps.report.drawing import COLOURS, REFUSED, RULE, STYLE, label
+from sweeps.report.drawing import COLOURS, REFUSED, RULE, STYLE
+from sweeps.report.labels import cut
 
 
 def forest_figure(effects: Effects) -> Figure:
@@ -22,7 +23,8 @@ def forest_figure(effects: Effects) -> Figure:
             panel.plot([low, high], [-place, -place], color=colour, linewidth=1.6, solid_capstyle="round")
             panel.plot([value], [-place], "o", color=colour, markersize=4)
         panel.set_yticks([-place for place in range(len(effects.effects))])
-        panel.set_yticklabels([label(f"{effect.axis} = {effect.level}") for effect in effects.effects])
+        names = [f"{effect.axis} = {effect.level}" for effect in effects.effects]
+        panel.set_yticklabels([cut(names, 34)[name] for name in names])
         panel.tick_params(axis="y", length=0)
         panel.set_xlabel(f"effect on the asymptote, on average over {effects.cells} recipes (95%)")
         panel.margins(y=0.5 / max(len(effects.effects), 1))

@@ -22,7 +22,8 @@ from sweeps.curve import DEVICE_HOURS, FLOPS, UNITS, VIRTUAL_HOURS, Array, Curve
 from sweeps.decide.rank import Ranking
 from sweeps.fit.fit import Fit
 from sweeps.fit.predict import predict, readable
-from sweeps.report.overlay import style
+from sweeps.report.drawing import ranking_styles
+from sweeps.report.labels import cut
 from sweeps.report.thinning import MOST_HOVERED, evenly
 from sweeps.run.journal import JournalView, Record
 from sweeps.run.rollouts import Shown, kept_steps
@@ -37,6 +38,8 @@ _AXES = {
     "cost": "cost",
 }
 _CURVE_POINTS = 40
+# Most characters of a recipe's name next to its asymptote, on a screen and on a phone.
+_CUTS = (28, 18)
 _NOTHING = float("nan")
 
 
@@ -90,15 +93,22 @@ def study_data(
     journals = _Journals(runs, curves[0].axis, curves[0].column, rate)
     total = sum(len(curve.compute) for curve in curves)
     share = min(1.0, MOST_HOVERED / max(total, 1))
+    drawn, cuts = ranking_styles(ranking), [cut(list(short.values()), limit) for limit in _CUTS]
     recipes: list[dict[str, Any]] = []
     points: list[dict[str, Any]] = []
     for place, recipe in enumerate(order):
         curve, fit = by_recipe[recipe], fit_of[recipe]
         joined = [journals.find(recipe, str(seed), c, y) for seed, c, y in _rows(curve)]
         others = {axis: np.array([_on(axis, at, journals) for at in joined]) for axis in _AXES}
-        colour, dash = style(place)
+        colour, dash = drawn[recipe]
         recipes.append(
-            {"label": recipe, "short": short[recipe], "colour": colour, "dash": dash}
+            {
+                "label": recipe,
+                "short": short[recipe],
+                "cut": [by[short[recipe]] for by in cuts],
+                "colour": colour,
+                "dash": dash,
+            }
             | _asymptote(fit, curve)
             | {"curve": _fitted_curve(fit, curve, others)}
         )

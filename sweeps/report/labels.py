@@ -1,8 +1,8 @@
-"""Short labels of recipes: parts that all recipes of a study share are left out."""
+"""Short labels of recipes: parts that all recipes of a study share are left out, and long ones are cut elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 def shortened(labels: Sequence[str]) -> dict[str, str]:
@@ -21,3 +21,41 @@ def shortened(labels: Sequence[str]) -> dict[str, str]:
         label: "+".join(part for part in split[1:] if part not in common) or split[0] for label, split in parts.items()
     }
     return short if len(set(short.values())) == len(parts) else {label: label for label in labels}
+
+
+def printable(text: str) -> str:
+    """Replace every character that cannot be printed, such as a line break, by a question mark."""
+    return "".join(ch if ch.isprintable() else "?" for ch in text)
+
+
+def cut(labels: Sequence[str], limit: int) -> dict[str, str]:
+    """Return each label as printable text of at most `limit` characters; different labels stay different.
+
+    A long label loses what does not distinguish it: its middle if beginning and end do, else all but the piece that no
+    other label has. Labels for which this is impossible are numbered.
+    """
+    whole = {label: printable(label) for label in labels}
+    result: dict[str, str] = {}
+    for label, text in whole.items():
+        others = [other for name, other in whole.items() if name != label]
+        shown = text if len(text) <= limit and text not in others else next(_pieces(text, others, limit), None)
+        taken = set(result.values())
+        if shown is None or shown in taken:
+            numbered = (f"{text[: limit - 1 - len(mark)]}…{mark}" for mark in map(str, range(1, len(labels) + 1)))
+            shown = next(each for each in numbered if each not in taken)
+        result[label] = shown
+    return result
+
+
+def _pieces(text: str, others: Iterable[str], limit: int) -> Iterator[str]:
+    """Yield abbreviations of a text that no other text could have: both of its ends, then a piece of it."""
+    others = list(others)
+    half = limit // 2
+    for head in (half, half // 2, min(half + half // 2, limit - 2)):
+        start, end = text[:head], text[head + 1 - limit :]
+        if not any(other.startswith(start) and other.endswith(end) for other in others):
+            yield f"{start}…{end}"
+    pieces = [text[at : at + limit - 2] for at in range(1, len(text) - limit + 2)]
+    unique = [piece for piece in pieces if not any(piece in other for other in others)]
+    if unique:  # the middle one has the difference near its own middle
+        yield f"…{unique[len(unique) // 2]}…"

@@ -13,11 +13,8 @@ from sweeps.curve import Curve
 from sweeps.decide.rank import Ranking
 from sweeps.fit.fit import Fit
 from sweeps.fit.predict import predict, readable
-from sweeps.report.drawing import COLOURS, INK, REFUSED, RULE, STYLE, label, limits
-from sweeps.report.labels import shortened
-
-# Line styles for recipes beyond the number of colours.
-_DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
+from sweeps.report.drawing import DASHES, INK, REFUSED, RULE, STYLE, Style, label, limits, ranking_styles
+from sweeps.report.labels import cut, shortened
 
 
 def overlay_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking) -> Figure:
@@ -31,33 +28,40 @@ def overlay_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Rankin
     with rc_context(STYLE):
         figure = Figure(figsize=(11.0, max(4.2, 0.36 * len(order) + 1.6)), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=False, width_ratios=(1.25, 1.0))
-        _draw_curves(left, order, by_recipe, points)
-        _draw_ranking(panel=right, order=order, fits=by_recipe, points=points, ranking=ranking)
+        drawn = ranking_styles(ranking)
+        _draw_curves(panel=left, drawn=drawn, order=order, fits=by_recipe, points=points)
+        _draw_ranking(panel=right, drawn=drawn, order=order, fits=by_recipe, points=points, ranking=ranking)
     return figure
 
 
-def style(index: int) -> tuple[str, int]:
-    """Return the colour of the recipe at a place in the ranking, and the number of its dash (colours repeat)."""
-    return COLOURS[index % len(COLOURS)], (index // len(COLOURS)) % len(_DASHES)
-
-
-def _draw_curves(panel: Axes, order: Sequence[str], fits: Mapping[str, Fit], points: Mapping[str, Curve]) -> None:
+def _draw_curves(
+    panel: Axes,
+    drawn: Mapping[str, Style],
+    order: Sequence[str],
+    fits: Mapping[str, Fit],
+    points: Mapping[str, Curve],
+) -> None:
     _, end = limits(list(points.values()))
     panel.set_xlim(0, end / 1.5 * 1.02)
     panel.grid(axis="y", color=RULE, linewidth=0.6)
-    for index, recipe in enumerate(order):
-        colour, dash = style(index)
+    for recipe in order:
+        colour, dash = drawn[recipe]
         curve, fit = points[recipe], fits[recipe]
         panel.plot(curve.compute, curve.reward, "o", color=colour, markersize=2.2, alpha=0.35, markeredgewidth=0)
         if readable(fit) and fit.window is not None:
             x = np.linspace(fit.window[0], fit.window[1], 120)
-            panel.plot(x, predict(fit, x).value, color=colour, linewidth=1.8, linestyle=_DASHES[dash])
+            panel.plot(x, predict(fit, x).value, color=colour, linewidth=1.8, linestyle=DASHES[dash])
     panel.set_xlabel(label(points[order[0]].unit, 50), parse_math=False)
     panel.set_ylabel(label(points[order[0]].metric, 50), parse_math=False)
 
 
 def _draw_ranking(
-    panel: Axes, order: Sequence[str], fits: Mapping[str, Fit], points: Mapping[str, Curve], ranking: Ranking
+    panel: Axes,
+    drawn: Mapping[str, Style],
+    order: Sequence[str],
+    fits: Mapping[str, Fit],
+    points: Mapping[str, Curve],
+    ranking: Ranking,
 ) -> None:
     tied = {entry.recipe for entry in ranking.ranking if entry.tied_with_best}
     named = [fits[recipe].A.value for recipe in order if fits[recipe].identifiable]
@@ -65,7 +69,7 @@ def _draw_ranking(
     if best is not None:
         panel.axvspan(best - ranking.margin, best, color=REFUSED, alpha=0.15, linewidth=0)
     for row, recipe in enumerate(order):
-        (colour, _), fit, curve = style(row), fits[recipe], points[recipe]
+        colour, fit, curve = drawn[recipe].colour, fits[recipe], points[recipe]
         if fit.identifiable and fit.A.value is not None:
             ends = [bound if bound is not None else end for bound, end in zip(fit.A_total, fit.bounds, strict=True)]
             panel.plot(ends, [row, row], color=colour, linewidth=2.2, solid_capstyle="round")
@@ -87,7 +91,8 @@ def _draw_ranking(
 def name_rows(panel: Axes, names: Sequence[str], limit: int = 34) -> None:
     """Name the rows of a panel from the top, one per recipe, for values along the horizontal axis."""
     panel.set_yticks(range(len(names)))
-    panel.set_yticklabels([label(name, limit).replace("$", r"\$") for name in names])
+    shown = cut(names, limit)
+    panel.set_yticklabels([shown[name].replace("$", r"\$") for name in names])
     panel.set_ylim(len(names) - 0.5, -0.5)
     panel.grid(axis="x", color=RULE, linewidth=0.6)
     panel.tick_params(axis="y", length=0)

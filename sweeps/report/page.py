@@ -18,15 +18,16 @@ from sweeps.decide.at_k import AtK
 from sweeps.decide.next_run import Settlement, Step
 from sweeps.decide.rank import Ranking
 from sweeps.decide.signal import Signal
+from sweeps.decide.wording import headline
 from sweeps.fit.compare import Comparison
 from sweeps.fit.family import FAMILIES
 from sweeps.fit.fit import Fit
 from sweeps.fit.history import Snapshot, departure
 from sweeps.fit.sensitivity import MAIN, Row, signed, summary
-from sweeps.report.drawing import colours, inline_svg
+from sweeps.report.drawing import Panels, colours, inline_svg
 from sweeps.report.facts import Facts
 from sweeps.report.interactive import library, study_data
-from sweeps.report.labels import shortened
+from sweeps.report.labels import cut, shortened
 from sweeps.report.plan_text import gain
 from sweeps.run.health import code_changes, idle_variants, mechanism_counters, truncation_alarms
 from sweeps.run.journal import JournalView
@@ -92,11 +93,13 @@ def render(
     warnings: Sequence[str],
     findings: Findings | None = None,
     dots: Mapping[str, int] | None = None,
+    panels: Mapping[str, Panels] | None = None,
     beside: Beside | None = None,
 ) -> str:
     """Render the whole page. Other arguments are as for `report.write_report`.
 
-    documents: figures as SVG. dots: by figure, how many of its points became dots of a path.
+    documents: figures as SVG. dots: by figure, how many of its points became dots of a path. panels: by figure, the
+    panels to stack on a narrow screen.
     """
     found = findings or Findings()
     facts = Facts(runs)
@@ -126,12 +129,22 @@ def render(
         departed=departed,
         headers=_headers(runs),
         dots=dots or {},
+        panels=panels or {},
+        headline=_headline(ranking, short),
         beside=beside,
         facts=facts,
         short=short,
         study="" if study is None else _inert_json(study),
         library=script or "",
     )  # fmt: skip
+
+
+def _headline(ranking: Ranking, short: Mapping[str, str]) -> str:
+    """Return the ranking's outcome in one line, with names short enough for it."""
+    if ranking.standing is None:
+        return ranking.sentence
+    names = cut(list(short.values()), 22)
+    return headline(ranking.standing, {recipe: names[name] for recipe, name in short.items()})
 
 
 def _inert_json(content: Any) -> str:
@@ -186,14 +199,22 @@ def identifiable_from(snapshots: Sequence[Snapshot]) -> float | None:
 
 
 def _headers(runs: Sequence[JournalView]) -> dict[str, Mapping[str, Any]]:
-    """Return header fields of all runs as text, by name: those common to all, and one text per run for the others."""
-    names = sorted({name for view in runs for name in view.header} - {"kind", "time"})
+    """Return header fields of all runs as text, by name: those common to all, and one text per run for the others.
+
+    Fields that are empty in every run are left out.
+    """
+    # A run's own name is that of its folder, which the table has already.
+    itself = {"run"} if all(view.header.get("run") == view.path.parent.name for view in runs) else set()
+    names = sorted({name for view in runs for name in view.header} - {"kind", "time"} - itself)
     texts = {name: [_plain(view.header.get(name)) for view in runs] for name in names}
+    texts = {name: values for name, values in texts.items() if any(values)}
     common = {name: values[0] for name, values in texts.items() if len(runs) > 1 and len(set(values)) == 1}
     return {"common": common, "varying": {name: values for name, values in texts.items() if name not in common}}
 
 
 def _plain(value: Any) -> str:
-    """Format a header field as text of at most 200 characters."""
-    text = "" if value is None else value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    """Format a header field as text of at most 200 characters; empty for None and for an empty mapping or list."""
+    if value is None or value in ({}, []):
+        return ""
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     return text if len(text) <= 200 else text[:199] + "…"

@@ -82,7 +82,7 @@ def write_report(
     Raises:
         UserError: a file cannot be written.
     """
-    from sweeps.report.drawing import pdf, png, svg
+    from sweeps.report.drawing import panels_of, pdf, png, svg
     from sweeps.report.figures import (
         asymptotes_figure,
         curves_figure,
@@ -128,12 +128,13 @@ def write_report(
     }
     drawn = {name: figure for name, figure in figures.items() if figure is not None}
     files: dict[Path, bytes] = {page: b""}
-    documents, dots = {}, {}
+    documents, dots, panels = {}, {}, {}
     for name, figure in drawn.items():
         files[page.with_name(f"{page.stem}_{name}.pdf")] = pdf(figure)
         # The layout is computed by now; it takes most of the drawing time, so do not compute it again for each format.
         figure.set_layout_engine("none")
         files[page.with_name(f"{page.stem}_{name}.png")] = png(figure)
+        panels[name] = panels_of(figure)
         # The SVG comes last, because dots replace the markers.
         dots[name] = points_as_dots(figure)
         documents[name] = svg(figure)
@@ -148,6 +149,7 @@ def write_report(
         warnings=warnings,
         findings=findings,
         dots=dots,
+        panels=panels,
         beside=beside,
     )
     files[page] = html.encode("utf-8", errors="replace")

@@ -22,19 +22,26 @@ _PALETTE = (
 # Order in which recipes get colours: blue and orange first, neighbours far apart, near black last.
 _FIRST = (26, 15, 19, 2, 28, 8, 1, 6, 3, 0, 12, 24, 20, 4, 23, 7, 16, 27)
 COLOURS = tuple(_PALETTE[at] for at in (*_FIRST, *sorted(set(range(len(_PALETTE))) - {*_FIRST, 9, 17}), 17, 9))
+BASELINE_COLOUR = COLOURS[0]
 _BLANKS = " \t\n"
 
 
-def recipe_colours(recipes: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
+def recipe_colours(recipes: Iterable[str], known: Mapping[str, str], baseline: str | None = None) -> dict[str, str]:
     """Return a colour per recipe: the known one, else the first unused one; when all are used, they repeat.
 
-    A known colour outside of MLflow's palette was chosen by hand for a run; no group can have it, so it is ignored.
+    `BASELINE_COLOUR` is the baseline's; another recipe has it only if an earlier version gave it that colour. A known
+    colour outside of MLflow's palette was chosen by hand for a run; no group can have it, so it is ignored.
     """
     colours = {recipe: colour for recipe, colour in known.items() if colour in COLOURS}
+    others = COLOURS[1:]
     for recipe in recipes:
-        if recipe not in colours:
-            free = [colour for colour in COLOURS if colour not in colours.values()]
-            colours[recipe] = free[0] if free else COLOURS[len(colours) % len(COLOURS)]
+        if recipe in colours:
+            continue
+        if recipe == baseline:
+            colours[recipe] = BASELINE_COLOUR
+        else:
+            free = [colour for colour in others if colour not in colours.values()]
+            colours[recipe] = free[0] if free else others[len(colours) % len(others)]
     return colours
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,7 +193,9 @@ def _lines(fits: Sequence[FitSummary], members: Sequence[Run]) -> _Lines:
     """Return the lines of all recipes, in the colours that their members already have."""
     recipes = [run.data.tags["recipe"] for run in reversed(members)] + [fit.recipe for fit in fits]
     labels = {fit.recipe: fit.label or fit.recipe for fit in fits}
-    return _Lines(labels, recipe_colours(dict.fromkeys(recipes), run_colours(members)))
+    named = Counter(run.data.tags.get("baseline") for run in members)
+    baseline = max(filter(None, named), key=lambda recipe: named[recipe], default=None)
+    return _Lines(labels, recipe_colours(dict.fromkeys(recipes), run_colours(members), baseline))
 
 
 def _fit_runs(

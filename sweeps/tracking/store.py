@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -202,7 +203,9 @@ class Tracker:
         members = list(members)
         ids = {r.data.tags[RUN_TAG]: str(r.info.run_id) for r in runs if RUN_TAG in r.data.tags}
         series = {r.data.tags.get("series") for r in runs}
-        colours = recipe_colours((member.recipe for member in members), run_colours(runs))
+        named = Counter(member.baseline for member in members if member.baseline)
+        baseline = named.most_common(1)[0][0] if named else None
+        colours = recipe_colours((member.recipe for member in members), run_colours(runs), baseline)
         for member in members:
             run_id = ids.get(member.run)
             if run_id is None:

@@ -6,9 +6,11 @@ stand in names_*.txt, as of the commits that they begin with.
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -26,12 +28,14 @@ from lightning_scalerl.axes.loss import PPO
 from lightning_scalerl.choices import AXES
 from lightning_scalerl.composition import build, conf_dir, names_in
 from lightning_scalerl.optim import ConstantSchedule, CosineSchedule
+from lightning_scalerl.translate import to_trl
 from lightning_scalerl.translate.command import TRAINERS, translated
 from lightning_scalerl.translate.record import Run, Translation
 from sweeps.cli.main import main
 from sweeps.errors import UserError
 from tests import schemas
 from tests.examples import every
+from tests.paths import ROOT
 
 HERE = Path(__file__).parent
 # What all four can say but for the loss: each case below departs from it in one thing.
@@ -568,3 +572,31 @@ def peers_python() -> str:
 if __name__ == "__main__":
     for trainer in TRAINERS:
         (HERE / f"golden_{trainer}.txt").write_text(golden(trainer))
+
+
+def exists(key: str) -> bool:
+    """Whether a key, or a `key=value`, is one of the configuration's."""
+    name, _, value = key.partition("=")
+    group, _, rest = name.partition(".")
+    folder = conf_dir() / group
+    if value and not rest:
+        return (folder / f"{value}.yaml").is_file()
+    files = [*folder.glob("*.yaml")] if rest and folder.is_dir() else [conf_dir() / "train.yaml"]
+    plain = [yaml.safe_load(file.read_text()) or {} for file in files]
+    return any(rest in each or (name in each) or rest in (each.get(group) or {}) for each in plain)
+
+
+def test_the_page_from_trl_has_every_field_that_is_translated_and_keys_that_exist() -> None:
+    source = ast.parse(Path(str(to_trl.__file__)).read_text())
+    calls = [node for node in ast.walk(source) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    translated_fields = {word.arg for call in calls if call.func.attr == "set" for word in call.keywords}  # type: ignore[attr-defined]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:4]]
+        for line in (ROOT / "docs" / "guide" / "from_trl.md").read_text().splitlines()
+        if line.startswith("| `") and not line.startswith("| `GRPOConfig`")
+    ]
+    fields = {field for theirs, _, _ in rows for field in re.findall(r"`(\w+)(?:=\w+)?`", theirs)}
+    assert fields - {"get_soft_overlong_punishment", "reward_funcs"} == translated_fields
+    keys = {key for _, ours, _ in rows for key in re.findall(r"`([^`]+)`", ours)}
+    assert [key for key in sorted(keys) if not exists(key)] == []
+    assert not exists("loss=nothing") and not exists("loss.nothing") and not exists("nothing")

@@ -98,10 +98,11 @@ if (!holder || !window.DecompressionStream) return;
 const study = JSON.parse(holder.textContent);
 const shown = study.recipes.map(() => true);
 const state = {axis: "c", log: false, bands: false, points: true};
+const DASHES = [[1, 0], [6, 2], [2, 2], [6, 2, 2, 2]];
 const labels = study.recipes.map(recipe => recipe.label);
 const colours = {field: "label", type: "nominal", legend: null, scale: {domain: labels, range: study.recipes.map(r => r.colour)}};
 const dashes = {field: "label", type: "nominal", legend: null,
-  scale: {domain: labels, range: study.recipes.map(r => [[1, 0], [6, 2], [2, 2]][r.dash])}};
+  scale: {domain: labels, range: study.recipes.map(r => DASHES[r.dash])}};
 const points = study.points.r.map((recipe, at) => {
   const point = {};
   for (const [name, values] of Object.entries(study.points)) if (values[at] !== null) point[name] = values[at];
@@ -142,13 +143,11 @@ function curvesChart() {
   return {width: "container", height: 420, autosize: {type: "fit", contains: "padding"}, layer,
     description: `${study.metric} against ${axisName()}: evaluations and fitted curves of ${labels.length} recipes`};
 }
-// Recipes of a study begin alike: what is too long is cut in the middle.
-const cut = (text, most) => text.length <= most ? text : `${text.slice(0, most / 2 - 1)}…${text.slice(text.length - most / 2)}`;
 function asymptotesChart() {
-  const most = innerWidth < 600 ? 18 : 28;
+  const narrow = innerWidth < 600 ? 1 : 0;
   const rows = study.recipes.filter((_, r) => shown[r]);
   const y = {field: "label", type: "nominal", sort: null, title: null, scale: {domain: rows.map(recipe => recipe.label)},
-    axis: {domain: false, ticks: false, labelExpr: `datum.value === null ? "" : ${JSON.stringify(Object.fromEntries(rows.map(r => [r.label, cut(r.short, most)])))}[datum.value]`}};
+    axis: {domain: false, ticks: false, labelExpr: `datum.value === null ? "" : ${JSON.stringify(Object.fromEntries(rows.map(r => [r.label, r.cut[narrow]])))}[datum.value]`}};
   const tooltip = [{field: "label", title: "recipe"}, {field: "about", title: "asymptote A"}];
   for (const row of rows) row.about = about(row);
   const x = field => ({field, type: "quantitative", title: "asymptote A, 95%", scale: {zero: false}});
@@ -215,7 +214,7 @@ const all = (name, on) => {
   return button;
 };
 const swatch = recipe => {
-  const dash = [null, "6 2", "2 2"][recipe.dash];
+  const dash = recipe.dash && DASHES[recipe.dash].join(" ");
   const holder = element("span", {className: "swatch"});
   holder.innerHTML = `<svg width="22" height="8" aria-hidden="true"><line x1="1" y1="4" x2="21" y2="4" stroke="${recipe.colour}" stroke-width="3"${dash ? ` stroke-dasharray="${dash}"` : ""}/></svg>`;
   return holder;

@@ -18,10 +18,11 @@ from sweeps.curve import Curve
 from sweeps.decide.rank import rank
 from sweeps.fit.fit import fit_curves
 from sweeps.report import page as report_page
-from sweeps.report.drawing import inline_svg, svg
+from sweeps.report.drawing import COLOURS, DASHES, colours, inline_svg, styles, svg
 from sweeps.report.facts import Facts
 from sweeps.report.interactive import library, study_data
-from sweeps.report.labels import shortened
+from sweeps.report.labels import cut, shortened
+from sweeps.report.overlay import overlay_figure
 from sweeps.report.thinning import MANY_POINTS, MOST_HOVERED, evenly, points_as_dots
 from sweeps.report.write import write_report
 from sweeps.run.files import write_json
@@ -43,6 +44,45 @@ from sweeps.run.rollouts import kept_steps, write_groups
 )
 def test_labels_leave_out_what_all_share(labels: list[str], short: list[str]) -> None:
     assert list(shortened(labels).values()) == short
+
+
+def test_two_recipes_never_have_the_same_cut_label() -> None:
+    assert cut(["scalerl", "loss=dapo"], 18) == {"scalerl": "scalerl", "loss=dapo": "loss=dapo"}
+    # They end differently, begin differently, differ in the middle alone.
+    ends = cut([f"kl=fixed+kl.coefficient={value}" for value in ("0.2", "0.35")], 18)
+    assert list(ends.values()) == ["kl=fixed+…ient=0.2", "kl=fixed+…ent=0.35"]
+    middle = [f"{'a' * 30}+x={value}+{'b' * 30}" for value in range(12)]
+    assert all(f"+x={value}+" in shown for value, shown in enumerate(cut(middle, 18).values()))
+    # A label within another, labels that are printed alike, and a limit that leaves no room.
+    hard = ["a" * 20, "a" * 30, "a" * 40, "b\n", "b?", "b\t", *middle]
+    for limit in (8, 18, 34):
+        shown = cut(hard, limit)
+        assert len(set(shown.values())) == len(hard)
+        assert all(len(text) <= limit and text.isprintable() for text in shown.values())
+
+
+def test_a_recipe_keeps_its_style_whatever_its_rank_and_the_baseline_has_its_own_colour() -> None:
+    recipes = ["scalerl", *(f"scalerl+x={x:02}" for x in range(21))]
+    drawn = styles(recipes, "scalerl+x=07")
+    assert drawn == styles(recipes[::-1], "scalerl+x=07")
+    assert [recipe for recipe, style in drawn.items() if style.colour == COLOURS[0]] == ["scalerl+x=07"]
+    assert len(set(drawn.values())) == 1 + 5 * len(DASHES)
+    assert styles(recipes, None)["scalerl"].colour == COLOURS[0]
+    x = np.arange(1.0, 9.0)
+    planted = {"a": 0.5, "b": 0.7, "c": 0.6}
+    curves = [Curve(name, x, top * x / (x + 1), np.full(8, "0"), baseline="c") for name, top in planted.items()]
+    fits = fit_curves(curves)
+    ranking = rank(fits)
+    wanted = {"c": COLOURS[0], "a": COLOURS[1], "b": COLOURS[2]}
+    assert colours(ranking) == wanted
+    data = study_data(curves, fits, ranking, [], {name: name for name in planted}, [])
+    assert {recipe["label"]: recipe["colour"] for recipe in data["recipes"]} == wanted
+    left, right = overlay_figure(curves, fits, ranking).axes
+    order = [entry.recipe for entry in ranking.ranking]
+    points = [line for line in left.lines if line.get_marker() == "o"]
+    assert [line.get_color() for line in points] == [wanted[recipe] for recipe in order]
+    rows = {int(line.get_ydata()[0]): line.get_color() for line in right.lines if line.get_marker() == "o"}
+    assert [rows[row] for row in range(3)] == [wanted[recipe] for recipe in order]
 
 
 def test_crowded_points_become_dots_and_none_is_lost() -> None:

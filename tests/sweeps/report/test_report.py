@@ -235,7 +235,7 @@ def test_journals_bring_counters_and_provenance(tmp_path: Path) -> None:
         data = curve(recipe, seeds=1)
         journal = Journal(tmp_path / recipe)
         departures = {} if recipe == "scalerl" else {"loss": "dapo"}
-        named = {"run": recipe, "curve": recipe, "recipe": recipe, "departures": departures}
+        named = {"run": recipe, "curve": recipe, "recipe": recipe, "departures": departures, "hardware": {}}
         journal.header(**named, seed=7, commit="abc<123>", versions={"torch": "2.13"})
         journal.record("train", 1, {"mechanism/loss": 0.0, "mechanism/kl": 0.5, "alarm/truncated": 0.0})
         if recipe == "scalerl":
@@ -250,6 +250,10 @@ def test_journals_bring_counters_and_provenance(tmp_path: Path) -> None:
     assert "scalerl seed 7: 15% or more of the completions were truncated (first at step 2, in 1 of 2 steps)" in text
     assert "scalerl+loss=dapo seed 7" not in text
     assert "abc&lt;123&gt;" in text and "2.13" in text and "Did the choices act?" in text
+    # A run is named once, and a field that says nothing is left out.
+    provenance = text.split("<h4>Runs</h4>")[1].split("<script")[0]
+    assert "<th>Run</th><th>Status</th><th>curve</th><th>departures</th><th>recipe</th>" in provenance
+    assert "{}" not in provenance and "hardware" not in provenance
 
 
 @pytest.mark.full

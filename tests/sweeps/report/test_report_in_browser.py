@@ -53,6 +53,17 @@ const names = wide.slice(0, 5).map(node => `${node.tagName}.${node.className} ${
 return document.documentElement.scrollWidth > innerWidth ? ["the page", ...names] : names;
 """
 
+# Lines of the headline, tables cut at the right edge of a wide window, cut names in the legend, and the panels shown.
+LAID_OUT = """
+const all = query => [...document.querySelectorAll(query)], box = node => node.getBoundingClientRect();
+const lines = node => Math.round(box(node).height / parseFloat(getComputedStyle(node).lineHeight));
+return {headline: lines(document.querySelector(".outcome")),
+  wide: all(".wide").filter(node => node.scrollWidth > node.clientWidth + 1).map(node => node.textContent.slice(0, 40)),
+  cut: all(".recipes label").filter(node => node.scrollWidth > node.clientWidth + 1).length,
+  panels: all(".panels svg").map(box).filter(({width}) => width).map(({left, width}) => [left, width]),
+  whole: box(document.querySelector("figure:not(.static figure) .whole")).width};
+"""
+
 UNCOVERED = """
 const paths = document.querySelectorAll("#chart-curves .mark-symbol path");
 return arguments[0].find(at => {
@@ -131,6 +142,14 @@ def test_page_fits_and_is_legible_and_asks_nobody(
     browser.get_log("performance")
     opened(browser, page, width, dark)
     assert browser.execute_script(TOO_WIDE) == []
+    laid_out = browser.execute_script(LAID_OUT)
+    assert laid_out["cut"] == 0
+    if width == 1400:
+        assert laid_out["headline"] == 1 and laid_out["wide"] == [] and laid_out["panels"] == []
+        assert laid_out["whole"] > 600
+    else:  # panels one below the other, as wide as the page
+        assert len(laid_out["panels"]) >= len(RECIPES) and laid_out["whole"] == 0
+        assert all(left < 20 and across > 340 for left, across in laid_out["panels"])
     contrast, *where = browser.execute_script(CONTRAST)
     assert contrast >= 4.5, where
     assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []

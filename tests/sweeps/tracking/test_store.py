@@ -21,7 +21,7 @@ from sweeps.run import tail
 from sweeps.run.journal import Journal
 from sweeps.source import load
 from sweeps.tracking import FitSummary, Member, Shipper, TrackedSweep, Tracker, publish, ship, ui_command
-from sweeps.tracking.colours import COLOURS, group_colour, line_value, recipe_colours
+from sweeps.tracking.colours import BASELINE_COLOUR, COLOURS, group_colour, line_value, recipe_colours
 from sweeps.tracking.common import ChartKeys, resolve_uri
 from sweeps.tracking.fits import MAX_LINES
 from sweeps.tracking.ship import CURSOR_FILE, flatten, points
@@ -517,9 +517,12 @@ def test_a_view_of_a_large_study_fits_an_older_servers_tag() -> None:
 
 
 def test_more_recipes_than_colours_take_them_again() -> None:
-    colours = recipe_colours([str(number) for number in range(40)], {"5": COLOURS[3], "6": "#123456"})
-    assert colours["5"] == COLOURS[3] and colours["0"] == COLOURS[0] and colours["3"] == COLOURS[4]
+    colours = recipe_colours([str(number) for number in range(40)], {"5": COLOURS[3], "6": "#123456"}, baseline="7")
+    assert colours["5"] == COLOURS[3] and colours["0"] == COLOURS[1] and colours["2"] == COLOURS[4]
     assert len(colours) == 40 and set(colours.values()) == set(COLOURS)
+    # The baseline's colour is its own, whether it comes first or last.
+    assert [recipe for recipe, colour in colours.items() if colour == BASELINE_COLOUR] == ["7"]
+    assert recipe_colours(["a"], {}, "b") | recipe_colours(["b"], {}, "b") == {"a": COLOURS[1], "b": BASELINE_COLOUR}
 
 
 def test_what_an_earlier_version_has_stored_stays_and_is_completed(tracker: Tracker, tmp_path: Path) -> None:
