@@ -492,10 +492,10 @@ def test_a_recipes_runs_share_a_colour_and_the_chart_does_too(tracker: Tracker, 
     publish([summary("a", 0.6, label="short"), summary("b", 0.5), summary("c", 0.4)], tracker, sweep)
     own = [run.data.tags for run in tracker.sweep_runs(sweep) if run.data.tags["kind"] != "sweep"]
     colours = {recipe: {tags["mlflow.runColor"] for tags in own if tags["recipe"] == recipe} for recipe in "abc"}
-    assert colours["a"] == {COLOURS[0]} and colours["b"] == {COLOURS[1]}
-    assert colours["c"] == {"#123456", COLOURS[2]}  # what somebody chose stays
+    assert colours["a"] == {COLOURS[1]} and colours["b"] == {COLOURS[2]}, "the first is the baseline's alone"
+    assert colours["c"] == {"#123456", COLOURS[3]}  # what somebody chose stays
     for tags in own:
-        assert group_colour(tags["line"]) == COLOURS["abc".index(tags["recipe"])]
+        assert group_colour(tags["line"]) == COLOURS[1 + "abc".index(tags["recipe"])]
     lines = [tags["line"].rstrip() for tags in own if tags["recipe"] == "a"]
     assert sorted(lines) == ["short fit", "short fit", "short fit", "short seed 0", "short seed 1"]
 
@@ -550,7 +550,7 @@ def test_what_an_earlier_version_has_stored_stays_and_is_completed(tracker: Trac
         assert history(tracker, run_id, "eval/heldout/log10 compute in FLOPs") == before[X]
     again = load([f"mlflow:{tracker.uri}#study"]).curves[0]
     assert np.array_equal(again.compute, read.compute) and np.array_equal(again.reward, read.reward)
-    assert tracker.client.get_run(run_id).data.tags["mlflow.runColor"] == COLOURS[0]
+    assert tracker.client.get_run(run_id).data.tags["mlflow.runColor"] == COLOURS[1]
 
     # A recipe that is refused now has no place: the table does not sort it by the earlier one.
     publish([FitSummary("scalerl", "pre_inflection", "compute/flops", reason="no bend")], tracker, sweep)
