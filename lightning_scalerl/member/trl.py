@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import Folders, use_folders
+from lightning_scalerl.member.branch import GROUP as BRANCH
 from lightning_scalerl.member.identify import group_of, plan_members
 from lightning_scalerl.member.identity import identity_of
 from lightning_scalerl.translate.record import Run
@@ -38,6 +39,10 @@ def plan_trl(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> 
     Raises:
         ConfigurationError: the first problem, in one line; this includes choices that TRL cannot express.
     """
+    if any(group_of(entry) == BRANCH for overrides in override_lists for entry in overrides):
+        raise ConfigurationError(
+            f"{BRANCH}: starts from a checkpoint of ours, which TRL cannot read; leave out {GROUP}=trl"
+        )
     used_folders = use_folders(folders)
     ours = [[entry for entry in overrides if group_of(entry) != GROUP] for overrides in override_lists]
     specs = plan_members(ours, folders)

@@ -16,6 +16,7 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.member.branch import Branch, checkpoint_at, fetch_checkpoint
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.run import run_member
+from lightning_scalerl.member.trl import plan_trl
 from sweeps.errors import UserError
 from sweeps.run.journal import JOURNAL_FILE, read_journal
 from sweeps.run.passes import PASSES_FILE
@@ -205,6 +206,11 @@ def test_where_the_parent_is(family: Family) -> None:
     fresh = family.branch("branch.optimizer=fresh")
     assert fresh.recipe == f"{LABEL}@{HALF}+branch.optimizer=fresh"
     assert fresh.run != family.branch(step=9).run
+
+
+def test_a_member_of_another_trainer_is_no_branch(family: Family) -> None:
+    with pytest.raises(ConfigurationError, match="branch: starts from a checkpoint of ours, which TRL cannot read"):
+        plan_trl([["trainer=trl", f"branch.run={family.parent}", f"branch.step={HALF}"]])
 
 
 @pytest.mark.parametrize(

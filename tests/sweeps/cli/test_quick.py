@@ -88,7 +88,7 @@ CASES: list[tuple[list[str], int, str, set[str], int]] = [
     (["race", "nothing.csv", "--budget", "1"], 1, "no such file", {"numpy"}, 350),
     (["race", "nothing.csv", "--budget", "0"], 1, "--budget 0: give a positive compute", {"numpy"}, 350),
     (["decide", "a", "b", "--from", "nothing.tsv"], 1, "nothing.tsv: cannot be read", {"numpy"}, 380),
-    (["report", "nothing.csv"], 1, "no such file", {"numpy"}, 350),
+    (["report", "nothing.csv"], 1, "no such file", {"numpy"}, 365),
     (["train", "--help"], 0, "configuration groups", {"hydra"}, 500),
     (["train", "optimiser.lr=3"], 1, "did you mean optimizer?", {"hydra"}, 500),
     (["train", "loss=dapoo"], 1, "dapo", {"hydra"}, 500),
