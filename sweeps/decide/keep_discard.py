@@ -51,7 +51,7 @@ class Side(AsJson):
 
 @dataclass(frozen=True)
 class Choice(AsJson):
-    """Whether a change is kept.
+    """Verdict on a change, with its evidence.
 
     Attributes:
         verdict: `keep` or `discard` if the 95% interval of the difference excludes 0, else `undecided`.

@@ -50,7 +50,7 @@ STYLE = {
 
 
 class Style(NamedTuple):
-    """How a recipe is drawn in every figure: its colour, and the index of its line style in `DASHES`."""
+    """Style of a recipe in every figure: its colour, and the index of its line style in `DASHES`."""
 
     colour: str
     dash: int
