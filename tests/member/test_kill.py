@@ -76,7 +76,7 @@ def run_here(overrides: Sequence[str]) -> Path:
 @pytest.mark.slow
 def test_a_run_that_hangs_ends_itself_and_continues_bit_for_bit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     # A generation that never comes back, in the middle of the run.
-    overrides = [*place.overrides("hung", "seed=3"), "launch.hang_factor=2", "launch.hang_min_s=5"]
+    overrides = [*place.overrides("hung", "seed=3"), "launch.hang_factor=2", "launch.hang_min_s=10"]
     monkeypatch.setenv("VERIFIER_GATE", str(place.root / "never"))
     with place.command(["-m", "lightning_scalerl.train", *overrides]) as process:
         assert process.wait(timeout=PATIENCE_S) == HUNG_CODE, place.said()
