@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 import sys
 import uuid
 from collections.abc import Callable, Sequence
@@ -24,10 +23,11 @@ from lightning_scalerl.callbacks.run_log import PassedOver, RunLog
 from lightning_scalerl.checks import ConfigurationError, said, whole_number
 from lightning_scalerl.distributed.checkpoint_folder import META, VOID, WHOLE_ONE, fsync_folder, is_folder, move, remove
 from lightning_scalerl.distributed.start import process_rank
+from sweeps.run.checkpoint_names import checkpoint_name, step_of
+from sweeps.run.checkpoint_names import checkpoints as checkpoints
 from sweeps.run.interruption import RunInterruptedError
 from sweeps.run.journal import JOURNAL_FILE, covered_step
 
-NAME = re.compile(r"step-(\d+)\.ckpt")
 UNRECORDED = ".unrecorded"
 
 
@@ -80,7 +80,7 @@ class ResumableCheckpoint(Checkpoint):
 
     def _set_aside(self, step: int) -> None:
         # The guard comes first, since the files may belong to another process by now.
-        if any(_step(path) > step for path in checkpoints(self.directory)):
+        if any(step_of(path) > step for path in checkpoints(self.directory)):
             self._guard()
             set_aside(self.directory, step)
 
@@ -150,7 +150,7 @@ class ResumableCheckpoint(Checkpoint):
             if failure is not None:
                 raise failure
             self._guard()
-            move(unfinished, self.directory / f"step-{step:08d}.ckpt")
+            move(unfinished, self.directory / checkpoint_name(step))
             fsync_folder(self.directory)
         except Exception:
             with suppress(OSError):
@@ -159,15 +159,9 @@ class ResumableCheckpoint(Checkpoint):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RunLog):
                 callback.checkpointed(step)
-        deletable = [path for path in checkpoints(self.directory) if _step(path) not in self.keep_steps]
+        deletable = [path for path in checkpoints(self.directory) if step_of(path) not in self.keep_steps]
         for old in [*deletable[self.KEEP :], *self.directory.glob(f"step-*{VOID}")]:
             remove(old)
-
-
-def checkpoints(directory: Path) -> list[Path]:
-    """Return the paths of complete checkpoints, newest first."""
-    paths = [path for path in directory.glob("step-*.ckpt") if NAME.fullmatch(path.name)]
-    return sorted(paths, reverse=True)
 
 
 def check_whole(path: Any) -> None:
@@ -192,12 +186,8 @@ def set_aside(directory: Path, step: int, suffix: str = VOID) -> None:
     checkpoints whose records are lost. They are kept, because the records may be recovered.
     """
     for path in checkpoints(directory):
-        if _step(path) > step:
+        if step_of(path) > step:
             move(path, path.with_suffix(suffix))
-
-
-def _step(path: Path) -> int:
-    return int(path.stem.removeprefix("step-"))
 
 
 @dataclass(frozen=True)
@@ -239,8 +229,8 @@ def newest_checkpoint(
     passed_over = []
     newest = None
     for path in checkpoints(Path(directory)):
-        owner = shared[0] if shared is not None and shared[1] == _step(path) else run
-        why = beyond if at_most is not None and _step(path) > at_most else unusable(path, owner)
+        owner = shared[0] if shared is not None and shared[1] == step_of(path) else run
+        why = beyond if at_most is not None and step_of(path) > at_most else unusable(path, owner)
         if why is None:
             newest = path
             break

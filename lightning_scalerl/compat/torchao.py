@@ -1,8 +1,8 @@
 """torchao, which only `optimizer=adamw_8bit` uses.
 
-transformers imports torchao wherever it is installed, for models that torchao has quantized. That takes two seconds in
-every process, and prints a warning for each of its libraries that the machine's device cannot load. There is no setting
-against it (transformers 5.19, quantizers/quantizer_torchao.py).
+transformers imports torchao wherever it is installed, for models that torchao has quantized. The import
+takes two seconds in every process, and prints a warning for each library of torchao that the machine cannot load.
+transformers has no setting that prevents it (5.19, quantizers/quantizer_torchao.py).
 """
 
 from __future__ import annotations

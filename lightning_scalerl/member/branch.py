@@ -22,6 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from sweeps.errors import UserError
+from sweeps.run.checkpoint_names import checkpoint_name, checkpoints, step_of
 from sweeps.run.files import append_lines, parse_lines
 from sweeps.run.journal import JOURNAL_FILE, Journal, JournalError, JournalView, read_journal
 from sweeps.run.passes import PASSES_FILE
@@ -102,7 +103,7 @@ class Parent:
 
 def checkpoint_at(folder: Path, step: int) -> Path:
     """Return the path of a run's checkpoint of a step."""
-    return folder / "checkpoints" / f"step-{step:08d}.ckpt"
+    return folder / "checkpoints" / checkpoint_name(step)
 
 
 # --- planning ------------------------------------------------------------------------------------------------
@@ -180,8 +181,6 @@ def _folder_of(name: str, output_dir: Path, seed: int | None) -> Path:
             f"branch.run: {place} must have one run{of_seed}, and has {have}; give the folder or identity of one"
         )
     found = [path.parent for path in sorted(output_dir.parent.glob(f"*/runs/{name}/{SPEC_FILE}"))] if name else []
-    if not found and "/" not in name and (output_dir / "runs" / name / SPEC_FILE).is_file():
-        found = [output_dir / "runs" / name]
     if found:
         return found[0].resolve()
     raise ConfigurationError(
@@ -259,7 +258,7 @@ def check_checkpoint(origin: Parent) -> None:
     """
     if origin.checkpoint.exists():
         return
-    steps = sorted(int(path.stem.removeprefix("step-")) for path in origin.checkpoint.parent.glob("step-*.ckpt"))
+    steps = [step_of(path) for path in reversed(checkpoints(origin.checkpoint.parent))]
     have = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
     raise ConfigurationError(
         f"branch.step: {origin.folder} has no checkpoint of step {origin.step}, {have}; launch the parent with "

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from lightning_scalerl.axes.adapter import NoAdapter
-from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint, unusable
+from lightning_scalerl.callbacks.checkpointing import newest_checkpoint, unusable
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, use_folders
 from lightning_scalerl.distributed.checkpoint_folder import check_weights, is_folder, outline
@@ -25,6 +25,7 @@ from lightning_scalerl.model.chat import Chat, Rendering, told_of
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.model.save import free, save_in_parts, save_model
 from sweeps.errors import UserError
+from sweeps.run.checkpoint_names import checkpoint_name, checkpoints, step_of
 from sweeps.run.journal import JournalView, read_journal
 from sweeps.run.spec import RunSpec
 
@@ -97,12 +98,12 @@ def _weight(path: Path, saved: Mapping[str, Any], name: str) -> Tensor:
 
 def _checkpoint(folder: Path, step: int | None, run: str) -> Path:
     """Return the checkpoint of a step, or the newest readable one if `step` is None."""
-    steps = [int(path.stem.removeprefix("step-")) for path in checkpoints(folder)]
+    steps = [step_of(path) for path in checkpoints(folder)]
     listed = f"there are those of step {', '.join(map(str, sorted(steps)))}" if steps else "there is none"
     if step is not None:
         if step not in steps:
             raise UserError(f"--step {step}: no such checkpoint in {folder}; {listed}")
-        path = folder / f"step-{step:08d}.ckpt"
+        path = folder / checkpoint_name(step)
         if (why := unusable(path, run)) is not None:
             raise UserError(f"--step {step}: {path} cannot be used, {why}; {listed}")
         return path

@@ -90,8 +90,8 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
     known: dict[bytes, dict[str, Any]] = {}
     clean: dict[tuple[str, int], Any] = {}
     specs = [
-        replace(_identified(draft, used_folders, builder, known, clean), overrides=_to_paste(overrides, draft.parent))
-        for draft, overrides in zip(drafts, override_lists, strict=True)
+        replace(_identified(draft, used_folders, builder, known, clean), overrides=_to_paste(draft.overrides))
+        for draft in drafts
     ]
     checked: set[str] = set()
     for spec in specs:
@@ -117,14 +117,8 @@ def _parent_of(overrides: Sequence[str]) -> Parent | None:
     return parent_of(overrides, output_dir, int(seed) if seed is not None and seed.isdecimal() else None)
 
 
-def _to_paste(overrides: Sequence[str], parent: Parent | None) -> tuple[str, ...]:
-    """Return the overrides that may be stored: all but the tracking address, which may contain a login.
-
-    A branch stores its parent's as well, because its own branches take them from it.
-    """
-    if parent is not None:
-        of_branch = [entry for entry in overrides if group_of(entry) == BRANCH]
-        overrides = [*inherited(own_overrides(overrides, parent), parent), *of_branch]
+def _to_paste(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the overrides that may be stored: all but the tracking address, which may contain a login."""
     return tuple(entry for entry in overrides if group_of(entry) != "mlflow")
 
 
@@ -139,6 +133,7 @@ class _Draft:
         variant: label of its variant, such as `loss=dapo`; None without a variant.
         by_hand: overrides of axes on the command line, by axis.
         settings: other overrides that are not common to all members.
+        overrides: its overrides; those of a branch begin with its parent's, because its own branches take them from it.
         parent: the run that it branches from; `reference` is then the parent's configuration.
     """
 
@@ -148,6 +143,7 @@ class _Draft:
     variant: str | None
     by_hand: Mapping[str, Sequence[str]]
     settings: Sequence[str]
+    overrides: Sequence[str]
     parent: Parent | None = None
 
 
@@ -259,8 +255,13 @@ def _draft(overrides: list[str], everywhere: set[str], composed: Composer, paren
 
     A branch has its parent's overrides as well, and its parent in the place of the recipe.
     """
+
+    def with_parent(entries: list[str]) -> list[str]:
+        return entries if parent is None else inherited(entries, parent)
+
     own = overrides if parent is None else own_overrides(overrides, parent)
-    overrides = own if parent is None else inherited(own, parent)
+    of_branch = [] if parent is None else [entry for entry in overrides if group_of(entry) == BRANCH]
+    overrides = with_parent(own)
     branch = {} if parent is None else {BRANCH: parent.values}
     values = {**composed.resolved(overrides), **branch}
     _check_numbers(values)
@@ -269,8 +270,7 @@ def _draft(overrides: list[str], everywhere: set[str], composed: Composer, paren
     departing = [entry for entry in own if group_of(entry) in (*axes, "variant")]
     reference = values
     if departing:
-        recipe_alone = own if parent is None else inherited([each for each in own if each not in departing], parent)
-        reference = {**composed.resolved([each for each in recipe_alone if each not in departing]), **branch}
+        reference = {**composed.resolved(with_parent([each for each in own if each not in departing])), **branch}
     by_hand: dict[str, list[str]] = {}
     for entry in departing:
         if group_of(entry) != "variant":
@@ -287,7 +287,8 @@ def _draft(overrides: list[str], everywhere: set[str], composed: Composer, paren
             )
     varies = parent is None or any(group_of(entry) == "variant" for entry in own)
     variant = _label(values, overrides, composed.folders) if varies else None
-    return _Draft(values, reference, parent.label if parent else recipe, variant, by_hand, settings, parent)
+    label = parent.label if parent else recipe
+    return _Draft(values, reference, label, variant, by_hand, settings, [*overrides, *of_branch], parent)
 
 
 def check_shown(overrides: Sequence[str], folders: Folders = ()) -> None:

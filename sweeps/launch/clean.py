@@ -20,6 +20,7 @@ from sweeps.executor.node.attempts import ATTEMPTS_DIR
 from sweeps.executor.node.manifest import JOBS_DIR
 from sweeps.launch.ledger import RUNS_DIR, Ledger, MemberState
 from sweeps.launch.members import LEASE_NAME, take_lease
+from sweeps.run.checkpoint_names import CHECKPOINT
 from sweeps.run.journal import LOG_FILE
 from sweeps.run.lease import Lease, beating
 from sweeps.run.progress import is_done
@@ -38,7 +39,6 @@ KINDS: Mapping[str, str] = {
 USUAL = ("checkpoints", "leftovers")
 
 _CHECKPOINTS_DIR = "checkpoints"
-_CHECKPOINT = re.compile(r"step-\d+\.ckpt")
 _IN_PARTS = re.compile(r"step-\d+\.")
 _SET_ASIDE = re.compile(r"step-\d+(\.[0-9a-f]+)?\.(part|void|unrecorded)")
 # Names of temporary files of `run.files` and `run.lease`.
@@ -176,8 +176,8 @@ def _of_member(member: Member, keep: int, result: Inventory) -> None:
     if not member.done:
         return
     # Steps are zero-padded in names (`step-00000120.ckpt`), so names sort like steps.
-    newest = sorted((path for path in checkpoints if _CHECKPOINT.fullmatch(path.name)), reverse=True)
-    _take(result, "checkpoints", {path: checkpoints[path] for path in newest[keep:]}, _CHECKPOINT)
+    newest = sorted((path for path in checkpoints if CHECKPOINT.fullmatch(path.name)), reverse=True)
+    _take(result, "checkpoints", {path: checkpoints[path] for path in newest[keep:]}, CHECKPOINT)
     _take(result, "logs", logs, _LOG)
     _take(result, "rollouts", logs, re.compile(re.escape(ROLLOUTS_FILE)))
     _take(result, "attempts", _files(member.run_dir / ATTEMPTS_DIR, result), re.compile(".*"))

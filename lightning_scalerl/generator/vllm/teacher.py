@@ -96,7 +96,7 @@ class VLLMTeacher:
         return name
 
     def _run(self, work: Coroutine[Any, Any, T], calls: int = 1) -> T:
-        """Run a coroutine that makes so many calls, each of which limits its own time."""
+        """Run a coroutine that makes this number of calls; each call has a time limit of its own."""
         return self._connection.run(work, self._timeout_s * -(-calls // CONCURRENT) + 5)
 
     async def _all(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[float]]:
