@@ -38,7 +38,8 @@ Deterministic = list[tuple[str, int, dict[str, float]]]
 # A run behind a gate comes so far: into its third step.
 BEFORE_THE_GATE = 24
 
-_calls = 0
+# By process: one that was forked from a test begins anew.
+_calls: Counter[int] = Counter()
 
 
 def odd_digits(completion: str, answer: str) -> float:
@@ -47,11 +48,10 @@ def odd_digits(completion: str, answer: str) -> float:
     `VERIFIER_S` gives the tests time to aim. Where no time is long enough on a busy machine and all shorter ones are
     too long, `VERIFIER_GATE` names a file without which the run does not go on.
     """
-    global _calls
-    _calls += 1
+    _calls[os.getpid()] += 1
     time.sleep(float(os.environ.get("VERIFIER_S", "0")))
     if gate := os.environ.get("VERIFIER_GATE"):
-        while _calls > BEFORE_THE_GATE and not Path(gate).exists():
+        while _calls[os.getpid()] > BEFORE_THE_GATE and not Path(gate).exists():
             time.sleep(0.02)
     return sum(character in "13579" for character in completion) / 6
 
