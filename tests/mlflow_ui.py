@@ -21,6 +21,7 @@ return JSON.stringify([...document.querySelectorAll('.js-plotly-plot')].map(plot
   x: (plot.querySelector('.xtitle') || {}).textContent || '',
   traces: (plot.data || []).map(t => ({
     group: t.uuid || '', metric: t.metricKey || '', mode: t.mode || '', fill: t.fill || '', type: t.type || '',
+    dash: (t.line || {}).dash || '',
     color: (t.marker || {}).color || t.fillcolor || '', x: Array.from(t.x || []), y: Array.from(t.y || []),
   })),
 })));

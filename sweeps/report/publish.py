@@ -43,7 +43,7 @@ ARTIFACTS = (
 def publish(
     sources: Sequence[str], uri: str, ranked: Callable[[Sequence[Fit], Ranking], None] = lambda fits, ranking: None
 ) -> None:
-    """Publish one sweep to MLflow, and print the command that opens its interface and the links of both views.
+    """Publish one sweep to MLflow, and print the command that opens its interface and the links of its views.
 
     Args:
         sources: exactly one run or sweep directory.
@@ -106,8 +106,13 @@ def publish_into(
         summaries, tracker, sweep, eval_set=eval_set, ranking=table, artifacts=artifacts, at_k=sentence
     )
     tracker.set_status(sweep.parent_id, "FINISHED")
-    chart, runs = (ui_command(tracker.uri, link) for link in (published.link, published.ranking_link))
-    lines = [f"points, curves and bands: {chart.url}", f"runs by rank:             {runs.url}"]
+    links = (published.link, published.recipes_link, published.ranking_link)
+    chart, recipes, runs = (ui_command(tracker.uri, link) for link in links)
+    lines = [
+        f"points, curves and bands: {chart.url}",
+        f"a row per recipe:         {recipes.url}",
+        f"runs by rank:             {runs.url}",
+    ]
     return "\n".join(lines if chart.command is None else [chart.command, *lines])
 
 

@@ -19,7 +19,17 @@ from sweeps.errors import UserError
 from sweeps.tracking.colours import LINE_TAG, RUN_COLOUR_TAG, line_value, recipe_colours
 from sweeps.tracking.common import ChartKeys, now_ms
 from sweeps.tracking.store import SWEEP_TAG, TrackedSweep, Tracker, run_colours
-from sweeps.tracking.views import RANK_KEY, VIEW_TAG, ChartRange, encode_view, link, ranking_state, scaling_state
+from sweeps.tracking.views import (
+    BAND_KEY,
+    RANK_KEY,
+    VIEW_TAG,
+    ChartRange,
+    encode_view,
+    link,
+    ranking_state,
+    recipes_state,
+    scaling_state,
+)
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Run
@@ -108,9 +118,10 @@ class FitSummary:
 
 @dataclass(frozen=True)
 class Published:
-    """Links to the finished charts (fragments to append to the interface's address), and the ids of the fit runs."""
+    """Links to the finished views (fragments to append to the interface's address), and the ids of the fit runs."""
 
     link: str
+    recipes_link: str
     ranking_link: str
     fit_runs: dict[str, str]
 
@@ -230,7 +241,7 @@ def _fit_runs(
             metrics.append(Metric(RANK_KEY, fit.rank, at, 0))  # a band is sorted with its fit
         if curve is not None:
             columns = {keys.x: curve["x"], keys.log10: curve["x"], keys.compute: 10 ** curve["x"]}
-            columns |= {keys.rate: curve[name], keys.whole: curve[name]}
+            columns[BAND_KEY] = curve[name] if name != "fit" else _centred(curve)
             if name == "fit":
                 columns |= {f"curve/{c}": curve[c] for c in ("fit", "low", "high") if c in curve}
             metrics += [
@@ -243,6 +254,18 @@ def _fit_runs(
             tracker.client.log_batch(run_id, params=[Param("recipe", fit.recipe[:6000])])
         tracker.client.set_terminated(run_id, status="FINISHED")
     return fit_id
+
+
+def _centred(curve: Mapping[str, Array]) -> Array:
+    """Return values whose mean with both ends of the band is the fitted curve, kept within the band.
+
+    MLflow draws a group's line as the mean of its runs; with the curve itself, the line of a band that is wider above
+    than below would be above the curve.
+    """
+    if "low" not in curve:
+        return curve["fit"]
+    low, high = curve["low"], curve["high"]
+    return np.clip(3 * curve["fit"] - low - high, np.minimum(low, high), np.maximum(low, high))
 
 
 def _log(tracker: Tracker, run_id: str, metrics: Sequence[Metric]) -> None:
@@ -266,7 +289,6 @@ def _complete(member: Run, tracker: Tracker, keys: ChartKeys) -> _Points:
 
     The axes are logged only here, at exactly the steps of the metrics drawn over them. Runs shipped by an earlier
     version get their whole curve here too. Stored values are not changed.
-    shipped gets its whole curve here too; nothing that is stored is changed.
     """
     from mlflow.entities import Metric
 
@@ -279,7 +301,9 @@ def _complete(member: Run, tracker: Tracker, keys: ChartKeys) -> _Points:
     wanted = [(keys.log10, point, x) for point, x in positive]
     wanted += [(keys.compute, point, compute) for point, compute in all_points]
     wanted += [(keys.whole, point, point.value) for point, _ in all_points]
-    stored = {(key, point.step) for key in (keys.log10, keys.compute, keys.whole) for point in history(key)}
+    # An empty first metric of the chart, because MLflow dashes only a run's second one.
+    wanted += [(BAND_KEY, point, math.nan) for point, _ in positive[:1]]
+    stored = {(key, point.step) for key in (keys.log10, keys.compute, keys.whole, BAND_KEY) for point in history(key)}
     missing = [
         Metric(key, value, point.timestamp, point.step)
         for key, point, value in wanted
@@ -353,7 +377,7 @@ def _views(
     keys: ChartKeys,
     lines: _Lines,
 ) -> Published:
-    """Save both views as experiment tags, and put their links into the first line of the experiment's note."""
+    """Save the views as experiment tags, and put their links into the first line of the experiment's note."""
     client, experiment_id = tracker.client, sweep.experiment_id
     fitted = [set(fit.metrics()) for fit in fits if "fit/A" in fit.metrics()] or [set()]
     order = ("fit/log10_C_mid", "fit/B", "rank/p_best", "fit/A_low", "fit/A_high", "fit/A")
@@ -361,6 +385,8 @@ def _views(
     named = (RANK_KEY, "rank/p_best", "fit/A", "fit/A_low", "fit/A_high", keys.whole, RATIO_KEY)
     columns = [f"metrics.`{key}`" for key in named]
     columns.insert(2, "tags.`fit.verdict`")
+    by_recipe = [f"metrics.`{key}`" for key in (RANK_KEY, "fit/A", "fit/A_low", "fit/A_high", RATIO_KEY, "rank/p_best")]
+    by_recipe.append("tags.`fit.verdict`")
     shown = []  # best first: MLflow shows, and a view's tag holds, a limited number
     for fit in sorted(fits, key=lambda fit: fit.rank or math.inf):
         shown.append(lines.value(fit.recipe, "fit"))
@@ -371,16 +397,17 @@ def _views(
             "Scaling curves",
             scaling_state(sweep.key, keys, logarithmic, linear, shown[:MAX_LINES]),
         ),
+        f"recipes-{sweep.key}": ("Recipes", recipes_state(sweep.key, charted, by_recipe)),
         f"ranking-{sweep.key}": ("Ranking", ranking_state(sweep.key, charted, columns)),
     }
     for view_id, (name, state) in views.items():
         value = encode_view(f"{name}: {sweep.name}", state, now_ms())
         client.set_experiment_tag(experiment_id, VIEW_TAG + view_id, value)
     scaling = link(experiment_id, f"scaling-{sweep.key}")
-    ranking = link(experiment_id, f"ranking-{sweep.key}", "TABLE")
+    recipes, ranking = (link(experiment_id, f"{name}-{sweep.key}", "TABLE") for name in ("recipes", "ranking"))
     note = client.get_experiment(experiment_id).tags.get("mlflow.note.content", "")
     first, _, rest = note.partition("\n")
     kept = rest if first.startswith(_NOTE_START) else f"\n{note}" if note else ""
-    line = f"{_NOTE_START}{scaling}) and [ranking]({ranking}) of {sweep.name}"
+    line = f"{_NOTE_START}{scaling}), [recipes]({recipes}) and [runs by rank]({ranking}) of {sweep.name}"
     client.set_experiment_tag(experiment_id, "mlflow.note.content", f"{line}\n{kept}")
-    return Published(scaling, ranking, fit_runs)
+    return Published(scaling, recipes, ranking, fit_runs)

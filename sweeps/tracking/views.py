@@ -20,6 +20,7 @@ from sweeps.tracking.store import SWEEP_TAG
 
 VIEW_TAG = "mlflow.sharedViewState."
 RANK_KEY = "rank/place"
+BAND_KEY = "Fitted pass rate"  # of the fit run and both band runs: their mean is the fitted curve, their range the band
 
 
 @dataclass(frozen=True)
@@ -93,16 +94,16 @@ def _chart(uuid: str, **more: Any) -> dict[str, Any]:
 
 
 def _line_chart(uuid: str, y_key: str, x_key: str, shown: ChartRange) -> dict[str, Any]:
-    """Return a chart of one metric over another one.
+    """Return a chart of fits and bands, and of the evaluations `y_key`, over one metric.
 
-    `curve/fit` is drawn too (dashed), because the group's line is the mean of fit, low and high, which differs from the
-    fit if the band is asymmetric.
+    MLflow draws a run's first metric solid and its second one dashed, with markers below 60 points: the fits come
+    first, and the evaluations are points. It has no points without lines.
     """
     return _chart(
         uuid,
         type="LINE",
-        metricKey=y_key,
-        selectedMetricKeys=[y_key, "curve/fit"],
+        metricKey=BAND_KEY,
+        selectedMetricKeys=[BAND_KEY, y_key],
         xAxisKey="metric",
         selectedXAxisMetricKey=x_key,
         useGlobalXaxisKey=False,
@@ -127,7 +128,7 @@ def scaling_state(
     """
     return _state(
         # Runs without the metric (the parent, recipes with a refused fit) would only crowd the legend.
-        searchFilter=f"tags.`{SWEEP_TAG}` = '{sweep_key}' AND metrics.`{keys.rate}` >= 0",
+        searchFilter=f"tags.`{SWEEP_TAG}` = '{sweep_key}' AND metrics.`{keys.log10}` > -1000",
         orderByKey=f"metrics.`{RANK_KEY}`",
         orderByAsc=True,
         groupBy={"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": LINE_TAG}]},
@@ -164,6 +165,14 @@ def ranking_state(sweep_key: str, charted: Sequence[str], columns: Sequence[str]
         compareRunSections=[_section("ranking", "Ranking")],
         compareRunCharts=[_chart("ranking", type="PARALLEL", selectedParams=[], selectedMetrics=list(charted))],
     )
+
+
+def recipes_state(sweep_key: str, charted: Sequence[str], columns: Sequence[str]) -> dict[str, Any]:
+    """Make the view state of a sweep's recipes by rank, one row each: a table of their fits, see `ranking_state`."""
+    return ranking_state(sweep_key, charted, columns) | {
+        "searchFilter": f"tags.`{SWEEP_TAG}` = '{sweep_key}' AND tags.kind = 'fit'",
+        "compareRunSections": [_section("ranking", "Recipes")],
+    }
 
 
 def encode_view(name: str, state: dict[str, Any], created_ms: int) -> str:

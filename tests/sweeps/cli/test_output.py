@@ -32,10 +32,11 @@ def test_the_ranking_stands_above_the_link(study: Path, tmp_path: Path, capsys: 
     said = capsys.readouterr().out
     assert "scalerl+loss=dapo" in said and "P(best)" in said
     assert 0 < said.index("P(best)") < said.index("http")
-    command, chart, runs = said.splitlines()[-3:]
+    command, chart, recipes, runs = said.splitlines()[-4:]
     assert command.startswith("mlflow ui ") and " --host 127.0.0.1 " in command
     address = r"http://127\.0\.0\.1:5000/#/experiments/1/runs\?viewStateShareKey"
     assert re.match(rf"points, curves and bands: {address}=scaling-\w+&compareRunsMode=CHART", chart)
+    assert re.match(rf"a row per recipe: +{address}=recipes-\w+&compareRunsMode=TABLE", recipes)
     assert re.match(rf"runs by rank: +{address}=ranking-\w+&compareRunsMode=TABLE", runs)
 
 

@@ -202,7 +202,10 @@ def test_quality_r0_and_sensitivity_are_the_fits(usual_page: tuple[str, tuple[Pa
     fit = fit_curve(data)
     plain = " ".join(words(usual_page[0]).split())
     assert fit.r2 is not None and fit.rmse is not None and fit.extrapolation_error is not None
-    assert f"{fit.r2:.4f} {fit.rmse:.4f} {fit.extrapolation_error:.4f}" in plain
+    row = re.search(r"scalerl identifiable .*? 66 / 2 (\S+) (\S+) (\S+) ", plain)
+    # In company the last digit may differ: other processes than this one fit the curves.
+    quality = (fit.r2, fit.rmse, fit.extrapolation_error)
+    assert row is not None and [float(number) for number in row.groups()] == pytest.approx(quality, abs=1e-4)
     effect = fit.R0_effect
     assert effect is not None and fit.A.value is not None and effect.A[0] is not None and effect.A[1] is not None
     assert (

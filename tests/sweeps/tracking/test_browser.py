@@ -20,6 +20,7 @@ import pytest
 from sweeps.port import free_port
 from sweeps.run.journal import Journal
 from sweeps.tracking import FitSummary, Member, Published, Shipper, TrackedSweep, Tracker, publish, ui_command
+from sweeps.tracking.views import BAND_KEY
 from tests.chromium import chromium, need_chromium, wait_for
 from tests.mlflow_ui import charts, console_errors, interface, show, table
 
@@ -62,7 +63,7 @@ def study(root: Path) -> tuple[Tracker, TrackedSweep, Published]:
         FitSummary(
             recipe, "identifiable", "compute/flops", (1e9, 3e10), None, A, A - 0.01, A + 0.02, B, C_mid,
             0.2, 0.008, p_best, C, *(sigmoid(C, A, B, C_mid) + shift for shift in (0.0, -0.02, 0.03)),
-            rank, label,
+            rank, label, ratio=float(rank),
         )
         for (recipe, (A, B, C_mid)), (rank, label, p_best) in zip(RECIPES.items(), RANKED, strict=True)
     ]  # fmt: skip
@@ -72,10 +73,11 @@ def study(root: Path) -> tuple[Tracker, TrackedSweep, Published]:
 
 @dataclass(frozen=True)
 class Pages:
-    """A browser, the addresses of both views and of a member's charts, and where screenshots go."""
+    """A browser, the addresses of the views and of a member's charts, and where screenshots go."""
 
     browser: Any
     chart: str
+    recipes: str
     runs: str
     member: str
     folder: Path
@@ -115,7 +117,8 @@ def pages(schema: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     run = sweep.members["scalerl-0"].mlflow_run_id
     with interface(ui.command, base, root), chromium(root / "profile", logs=True) as browser:
         member = f"{base}/#/experiments/{sweep.experiment_id}/runs/{run}/model-metrics"
-        yield Pages(browser, ui.url, f"{base}/{published.ranking_link}", member, root)
+        links = (f"{base}/{link}" for link in (published.recipes_link, published.ranking_link))
+        yield Pages(browser, ui.url, *links, member, root)
 
 
 def of_group(chart: dict[str, Any], name: str, metric: str) -> list[dict[str, Any]]:
@@ -136,13 +139,15 @@ def test_the_link_opens_points_curve_and_band_in_one_colour_a_recipe(pages: Page
     assert len(points) == 4
     for line in points:
         assert sorted(line["x"]) == pytest.approx(log10_C)
-    # Two fitted curves: the group's mean of the three runs, and the exact curve.
-    curves = [t for t in drawn if t["metric"] == Y and len(t["x"]) == 75]
-    exact = [t for t in drawn if t["metric"] == "curve/fit" and len(t["x"]) == 75]
-    assert curves and exact
-    tops = {round(max(t["y"]), 3) for t in exact}
+    # Evaluations are dashed with markers; fits are solid, and come first in the legend.
+    assert {t["dash"] for t in points} == {"dash"}
+    curves = [t for t in drawn if t["metric"] == BAND_KEY and len(t["x"]) == 75]
+    assert curves and {t["dash"] for t in curves} == {"solid"}
+    assert next(t["metric"] for t in drawn if t["metric"]) == BAND_KEY
+    # The exact curves, though the band is wider above than below.
+    tops = {round(max(t["y"]), 3) for t in curves}
     assert tops == {round(float(sigmoid(2e11, *planted)), 3) for planted in RECIPES.values()}
-    # A filled band each, as wide at its end as logged (0.05); those of curve/fit have no width.
+    # A filled band each, as wide at its end as logged (0.05).
     bands = []
     for band in (t for t in drawn if t["fill"] and len(t["x"]) == 151):
         outline = [(x, y) for x, y in zip(band["x"], band["y"], strict=True) if x is not None]
@@ -154,10 +159,10 @@ def test_the_link_opens_points_curve_and_band_in_one_colour_a_recipe(pages: Page
     # One colour a recipe, for seeds, fit and band, in both charts, and another one for the other recipe.
     colours = {}
     for label, planted in zip(LABELS, RECIPES.values(), strict=True):
-        names = (f"{label} seed 0", f"{label} seed 1", f"{label} fit")
+        names = (f"{label} seed 0", f"{label} seed 1")
         lines = [of_group(first, name, Y)[0] for name in names] + [of_group(linear, name, WHOLE)[0] for name in names]
+        lines += [of_group(chart, f"{label} fit", BAND_KEY)[0] for chart in (first, linear)]
         colours[label] = {line["color"] for line in lines}
-        colours[label] |= {of_group(first, names[2], "curve/fit")[0]["color"]}
         low = round(float(sigmoid(2e11, *planted)) - 0.02, 3)
         colours[label] |= {color[:7] for end, color in bands if end == low}
     assert [len(own) for own in colours.values()] == [1, 1] and len(set.union(*colours.values())) == 2
@@ -176,7 +181,24 @@ def test_the_link_opens_points_curve_and_band_in_one_colour_a_recipe(pages: Page
     assert console_errors(pages.browser) == []
 
 
-def test_the_other_link_lists_members_by_rank(pages: Pages) -> None:
+def test_the_second_link_has_one_row_per_recipe(pages: Pages) -> None:
+    show(pages.browser, pages.recipes, height=900)
+    shown = pages.listed(3)
+    keys = ("rank/place", "fit/A", "fit/A_low", "fit/A_high", "rank/times_compute", "rank/p_best")
+    wanted = [*(f"metrics.`{key}`" for key in keys), "tags.`fit.verdict`"]
+    heads = dict(shown["heads"])
+    assert [head for head in heads if head in wanted] == wanted and heads[wanted[-1]] <= 1400
+    assert [row["attributes.`Run Name`"].splitlines()[-1] for row in shown["rows"]] == [
+        *(f"{recipe} fit" for recipe in RECIPES),
+        f"{REFUSED} fit",
+    ]
+    numbers = [[row[column] for column in wanted] for row in shown["rows"]]
+    assert numbers[0] == ["1", "0.61", "0.6", "0.63", "1", "0.9", "identifiable"]
+    assert numbers[2] == [*"------", "pre_inflection"]
+    assert console_errors(pages.browser) == []
+
+
+def test_the_third_link_lists_members_by_rank(pages: Pages) -> None:
     show(pages.browser, pages.runs, height=900)
     shown = pages.listed(5)
     columns = [f"metrics.`{key}`" for key in ("fit/A", "fit/A_low", "fit/A_high", WHOLE)]

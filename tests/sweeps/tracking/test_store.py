@@ -26,7 +26,7 @@ from sweeps.tracking.common import ChartKeys, resolve_uri
 from sweeps.tracking.fits import MAX_LINES
 from sweeps.tracking.ship import CURSOR_FILE, flatten, points
 from sweeps.tracking.store import IDS_FILE, SWEEP_TAG
-from sweeps.tracking.views import VIEW_TAG, ChartRange, encode_view, scaling_state
+from sweeps.tracking.views import BAND_KEY, VIEW_TAG, ChartRange, encode_view, scaling_state
 from tests.paths import ROOT
 
 Y, X = "eval/heldout/pass_rate", "eval/heldout/log10_compute"
@@ -447,7 +447,7 @@ def test_publish_makes_one_set_of_fits(tracker: Tracker, tmp_path: Path) -> None
     assert {run.info.status for run in [fit_a, fit_b, *bands]} == {"FINISHED"}
     columns = [
         (
-            [s for s, _, _ in history(tracker, r.info.run_id, Y)],
+            [s for s, _, _ in history(tracker, r.info.run_id, BAND_KEY)],
             [v for _, v, _ in history(tracker, r.info.run_id, X)],
         )
         for r in [fit_a, *bands]
@@ -455,7 +455,14 @@ def test_publish_makes_one_set_of_fits(tracker: Tracker, tmp_path: Path) -> None
     assert columns[0][0] == list(range(75)) and columns[0] == columns[1] == columns[2]
     assert fit_a.data.metrics["fit/A"] == 0.61 and fit_a.data.metrics["fit/log10_C_mid"] == 6
     assert "fit/A_high" not in fit_a.data.metrics and fit_a.data.tags["fit.A_high"] == "open"
-    assert {"curve/fit", "curve/low", "curve/high"} <= set(fit_a.data.metrics)
+    assert {"curve/fit", "curve/low", "curve/high"} <= set(fit_a.data.metrics) and Y not in fit_a.data.metrics
+    # The chart draws a group's mean and range: the fit and its band, though this one is wider above than below.
+    drawn = np.array([[v for _, v, _ in history(tracker, r.info.run_id, BAND_KEY)] for r in (fit_a, *bands)])
+    fitted, low, high = (
+        [v for _, v, _ in history(tracker, fit_a.info.run_id, f"curve/{end}")] for end in ("fit", "low", "high")
+    )
+    np.testing.assert_allclose(drawn.mean(0), fitted)
+    np.testing.assert_allclose([drawn.min(0), drawn.max(0)], [low, high])
     assert fit_b.data.metrics == {} and fit_b.data.tags["fit.verdict"] == "pre_inflection"
 
     member = tracker.client.get_run(sweep.members["a-1"].mlflow_run_id).data
@@ -474,11 +481,16 @@ def test_publish_makes_one_set_of_fits(tracker: Tracker, tmp_path: Path) -> None
     state = decoded(tags[f"{VIEW_TAG}scaling-{sweep.key}"])
     [chart, linear] = state["compareRunCharts"]
     named = "eval/heldout/log10 compute in FLOPs", "eval/heldout/compute in FLOPs"
-    assert (chart["metricKey"], chart["selectedXAxisMetricKey"]) == (Y, named[0])
-    assert (linear["metricKey"], linear["selectedXAxisMetricKey"]) == ("Pass rate/heldout", named[1])
+    # Fits and bands are drawn first, the evaluations as the dashed second metric.
+    assert (chart["selectedMetricKeys"], chart["selectedXAxisMetricKey"]) == ([BAND_KEY, Y], named[0])
+    evaluations = [BAND_KEY, "Pass rate/heldout"]
+    assert (linear["selectedMetricKeys"], linear["selectedXAxisMetricKey"]) == (evaluations, named[1])
     assert chart["range"]["xMin"] < 5 < 8 < chart["range"]["xMax"] and sweep.key in state["searchFilter"]
     assert linear["range"]["xMin"] < 0 and linear["range"]["xMax"] > 1e8
     ranking_view = decoded(tags[f"{VIEW_TAG}ranking-{sweep.key}"])
+    recipes_view = decoded(tags[f"{VIEW_TAG}recipes-{sweep.key}"])
+    assert "tags.kind = 'fit'" in recipes_view["searchFilter"] and recipes_view["orderByKey"] == "metrics.`rank/place`"
+    assert done.recipes_link in tags["mlflow.note.content"].splitlines()[0]
     assert "rank/place" in ranking_view["orderByKey"] and "tags.kind = 'member'" in ranking_view["searchFilter"]
     assert ranking_view["selectedColumns"][1:4] == ["metrics.`rank/p_best`", "tags.`fit.verdict`", "metrics.`fit/A`"]
 
