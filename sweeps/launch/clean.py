@@ -1,7 +1,8 @@
 """Clean-up of a study: list files that are no longer needed, with their sizes, then remove them.
 
-Journals, specifications, semantics, configurations, the ledger and launch.json are never removed. Unfinished members
-keep everything they need to resume. Symbolic links are neither followed nor removed.
+Journals, specifications, semantics, configurations, the ledger and launch.json are never removed, nor are checkpoints
+of `checkpoint.keep_steps`. Unfinished members keep everything they need to resume. Symbolic links are neither followed
+nor removed.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from sweeps.executor.node.attempts import ATTEMPTS_DIR
 from sweeps.executor.node.manifest import JOBS_DIR
 from sweeps.launch.ledger import RUNS_DIR, Ledger, MemberState
 from sweeps.launch.members import LEASE_NAME, take_lease
-from sweeps.run.checkpoint_names import CHECKPOINT
+from sweeps.run.checkpoint_names import CHECKPOINT, step_of
 from sweeps.run.journal import LOG_FILE
 from sweeps.run.lease import Lease, beating
 from sweeps.run.progress import is_done
 from sweeps.run.rollouts import ROLLOUTS_FILE
-from sweeps.run.spec import budget_of
+from sweeps.run.spec import budget_of, kept_steps_of
 from sweeps.run.writer import BEAT_S
 
 # Description of each kind of file.
@@ -177,7 +178,9 @@ def _of_member(member: Member, keep: int, result: Inventory) -> None:
         return
     # Steps are zero-padded in names (`step-00000120.ckpt`), so names sort like steps.
     newest = sorted((path for path in checkpoints if CHECKPOINT.fullmatch(path.name)), reverse=True)
-    _take(result, "checkpoints", {path: checkpoints[path] for path in newest[keep:]}, CHECKPOINT)
+    kept = kept_steps_of(member.run_dir) if newest[keep:] else ()
+    old = {path: checkpoints[path] for path in newest[keep:] if step_of(path) not in kept}
+    _take(result, "checkpoints", old, CHECKPOINT)
     _take(result, "logs", logs, _LOG)
     _take(result, "rollouts", logs, re.compile(re.escape(ROLLOUTS_FILE)))
     _take(result, "attempts", _files(member.run_dir / ATTEMPTS_DIR, result), re.compile(".*"))

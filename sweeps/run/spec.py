@@ -267,6 +267,15 @@ def budget_of(run_dir: Path) -> int | None:
         return None
 
 
+def kept_steps_of(run_dir: Path) -> frozenset[int]:
+    """Return `checkpoint.keep_steps` from a frozen specification: steps whose checkpoints are never deleted."""
+    try:
+        config = parse_json((run_dir / SPEC_FILE).read_text())["config"]
+        return frozenset(map(int, (config.get("checkpoint") or {}).get("keep_steps") or ()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return frozenset()
+
+
 def curve_of(run_dir: Path) -> str | None:
     """Return the curve's identity from a frozen specification of any format; None without one."""
     try:

@@ -162,6 +162,16 @@ def test_as_many_checkpoints_as_asked_stay_the_newest(study: Path) -> None:
         assert all({path.name for path in run.glob("checkpoints/*")} == left for run in of(study, True))
 
 
+def test_checkpoints_that_the_run_was_to_keep_stay(study: Path) -> None:
+    first, *others = of(study, True)
+    spec = json.loads((first / "spec.json").read_text())
+    spec["config"]["checkpoint"]["keep_steps"] = [6]
+    (first / "spec.json").write_text(json.dumps(spec))
+    clean(study, ["checkpoints"])
+    assert [path.name for path in first.glob("checkpoints/*")] == ["step-00000006.ckpt"]
+    assert all(not list(run.glob("checkpoints/*")) for run in others)
+
+
 # --- after it ------------------------------------------------------------------------------------------------
 
 
