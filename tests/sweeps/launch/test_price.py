@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,13 @@ def test_a_study_that_goes_on_is_foretold_by_itself_and_only_what_is_left_counts
     found = launch_of([spec(0), spec(1)], tmp_path)
     assert found.price is not None and (found.left, found.price.hours) == (160, pytest.approx(16.0))
     assert "200 steps, of which 160 are left" in found.sentences()[0]
+
+
+def test_a_branch_costs_the_steps_after_its_parents(tmp_path: Path) -> None:
+    ran(tmp_path, spec(0), 40, 4.0)
+    branch = {"branch": {"run": "scalerl-0-8", "step": 30}}
+    found = launch_of([replace(spec(1), config={**spec(1).config, **branch})], tmp_path)
+    assert found.price is not None and (found.left, found.price.hours) == (70, pytest.approx(7.0))
 
 
 def test_a_run_without_a_specification_tells_too_and_a_broken_one_nothing(tmp_path: Path) -> None:
