@@ -133,7 +133,7 @@ class Progress(Observer):
         self._directories[spec.run] = run_dir
         self._over.discard(spec.run)
         self._latest[spec.run] = last_metrics(run_dir)
-        self._left.started(spec.run, spec.recipe, self._step(spec.run), spec.steps, time.monotonic())
+        self._left.started(spec.run, spec.recipe, self._step(spec), spec.steps, time.monotonic())
 
     def retried(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
         """Print a line on the retry with its reason."""
@@ -151,7 +151,7 @@ class Progress(Observer):
         latest = last_metrics(run_dir)
         if spec.run in self._latest:
             self._latest[spec.run] = latest = {**self._latest[spec.run], **latest}
-            self._left.ended(spec.run, self._step(spec.run), time.monotonic())
+            self._left.ended(spec.run, self._step(spec), time.monotonic())
         self._over.add(spec.run)
         described = _described(spec, latest, self._metric)
         self._event(state, spec, f"{described}; {reason}" if reason and state == "finished" else reason or described)
@@ -199,17 +199,17 @@ class Progress(Observer):
             # The newest evaluation of a long run may be earlier than the part that is read: keep older metrics.
             self._latest[spec.run] = {**self._latest[spec.run], **last_metrics(self._directories[spec.run])}
 
-    def _step(self, run: str) -> int:
-        return int(self._latest[run].get("step", 0))
+    def _step(self, spec: RunSpec) -> int:
+        return max(int(self._latest[spec.run].get("step", 0)), spec.first_step)
 
     def _left_s(self, open_members: int, running: Sequence[RunSpec]) -> float | None:
         """Estimate the seconds left at the pace observed by this process; None before any member's first step."""
         now = time.monotonic()
         for spec in running:
-            self._left.saw(spec.run, self._step(spec.run), now)
-        at_work = {spec.run: max(0, spec.steps - self._step(spec.run)) for spec in running}
+            self._left.saw(spec.run, self._step(spec), now)
+        at_work = {spec.run: max(0, spec.steps - self._step(spec)) for spec in running}
         waiting = [
-            (spec.recipe, float(spec.steps))
+            (spec.recipe, float(spec.steps - spec.first_step))
             for run, spec in self._specs.items()
             if run not in at_work and run not in self._over
         ]
@@ -221,7 +221,7 @@ class Progress(Observer):
         """Return a running member's row of the live table."""
         from rich.progress_bar import ProgressBar
 
-        latest, step = self._latest[spec.run], self._step(spec.run)
+        latest, step = self._latest[spec.run], self._step(spec)
         rate = _rate(latest, self._metric)
         return [
             spec.recipe,

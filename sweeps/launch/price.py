@@ -18,7 +18,7 @@ from sweeps.errors import UserError
 from sweeps.launch.ledger import RUNS_DIR
 from sweeps.run.journal import find_runs, finite
 from sweeps.run.progress import journal_or_none, why_final
-from sweeps.run.spec import RunSpec, branch_of
+from sweeps.run.spec import RunSpec
 from sweeps.terminal import counted
 
 # Groups of the configuration, besides the recipe, that determine the cost of a step.
@@ -107,7 +107,7 @@ def launch_of(
         raise UserError(f"launch.rate: {rate!r} must be the money that a device hour costs, 0 or more")
     progress = cache(_progress)  # cached: used for the remaining steps and for the cost per step
     # A branch takes its first steps from its parent; 0 for a run that is already beyond this budget.
-    done = {spec.run: max(progress(directory / RUNS_DIR / spec.run)[1], _parents_steps(spec)) for spec in specs}
+    done = {spec.run: max(progress(directory / RUNS_DIR / spec.run)[1], spec.first_step) for spec in specs}
     left = {spec.run: max(spec.steps - done[spec.run], 0) for spec in specs}
     left |= {spec.run: 0 for spec in specs if left[spec.run] and why_final(directory / RUNS_DIR / spec.run)}
     left |= dict.fromkeys(elsewhere, 0)
@@ -194,11 +194,6 @@ class _Rates:
             hours += left[spec.run] * median(rates)
         runs = sum(map(len, self.found.values()))
         return Price(hours, self.by, runs, tuple(name for name in SCALE if name in differs))
-
-
-def _parents_steps(spec: RunSpec) -> int:
-    """Return the step at which a branch leaves its parent; 0 for a run of its own."""
-    return int(branch_of(spec.config).get("branch", {}).get("step") or 0)
 
 
 def _scale(config: Mapping[str, Any]) -> dict[str, str]:

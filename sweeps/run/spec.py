@@ -85,6 +85,11 @@ class RunSpec:
         return f"{self.recipe} seed {self.seed}"
 
     @property
+    def first_step(self) -> int:
+        """Step at which a branch leaves its parent, whose steps cost nothing again; 0 for a run of its own."""
+        return int(branch_of(self.config).get("branch", {}).get("step") or 0)
+
+    @property
     def layout(self) -> tuple[int, int] | None:
         """Nodes, and ranks per node, that the run requires (group `strategy`); None if it leaves them open."""
         return layout_of(self.config)

@@ -699,6 +699,21 @@ def test_progress_is_silent_until_it_is_time(tmp_path: Path, said: list[str], mo
     assert said[-1].startswith("[01:15] ")
 
 
+def test_the_steps_that_a_branch_has_from_its_parent_take_no_time(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("sweeps.launch.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
+    plain = member("cispo", steps=40)
+    branch = replace(plain, config={**plain.config, "branch": {"run": "0123456789ab", "step": 20}})
+    progress = Progress(total=1, steps=40, every_s=0, write=said.append)
+    progress.started(branch, tmp_path)
+    now[0] = 600.0
+    record(tmp_path, 30)
+    progress.tick([branch], 0, 0, 0)
+    assert "about 10 min left" in said[-1], "10 steps took 10 min, and 10 are left"
+
+
 def test_progress_says_how_long_it_will_take(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """At the pace at which this process has seen its members go on; what was done before says nothing of it."""
     now = [0.0]
