@@ -1,6 +1,6 @@
 """Takes the screenshots of docs/guide: `python -m docs.site screenshots`. Needs Chromium, as the browser tests do.
 
-They show `examples/study`: its report, and in MLflow's interface both views that `scalerl publish` prints; and, where
+They show `examples/study`: its report, and in MLflow's interface the views that `scalerl publish` prints; and, where
 `python -m docs.site build` was called before, this site on a screen and on a phone, light and dark.
 """
 
@@ -38,7 +38,7 @@ def take(folder: Path) -> list[Path]:
             main(["report", str(place / "study"), "-o", str(place / "report.html"), "--title", "Leave one out"])
             main(["publish", str(place / "study"), "--mlflow", f"sqlite:///{place}/mlflow.db"])
         port = free_port()
-        command, chart, runs = (line.replace("5000", str(port)) for line in said.getvalue().splitlines()[-3:])
+        command, chart, *tables = (line.replace("5000", str(port)) for line in said.getvalue().splitlines()[-4:])
 
         with chromium(place / "profile", logs=True) as browser:
             metrics = {"width": WIDTH, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
@@ -61,9 +61,10 @@ def take(folder: Path) -> list[Path]:
 
                 wait_for(drawn)
                 written.append(_small(browser.get_screenshot_as_png(), folder / "mlflow_chart.png"))
-                show(browser, runs.split(": ")[1].strip(), WIDTH, 700)
-                wait_for(lambda: len(table(browser)["rows"]) > 1)
-                written.append(_small(browser.get_screenshot_as_png(), folder / "mlflow_runs.png"))
+                for line, picture in zip(tables, ("mlflow_recipes.png", "mlflow_runs.png"), strict=True):
+                    show(browser, line.split(": ")[1].strip(), WIDTH, 700)
+                    wait_for(lambda: len(table(browser)["rows"]) > 1)
+                    written.append(_small(browser.get_screenshot_as_png(), folder / picture))
     return written
 
 
