@@ -102,7 +102,7 @@ class EnvironmentSettings:
         factories: dict[str, Any] = {}
         for name, source in self._sources().items():
             try:
-                # In this process only to find mistakes early; the process of the environment loads it again.
+                # Loaded here only to find mistakes early; the environment's process loads it again.
                 loaded = source.load()
             except Exception as error:
                 raise ConfigurationError(
