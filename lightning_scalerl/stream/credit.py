@@ -74,7 +74,7 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
 
 
 def _by_token(rollout: Rollout, advantages: list[float]) -> list[float]:
-    """Return the advantage of each token: that of its turn, or the only one."""
+    """Return the advantage of each token: its turn's advantage, or the rollout's if there is only one."""
     return (
         [advantages[turn] for turn in turn_of_tokens(rollout)]
         if len(advantages) > 1
@@ -88,7 +88,7 @@ def enters(group: Group, choices: Choices) -> bool:
 
 
 def remember(groups: list[Group], choices: Choices) -> None:
-    """Update a normalization that keeps running moments with those of this batch.
+    """Update the running moments of a normalization, if it keeps any, with the moments of this batch.
 
     Called once per batch, before `assemble`, which stays pure because of this.
     """

@@ -66,7 +66,7 @@ class LiveDriver:
         self.stream, self.generator, self.weights = stream, generator, weights
         self.verifiers = verifiers
         self._conversations = conversations
-        self._restored = True  # rollouts may wait already: in a generator that a checkpoint has restored
+        self._restored = True  # a checkpoint may have restored waiting rollouts
         self._grading: dict[int, Place] = {}  # by ticket
         self.listeners = listeners or []
         self._probe_every = probe_every
