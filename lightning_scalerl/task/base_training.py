@@ -26,7 +26,7 @@ def named(kind: str, settings: Mapping[str, Any]) -> str:
 
 
 def cached(name: str, settings: Mapping[str, Any], make: Callable[[], Any], tokenizer: Callable[[], Any]) -> str:
-    """Return the path of a base model in the cache; `make` makes it if it is not there."""
+    """Return the path of a base model in the cache; `make` creates the model if it is not there."""
     path = cache_dir() / name
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
