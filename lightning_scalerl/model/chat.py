@@ -101,7 +101,7 @@ class Rendering:
         # The id is needed if the marker is a special token, because decoding then drops it from the text.
         self._marker_id = marker_id if isinstance(marker_id, int) and marker_id != tokenizer.unk_token_id else None
         self._template = self._chosen_template()
-        # Maps a prompt's digest to whether the rendered prompt opens the thinking: needed to find the answer behind it.
+        # Maps a prompt's digest to whether the rendered prompt opens the thinking: needed to find the answer after it.
         self._opening: dict[bytes, bool] = {}
         # Maps a prompt to the schemas of the tools that its template shows.
         self.tools_of: Callable[[Prompt], Sequence[Mapping[str, Any]]] = _no_tools

@@ -51,7 +51,7 @@ class Policy(nn.Module):
         self.temperature = temperature
         # The adapter's semantics, from the design choice or, for an adapter that came with the model, `described`.
         self.adapter: Mapping[str, Any] | None = None
-        # Whether rows are packed (`model.packed`): the recipe asks for it and the model can (`session.models`).
+        # Whether rows are packed (`model.packed`): the recipe asks for it and the model supports it (`session.models`).
         self.packs = False
         # Whether the model has been tried on a few tokens (`session.trials`).
         self.tried = False
@@ -95,8 +95,8 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Return log-probabilities and entropies of the completion tokens, (R, T) each, zero after a completion's end.
 
-        With a teacher there is a third one: KL(this policy, teacher) over the vocabulary at each of these tokens, with
-        gradient.
+        With a teacher there is a third tensor: KL(this policy, teacher) over the vocabulary at each of these tokens,
+        with gradient.
 
         Args:
             batch: the sequences to score.
