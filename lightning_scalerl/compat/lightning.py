@@ -25,13 +25,13 @@ def stop_at_epoch_end(early_stopping: Any) -> None:
 
 
 def save_at_epoch_end(checkpoint: Any) -> None:
-    """Let ModelCheckpoint save at the end of an epoch, unless the user set that; as with EarlyStopping."""
+    """Let ModelCheckpoint save at the end of an epoch, unless the user set that; no public name sets it later."""
     if checkpoint._save_on_train_epoch_end is None:
         checkpoint._save_on_train_epoch_end = True
 
 
 def wandb_arguments(logger: Any) -> dict[str, Any]:
-    """Return what a WandbLogger passes to `wandb.init`. `WandbLogger.experiment` would already call it."""
+    """Return the arguments that a WandbLogger passes to `wandb.init`. `WandbLogger.experiment` would call it."""
     arguments: dict[str, Any] = logger._wandb_init
     return arguments
 

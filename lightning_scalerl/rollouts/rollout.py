@@ -123,7 +123,7 @@ class Rollout:
 
     @property
     def length(self) -> int:
-        """Number of the completion's tokens, without those of an environment: the length that is controlled."""
+        """Number of the completion's tokens, not counting an environment's; length control uses this number."""
         return len(self.tokens) - self.sources.count(Source.ENVIRONMENT)
 
     @property
@@ -339,7 +339,7 @@ class TrainBatch:
         returns: (R, T), the targets of the values; None without a critic.
         group: (R,), number of the rollout's group. Rollouts of one group share a prompt. None if unknown, in which
             case no prompt is shared.
-        selected: (R, T) bool, tokens that the loss treats in another way (`Loss.select`); None if it treats all alike.
+        selected: (R, T) bool, tokens that the loss treats differently (`Loss.select`); None if it treats all alike.
         packed: whether models get the rows concatenated without padding (`model.packed`).
     """
 
