@@ -44,7 +44,7 @@ def in_function(error: Exception, name: str) -> Exception:
     return error
 
 
-# Distinguishes our note on an error from those of others.
+# Beginning of the notes that this module adds to an error; others may add notes too.
 _NOTE_PREFIX = "in reward function "
 
 
