@@ -20,7 +20,7 @@ def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 
 def share_of(share: float, tokens: int) -> int:
-    """Return the number of tokens to select: the whole part of `share * tokens`, but at least one of any."""
+    """Return the number of tokens to select: the whole part of `share * tokens`, but at least one if there are any."""
     return min(tokens, max(1, int(share * tokens)))
 
 

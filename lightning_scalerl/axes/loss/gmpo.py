@@ -42,7 +42,7 @@ def gmpo(
 class GMPO(Loss):
     """Geometric mean with clips on the log-ratio of each token, wider than those of an arithmetic mean.
 
-    A clipped token loses its gradient and keeps its place in the mean, so the other tokens of its sequence keep theirs.
+    A clipped token loses its gradient but stays in the mean, so the other tokens of its sequence keep their gradients.
 
     Args:
         clip_low: ratios below exp(-clip_low) are clipped where the advantage is negative. The paper has 0.4.

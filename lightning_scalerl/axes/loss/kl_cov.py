@@ -39,7 +39,7 @@ class KLCov(Loss):
         self.coefficient = not_negative("loss.coefficient", coefficient)
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
-        """Return a one-line error if axis `kl` gives advantages of its own, by which no token is selected."""
+        """Return a one-line error if axis `kl` gives advantages of its own, which the selection would ignore."""
         return one_kind_of_advantage("kl_cov selects tokens by the advantages of the task", others)
 
     def select(self, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor, key: Sequence[int]) -> Tensor:
