@@ -30,7 +30,7 @@ class ForeignRun:
         where, name: the source as given by the user, and the run's name in it.
         key: identity of the run that survives renaming; "" if only place and name identify it.
         state: `RUNNING`, `FINISHED` or `FAILED`; "" if the source does not record it.
-        final: why it finished before its budget and cannot be continued; None for any other run.
+        final: reason why it finished before its budget and cannot be continued; None for any other run.
         labels: requested labels by name; also `recipe` and, where known, `seed` and `baseline`.
         axis, metric: columns of compute and reward.
         steps: (n,); None where the source has none.
@@ -59,12 +59,12 @@ def described(factors: Mapping[str, str], **labels: str | None) -> dict[str, str
 
 @dataclass
 class LoadedStudy:
-    """Content of the sources: one curve per recipe, the journals, and what was left out and why.
+    """Content of the sources: one curve per recipe, the journals, and warnings about omitted content.
 
     Attributes:
         curves: the curves.
         runs: journals of our own runs.
-        warnings: what was left out or looks wrong, and why.
+        warnings: content that was left out or looks wrong, with the reasons.
         mapping: one line per source: the reader, which column was used for what and by which rule, and how many rows
             became points, with the reasons for the others.
         shown: lines of the mapping that the user must see, because the format is foreign or a column was chosen by
