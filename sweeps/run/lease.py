@@ -238,7 +238,8 @@ class Lease:
             return True
         if not _same_machine(facts):
             return False
-        # On one machine the lock is conclusive if both processes have it; else only the end of the holder's process is.
+        # On one machine the lock is conclusive if it works for both processes. Otherwise only the end of the holder's
+        # process is conclusive.
         return (self._own["flock"] and facts.get("flock", True)) or _ended(facts)
 
     def _silent(
