@@ -167,7 +167,7 @@ class Recipe:
         check_scale(self.scaled_for, made_for_it)
 
     def _nothing_to_learn(self, choices: Choices) -> str | None:
-        """Return a one-line error if the rewards of all groups are equal and nothing else teaches, else None."""
+        """Return a one-line error if all rewards are equal and there is no other training signal, else None."""
         if not isinstance(self.reward, NoReward):
             return None
         if not isinstance(choices.filter, NoFilter):
