@@ -107,10 +107,10 @@ def start_worker(
     """Start `python -m module`, which begins with `begin_worker`, in a session of its own.
 
     Args:
-        module: name of a module of ours.
+        module: name of one of our modules.
         content: bytes that `begin_worker` returns, such as a pickled object.
         memory_gib: limit on the process's data segment in GiB; None for no limit.
-        env: environment variables, in addition to those of this process.
+        env: environment variables, in addition to this process's own.
         stderr: descriptor for standard output and error; None for our standard error.
 
     Returns:
@@ -131,7 +131,7 @@ def start_worker(
             pass_fds=descriptors, stdin=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
             env={**os.environ, **_ONE_THREAD, **env},
         )  # fmt: skip
-    # If this end stayed open here, the death of the process would not be seen as an end of file, only by a timeout.
+    # Close the child's end here: while it is open, the child's death is not an end of file and only a timeout shows it.
     theirs.close()
     return process, ours
 
@@ -254,7 +254,7 @@ class Tree:
         self._guard.wait()
 
     def stop(self, number: signal.Signals | None, within_s: float) -> None:
-        """Send the command a signal to stop (None: it got another request); kill what remains after `within_s`."""
+        """Send the command a signal to stop (None if it was asked otherwise); kill what remains after `within_s`."""
         self._tell({"stop": number, "within_s": within_s})
 
     def wait(self, timeout_s: float) -> Ended | None:
