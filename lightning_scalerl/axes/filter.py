@@ -15,7 +15,7 @@ from lightning_scalerl.rollouts.rollout import Group
 
 def has_variance(rewards: Tensor) -> bool:
     """Return whether the rewards (G,) of a group differ."""
-    # Compared exactly, not through the standard deviation: equal rewards such as 0.1 have one above 0 by rounding.
+    # Compare exactly: by rounding, the standard deviation of equal rewards such as 0.1 can be above 0.
     return bool((rewards != rewards[:1]).any())
 
 

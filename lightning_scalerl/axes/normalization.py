@@ -208,7 +208,7 @@ class BatchRewardNormalization(_Scaled):
     Unlike the deviation of advantages, this one also grows with differences in difficulty between prompts.
     """
 
-    # As in TRL (GRPOTrainer, scale_rewards="batch"): unbiased, eps 1e-4.
+    # The defaults are TRL's (GRPOTrainer, scale_rewards="batch"): unbiased, eps 1e-4.
     def __init__(self, ddof: int = 1, eps: float = 1e-4) -> None:
         super().__init__(ddof, eps)
 

@@ -146,7 +146,7 @@ class TrainedPolicy:
             # Each rank saves only its own part, on the host.
             self._before[name] = _own(parameter).to("cpu", copy=True)
             size = whole_tensor(parameter.square().mean()).sqrt().clamp(min=LEAST_SIZE)
-            # Drawn for the whole tensor on every rank with one seed, so that the ranks' parts fit together.
+            # Every rank draws noise for the whole tensor with one seed, so that the ranks' parts fit together.
             drawn = torch.randn(parameter.shape, generator=noise, device=parameter.device).to(parameter.dtype)
             parameter.add_(part_like(drawn, parameter), alpha=MOVE * float(size))
 

@@ -64,7 +64,7 @@ class ClipCov(Loss):
         inside = mask > 0
         covariance = covariances(anchor_logprobs[inside], advantages[inside])
         candidates = torch.nonzero((covariance > self.low) & (covariance < self.high)).flatten()
-        # On the host and by number: the draw depends neither on the device nor on how rows are padded.
+        # Drawn on the host, by number, so that the draw depends neither on the device nor on how rows are padded.
         order = np.random.default_rng(list(key)).permutation(candidates.numel())
         drawn = torch.from_numpy(order[: share_of(self.share, covariance.numel())]).to(candidates.device)
         return scattered(candidates[drawn], mask)

@@ -34,7 +34,7 @@ def gmpo(
     """
     log_ratio = trainer_logprobs - anchor_logprobs
     bounded = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
-    # One mean of logarithms: a product of the tokens' ratios would overflow FP32 over a long sequence.
+    # Average logarithms: a product of the tokens' ratios would overflow FP32 over a long sequence.
     mean = torch.where(mask > 0, bounded, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     return -torch.exp(mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) * advantages
 

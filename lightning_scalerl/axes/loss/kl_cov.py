@@ -46,7 +46,7 @@ class KLCov(Loss):
         """Return the tokens that are penalized (R, T, bool)."""
         inside = mask > 0
         covariance = covariances(anchor_logprobs[inside], advantages[inside])
-        # Stable, unlike `topk`: confident models have many tokens of exactly equal covariance.
+        # The sort is stable, unlike `topk`: confident models have many tokens of exactly equal covariance.
         ranked = torch.sort(covariance, descending=True, stable=True).indices
         return scattered(ranked[: share_of(self.share, covariance.numel())], mask)
 
