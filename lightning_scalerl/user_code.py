@@ -62,7 +62,7 @@ class Source:
             function: Callable[..., Any] = getattr(import_module(self.place), self.function)
             return function
         path = Path(self.place)
-        # As if the file were run from its folder: it can import the files next to it.
+        # The file can import the files next to it, as if it were run from its folder.
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
         # Named by the whole path, so that two files of the same name are two modules.

@@ -150,7 +150,7 @@ def form_of(user: Any) -> Literal["tools", "text"]:
 
 def tools_of(user: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield name and method of each tool: the public methods, found as TRL finds them."""
-    # On the class: on the instance, properties would be evaluated.
+    # Inspect the class: on the instance, properties would be evaluated.
     for name, _ in inspect.getmembers(type(user), predicate=inspect.isfunction):
         if name not in _NOT_TOOLS and not name.startswith("_"):
             yield name, getattr(user, name)
@@ -198,7 +198,7 @@ def _awaited(value: Any) -> Any:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the process's event loop. An environment may hold objects that belong to it, such as a connection."""
+    """Return one event loop for all calls: an environment may keep objects of its loop, such as a connection."""
     return asyncio.new_event_loop()
 
 

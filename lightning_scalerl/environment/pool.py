@@ -299,7 +299,7 @@ class EnvironmentPool:
                 self.counts.update(
                     observations=1, malformed=answer.malformed, raised=answer.raised, characters_cut=answer.cut
                 )
-            # Not open: it was closed during the call.
+            # A conversation that is not open was closed during the call.
             if number in self._open:
                 self._answers[number] = answer
                 if isinstance(answer, Failure):
@@ -341,7 +341,7 @@ class _Process:
             ready = wait(listened, left_s) if left_s > 0 else []
             if not ready:
                 raise self._lost("timeout", f"timed out after {timeout_s:g} s")
-            # Its output is read so that it never blocks, and only the end of it is kept.
+            # Read the process's output, so that it never blocks on a full pipe; keep only the end.
             if self._output in ready:
                 block = os.read(self._output, 65536)
                 self._last = (self._last + block)[-_LAST_BYTES:]

@@ -126,7 +126,7 @@ def main() -> None:
         except EOFError:
             return
         result: object
-        # Not BaseException: SystemExit and the like must end the process, which the pool replaces.
+        # BaseException is not caught: SystemExit and the like must end the process, which the pool replaces.
         try:
             result = getattr(worker, method)(*arguments)
         except AnswerError as error:

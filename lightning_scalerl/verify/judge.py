@@ -40,11 +40,11 @@ PATTERN = (
 )
 # Verdicts in words, as a share of the way from `low` to `high`.
 _WORDS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "pass": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0, "fail": 0.0}
-# Other braces of a template stay as they are: a judge's prompt may show JSON.
+# Other braces of a template are not fields: a judge's prompt may show JSON.
 _FIELDS = re.compile(r"\{(prompt|question|answer|completion)\}")
 # Settings that change neither a verdict nor its cost.
 OPERATIONAL = frozenset({"url", "key_env", "cache", "timeout_s", "retries", "concurrency"})
-# Only this much of the end of a judge's answer is searched for a verdict.
+# Number of characters at the end of a judge's answer that are searched for a verdict.
 _LAST = 20_000
 # Seconds that a worker may need beyond the limit on an answer, to start a request and to write the cache.
 _OVERHEAD_S = 2.0

@@ -121,7 +121,7 @@ class Endpoint:
             bodies: the requests.
             kept: called as soon as a request has ended, with its index and result; returns the result to use.
         """
-        # In a thread of its own: a notebook's thread already has a running event loop.
+        # Run in a thread of its own, because a notebook's thread already has a running event loop.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(lambda: asyncio.run(self._ask_all(bodies, kept))).result()
 
