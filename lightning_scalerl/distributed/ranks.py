@@ -222,7 +222,7 @@ class Ranks:
         """
         if self.count == 1:
             return batch
-        # Stable, because every rank sorts on its own and all must arrive at the same order.
+        # The sort is stable, because every rank sorts on its own and all must arrive at the same order.
         order = torch.argsort(batch.lengths, descending=True, stable=True)
         places = self.count // self.partners
         if size is None or size.tokens is None:

@@ -221,7 +221,7 @@ def foretell(of: Measured, recipe: Recipe, ranks: int = 1, strategy: str = "ddp"
     choices, whole = recipe.choices, of.whole
     sharded = strategy == "fsdp2" and ranks > 1
     share = ranks // of.partners if sharded else 1  # each rank holds one of this many shards
-    # Rounded up (-(-a // b)). Gradients are FP32 (4 bytes).
+    # -(-a // b) rounds up. Gradients are FP32 (4 bytes).
     states = recipe.optimizer.state_bytes
     device = {
         "weights": -(-of.weights // share),

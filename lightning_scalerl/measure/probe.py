@@ -37,9 +37,9 @@ TAIL = 0.01
 BY_CHANCE = 1e-4
 # Tokens below this probability are not compared after the weights have changed.
 LIKELY = 1e-3
-# Training can make a policy so sharp that the rounding of a 16-bit type exceeds the bounds of the start: correct runs
-# of experiment=replication reached 1.4 times the bound on the mean. A generator that does not follow the trainer drifts
-# beyond this factor as well.
+# Factor on the bounds after the first step. Training can make a policy so sharp that the rounding of a 16-bit type
+# exceeds the bounds: correct runs of experiment=replication reached 1.4 times the bound on the mean. A generator that
+# does not follow the trainer drifts beyond this factor as well.
 SHARPER = 4.0
 MEAN, P99 = "train/probe_gap_mean", "train/probe_gap_p99"
 

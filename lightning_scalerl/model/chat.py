@@ -30,7 +30,7 @@ from lightning_scalerl.rollouts.rollout import Rollout
 END_OF_THINKING = "</think>"
 # The default date of Llama's templates. With today's date, prompts would change every day.
 DATE = datetime(2024, 7, 26)
-# Most special tokens to list at the start; a model may have hundreds of reserved ones.
+# Largest number of special tokens to list at the start; a model may have hundreds of reserved ones.
 NAMED = 24
 # Version of the tokenisation rules; cached tokens of other versions are not read.
 RULES = 2

@@ -149,7 +149,8 @@ class Policy(nn.Module):
             )
             return (ours.exp() * (ours - theirs)).sum(-1)
 
-        # Both models' logits exist at the same time; each chunk is computed again in the backward pass.
+        # The logits of both models exist at the same time, so chunks are smaller. They are recomputed in the backward
+        # pass.
         chunk = max(1, MAX_LOGITS // sum(sizes))
         if hidden.shape[0] <= chunk:
             return part(hidden, taught)
