@@ -24,7 +24,7 @@ from lightning_scalerl.update.terms import terms
 from lightning_scalerl.verify.charges import ComputeAxes
 from lightning_scalerl.verify.verification import Verification
 
-# From this many parameters on, the activations of one long row take more memory than all states of the model.
+# Number of parameters from which the activations of one long row take more memory than all states of the model.
 RECOMPUTE_FROM = 2**28
 
 

@@ -47,7 +47,7 @@ _WHOLE_NUMBERS = {
     "launch.max_parallel": 1,
     "launch.threads": 1,
 }
-# As in `distributed.start`, which cannot be imported here because it imports torch.
+# The same as in `distributed.start`, which cannot be imported here because it imports torch.
 STRATEGIES = ("ddp", "fsdp2")
 CHECKPOINTS = ("shards", "whole")
 # Settings whose classes do not import Lightning: errors in them are reported without waiting seconds for that import.

@@ -99,7 +99,7 @@ def check_runs(words: Sequence[Sequence[str]], _: Sequence[str]) -> list[RunSpec
 
 
 def _check_names(file: Path, configs: Mapping[str, Any], folders: Sequence[str], study: Path) -> None:
-    # Before `use_folders`, so that our names are not looked up in the user's folders.
+    # This comes before `use_folders`, so that our names are not looked up in the user's folders.
     other_names = [
         (field, name)
         for part, config in configs.items()

@@ -169,7 +169,7 @@ def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         name: torch.from_numpy(np.fromiter(chain.from_iterable(getattr(rollout, name) for rollout in rollouts), kind))
         for name, kind in _PER_TOKEN.items()
     }
-    # Two masks instead of the sources, the second one only where needed: as in checkpoints of earlier versions.
+    # Store two masks instead of the sources, the second one only if needed, as checkpoints of earlier versions did.
     sources = per_token.pop("sources")
     per_token["forced"] = sources == Source.FORCED
     if (environment := sources == Source.ENVIRONMENT).any():
@@ -412,7 +412,7 @@ class TrainBatch:
         if self.group is not None and self.rollouts:
             longest = self.lengths.new_zeros(int(self.group.max()) + 1)
             longest.scatter_reduce_(0, self.group, self.lengths, "amax")
-            # Stable sorts, the most important key last: length of the group's longest row, then group, then length.
+            # Sort by length of the group's longest row, then group, then length: stable sorts, the first key last.
             order = order[torch.argsort(self.group[order], stable=True)]
             order = order[torch.argsort(longest[self.group[order]], descending=True, stable=True)]
         start, widest, total = 0, 0, 0

@@ -181,7 +181,7 @@ class Dialogue:
         tokens: list[list[int]] = [[] for _ in prompts]
         for name, turns in self._turns.items():
             rows = [row for row, prompt in enumerate(prompts) if self.name_of(prompt) == name]
-            # One call for all, because each call starts a process.
+            # Make one call for all conversations, because each call starts a process.
             if rows:
                 called = [[call.name for call in turns_of[row].calls] for row in rows]
                 written = turns.following_tokens([replies[row] for row in rows], [sampled[row] for row in rows], called)

@@ -202,7 +202,7 @@ class RolloutStream:
         if scored:
             rollout.grade = outcome.reward
             rollout.correct = outcome.kind == "score" and passes(self.task, outcome)
-            # In this order: the curriculum weighs the reward's terms, `reward` rescales the sum, the length penalty
+            # The order matters: the curriculum weighs the reward's terms, `reward` rescales the sum, the length penalty
             # applies, and axes defined by the user come last.
             factors = self.choices.curriculum.reward_factors(self.reward_sums, group.admitted_at)
             weighed = weighed_sum(outcome.reward, outcome.terms, factors)

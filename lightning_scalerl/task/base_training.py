@@ -50,7 +50,7 @@ def trained(make: Callable[[], Any], loss_of: Callable[[Any, int], Tensor], batc
         learning_rate: highest learning rate.
     """
     threads = torch.get_num_threads()
-    # One thread: a second one gains little at this size, and the weights must not depend on the number of threads.
+    # Use one thread: a second one gains little at this size, and the weights must not depend on the number of threads.
     torch.set_num_threads(1)
     rng_state = torch.get_rng_state()
     try:

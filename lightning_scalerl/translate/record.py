@@ -111,7 +111,7 @@ class Translation:
 
     def lacks(self, key: str, value: Any, why: str) -> None:
         """Add a choice or setting without a counterpart."""
-        # For an axis with a choice that the user has defined, that reason is enough.
+        # If the axis is missing because the user has defined its choice, no further reason is needed.
         if any((entry.key, entry.why) == (key, OWN) for entry in self.missing):
             return
         self.missing.append(Missing(key, _shown(value), why))
