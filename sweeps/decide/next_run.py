@@ -149,7 +149,7 @@ class _Future:
         self.theta = {i: asymptotes[i] for i in self.near}
         self._rows = {i: standing.drawn[i].rows for i in self.near}
         self._prior = {i: self._sample(fits[i], asymptotes[i]) for i in self.near}
-        # Of all other recipes only the highest A matters.
+        # Keep only the highest A of the other recipes: the loss depends on nothing else of them.
         self._rest = np.full((_OUTCOMES, _SAMPLES), -np.inf)
         for i in range(len(asymptotes)):
             if i not in self.theta:

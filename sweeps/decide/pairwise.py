@@ -269,7 +269,7 @@ def pairing_of_two(one: str, two: str, near: Mapping[str, SeedExcess], scale: fl
         usual = float(np.median((residual**2).sum(1)) / chdtri(free, 0.5))  # chi squared's median is below its mean
     dof = len(seeds) - 1
     variance = (_PRIOR_DOF * usual + dof * own_variance) / (_PRIOR_DOF + dof) - sampling
-    # Never below the part of the published spread that noise could hide.
+    # Keep at least the part of the published spread that sampling noise could hide.
     variance = max(variance, min(sampling, (BORROWED_SEED_SD * scale) ** 2))
     return Pairing(tuple(seeds), SeedSpread(math.sqrt(variance), "paired", float(_PRIOR_DOF + dof)))
 
