@@ -80,7 +80,7 @@ def die_with_parent(started_by: int | None = None) -> None:
 
     def watch() -> None:
         connection.wait([parent.sentinel])
-        # Not sys.exit, which would end only this thread.
+        # os._exit, because sys.exit would end only this thread.
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
@@ -376,7 +376,8 @@ def _descendants() -> list[int]:
     for process in _PROC.iterdir() if _PROC.is_dir() else ():
         if process.name.isdigit():
             try:
-                # After the name in parentheses: state, parent, ... Zombies (Z) and dead processes (X) do not count.
+                # The fields after the name in parentheses are state, parent, ... Zombies (Z) and dead processes (X) do
+                # not count.
                 fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
             except OSError:
                 continue

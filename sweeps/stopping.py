@@ -208,7 +208,7 @@ class RacingRun:
         if not pending and ending is None:
             return
         if not self._holds:
-            # This long, because some file systems have no locks: there a dead holder is detected only by its silence.
+            # Wait this long because some file systems have no locks: there only silence shows that a holder is dead.
             self._lease.acquire(EXPIRY_S + BEAT_S)
             self._holds = True
         self._lease.check()

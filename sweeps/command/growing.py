@@ -261,7 +261,7 @@ class GrowingLog:
         if not any(text):
             return
         header = ",".join(text)
-        # One column, JSON, or another separator than a comma.
+        # Refuse a single column, JSON, and separators other than a comma.
         if len(text) < 2 or text[0][:1] in ("{", "[") or header.startswith("sep=") or max(map(header.count, ";\t")) > 0:
             raise UnfitError
         names = [name.strip() for name in text]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Long enough for two members to run on a node, short enough that a repaired node is soon used again.
+# Time window: long enough for two members to run on a node, short enough that a repaired node is soon used again.
 TOGETHER_S = 3600.0
 OUT_S = 3600.0
 # Fewer nodes than this may all be bad in the same way by chance, for example two nodes of a rack.

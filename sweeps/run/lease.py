@@ -251,7 +251,7 @@ class Lease:
         while time.monotonic() - begin < self._expiry_s:
             if give_up():
                 return None
-            # A live holder would have renewed it by now.
+            # A live holder would have sent a heartbeat by now.
             if not printed and time.monotonic() - begin > 2 * self._beat_s:
                 who = self.holder() if seen[1] <= _term(seen[0]) else "a process that was taking it over"
                 print(
@@ -415,7 +415,7 @@ class Lease:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError):
-            return {"token": None, "unreadable": True}  # it exists: possibly not ours, and not free
+            return {"token": None, "unreadable": True}  # the file exists: the lease may not be ours, and is not free
         return facts if isinstance(facts, dict) else {}
 
 

@@ -251,7 +251,7 @@ class Collected:
                 bounds=points.bounds or self.asked.bounds,
                 lower_is_better=self.asked.lower_is_better,
             )
-            # Not by `statistics`, whose import brings six more modules.
+            # `statistics` is not used, because its import brings six more modules.
             origin = sum(points.origins) / max(1, len(points.origins))
             curves.append(replace(curve, ended=points.ended, origin=origin))
         return with_shared_scale(curves)

@@ -129,7 +129,7 @@ def checked_bounds(bounds: Sequence[float]) -> tuple[float, float]:
 
 
 def readings_of(place: Place, read: Callable[[File, Any], None]) -> list[_Reading]:
-    """Return how to read what a place contains besides our own runs; `read` reads one file."""
+    """Return functions that read everything in a place except our own runs; `read` reads one file."""
     if place.kind is Kind.EXPERIMENT:
         return [(place.text, partial(mlflow_runs.read_experiment, place.text))]
     if place.kind is Kind.PROJECT:

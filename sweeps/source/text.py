@@ -175,7 +175,7 @@ def json_lines(file: File) -> tuple[list[Any], Sequence[int], str | None]:
     Raises:
         UserError: another line is not JSON and was not cut off by NUL bytes.
     """
-    # Not splitlines, which also splits at separators that are allowed inside JSON strings.
+    # splitlines is not used, because it also splits at separators that are allowed inside JSON strings.
     lines = [(number, line) for number, line in enumerate(file.text.split("\n"), start=1) if line.strip()]
     values: list[Any] = []
     numbers: list[int] = []
