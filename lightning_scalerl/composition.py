@@ -109,7 +109,7 @@ def compose(overrides: Sequence[str], folders: Folders = (), base: tuple[Path, s
         base: folder and name of a configuration to compose instead of `train`; it may have other groups.
 
     Raises:
-        ConfigurationError: an unknown key, group or choice; one line that lists what is valid.
+        ConfigurationError: an unknown key, group or choice; one line that lists the valid ones.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir

@@ -101,7 +101,7 @@ class AdamWBF16(AdamW):
 
     Without Kahan summation, a weight whose update is below 1/512 to 1/256 of its size does not move. The types of
     forward pass and gradients are those of the other optimizers (axis `precision`), so that only the storage differs.
-    The values are in FP32 tensors: this shows what the storage does to learning, and saves no memory for weights.
+    The values are in FP32 tensors: this shows the effect of the storage on learning, and saves no memory for weights.
 
     Attributes:
         kahan: keep the part of each weight's updates that rounding loses, in a third BF16 state.

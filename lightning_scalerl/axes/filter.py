@@ -44,7 +44,7 @@ class Filter(DesignChoice):
         """Return whether token weights differ; if only one choice refills, whether a group was or would be replaced."""
         if self.refills == theirs.refills:
             return step.loss_weights_differ(theirs)
-        # Only one choice refills: the batches differ if a group was replaced, or would have been under `theirs`.
+        # One of the two choices refills: the batches differ if a group was replaced, or would have been by `theirs`.
         return step.dropped > 0 or (theirs.refills and not all(map(theirs.keep, step.batch.groups)))
 
 

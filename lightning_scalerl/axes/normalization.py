@@ -252,7 +252,7 @@ class MaxRLNormalization(Normalization):
         )
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, the divisor, and what becomes of groups without success."""
+        """Return the parameters, the divisor, and the advantages of groups without success."""
         return {
             **super().semantics(),
             "divisor": "mean reward of the group, above that of an incorrect completion",

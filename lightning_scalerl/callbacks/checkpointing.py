@@ -125,7 +125,7 @@ class ResumableCheckpoint(Checkpoint):
 
     def _save(self, trainer: Trainer, run: Run, step: int) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return  # like Lightning's own checkpoint callback
+            return  # Lightning's own checkpoint callback saves nothing either
         with run.meter.phase("checkpoint"):
             # A unique name, since a process that has lost the run's lease may still be writing a checkpoint.
             unfinished = self.directory / f"step-{step:08d}.{uuid.uuid4().hex[:8]}.part"

@@ -125,7 +125,7 @@ class Ranks:
 
         Args:
             work: called on rank 0 only; its result must be plain data, see `meeting`.
-            lean: reduces the result to what the other ranks need.
+            lean: reduces the result to the part that the other ranks need.
 
         Raises:
             LeaderFailedError: on the other ranks, if the work raised an error on rank 0.

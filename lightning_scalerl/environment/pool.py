@@ -356,7 +356,7 @@ class _Process:
                     raise self._lost("answer", f"its answer cannot be read ({type(error).__name__})") from error
 
     def _ended(self) -> int:
-        """Kill what remains of the process and return its exit code."""
+        """Wait for the process to end, else kill its process group; return the exit code."""
         with suppress(Exception):
             return self._process.wait(1.0)
         kill_group(self.pid)

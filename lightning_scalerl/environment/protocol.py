@@ -78,7 +78,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class History:
-    """Earlier part of a conversation, to replay it: what `reset` returned, then each turn with its observation."""
+    """Earlier part of a conversation, to replay it: the result of `reset`, then each turn with its observation."""
 
     start: Observation
     exchanges: tuple[tuple[Turn, Observation], ...] = ()

@@ -134,7 +134,7 @@ class EnvironmentSettings:
 
     @staticmethod
     def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what represents the factories in a run's identity: files by their content, not by their path."""
+        """Return the factories' entry in a run's identity: files by their content, not by their path."""
         factory = parameters.get("factory")
         if factory is None:
             return {}

@@ -218,7 +218,7 @@ def _check_trl(file: Path, spec: RunSpec, study: Path) -> None:
     try:
         composed = OmegaConf.to_container(compose(spec.overrides, spec.folders), resolve=True)
         _check_names(file, {"overrides": composed}, spec.folders, study)
-        # With the absolute path of the interpreter: a relative one refers to the folder of the launch.
+        # Give the absolute path of the interpreter: a relative one refers to the folder of the launch.
         (again,) = plan_trl([[*spec.overrides, f"{_TRAINER}.python={python}"]], spec.folders)
     except ConfigurationError as error:
         raise UserError(f"{file}: {error}") from error

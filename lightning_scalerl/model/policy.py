@@ -78,7 +78,7 @@ class Policy(nn.Module):
     def shares_prompts(self) -> bool:
         """Return whether a prompt goes through the model once for all of its completions.
 
-        False in training mode, in which dropout is active or layers recompute what a cache would have to keep.
+        False in training mode, in which dropout is active or layers recompute states that a cache would have to keep.
         """
         if any(module.training for module in self.model.modules()):
             return False

@@ -216,8 +216,8 @@ class Models:
                 initial model is unknown.
 
         Raises:
-            ConfigurationError: the fingerprint matches neither the model that this one was made with nor the one at
-                `path`.
+            ConfigurationError: the fingerprint matches neither the model that this reference was made with nor the
+                model at `path`.
         """
         if self.reference is None or self.reference_fingerprint() == fingerprint_then:
             return

@@ -97,7 +97,7 @@ class Updates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state from `state_dict`."""
         self.loss_scale.load_state_dict(state["loss_scale"])
         self.skipped.load_state_dict(state["skipped"])
         self.health.load_state_dict(state["health"])

@@ -41,7 +41,7 @@ class LiveDriver:
     """Provides the TrainBatch of each optimizer step as soon as it is due.
 
     Args:
-        stream: the ledger of groups: what may be admitted, and which batch is due.
+        stream: the ledger of groups, which says whether one may be admitted and which batch is due.
         generator: the generator processes, which sample on their own.
         weights: returns the trainer's current weights, to publish them.
         verifiers: grade finished rollouts while generation continues.

@@ -124,7 +124,7 @@ class PromptSource:
         return None
 
     def _advance(self) -> None:
-        # Keeps `_taken`, which is saved in checkpoints, small: only places after the position stay in it.
+        # Keep `_taken` small, because checkpoints contain it: only places after the position stay in it.
         while self._position in self._taken:
             self._taken.remove(self._position)
             self._position += 1

@@ -153,7 +153,7 @@ class RolloutStream:
         return self._open[key].prompt
 
     def ended(self, finished: FinishedRollout) -> list[tuple[Place, Sample]]:
-        """Record a finished rollout, and return what can be graded now (`_bundle`); pass outcomes to `graded`."""
+        """Record a finished rollout; return the samples to grade now (`_bundle`), whose outcomes go to `graded`."""
         place = finished.key, finished.index
         self._ungraded[place] = finished.rollout, self.completed_steps
         return self._bundle(place)

@@ -32,7 +32,7 @@ class VirtualDriver:
     """Provides the TrainBatch of each optimizer step, simulating one event at a time.
 
     Args:
-        stream: the ledger of groups: what may be admitted, and which batch is due.
+        stream: the ledger of groups, which says whether one may be admitted and which batch is due.
         generator: samples one token of every rollout in flight per step.
         weights: returns the trainer's current weights, to publish them.
         cost_model: durations in virtual time.

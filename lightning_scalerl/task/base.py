@@ -138,7 +138,7 @@ class RewardScale:
 
 @dataclass(frozen=True)
 class NoReward(RewardScale):
-    """Training reward of 0 for every completion, whatever the verifier's reward. Pass rates are recorded as usual.
+    """Training reward of 0 for every completion, regardless of the verifier. Pass rates are recorded as usual.
 
     It is for distillation, where the distance to a teacher (axis `kl`) is the only training signal.
     """

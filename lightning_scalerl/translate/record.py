@@ -168,7 +168,7 @@ def _yaml(settings: Mapping[str, Any]) -> list[str]:
 def _in_yaml(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{json.dumps(name)}: {_in_yaml(entry)}" for name, entry in value.items()) + "}"
-    # With a decimal point, because YAML 1.1 reads 1e-15 as a string.
+    # Add a decimal point, because YAML 1.1 reads 1e-15 as a string.
     return re.sub(r"^(-?\d+)e", r"\1.0e", _plain(value)) if isinstance(value, float) else _plain(value)
 
 

@@ -29,8 +29,8 @@ MOVE, LEAST_SIZE = 0.3, 0.05
 class TrainedPolicy:
     """Gives rank 0 the policy's log-probabilities and weights; only rank 0 scores and publishes them.
 
-    If each rank has the whole model, rank 0 works alone. A sharded model needs all ranks: whatever rank 0 calls here
-    during `Ranks.share`, the other ranks repeat through `answer`.
+    If each rank has the whole model, rank 0 works alone. A sharded model needs all ranks: the other ranks repeat
+    through `answer` each call that rank 0 makes here during `Ranks.share`.
 
     Args:
         policy: the `Policy`, whose language model is in `policy.model`.

@@ -264,7 +264,7 @@ def _parse(expression: str) -> Any:
     return parse(f"${latex}$", formats, parsing_timeout=None, fallback_mode="no_fallback")
 
 
-@lru_cache(maxsize=1)  # `_form` reads what `_equal` has just read
+@lru_cache(maxsize=1)  # `_form` parses the text that `_equal` has just parsed
 def _parse_last(prose: str) -> Any:
     """Parse the expression that math-verify takes as the answer of a text, usually the last one."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse

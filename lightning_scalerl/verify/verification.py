@@ -222,10 +222,10 @@ def check_verifiers(verifiers: Verifiers, known: Sequence[Known], passes: Callab
         passes: outcome -> whether it counts as a pass.
 
     Returns:
-        One line on what was tested.
+        One line on the test.
 
     Raises:
-        ConfigurationError: a right completion does not pass, a wrong one does, or one cannot be graded.
+        ConfigurationError: a right completion does not pass, a wrong one passes, or a completion cannot be graded.
     """
     if not known:
         return "verifier: not tried beforehand, for no completion is known to be right or wrong"

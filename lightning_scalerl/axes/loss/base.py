@@ -62,7 +62,7 @@ def one_advantage_per_sequence(what: str, others: Mapping[str, DesignChoice]) ->
     """Return a one-line error if advantages are per token, for a loss that weights a sequence as a whole.
 
     Args:
-        what: the loss's name and what it does, the start of the error.
+        what: beginning of the error: the loss's name and what it does.
         others: the run's choices, by axis.
     """
     if (problem := one_kind_of_advantage(what, others)) is not None:
@@ -76,7 +76,7 @@ def one_advantage_per_sequence(what: str, others: Mapping[str, DesignChoice]) ->
 
 
 def one_kind_of_advantage(what: str, others: Mapping[str, DesignChoice]) -> str | None:
-    """Return a one-line error if axis `kl` gives the loss advantages of its own, which `what` cannot treat."""
+    """Return a one-line error if axis `kl` gives each token an advantage of its own, which loss `what` cannot use."""
     kl = others["kl"]
     if getattr(kl, "where", "") != "loss" or getattr(kl, "estimate", "") != "k1":
         return None

@@ -147,7 +147,7 @@ class Waiting:
         return {"waiting": state}
 
     def load_state_dict(self, state: dict[str, Any], device: Any) -> None:
-        """Restore what `state_dict` has returned, among other entries of `state`."""
+        """Restore the entries of `state_dict`; `state` may contain others, or lack these."""
         self.clear()
         if "waiting" not in state:
             return
