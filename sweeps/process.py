@@ -254,7 +254,7 @@ class Tree:
         self._guard.wait()
 
     def stop(self, number: signal.Signals | None, within_s: float) -> None:
-        """Send the command a signal to stop (None if it was asked otherwise); kill what remains after `within_s`."""
+        """Send the command a signal to stop (None if it was asked otherwise); kill its processes after `within_s`."""
         self._tell({"stop": number, "within_s": within_s})
 
     def wait(self, timeout_s: float) -> Ended | None:

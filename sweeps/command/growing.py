@@ -130,7 +130,7 @@ class Rows:
 class GrowingLog:
     """Reader of a log of JSON lines or CSV that continues at its last position.
 
-    If the file was replaced, has shrunk or no longer contains what was read last, it is read again from the beginning.
+    If the file was replaced, has shrunk or no longer contains the text read last, it is read again from the beginning.
 
     Args:
         path: the file.

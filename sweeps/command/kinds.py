@@ -125,7 +125,7 @@ def check_kinds(config: Mapping[str, Any]) -> None:
         config: resolved configuration of a member.
 
     Raises:
-        UserError: the first setting that fails; with field, value, and what to give.
+        UserError: the first setting that fails, with field, value, and a description of valid values.
     """
     for key, value in _leaves(config):
         _check_plain(key, value)

@@ -1,7 +1,7 @@
 """Keep or discard a change by the final values of a few runs, for loops that do not record curves (`scalerl decide`).
 
-The difference of two recipes is tested against the spread between repeated runs. Loops that keep whatever improved in a
-single run mistake that spread, the noise floor, for progress.
+The difference of two recipes is tested against the spread between repeated runs. Loops that keep every change that
+improved in a single run mistake that spread, the noise floor, for progress.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Choice(AsJson):
     Attributes:
         verdict: `keep` or `discard` if the 95% interval of the difference excludes 0, else `undecided`.
         sentence: the verdict with its reason.
-        remedy: what to run to decide; None if it is decided.
+        remedy: runs to make for a decision; None if it is decided.
         baseline: recipe to keep so far.
         candidate: recipe that may take its place.
         value: name of the value.

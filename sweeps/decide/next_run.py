@@ -36,8 +36,8 @@ from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import reward_at, spacing
 from sweeps.terminal import counted
 
-# Verdicts of recipes with a curve. Where A is not identifiable its draws are wide: they show whether the recipe may be
-# best and what an extension would reveal, but do not justify choosing it.
+# Verdicts of recipes with a curve. If A is not identifiable, its draws are wide. They show whether the recipe may be
+# the best and what an extension would reveal, but do not justify choosing it.
 _CONTENDS = ("identifiable", "open", "at_bound", "pre_inflection", "misfit")
 _FACTORS = (1.5, 2.0, 3.0, 4.0)
 _OUTCOMES = 400
@@ -113,7 +113,7 @@ class Split:
 
     Attributes:
         budget: compute to be split, in the curves' unit.
-        shares: what each recipe gets.
+        shares: share of each recipe.
         steps: the steps that may settle the choice; they are paid for first.
         winner: the recipe that gets the remaining budget: the leader of `sweeps.decide.standing.Standing`; None if its
             expected loss exceeds the margin.

@@ -120,7 +120,7 @@ class NodeBlacklist:
 
 
 def _alike(reason: str, node: str) -> str:
-    """Normalize a reason by masking what differs between attempts: the node, paths, numbers, identities."""
+    """Normalize a reason by masking the parts that differ between attempts: node, paths, numbers, identities."""
     reason = re.sub(rf"(?<![\w.-]){re.escape(node)}(?![\w-])", "NODE", reason)
     reason = re.sub(r"'[^']*'|\"[^\"]*\"|(?<![\w.])/\S+", "...", reason)
     return re.sub(r"\b(?=[0-9a-f]*\d)[0-9a-f]{6,}\b|\d+", "#", reason)[:200]

@@ -1,4 +1,4 @@
-"""Figure of what happens to held-out prompts: the shares that never, sometimes and always pass, over compute."""
+"""Figure of held-out prompts over compute: the shares that never, sometimes and always pass."""
 
 from __future__ import annotations
 

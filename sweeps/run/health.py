@@ -49,8 +49,8 @@ def optimizer_differences(runs: Sequence[JournalView]) -> list[str]:
     """Return a warning if runs of several trainers differ in the types of weights and states or in epsilon.
 
     One recipe at one learning rate ended at rewards of .818 and .733 by the storage type alone (AReaL#1634). Trainers
-    that do not state these values are left out. Differences within one trainer give no warning: they are what the study
-    varies.
+    that do not state these values are left out. Differences within one trainer give no warning, because the study
+    varies them on purpose.
     """
     by_trainer: dict[str, dict[str, set[str]]] = {}
     for view in runs:

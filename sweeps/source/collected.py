@@ -65,8 +65,8 @@ class LoadedStudy:
         curves: the curves.
         runs: journals of our own runs.
         warnings: content that was left out or looks wrong, with the reasons.
-        mapping: one line per source: the reader, which column was used for what and by which rule, and how many rows
-            became points, with the reasons for the others.
+        mapping: one line per source: the reader, the use of each column with the rule for it, and how many rows became
+            points, with the reasons for the others.
         shown: lines of the mapping that the user must see, because the format is foreign or a column was chosen by
             name.
         foreign: runs of other trainers, one by one.

@@ -67,7 +67,7 @@ class File:
     def __init__(self, path: Path, wanted: str = "a table or a log that one of the readers knows") -> None:
         self.path = path
         self.wanted = wanted
-        self.kept: dict[str, Any] = {}  # what readers parsed in `matches`, for `read`
+        self.kept: dict[str, Any] = {}  # data that readers parsed in `matches`, for `read`
         self.nuls = 0  # NUL bytes that were dropped from the text
         self.holed: frozenset[int] = frozenset()  # lines that held them, counted from 1
         self.cut: set[int] = set()  # lines of these from which text was lost
