@@ -97,7 +97,7 @@ class AdamW:
 
 @dataclass(frozen=True)
 class AdamWBF16(AdamW):
-    """AdamW whose weights and moments keep only BF16 values between steps; attributes of `AdamW`, and one more.
+    """AdamW whose weights and moments keep only BF16 values between steps; it has one attribute more than `AdamW`.
 
     Without Kahan summation, a weight whose update is below 1/512 to 1/256 of its size does not move. The types of
     forward pass and gradients are those of the other optimizers (axis `precision`), so that only the storage differs.

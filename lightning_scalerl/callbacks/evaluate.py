@@ -34,8 +34,8 @@ from sweeps.run.passes import Passes, digest
 _SCORED_TOGETHER = 8192
 # Used where neither a script nor a recipe sets a value.
 _DEFAULTS: Mapping[str, Any] = {"every_n_steps": 10, "samples": 4, "seed": 0, "prompts": None}
-# Default of `prompts`, for "not given", because None already means all prompts. A string, so that LightningCLI can save
-# it.
+# Default of `prompts`, which means "not given", because None already means all prompts. It is a string, so that
+# LightningCLI can save it.
 _RECIPES: Literal["recipe"] = "recipe"
 
 

@@ -257,7 +257,7 @@ def prepare_trainer(trainer: Trainer) -> None:
 
 
 def _at_every_step(callback: Any) -> None:
-    """Make a callback act in its end-of-epoch hook, unless the user set that. `StepHooks` calls it after each step."""
+    """Make a callback act in its end-of-epoch hook if the user chose none. `StepHooks` calls it after each step."""
     if isinstance(callback, EarlyStopping):
         compat.stop_at_epoch_end(callback)
     if isinstance(callback, ModelCheckpoint):

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# System calls that return EPERM to untrusted code, with their numbers on x86_64 and aarch64 (-: it has none). They
+# System calls that return EPERM to untrusted code, with their numbers on x86_64 and aarch64 (- for none). They
 # concern processes, sockets, memory and signals of other processes, mounts and the kernel's settings. Changes of
 # metadata are among them because Landlock does not control these. So are calls for memory and queues that no limit of
 # the process covers or that outlive it: contexts of asynchronous I/O come from a machine-wide budget, and setsockopt

@@ -81,7 +81,7 @@ class TrainedPolicy:
     def whole_model(self, device: torch.device | str = "cpu") -> nn.Module:
         """Return the whole language model without adapter, on rank 0.
 
-        This is the policy's own model, or a copy on `device` if that model has an adapter, is sharded, or will be.
+        This is the policy's own model, or a copy on `device` if that model has an adapter or is (or will be) sharded.
         """
         model: nn.Module = self.policy.model
         if is_blank(model):  # its weights are still in their folder
