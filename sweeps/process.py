@@ -44,7 +44,7 @@ _LEFT_S = 2.0  # seconds for which processes that outlive the command may end by
 
 
 def ended_with(code: int) -> str:
-    """Describe an exit code, such as "exit code 1"; minus a signal's number is "killed by SIGKILL"."""
+    """Describe an exit code: "exit code 1", or "killed by SIGKILL" if it is minus the number of a signal."""
     if code >= 0:
         return f"exit code {code}"
     names = {number.value: number.name for number in signal.Signals}

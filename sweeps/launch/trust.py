@@ -10,7 +10,7 @@ from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 from sweeps.launch.study import Study
 from sweeps.run.trust import belongs_to_user, refusal
 
-# Entries that `conf/hydra/launcher` names; in earlier versions by module name.
+# Entries that `conf/hydra/launcher` names, by package and, as in earlier versions, by module.
 _ENTRIES = (
     *("lightning_scalerl:run_member", "lightning_scalerl.member.run:run_member"),
     # Members that are commands: the program that each starts is checked member by member, as for our own runs.
