@@ -25,7 +25,7 @@ class ScaleRLOptunaSweeper(ScaleRLSweeper):
     `int(interval(a, b))` a range of whole numbers, `tag(log, interval(a, b))` a range on a logarithmic scale.
 
     Args:
-        params: the space, in addition to what the command line sweeps.
+        params: axes of the search space, in addition to those that the command line sweeps.
         sampler: Optuna's sampler, by its `_target_`; it is given the argument `seed`.
         rows: rows of an experiment that is a grid; refused.
         settings: those of `sweeps.search.settings.SearchSettings`.

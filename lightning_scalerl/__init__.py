@@ -2,8 +2,8 @@
 
 Every design choice (loss, aggregation, normalization, filter, ...) is a swappable Lightning callback.
 
-What is public is imported from here, on first use: `import lightning_scalerl` alone costs nothing. Configurations and
-frozen studies name things by these names too, so a name stays when what it names moves to another module.
+Public names are imported from here, each on first use: `import lightning_scalerl` alone costs nothing. Configurations
+and frozen studies use these names too, so a name stays when its class or function moves to another module.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ __all__ = [
     "Task",
     "TrainBatch",
 ]
-# Not only those that `TYPE_CHECKING` imports for type checkers: `import *` gives every public name.
+# Add the names that are not imported under `TYPE_CHECKING`, so that `import *` gives every public name.
 __all__ += [name for name in _HOME_OF if name not in __all__]
 
 

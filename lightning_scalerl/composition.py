@@ -64,7 +64,7 @@ _NO_NEWS = ("full_key", "object_type", "reference_type", "Set the env")
 _OURS = ("train", "scalerl_axes", "hydra/config")
 # Settings of Lightning's Trainer that a user may try here, with the place where they are set instead.
 ELSEWHERE = dict.fromkeys(("accelerator", "device", "devices", "gpus", "num_gpus"), _DEVICE)
-# Removed keys, with their neutral value, which recorded overrides may contain, and the advice in the error.
+# Removed keys, each with the neutral value that recorded overrides may contain, and the advice in the error.
 REMOVED = {"race.freed": ("nothing", "ask `scalerl plan` what spared compute is best spent on")}
 # Groups for studies of other trainers; `scalerl train --help` lists them next to ours.
 _OTHER_STUDIES = ("command", "member")
@@ -109,7 +109,7 @@ def compose(overrides: Sequence[str], folders: Folders = (), base: tuple[Path, s
         base: folder and name of a configuration to compose instead of `train`; it may have other groups.
 
     Raises:
-        ConfigurationError: an unknown key, group or choice; one line that lists what is valid.
+        ConfigurationError: an unknown key, group or choice; one line that lists the valid ones.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -248,7 +248,7 @@ def help_text(folders: Folders = ()) -> str:
 _NO_PLAIN_VARIANT = ("advantage", "critic", "epochs")
 # A group of settings with plain variants like an axis.
 _LIKE_AN_AXIS = ("optimizer",)
-# A file with a value that must be given (kl.reference), which a variant, being one change with a name, cannot do.
+# A file with a value that must be given (kl.reference). A plain variant is only a name, so it cannot give one.
 _INCOMPLETE = frozenset({"kl_distil"})
 
 

@@ -137,7 +137,7 @@ class ScaleRL(LightningModule):
         self.choices = self.recipe.choices
         self.stream: RolloutStream = Follower()  # type: ignore[assignment]  # no step is completed yet
         self.memory = ""  # a line on the fit's use of device memory
-        # On rank 0: other ranks have none, and a `stream` that only counts the steps.
+        # Only rank 0 has a data path. The `stream` of other ranks only counts the steps.
         self._data_path: DataPath | None = None
         # Kept from one fit to the next.
         self.continuation = Continuation()
@@ -336,7 +336,7 @@ class ScaleRL(LightningModule):
 
         Raises:
             ConfigurationError: the folder is not empty, the type is unknown, or there is no adapter to write.
-            RuntimeError: the merged model computes something else than the trained policy.
+            RuntimeError: the merged model's log-probabilities differ from the trained policy's.
         """
         card = card_of(self.recipe, self.choices, self.completed_steps, self.models.path)
         return export(self.models, card, self.recipe.chat, directory, dtype, adapter)

@@ -36,7 +36,7 @@ class AdamW:
         storage: type of the values that the weights keep between steps: "fp32" or "bf16".
         states: type of each state by name.
         state_bytes: bytes of all states per trained parameter.
-        shards: whether a step on parts of the weights (FSDP2) is the step on whole weights.
+        shards: whether a step on parts of the weights (FSDP2) equals the step on whole weights.
     """
 
     storage: ClassVar[str] = "fp32"
@@ -97,14 +97,14 @@ class AdamW:
 
 @dataclass(frozen=True)
 class AdamWBF16(AdamW):
-    """AdamW whose weights and moments keep only BF16 values between steps; attributes of `AdamW`, and one more.
+    """AdamW whose weights and moments keep only BF16 values between steps; it has one attribute more than `AdamW`.
 
     Without Kahan summation, a weight whose update is below 1/512 to 1/256 of its size does not move. The types of
     forward pass and gradients are those of the other optimizers (axis `precision`), so that only the storage differs.
-    The values are in FP32 tensors: this shows what the storage does to learning, and saves no memory for weights.
+    The values are in FP32 tensors: this shows the effect of the storage on learning, and saves no memory for weights.
 
     Attributes:
-        kahan: keep what rounding loses of each weight's updates in a third BF16 state.
+        kahan: keep the part of each weight's updates that rounding loses, in a third BF16 state.
 
     Source: arXiv 2010.06192.
     """
@@ -179,8 +179,8 @@ class Muon(AdamW):
     Attributes:
         momentum: decay of Muon's momentum, which is Nesterov's.
         ns_steps: Newton-Schulz iterations of a step.
-        adjust_lr_fn: how the rate depends on a matrix's size: "match_rms_adamw" gives updates the size that AdamW's
-            have, so that AdamW's rate can be used; "original" is sqrt(max(1, rows / columns)).
+        adjust_lr_fn: how the rate depends on a matrix's size: "match_rms_adamw" scales updates to the size of AdamW's,
+            so that AdamW's rate can be used; "original" is sqrt(max(1, rows / columns)).
         adamw_ratio: rate of AdamW's parameters as a multiple of `lr`.
 
     Source: Jordan et al. 2024, Muon; arXiv 2502.16982.

@@ -24,7 +24,7 @@ from lightning_scalerl.update.terms import terms
 from lightning_scalerl.verify.charges import ComputeAxes
 from lightning_scalerl.verify.verification import Verification
 
-# From this many parameters on, the activations of one long row take more memory than all states of the model.
+# Number of parameters from which the activations of one long row take more memory than all states of the model.
 RECOMPUTE_FROM = 2**28
 
 
@@ -167,7 +167,7 @@ class Recipe:
         check_scale(self.scaled_for, made_for_it)
 
     def _nothing_to_learn(self, choices: Choices) -> str | None:
-        """Return a one-line error if the rewards of all groups are equal and nothing else teaches, else None."""
+        """Return a one-line error if all rewards are equal and there is no other training signal, else None."""
         if not isinstance(self.reward, NoReward):
             return None
         if not isinstance(choices.filter, NoFilter):

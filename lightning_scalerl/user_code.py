@@ -1,6 +1,6 @@
 """Functions and classes of the user, named by their location or given as objects.
 
-One in a file is loaded by its path in each process. An object from a script or notebook is pickled by value.
+Code in a file is loaded by its path in each process. An object from a script or notebook is pickled by value.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Source:
             function: Callable[..., Any] = getattr(import_module(self.place), self.function)
             return function
         path = Path(self.place)
-        # As if the file were run from its folder: it can import the files next to it.
+        # The file can import the files next to it, as if it were run from its folder.
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
         # Named by the whole path, so that two files of the same name are two modules.
@@ -85,9 +85,9 @@ class Source:
 class Given:
     """Function object from a script or a notebook, used in place of a `Source`.
 
-    It is identified by its source text and by plain values: those of its closure, the bound arguments of a
-    `functools.partial`, or, for a method or a callable object, the object's attributes together with the source text of
-    its class. Plain values are strings, numbers, None, and lists and dicts of them.
+    It is identified by its source text and by plain values: the values in its closure, or the bound arguments of a
+    `functools.partial`. A method or a callable object is identified by the source text of its class and the object's
+    attributes. Plain values are strings, numbers, None, and lists and dicts of them.
     """
 
     field: str

@@ -144,7 +144,7 @@ class Fits(Result):
         return self.to_json()
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return what `scalerl fit --json` prints."""
+        """Return the JSON that `scalerl fit --json` prints."""
         return [fit.to_json() for fit in self.fits]
 
     def remarks(self) -> Sequence[str]:
@@ -215,7 +215,7 @@ class Chosen(Result):
         return rows
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `scalerl decide --json` prints."""
+        """Return the JSON that `scalerl decide --json` prints."""
         return self.record.to_json()
 
     def remarks(self) -> Sequence[str]:
@@ -275,7 +275,7 @@ def rank(*sources: Any, **options: Any) -> Decision:
 
 
 def plan(*sources: Any, **options: Any) -> Decision:
-    """Plan for a target or a budget, and what to run next, like `scalerl plan`.
+    """Plan for a target or a budget, and propose the next runs, like `scalerl plan`.
 
     Args:
         sources: as for `load`, or one `Study` or `Fits`.
@@ -400,7 +400,7 @@ def _fits(
 
 
 def _workers() -> int:
-    """Return the number of processes to fit with: one in a script, which each process would run from its start."""
+    """Return the number of processes to fit with: one in a script, because every other process would run the script."""
     return 1 if hasattr(sys.modules["__main__"], "__file__") else cores()
 
 

@@ -58,7 +58,7 @@ class Curve:
         sd: standard error of each reward, (n,); None if unknown.
         axis, metric: names of the columns of compute and reward.
         warnings: warnings for the user about the points.
-        factors: what else groups the points, as text by name (such as `size`), on the user's request.
+        factors: further groupings of the points, as text by name (such as `size`), on the user's request.
         baseline: the recipe that this one is compared with, or its own label; None if the source does not say.
         at_peak: equivalent of compute at the peak learning rate (`sweeps.fit.schedule`); None if the rate does not
             decay or is unknown.

@@ -34,7 +34,7 @@ def mapped(work: Callable[[T], R], items: Sequence[T], workers: int = 1) -> list
     workers = min(workers, len(items) // _LEAST)
     if workers < 2:
         return [work(item) for item in items]
-    # Spawned, not forked: a fork would copy locks held by the caller's threads.
+    # Processes are spawned, not forked: a fork would copy locks held by the caller's threads.
     with (
         exit_on_sigterm(),
         ProcessPoolExecutor(workers, get_context("spawn"), initializer=multiply_on_one_thread) as pool,

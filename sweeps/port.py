@@ -1,4 +1,4 @@
-"""Ports for servers that are told their port before they bind it."""
+"""Ports for servers that need a port number before they bind it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port on which nobody listens at `host`.
+    """Return a TCP port that is free at `host`.
 
-    The system gives the ports of its own range to every socket that asks for any port, also to one that asks between
-    this call and the server's. Therefore the port is from below that range, if there is one.
+    The system assigns ports of its own range to all sockets without a fixed port, also between this call and the bind
+    of the server. Therefore the port is from below that range if one is free there.
     """
     try:
         beyond = int(_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         beyond = 32768  # the usual range of Linux; other systems begin later
     ports = range(_FIRST, beyond)
-    # Not the global generator: a run's random numbers must not depend on it.
+    # The global generator is not used, because this must not change a run's random numbers.
     for port in random.SystemRandom().sample(ports, min(_TRIES, len(ports))):
         with suppress(OSError):
             return _bound(host, port)

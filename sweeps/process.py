@@ -44,7 +44,7 @@ _LEFT_S = 2.0  # seconds for which processes that outlive the command may end by
 
 
 def ended_with(code: int) -> str:
-    """Describe an exit code, such as "exit code 1"; minus a signal's number is "killed by SIGKILL"."""
+    """Describe an exit code: "exit code 1", or "killed by SIGKILL" if it is minus the number of a signal."""
     if code >= 0:
         return f"exit code {code}"
     names = {number.value: number.name for number in signal.Signals}
@@ -80,7 +80,7 @@ def die_with_parent(started_by: int | None = None) -> None:
 
     def watch() -> None:
         connection.wait([parent.sentinel])
-        # Not sys.exit, which would end only this thread.
+        # os._exit, because sys.exit would end only this thread.
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
@@ -107,10 +107,10 @@ def start_worker(
     """Start `python -m module`, which begins with `begin_worker`, in a session of its own.
 
     Args:
-        module: name of a module of ours.
+        module: name of one of our modules.
         content: bytes that `begin_worker` returns, such as a pickled object.
         memory_gib: limit on the process's data segment in GiB; None for no limit.
-        env: environment variables, in addition to those of this process.
+        env: environment variables, in addition to this process's own.
         stderr: descriptor for standard output and error; None for our standard error.
 
     Returns:
@@ -131,7 +131,7 @@ def start_worker(
             pass_fds=descriptors, stdin=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
             env={**os.environ, **_ONE_THREAD, **env},
         )  # fmt: skip
-    # If this end stayed open here, the death of the process would not be seen as an end of file, only by a timeout.
+    # Close the child's end here: while it is open, the child's death is not an end of file and only a timeout shows it.
     theirs.close()
     return process, ours
 
@@ -254,7 +254,7 @@ class Tree:
         self._guard.wait()
 
     def stop(self, number: signal.Signals | None, within_s: float) -> None:
-        """Send the command a signal to stop (None: it got another request); kill what remains after `within_s`."""
+        """Send the command a signal to stop (None if it was asked otherwise); kill its processes after `within_s`."""
         self._tell({"stop": number, "within_s": within_s})
 
     def wait(self, timeout_s: float) -> Ended | None:
@@ -376,7 +376,8 @@ def _descendants() -> list[int]:
     for process in _PROC.iterdir() if _PROC.is_dir() else ():
         if process.name.isdigit():
             try:
-                # After the name in parentheses: state, parent, ... Zombies (Z) and dead processes (X) do not count.
+                # The fields after the name in parentheses are state, parent, ... Zombies (Z) and dead processes (X) do
+                # not count.
                 fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
             except OSError:
                 continue

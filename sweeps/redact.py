@@ -43,7 +43,7 @@ _TOKEN = re.compile(
     r"|eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*)(?![A-Za-z0-9])"
 )
 _WEBHOOK = re.compile(r"(?P<before>hooks\.slack\.com/services/)[\w/-]+")
-# Also matches a key whose end was cut off.
+# This pattern also matches a key whose end was cut off.
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN (?P<kind>[A-Z ]*PRIVATE KEY)( BLOCK)?-----"
     r"(?:(?s:.)*?-----END (?P=kind)( BLOCK)?-----|(?:[A-Za-z0-9+/=\s]|\\[nr])*)"

@@ -6,9 +6,9 @@
         break
 
 Each run writes its own journal (`runs/<identity>/metrics.jsonl`) and reads those of all others: members of a launched
-study, adopted runs, other loops, on any machine that sees the folder. The looks are those of a live race
-(`sweeps.decide.race`), with the same posterior and rules; they are stored in `race.jsonl` next to the journal.
-`race_callback` does the same for transformers' Trainer and TRL's trainers. Neither needs torch here.
+study, adopted runs, other loops, on any machine that sees the folder. Looks are taken as in a live race
+(`sweeps.decide.race`), with the same posterior and rules, and are stored in `race.jsonl` next to the journal.
+`race_callback` does the same for transformers' Trainer and TRL's trainers. Neither function itself needs torch.
 
 Errors that exist from the beginning (a budget out of range, rules that differ from earlier ones, another process's run)
 raise at the first call. Later errors never reach the loop: each is logged once as a warning, data that could not be
@@ -156,7 +156,7 @@ class RacingRun:
         try:
             spent, reward = float(step) if compute is None else float(compute), float(reward)
             bad = not (math.isfinite(spent) and spent >= 0 and math.isfinite(reward) and 0 <= int(step) <= MOST_WHOLE)
-        except (TypeError, ValueError, OverflowError):  # no error of this may end a training
+        except (TypeError, ValueError, OverflowError):  # an error here must not end the training
             bad, spent = True, math.nan
         if bad:
             self.warn(f"step {step}: reward {reward} at compute {compute} is no evaluation, and was not recorded")
@@ -198,7 +198,7 @@ class RacingRun:
             try:
                 self._write()
                 self._why = self._why or self._look()
-            except Exception as error:  # no error of this may end a training
+            except Exception as error:  # an error here must not end the training
                 self.warn(f"not done now, tried again with the next call ({type(error).__name__}: {error})")
             answered.set()
 
@@ -208,7 +208,7 @@ class RacingRun:
         if not pending and ending is None:
             return
         if not self._holds:
-            # This long, because some file systems have no locks: there a dead holder is detected only by its silence.
+            # Wait this long because some file systems have no locks: there only silence shows that a holder is dead.
             self._lease.acquire(EXPIRY_S + BEAT_S)
             self._holds = True
         self._lease.check()
@@ -396,7 +396,7 @@ def race_callback(
     compute: str = "tokens",
     **settings: Any,
 ) -> Any:
-    """Make a callback for transformers' Trainer (and so TRL's) that ends a training which will not be the best.
+    """Make a callback for transformers' Trainer (and so TRL's) that stops a run which will not be the best.
 
     The Trainer's rank 0 reports and asks, and the other ranks get its answer. A stopped run is saved.
 

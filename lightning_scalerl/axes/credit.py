@@ -105,7 +105,8 @@ def turn_rewards(rollout: Rollout) -> list[float]:
     if not conversation.rewarded:
         return [*(0.0 for _ in conversation.rewards[:-1]), rollout.reward]
     rewards = list(conversation.rewards)
-    # The rest: a scale, a length penalty, the user's axes. Zero without them, so the last reward stays exact.
+    # The difference comes from a reward scale, a length penalty or the user's axes. Without them it is zero, so the
+    # last reward stays exact.
     if (rest := rollout.reward - sum(rewards)) != 0:
         rewards[-1] += rest
     return rewards

@@ -137,7 +137,7 @@ class _Opening(Curriculum):
         self.over_steps = whole_number("curriculum.over_steps", over_steps)
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, and what the share refers to: the pool's prompts, easiest first."""
+        """Return the parameters and the reference of the share: the pool's prompts, easiest first."""
         return {**super().semantics(), "share_of": "prompts of the pool, easiest first"}
 
 
@@ -273,7 +273,7 @@ class StagedRewards(Curriculum):
         return None
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, plus what the factors multiply and that a pass is defined as without a curriculum."""
+        """Return the parameters, the weights that the factors multiply, and the definition of a pass."""
         return {**super().semantics(), "factors_on": "the task's own weights", "pass": "as without a curriculum"}
 
 

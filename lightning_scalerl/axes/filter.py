@@ -15,7 +15,7 @@ from lightning_scalerl.rollouts.rollout import Group
 
 def has_variance(rewards: Tensor) -> bool:
     """Return whether the rewards (G,) of a group differ."""
-    # Compared exactly, not through the standard deviation: equal rewards such as 0.1 have one above 0 by rounding.
+    # Compare exactly: by rounding, the standard deviation of equal rewards such as 0.1 can be above 0.
     return bool((rewards != rewards[:1]).any())
 
 
@@ -44,7 +44,7 @@ class Filter(DesignChoice):
         """Return whether token weights differ; if only one choice refills, whether a group was or would be replaced."""
         if self.refills == theirs.refills:
             return step.loss_weights_differ(theirs)
-        # Only one choice refills: the batches differ if a group was replaced, or would have been under `theirs`.
+        # One of the two choices refills: the batches differ if a group was replaced, or would have been by `theirs`.
         return step.dropped > 0 or (theirs.refills and not all(map(theirs.keep, step.batch.groups)))
 
 

@@ -3,13 +3,13 @@
 With the initial model it is a penalty that keeps the policy close. With a teacher (`reference`) it is on-policy
 distillation: reverse KL on the student's own rollouts (arXiv 2306.13649; Thinking Machines 2025).
 
-How the distance of a token is estimated decides what its gradient is (arXiv 2506.09477). With d = log pi - log ref of
-the sampled token, pi the policy:
+The estimate of a token's distance determines the gradient (arXiv 2506.09477). With d = log pi - log ref of the sampled
+token, pi the policy:
 
     k1     d                 As a term of the loss, its own gradient is 0 on average. Therefore -d becomes an advantage
                              in the run's surrogate and correction (score function).
-    k2     d^2 / 2           The gradient is d times that of log pi: an unbiased one of the reverse KL.
-    k3     exp(-d) + d - 1   The gradient is (1 - ref / pi) times that of log pi: an unbiased one of the forward KL.
+    k2     d^2 / 2           The gradient is d times that of log pi, which is unbiased for the reverse KL.
+    k3     exp(-d) + d - 1   The gradient is (1 - ref / pi) times that of log pi, which is unbiased for the forward KL.
     full   sum over the vocabulary of pi (log pi - log ref)   The reverse KL itself, with its exact gradient.
 
 Sampled estimates assume that the policy itself sampled the tokens. Of them, only k1 corrects for older weights.
@@ -44,7 +44,7 @@ def log_ratio(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 def k2(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """Return the k2 estimate d^2 / 2 of each token, with d = trainer - reference log-probability.
 
-    Its gradient is an unbiased one of KL(policy, reference), its value is biased. Shapes: all (R, T); unreduced, with
+    Its gradient is unbiased for KL(policy, reference); its value is biased. Shapes: all (R, T); unreduced, with
     gradient. Source: Schulman 2020 (k2); arXiv 2506.09477.
     """
     return log_ratio(trainer_logprobs, reference_logprobs).square() / 2

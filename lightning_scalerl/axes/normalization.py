@@ -208,7 +208,7 @@ class BatchRewardNormalization(_Scaled):
     Unlike the deviation of advantages, this one also grows with differences in difficulty between prompts.
     """
 
-    # As in TRL (GRPOTrainer, scale_rewards="batch"): unbiased, eps 1e-4.
+    # The defaults are TRL's (GRPOTrainer, scale_rewards="batch"): unbiased, eps 1e-4.
     def __init__(self, ddof: int = 1, eps: float = 1e-4) -> None:
         super().__init__(ddof, eps)
 
@@ -252,7 +252,7 @@ class MaxRLNormalization(Normalization):
         )
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, the divisor, and what becomes of groups without success."""
+        """Return the parameters, the divisor, and the advantages of groups without success."""
         return {
             **super().semantics(),
             "divisor": "mean reward of the group, above that of an incorrect completion",

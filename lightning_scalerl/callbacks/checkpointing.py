@@ -95,7 +95,7 @@ class ResumableCheckpoint(Checkpoint):
         """Save if a checkpoint is due; on a request to stop, save and stop, unless this was the last step anyway."""
         run = run_of(pl_module)
         step = run.completed_steps
-        # If the evaluation of the last step was interrupted, the run must resume to make it.
+        # If the evaluation after the last step was interrupted, the run must resume to repeat it.
         last = step >= trainer.max_steps and not owed(trainer, step)
         reason = run.ranks.agree(run.stop_reason)
         due = step % self.every_n_steps == 0 or step in self.keep_steps
@@ -125,7 +125,7 @@ class ResumableCheckpoint(Checkpoint):
 
     def _save(self, trainer: Trainer, run: Run, step: int) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return  # like Lightning's own checkpoint callback
+            return  # Lightning's own checkpoint callback saves nothing either
         with run.meter.phase("checkpoint"):
             # A unique name, since a process that has lost the run's lease may still be writing a checkpoint.
             unfinished = self.directory / f"step-{step:08d}.{uuid.uuid4().hex[:8]}.part"

@@ -30,12 +30,12 @@ from lightning_scalerl.task.beside import TaskWithSets
 from lightning_scalerl.verify.verification import ErrorWatch, RewardError, Verifiers, submit_bundle
 from sweeps.run.passes import Passes, digest
 
-# Number of tokens, with padding, up to which known solutions are scored in one forward pass.
+# Largest number of tokens, padding included, of one forward pass over known solutions.
 _SCORED_TOGETHER = 8192
 # Used where neither a script nor a recipe sets a value.
 _DEFAULTS: Mapping[str, Any] = {"every_n_steps": 10, "samples": 4, "seed": 0, "prompts": None}
-# Default of `prompts`, for "not given", because None already means all prompts. A string, so that LightningCLI can save
-# it.
+# Default of `prompts`, which means "not given", because None already means all prompts. It is a string, so that
+# LightningCLI can save it.
 _RECIPES: Literal["recipe"] = "recipe"
 
 
@@ -62,7 +62,7 @@ class Evaluate(Callback):
             per prompt, about a fifth of an evaluation with 4 samples.
     """
 
-    # Left out of identities at this value, so that runs from before it existed keep theirs.
+    # Parameters at these values are left out of identities, so that runs older than a parameter keep their identity.
     added: ClassVar[Mapping[str, Any]] = {"sets": {}, "gold_logprob": False}
 
     def __init__(
@@ -133,7 +133,7 @@ class Evaluate(Callback):
         return bool(due - self._evaluated if step == self._last_step else due)
 
     def settings(self, task: Task) -> dict[str, EvaluationSet]:
-        """Return the settings of each held-out set of a run's task, none of them None but temperature and limit."""
+        """Return the settings of each held-out set of a run's task; only temperature and token limit may be None."""
         by_set = dict.fromkeys(task.eval_sets(), EvaluationSet(task))
         if isinstance(task, TaskWithSets):
             by_set |= {name: self.sets[entry] for entry, names in task.names.items() for name in names}
@@ -349,7 +349,7 @@ def _computed(scored: Sequence[tuple[Sequence[int], Sequence[int]]]) -> StepRepo
 def _wrong_answers(wrong: Sequence[Counter[str | None]]) -> tuple[tuple[int, ...], ...] | None:
     """Return by prompt how often each different wrong answer was given, the most frequent first.
 
-    Completions without an answer are left out. None if the grader does not tell answers apart, or if nothing was wrong.
+    Completions without an answer are left out. None if the grader does not distinguish answers, or if none was wrong.
     """
     if any(None in answers for answers in wrong) or not any(wrong):
         return None

@@ -16,7 +16,7 @@ _OF_A_SET = ("samples", "every_n_steps", "temperature", "max_new_tokens")
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Held-out sets of another task, which are only evaluated. None for the value of `Evaluate`, or of the context.
+    """Held-out sets of another task, which are only evaluated. A setting of None means that of `Evaluate` or `context`.
 
     Args:
         task: task with the prompts, their instruction and their grader; it needs no training prompts.

@@ -137,10 +137,10 @@ def _check_fit(trainer: Trainer) -> None:
 
 
 def _check_times(callback: Any, evaluation: Evaluate | None, settings: Mapping[str, EvaluationSet]) -> None:
-    """Check that a callback acts only when the set that it monitors is evaluated; else it reads an earlier score.
+    """Check that a callback acts only when the set that it monitors is evaluated; else it would read an earlier score.
 
     Raises:
-        ConfigurationError: it would, or nothing evaluates.
+        ConfigurationError: it also acts at other steps, or the run has no evaluations.
     """
     if evaluation is None:
         raise ConfigurationError(
@@ -257,7 +257,7 @@ def prepare_trainer(trainer: Trainer) -> None:
 
 
 def _at_every_step(callback: Any) -> None:
-    """Make a callback act in its end-of-epoch hook, unless the user set that. `StepHooks` calls it after each step."""
+    """Make a callback act in its end-of-epoch hook if the user chose none. `StepHooks` calls it after each step."""
     if isinstance(callback, EarlyStopping):
         compat.stop_at_epoch_end(callback)
     if isinstance(callback, ModelCheckpoint):

@@ -19,19 +19,19 @@ def saves_every_n_steps(checkpoint: Any) -> int:
 
 
 def stop_at_epoch_end(early_stopping: Any) -> None:
-    """Let EarlyStopping check at the end of an epoch, unless the user set that. It cannot be set after construction."""
+    """Let EarlyStopping check at the end of an epoch if the user chose no time; no public name sets it later."""
     if early_stopping._check_on_train_epoch_end is None:
         early_stopping._check_on_train_epoch_end = True
 
 
 def save_at_epoch_end(checkpoint: Any) -> None:
-    """Let ModelCheckpoint save at the end of an epoch, unless the user set that; as with EarlyStopping."""
+    """Let ModelCheckpoint save at the end of an epoch if the user chose no time; no public name sets it later."""
     if checkpoint._save_on_train_epoch_end is None:
         checkpoint._save_on_train_epoch_end = True
 
 
 def wandb_arguments(logger: Any) -> dict[str, Any]:
-    """Return what a WandbLogger passes to `wandb.init`. `WandbLogger.experiment` would already call it."""
+    """Return the arguments that a WandbLogger passes to `wandb.init`. `WandbLogger.experiment` would call it."""
     arguments: dict[str, Any] = logger._wandb_init
     return arguments
 

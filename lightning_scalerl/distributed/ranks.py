@@ -125,7 +125,7 @@ class Ranks:
 
         Args:
             work: called on rank 0 only; its result must be plain data, see `meeting`.
-            lean: reduces the result to what the other ranks need.
+            lean: reduces the result to the part that the other ranks need.
 
         Raises:
             LeaderFailedError: on the other ranks, if the work raised an error on rank 0.
@@ -222,7 +222,7 @@ class Ranks:
         """
         if self.count == 1:
             return batch
-        # Stable, because every rank sorts on its own and all must arrive at the same order.
+        # The sort is stable, because every rank sorts on its own and all must arrive at the same order.
         order = torch.argsort(batch.lengths, descending=True, stable=True)
         places = self.count // self.partners
         if size is None or size.tokens is None:

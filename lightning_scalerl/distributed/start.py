@@ -72,7 +72,8 @@ def _devices(strategy: str, options: Mapping[str, Any]) -> dict[str, Any]:
         return _several(tasks // tasks_per_node, tasks_per_node, STRATEGIES[strategy](**options))
     tasks = slurm_job.step_tasks()
     if tasks == 1:
-        # Else Lightning would infer several tasks from SLURM's variables, and requeue the job on SLURM's signals.
+        # Without this plugin Lightning would infer several tasks from SLURM's variables, and requeue the job on SLURM's
+        # signals.
         return {"accelerator": "auto", "devices": 1, "plugins": [LightningEnvironment()]}
     if tasks == 0:
         return {"accelerator": "auto", "devices": 1}
@@ -136,5 +137,5 @@ def _several(nodes: int, tasks_per_node: int, strategy: Strategy) -> dict[str, A
 def _port() -> int:
     """Return a port for this step of this job, below the ephemeral ports (on Linux from 32768)."""
     job, step = slurm_job.step_numbers()
-    # From 15000 to 31999. Ports of consecutive jobs are 31 apart, so that their first steps do not collide.
+    # The range is 15000 to 31999. Ports of consecutive jobs are 31 apart, so that their first steps do not collide.
     return 15000 + (job * 31 + step) % 17000

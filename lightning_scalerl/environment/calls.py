@@ -18,20 +18,20 @@ from typing import Any
 
 from lightning_scalerl.environment.protocol import Call, Schema
 
-# Characters of one call that are read. A longer one is malformed; JSON of any length would take the trainer's memory.
+# Longest call in characters; a longer one is malformed. Without a limit its JSON could exhaust the trainer's memory.
 MOST_CHARACTERS = 65536
 
 
 @dataclass(frozen=True)
 class Convention:
-    """Way in which a model writes calls and reads answers.
+    """Format in which a model writes tool calls and reads their answers.
 
     Attributes:
         name: "hermes", "llama" or "plain".
         role: role of a message with a tool's answer.
         example: a call, shown to a model that has written a malformed one.
-        parse: the calls in a text, in their order; schemas of the tools are the second argument.
-        write: a call as the model should write it; the tool's schema is the second argument.
+        parse: (text, schemas of the tools) -> the calls in the text, in order.
+        write: (call, schema of its tool) -> the call as the model should write it.
     """
 
     name: str
@@ -71,7 +71,7 @@ def _parse_hermes(text: str, tools: Sequence[Schema]) -> list[Call]:
 
 def _write_hermes(call: Call, tool: Schema) -> str:
     body = json.dumps({"name": call.name, "arguments": dict(call.arguments)}, ensure_ascii=False)
-    # The closing tag may be part of a text.
+    # An argument may contain the closing tag.
     return f"<tool_call>\n{body.replace('</', '<' + chr(92) + '/')}\n</tool_call>"
 
 
@@ -116,7 +116,7 @@ def _plain_call(body: str | None, tools: Sequence[Schema]) -> Call:
     if tool is None:
         return _unknown(name, tools)
     parameters = _parameters(tool)
-    # A small model need not quote the only text: calculate(3 + 4).
+    # The only argument of a tool may be a text without quotes, for small models: calculate(3 + 4).
     if len(parameters) == 1 and next(iter(parameters.values())).get("type") == "string" and not inside.startswith('"'):
         values: Any = [inside] if inside else []
     else:
@@ -171,14 +171,14 @@ def _json_call(body: str | None, key: str, tools: Sequence[Schema], convention: 
 
 
 def _json(text: str) -> Any:
-    """Return an object or list in JSON; one line on what is wrong otherwise."""
+    """Parse a JSON object or list; return the error as one line if the text is neither."""
     if len(text) > MOST_CHARACTERS:
         return f"it is longer than {MOST_CHARACTERS} characters"
     try:
         value = json.loads(text, parse_constant=_refuse, strict=False)
     except json.JSONDecodeError as error:
         return f"{error.msg} at character {error.pos + 1}"
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets in thousands of brackets
+    except (ValueError, RecursionError) as error:  # integers of thousands of digits; deep nesting
         return "nested too deeply" if isinstance(error, RecursionError) else "a number that is too long or not finite"
     return value if isinstance(value, dict | list) else "no object"
 

@@ -1,4 +1,4 @@
-"""User's environments behind our protocol: TRL's class, and text in, text out.
+"""Adapters from the user's environments to our protocol, for TRL's form and for text form.
 
 An environment of either form may have these attributes: `replayable = False` if the same seed and turns may give other
 answers, and `seconds`, the time of one call on virtual clocks.
@@ -19,12 +19,12 @@ from lightning_scalerl.environment.protocol import Declared, Environment, Observ
 Factory = Callable[[], Any]
 # Methods of TRL's form that are not tools.
 _NOT_TOOLS = {"reset", "get_reward"}
-# Entries of `info`, and characters of each, that are kept.
+# Limits on `info`: number of entries, and characters of an entry's text.
 _MOST_INFO, _INFO_CHARACTERS = 32, 200
 
 
 class AnswerError(Exception):
-    """Error about an answer of an environment that cannot be used, in one line."""
+    """Unusable answer of an environment; the message is one line."""
 
 
 class ToolEnvironment:
@@ -64,7 +64,7 @@ class ToolEnvironment:
                 continue
             try:
                 texts.append(str(_awaited(self._tools[call.name](**call.arguments))))
-            except MemoryError:  # of the whole process, whose state is now unknown
+            except MemoryError:  # the whole process ran out of memory; its state is unknown
                 raise
             except Exception as error:
                 raised += 1
@@ -72,7 +72,7 @@ class ToolEnvironment:
         return Observation(texts=tuple(texts), malformed=malformed, raised=raised)
 
     def finish(self) -> Observation:
-        """Return `get_reward()`, without which reward functions grade the conversation."""
+        """Return `get_reward()`; without that method, return no reward: reward functions grade the conversation."""
         reward = None
         if hasattr(self._user, "get_reward"):
             reward = _reward("get_reward", _awaited(self._user.get_reward()))
@@ -128,7 +128,7 @@ def wrapped(user: Any) -> Environment:
 
 
 def form_of(user: Any) -> Literal["tools", "text"]:
-    """Return the form of a user's instance. TRL's `reset` takes any column; a text's takes `seed` and not any column.
+    """Return the form of a user's instance: "text" if it has `step` and `reset` takes `seed` but no arbitrary columns.
 
     Raises:
         ConfigurationError: it has neither form.
@@ -150,7 +150,7 @@ def form_of(user: Any) -> Literal["tools", "text"]:
 
 def tools_of(user: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield name and method of each tool: the public methods, found as TRL finds them."""
-    # On the class: on the instance, properties would be evaluated.
+    # Inspect the class: on the instance, properties would be evaluated.
     for name, _ in inspect.getmembers(type(user), predicate=inspect.isfunction):
         if name not in _NOT_TOOLS and not name.startswith("_"):
             yield name, getattr(user, name)
@@ -198,7 +198,7 @@ def _awaited(value: Any) -> Any:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the process's event loop. An environment may hold objects that belong to it, such as a connection."""
+    """Return one event loop for all calls: an environment may keep objects of its loop, such as a connection."""
     return asyncio.new_event_loop()
 
 

@@ -1,8 +1,8 @@
 """Pool of environment processes: one conversation per process at a time, a timeout per call, and replacement.
 
-One of our threads serves each process and waits for it. A process that hangs, dies or fails in another way is
-killed with all processes that it has started, and the next conversation gets a new one. A process whose conversation
-has ended in order takes the next one, because importing the user's modules may take seconds.
+A thread of the pool serves each process and waits for it. A process that hangs, dies or fails in another way is
+killed with all processes that it has started, and the next conversation gets a new one. After a conversation without
+failure the process is reused, because importing the user's modules may take seconds.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from sweeps.run.activity import activity
 
 # Start timeout of a process: imports of the user's modules may be slow on a busy machine.
 START_S = 120.0
-# Characters of an observation's texts that are kept, unless told otherwise.
+# Default of `most_characters`.
 MOST_CHARACTERS = 16384
-# Bytes of an answer that are read (an observation that was cut is far smaller), and of the latest output.
+# Limits in bytes on an answer (an observation that was cut is far smaller), and on the output kept for error messages.
 _MOST_BYTES, _LAST_BYTES = 2**26, 2048
 
 Answer = Observation | Failure
@@ -68,7 +68,7 @@ class EnvironmentPool:
             mapping has several by name; the row's column `environment` then selects one, and is not passed on, as in
             TRL.
         most: number of processes, and so of conversations that are open at the same time; others wait.
-        timeout_s: wall-clock timeout of one call; a turn with several tool calls has that of each.
+        timeout_s: wall-clock timeout of one call; a turn with several tool calls gets it once per call.
         memory_gib: limit on a process's data segment in GiB; None for no limit.
         most_characters: characters of an observation's texts that are kept.
 
@@ -109,7 +109,7 @@ class EnvironmentPool:
         self._answers: dict[int, Answer] = {}
         self._waiting: SimpleQueue[_Episode | None] = SimpleQueue()
         self._next = 0
-        self._free = 0  # threads without a conversation, less the conversations that wait for one
+        self._free = 0  # idle threads minus conversations that wait for a thread
         self._threads: list[threading.Thread] = []
         self._processes: list[_Process] = []
         self._closing = False
@@ -180,7 +180,7 @@ class EnvironmentPool:
         self._open[number].requests.put(_Request("step", (turn,), _calls(turn)))
 
     def finish(self, number: int) -> None:
-        """End a conversation by a limit; the answer has the reward, if the environment gives one now.
+        """End a conversation that has reached a limit; the answer has the reward, if the environment gives one now.
 
         Raises:
             KeyError: the conversation is not open.
@@ -188,7 +188,7 @@ class EnvironmentPool:
         self._open[number].requests.put(_Request("finish", (), 1))
 
     def wait(self, number: int) -> Answer:
-        """Block until a request has its answer, and return that.
+        """Block until the conversation's request is answered, and return the answer.
 
         Raises:
             KeyError: the conversation is not open.
@@ -235,7 +235,7 @@ class EnvironmentPool:
     # --- in a thread per process -------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Have one conversation after another with one process, which is replaced after a failure."""
+        """Run conversations one after another in one process; replace the process after a failure."""
         process: _Process | None = None
         while (episode := self._waiting.get()) is not None:
             while (request := episode.requests.get()) is not None and episode.number in self._open:
@@ -299,7 +299,7 @@ class EnvironmentPool:
                 self.counts.update(
                     observations=1, malformed=answer.malformed, raised=answer.raised, characters_cut=answer.cut
                 )
-            # Not open: it was closed during the call.
+            # A conversation that is not open was closed during the call.
             if number in self._open:
                 self._answers[number] = answer
                 if isinstance(answer, Failure):
@@ -322,7 +322,7 @@ class _Process:
         finally:
             os.close(theirs)
         self.pid = self._process.pid
-        self._last = b""  # of its output
+        self._last = b""  # end of its output
 
     def ask(self, method: str | None, arguments: tuple[Any, ...], timeout_s: float) -> Any:
         """Send a request and return its result; without a method, wait for the first message.
@@ -341,7 +341,7 @@ class _Process:
             ready = wait(listened, left_s) if left_s > 0 else []
             if not ready:
                 raise self._lost("timeout", f"timed out after {timeout_s:g} s")
-            # Its output is read so that it never blocks, and only the end of it is kept.
+            # Read the process's output, so that it never blocks on a full pipe; keep only the end.
             if self._output in ready:
                 block = os.read(self._output, 65536)
                 self._last = (self._last + block)[-_LAST_BYTES:]
@@ -356,7 +356,7 @@ class _Process:
                     raise self._lost("answer", f"its answer cannot be read ({type(error).__name__})") from error
 
     def _ended(self) -> int:
-        """Kill what remains of the process and return its exit code."""
+        """Wait for the process to end, else kill its process group; return the exit code."""
         with suppress(Exception):
             return self._process.wait(1.0)
         kill_group(self.pid)

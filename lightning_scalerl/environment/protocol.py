@@ -16,7 +16,7 @@ class Call:
     Attributes:
         name: name of the tool; empty if it cannot be read.
         arguments: by name.
-        error: the fault of a malformed call, in one line for the model; empty for a good one.
+        error: error in a malformed call, as one line for the model; empty for a valid call.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Observation:
     """Answer of an environment to a turn.
 
     Attributes:
-        texts: texts for the model. Of `reset` at most one; after a turn one per call, in their order, or one.
+        texts: texts for the model: at most one from `reset`; after a turn one per call, in order, or a single one.
         messages: messages that `reset` returned in place of a text.
         reward: reward of this turn, which adds to those of earlier turns; None for none.
         terminated, truncated: the conversation is over, by itself or by a limit of the environment (Gymnasium's words).
@@ -58,7 +58,8 @@ class Observation:
     cut: int = 0
 
 
-# "raised": outside of a tool; "answer": it cannot be used; "timeout", "died": of the process; "replay": not possible.
+# "raised": an exception outside of a tool; "answer": an unusable answer; "timeout", "died": the process timed out or
+# died; "replay": the conversation cannot be replayed.
 Trouble = Literal["raised", "answer", "timeout", "died", "replay"]
 
 
@@ -77,7 +78,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class History:
-    """Earlier part of a conversation, to replay it: what `reset` returned, then each turn with its observation."""
+    """Earlier part of a conversation, to replay it: the result of `reset`, then each turn with its observation."""
 
     start: Observation
     exchanges: tuple[tuple[Turn, Observation], ...] = ()

@@ -102,7 +102,7 @@ class EnvironmentSettings:
         factories: dict[str, Any] = {}
         for name, source in self._sources().items():
             try:
-                # In this process only to find mistakes early; the process of the environment loads it again.
+                # Loaded here only to find mistakes early; the environment's process loads it again.
                 loaded = source.load()
             except Exception as error:
                 raise ConfigurationError(
@@ -134,7 +134,7 @@ class EnvironmentSettings:
 
     @staticmethod
     def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what represents the factories in a run's identity: files by their content, not by their path."""
+        """Return the factories' entry in a run's identity: files by their content, not by their path."""
         factory = parameters.get("factory")
         if factory is None:
             return {}

@@ -93,7 +93,7 @@ class Worker:
 
 
 def _differs(number: int, expected: Observation, observed: Observation) -> Failure:
-    """Return the failure of a replay whose answer to turn `number` (0: `reset`) is another one."""
+    """Return the failure of a replay whose answer to turn `number` (0: `reset`) differs from the recorded one."""
     where = f"its answer to turn {number}" if number else "what reset returned"
     return Failure(
         "replay",
@@ -126,7 +126,7 @@ def main() -> None:
         except EOFError:
             return
         result: object
-        # Not BaseException: SystemExit and the like must end the process, which the pool replaces.
+        # BaseException is not caught: SystemExit and the like must end the process, which the pool replaces.
         try:
             result = getattr(worker, method)(*arguments)
         except AnswerError as error:

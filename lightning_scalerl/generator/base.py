@@ -24,7 +24,7 @@ class GroupRequest:
         key: identifies the group among all in flight (its admission number).
         prompt_tokens: token ids of the prompt.
         completions: number of rollouts to sample.
-        random_key: seeds the sampling. The same key gives the same uniform numbers regardless of what else is in
+        random_key: seeds the sampling. The same key gives the same uniform numbers regardless of the other rollouts in
             flight, so scheduling, batching and resuming affect the samples only through the weights.
         interrupt_at: for each rollout, the number of thinking tokens after which the end of thinking is forced;
             empty for never.

@@ -22,12 +22,12 @@ from typing import Any
 from lightning_scalerl.generator.base import GroupRequest, SamplingSettings, WaitingRollout, request_from, request_state
 from lightning_scalerl.rollouts.rollout import Rollout, Source
 
-# Position of a point of interruption that never comes.
+# Interruption point of a rollout that is never interrupted.
 NEVER = 2**62
 
 
 class Next(Enum):
-    """Decision about a rollout behind its last token."""
+    """Decision about a rollout after its last token: continue sampling, wait for an insertion, or end."""
 
     GO_ON = "go on"
     WAIT = "wait"
@@ -36,13 +36,14 @@ class Next(Enum):
 
 @dataclass(eq=False)
 class Insertions:
-    """Insertion rules of rollout `index` of a group, and the answers that it has got.
+    """Insertion rules of rollout `index` of a group, and the answers that were inserted into it.
 
     Attributes:
         request: the group's request.
         index: number of the rollout in its group.
         sampling: sampling settings of the generator.
-        answers: for each answer of the environment, its first token and the token behind its last, in the completion.
+        answers: for each answer of the environment, the index of its first token in the completion, and the index after
+            its last token.
     """
 
     request: GroupRequest

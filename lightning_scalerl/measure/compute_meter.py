@@ -4,8 +4,8 @@
 split into train, generate, checkpoint and idle (the rest). Evaluation is metered separately and is not part of any
 compute axis, so that the frequency of evaluation does not move the curve.
 
-Every second is booked once, to the innermost phase at that time. The axis therefore equals the sum of its parts,
-whichever hook starts or stops the clock first.
+Every second counts once, in the innermost phase at that time. The axis therefore equals the sum of its parts, whichever
+hook starts or stops the clock first.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ComputeMeter:
         self._running = False
 
     def _book(self) -> None:
-        """Book the seconds since the last call to the innermost phase."""
+        """Add the seconds since the last call to the innermost phase."""
         with self._lock:
             now = self._clock.now()
             passed, self._booked_until = now - self._booked_until, now
@@ -87,7 +87,7 @@ class ComputeMeter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Book the time in the `with` block to a phase in `PHASES` or to "evaluate", without that of inner phases."""
+        """Add the time in the `with` block to a phase in `PHASES` or to "evaluate"; inner phases get their own time."""
         activity.note(name)
         self._book()
         self._phases.append(name)
@@ -140,13 +140,13 @@ class ComputeMeter:
         self._flops["train"] += flops + (3 * passes.value_updates + passes.value_forwards) * value
 
     def judged(self, charges: Iterable[Charge], evaluation: bool = False) -> None:
-        """Count what judges cost for one completion, of training or of an evaluation."""
+        """Count the judges' costs for one completion, of training or of an evaluation."""
         with self._lock:
             self._charges.add(charges, evaluation)
 
     @property
     def judge_device_hours(self) -> float:
-        """Device hours that stand for the cost of judges (`compute.judge`); 0 by default."""
+        """Cost of judges in device hours (`compute.judge`); 0 by default."""
         return self._axes.device_hours(self._charges.training)
 
     def evaluation_so_far(self) -> tuple[float, dict[str, Any]]:
@@ -157,7 +157,7 @@ class ComputeMeter:
         """Remove the cost of an aborted evaluation: it will run again and must not count twice.
 
         Args:
-            before: what `evaluation_so_far` returned when the evaluation began.
+            before: result of `evaluation_so_far` when the evaluation began.
         """
         self._flops["evaluate"], charges = before
         self._charges.load_state_dict(charges)

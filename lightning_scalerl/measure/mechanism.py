@@ -186,7 +186,7 @@ class _Step:
         return bool((ours - others).norm() > (ROUNDING if rounding else THRESHOLD) * others.norm())
 
     def _has_inputs(self, other: Choices) -> bool:
-        """Return whether the batch holds what these choices need of a critic and of a reference."""
+        """Return whether the batch has the outputs of critic and reference that these choices need."""
         ours, theirs = self.choices.kl, other.kl
         read = [each.reference if each.where else None for each in (ours, theirs)]
         if theirs.where and (read[0] != read[1] or ours.reads_vocabulary != theirs.reads_vocabulary):

@@ -110,7 +110,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Bytes on the fullest device, which is that of rank 0."""
+        """Bytes on the fullest device, which is rank 0's."""
         return sum(self.device.values()) + sum(self.leader.values())
 
 
@@ -118,7 +118,7 @@ class Memory:
 class Measured:
     """Sizes of a model and of one of its passes, independent of the number of devices.
 
-    All but `parameters` and `cache` are those of one of the `partners` ranks that split each layer between them.
+    All values but `parameters` and `cache` are for one of the `partners` ranks that split each layer between them.
 
     Attributes:
         parameters: number of the whole model's parameters.
@@ -221,7 +221,7 @@ def foretell(of: Measured, recipe: Recipe, ranks: int = 1, strategy: str = "ddp"
     choices, whole = recipe.choices, of.whole
     sharded = strategy == "fsdp2" and ranks > 1
     share = ranks // of.partners if sharded else 1  # each rank holds one of this many shards
-    # Rounded up (-(-a // b)). Gradients are FP32 (4 bytes).
+    # -(-a // b) rounds up. Gradients are FP32 (4 bytes).
     states = recipe.optimizer.state_bytes
     device = {
         "weights": -(-of.weights // share),
@@ -343,7 +343,7 @@ def _score_in_parts(
 ) -> tuple[Tensor, Tensor]:
     """Score as `Policy._score` does on a rank that holds one of `parts` parts of the vocabulary.
 
-    Chunks are recomputed in the backward pass, as there.
+    Chunks are recomputed in the backward pass, as in `Policy._score`.
     """
     dtype = precision.head_dtype(precision.fp32_head_trainer)
 

@@ -37,9 +37,9 @@ TAIL = 0.01
 BY_CHANCE = 1e-4
 # Tokens below this probability are not compared after the weights have changed.
 LIKELY = 1e-3
-# Training can make a policy so sharp that the rounding of a 16-bit type exceeds the bounds of the start: correct runs
-# of experiment=replication reached 1.4 times the bound on the mean. A generator that does not follow the trainer drifts
-# beyond this factor as well.
+# Factor on the bounds after the first step. Training can make a policy so sharp that the rounding of a 16-bit type
+# exceeds the bounds: correct runs of experiment=replication reached 1.4 times the bound on the mean. A generator that
+# does not follow the trainer drifts beyond this factor as well.
 SHARPER = 4.0
 MEAN, P99 = "train/probe_gap_mean", "train/probe_gap_p99"
 
@@ -176,7 +176,7 @@ def logprob_gaps(
         trained: the trainer's policy.
         version: version of the trainer's weights.
         size: size of the passes that score rollouts again.
-        generator: asked to score rollouts of older weights again, if it can; None to ask none.
+        generator: generator that scores rollouts of older weights again, if it can; None to score none again.
         asking: context manager around the question to the generator, for timing.
     """
     if not trained.policy.training:
@@ -208,12 +208,12 @@ def logprob_gaps(
 
 
 def can_score(generator: object) -> bool:
-    """Return whether a generator can compute log-probabilities of existing completions with its present settings."""
+    """Return whether a generator can compute log-probabilities of existing completions with its current settings."""
     return bool(getattr(generator, "can_score", hasattr(generator, "score")))
 
 
 def generator_scores(scorer: Scorer, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor] | None:
-    """Return the generator's log-probabilities (T,) of completions with its present weights, None if it cannot answer.
+    """Return the generator's log-probabilities (T,) of completions with its current weights, None if it cannot answer.
 
     Args:
         scorer: the generator.

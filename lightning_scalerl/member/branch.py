@@ -4,8 +4,8 @@ A branch has the parent's weights, optimizer, prompts, work in flight, random st
 begins with the parent's records up to the branching step, marked as shared by the header's field `branch`. With nothing
 changed, it continues exactly as its parent did.
 
-    plan    `parent_of`, `inherited`, `change_of`: the parent's overrides, and what the branch changes of them
-    start   `begin`: the parent's checkpoint and records become the first of the branch
+    plan    `parent_of`, `inherited`, `change_of`: the parent's overrides, and the branch's change of them
+    start   `begin`: the branch gets the parent's checkpoint and records as its first ones
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sweeps.run.spec import OPERATIONAL_KEYS, SPEC_FILE, RunSpec, changed_keys
 
 GROUP = "branch"
 KEPT, FRESH = "kept", "fresh"
-# Groups that a branch cannot change: the checkpoint's weights, or its rollouts in flight, were made for the parent's.
+# Groups that a branch cannot change: the checkpoint's weights or rollouts in flight only fit the parent's values.
 FIXED = frozenset(
     {"model", "adapter", "critic", "advantage", "task", "batch", "context", "thinking", "chat", "environment"}
     | {"generator", "driver", "async_mode", "allocation", "length_control", "cost_model", "precision"}
@@ -42,17 +42,17 @@ _OF_LAUNCH = (OPERATIONAL_KEYS | {GROUP, "cluster", "trainer"}) - _INHERITED
 
 @dataclass(frozen=True)
 class Branch:
-    """Where a run starts: anew, or from a checkpoint of another run.
+    """Start of a run: anew, or from a checkpoint of another run.
 
     Args:
         run: identity of the parent; on the command line also its folder, or the folder of a study that has one run of
-            the same seed. None for a run that starts anew. In the identity, `curve` stands for it.
+            the same seed. None for a run that starts anew. The identity contains `curve` instead.
         step: completed optimizer steps of the parent's checkpoint.
         optimizer: "kept" to start with the parent's optimizer state, "fresh" to start with none.
         folder: the parent's folder, from which the branch is started; not part of the identity.
-        ancestors: the parent and its own ancestors, each with the step at which this line left it; not part of the
-            identity, which follows from the parent's.
-        curve: the parent's curve; the seed says which of its runs it is. So the seeds of a branch are one curve.
+        ancestors: the parent and its own ancestors, each with the last step that this run shares with it; not part of
+            the identity, because the parent's identity implies them.
+        curve: identity of the parent's curve. It is the same for all seeds, so the seeds of a branch are one curve.
     """
 
     neutral: ClassVar[Mapping[str, Any]] = {"choice": "Branch", "step": None}
@@ -69,7 +69,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Parent:
-    """Run that a branch starts from, at a step of it."""
+    """Run that a branch starts from, and the step of its checkpoint."""
 
     folder: Path
     spec: RunSpec
@@ -114,7 +114,7 @@ def parent_of(overrides: Sequence[str], output_dir: Path, seed: int | None) -> P
 
     Args:
         overrides: the member's overrides.
-        output_dir: folder of its study; identities are looked up there and in the studies beside it.
+        output_dir: folder of its study; identities are looked up there and in the studies next to it.
         seed: the seed that the overrides give; None if they give none.
 
     Raises:
@@ -190,12 +190,12 @@ def _folder_of(name: str, output_dir: Path, seed: int | None) -> Path:
 
 
 def own_overrides(overrides: Sequence[str], parent: Parent) -> list[str]:
-    """Return the overrides of a branch that neither say where it starts nor are its parent's."""
+    """Return a branch's own overrides, without its parent's and those of group `branch`."""
     return [entry for entry in overrides if _key(entry).split(".")[0] != GROUP and entry not in parent.spec.overrides]
 
 
 def inherited(overrides: Sequence[str], parent: Parent) -> list[str]:
-    """Return a branch's overrides after the parent's, without those of the parent that it replaces."""
+    """Return the parent's overrides that the branch does not replace, then the branch's own."""
     own = {_key(entry) for entry in overrides}
     replaced = {key for key in own if "." not in key}
     kept = [
@@ -217,7 +217,7 @@ def _key(override: str) -> str:
 
 
 def change_of(identity: Mapping[str, Any], parent: Mapping[str, Any], steps: int, origin: Parent) -> tuple[str, ...]:
-    """Return the group that a branch changes of its parent, as a tuple of one or none.
+    """Return the configuration group in which a branch differs from its parent, as a tuple of one entry or none.
 
     Args:
         identity, parent: identity forms of the branch and of its parent.
@@ -270,7 +270,7 @@ def check_checkpoint(origin: Parent) -> None:
 
 
 def branch_of(spec: RunSpec) -> Branch | None:
-    """Return where a member starts; None if it starts anew."""
+    """Return the branch that a member's configuration describes; None if the member starts anew."""
     values = {key: value for key, value in (spec.config.get(GROUP) or {}).items() if key != "_target_"}
     return Branch(**values) if values.get("run") else None
 
@@ -359,8 +359,8 @@ def start_again(run_dir: Path, branch: Branch, covered: int, leads: bool) -> Pat
         run_dir: the branch's folder.
         branch: where it starts.
         covered: the last step that its journal covers.
-        leads: whether this process writes for the run. Another rank may come before the first has copied the
-            checkpoint, and then reads the parent's.
+        leads: whether this process writes for the run. Another rank may get here before the writing rank has copied the
+            checkpoint; it then reads the parent's.
 
     Raises:
         UserError: the journal is damaged within the records that the branch shares with its parent.

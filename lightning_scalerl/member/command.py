@@ -177,7 +177,7 @@ def shared_groups() -> Iterator[None]:
                 store.store(path.stem, OmegaConf.create(text), group=group, package=package)
         yield
     finally:
-        # Other compositions find these groups in `conf/`. Hydra would take the copy in the store as a schema for them.
+        # Other compositions find these groups in `conf/`; Hydra would mistake the copy in the store for their schema.
         store.repo = previous
 
 

@@ -47,12 +47,12 @@ _WHOLE_NUMBERS = {
     "launch.max_parallel": 1,
     "launch.threads": 1,
 }
-# As in `distributed.start`, which cannot be imported here because it imports torch.
+# The same as in `distributed.start`, which cannot be imported here because it imports torch.
 STRATEGIES = ("ddp", "fsdp2")
 CHECKPOINTS = ("shards", "whole")
 # Settings whose classes do not import Lightning: errors in them are reported without waiting seconds for that import.
 _WITHOUT_LIGHTNING = ("reward", "health", "verify", "optimizer", "schedule")
-# Draws per prompt from which on a warning is printed: if one of two groups passes, the pool is exhausted by then.
+# A warning is printed from this number of draws per prompt: if one of two groups passes, the pool is exhausted by then.
 _DRAWN_OFTEN = 2.0
 DEFAULT_RECIPE = "scalerl"  # as in conf/train.yaml
 # Groups that are not part of a curve's label: it contains the recipe's name anyway, all seeds of a curve share it, and
@@ -99,7 +99,7 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
             _check(spec, builder)
             checked.add(spec.curve)
     for spec, parent in zip(specs, parents, strict=True):
-        # A branch that has begun has its own copy.
+        # A branch that has begun has its own copy of the checkpoint.
         if parent is not None and not (Path(spec.config["output_dir"]) / "runs" / spec.run / JOURNAL_FILE).exists():
             check_checkpoint(parent)
     for spec in specs:
@@ -133,7 +133,7 @@ class _Draft:
         variant: label of its variant, such as `loss=dapo`; None without a variant.
         by_hand: overrides of axes on the command line, by axis.
         settings: other overrides that are not common to all members.
-        overrides: its overrides; those of a branch begin with its parent's, because its own branches take them from it.
+        overrides: its overrides. A branch's begin with its parent's, so that branches of the branch inherit them too.
         parent: the run that it branches from; `reference` is then the parent's configuration.
     """
 
@@ -253,7 +253,7 @@ def _check_place(config: Mapping[str, Any]) -> None:
 def _draft(overrides: list[str], everywhere: set[str], composed: Composer, parent: Parent | None = None) -> _Draft:
     """Compose a member and its recipe, and sort its overrides; all members share those in `everywhere`.
 
-    A branch has its parent's overrides as well, and its parent in the place of the recipe.
+    A branch also has its parent's overrides, and its parent takes the place of the recipe.
     """
 
     def with_parent(entries: list[str]) -> list[str]:

@@ -120,7 +120,7 @@ def content_of(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_model(path: Any, setting: str) -> Any:
-    """Return what represents a model in an identity. An address does not count: the model that is served there does."""
+    """Return a model's entry in an identity. For an address it is a constant: the served model counts by itself."""
     return "served" if str(path).startswith(ADDRESSES) else model_content(str(path), setting)
 
 

@@ -67,7 +67,7 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
         check_identity(spec, run_dir)
         if lease is not None:
             write_atomically(run_dir / CONFIG_FILE, OmegaConf.to_yaml(config))
-        # Before any rank looks for a checkpoint: a late rank must not find one after the break in the journal.
+        # Do this before any rank looks for a checkpoint: a late rank must not find one after the break in the journal.
         branch = branch_of(spec)
         if branch is not None and lease is not None:
             begin(run_dir, spec, branch)

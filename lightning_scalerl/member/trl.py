@@ -25,7 +25,7 @@ GROUP = "trainer"
 # address. The runner fills in seed and budget. `_OF_RUN` are keys of these groups that do belong in the command.
 _OF_STUDY = frozenset({"seed", "budget", "study", "output_dir", "label", "cluster", "launch", "race", "mlflow"})
 _OF_RUN = ("launch.threads",)
-# Run by TRL's interpreter: checks for the packages and prints TRL's version.
+# Program for TRL's interpreter: it checks for the packages and prints TRL's version.
 _PROBE = "from importlib.metadata import version; import torch, transformers, datasets; print(version('trl'))"
 
 

@@ -99,7 +99,7 @@ def check_runs(words: Sequence[Sequence[str]], _: Sequence[str]) -> list[RunSpec
 
 
 def _check_names(file: Path, configs: Mapping[str, Any], folders: Sequence[str], study: Path) -> None:
-    # Before `use_folders`, so that our names are not looked up in the user's folders.
+    # This comes before `use_folders`, so that our names are not looked up in the user's folders.
     other_names = [
         (field, name)
         for part, config in configs.items()
@@ -218,7 +218,7 @@ def _check_trl(file: Path, spec: RunSpec, study: Path) -> None:
     try:
         composed = OmegaConf.to_container(compose(spec.overrides, spec.folders), resolve=True)
         _check_names(file, {"overrides": composed}, spec.folders, study)
-        # With the absolute path of the interpreter: a relative one refers to the folder of the launch.
+        # Give the absolute path of the interpreter: a relative one refers to the folder of the launch.
         (again,) = plan_trl([[*spec.overrides, f"{_TRAINER}.python={python}"]], spec.folders)
     except ConfigurationError as error:
         raise UserError(f"{file}: {error}") from error

@@ -91,7 +91,7 @@ def add_lora(
             f"{_listed(model)}"
         )
     check_adapter(model)
-    # Not with peft's wrapper, which keeps a second copy of each module and hides an output head from other code.
+    # peft's wrapper is not used: it keeps a second copy of each module and hides an output head from other code.
     for module in saved_modules:
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(True)

@@ -76,7 +76,7 @@ def bounded(work: Callable[[T], str], items: Sequence[T]) -> Iterator[str]:
 
 
 class BoundedWorker(Generic[T]):
-    """Does the same as `bounded` for one item after another, in a child that stays, because a fork takes time.
+    """Does the same as `bounded` in one child process for all calls, because a fork takes time.
 
     Args:
         work: the work on an item; items must be picklable.
@@ -133,7 +133,7 @@ def _serve(parent: int, connection: Connection[Any, Any], work: Callable[[T], st
     """Do the work on items until the parent closes the connection."""
     try:
         die_with_parent(parent)
-        # The parent's pipes and locks: an open copy here would keep others from seeing that the parent closes them.
+        # Close the parent's pipes and locks: an open copy here would hide from others that the parent closes them.
         for descriptor in {int(entry.name) for entry in Path("/proc/self/fd").iterdir()} - {
             0,
             1,

@@ -30,7 +30,7 @@ from lightning_scalerl.rollouts.rollout import Rollout
 END_OF_THINKING = "</think>"
 # The default date of Llama's templates. With today's date, prompts would change every day.
 DATE = datetime(2024, 7, 26)
-# Most special tokens to list at the start; a model may have hundreds of reserved ones.
+# Largest number of special tokens to list at the start; a model may have hundreds of reserved ones.
 NAMED = 24
 # Version of the tokenisation rules; cached tokens of other versions are not read.
 RULES = 2
@@ -101,7 +101,7 @@ class Rendering:
         # The id is needed if the marker is a special token, because decoding then drops it from the text.
         self._marker_id = marker_id if isinstance(marker_id, int) and marker_id != tokenizer.unk_token_id else None
         self._template = self._chosen_template()
-        # Maps a prompt's digest to whether the rendered prompt opens the thinking: needed to find the answer behind it.
+        # Maps a prompt's digest to whether the rendered prompt opens the thinking: needed to find the answer after it.
         self._opening: dict[bytes, bool] = {}
         # Maps a prompt to the schemas of the tools that its template shows.
         self.tools_of: Callable[[Prompt], Sequence[Mapping[str, Any]]] = _no_tools

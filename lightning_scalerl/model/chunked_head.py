@@ -122,7 +122,7 @@ class _Scores(torch.autograd.Function):
                 states, grad_part = hidden[part].to(dtype), grad_logprobs[part].unsqueeze(-1)
                 logits = scaling.over(F.linear(states, *head).float())
                 capped = None if scaling.cap is None else logits.clone()
-                # In place from here on, so `log_p` (and `logits`) become probabilities, then the gradient.
+                # All operations below are in place: `log_p` (and `logits`) become probabilities, then the gradient.
                 log_p = logits.sub_(norms[part].unsqueeze(-1))
                 if entropy_gradient:
                     factor = log_p + entropies[part].unsqueeze(-1)

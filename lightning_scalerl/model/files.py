@@ -25,7 +25,7 @@ class WeightFiles:
     Attributes:
         file_of: the file of each tensor in the folder, by the tensor's name.
         names: the name of the tensor for each weight of the model; tied weights share one tensor.
-        in_bf16: round what is read to BF16 values, for a run that stores its weights so.
+        in_bf16: round weights to BF16 values when they are read, for a run that stores BF16 values.
     """
 
     file_of: Mapping[str, Path]

@@ -79,7 +79,7 @@ def token_states(inner: nn.Module, batch: TrainBatch, row: Tensor, position: Ten
     lengths = batch.lengths - 1
     column = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     real = column < lengths.unsqueeze(1)
-    # No cache: with one, transformers does not derive a mask from the position ids.
+    # Disable the cache: with one, transformers does not derive a mask from the position ids.
     states: Tensor = inner(
         input_ids=tokens[real].unsqueeze(0),
         position_ids=column[real].unsqueeze(0),

@@ -107,7 +107,7 @@ model_path.content = _content  # type: ignore[attr-defined]
 
 
 def content(path: str, setting: str = "model.path") -> Any:
-    """Return what represents a model in a run's identity: digests of its files, or its hub id.
+    """Return a model's entry in a run's identity: digests of its files, or its hub id.
 
     Raises:
         ConfigurationError: a local path has no model; `setting` is named.

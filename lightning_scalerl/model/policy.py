@@ -51,7 +51,7 @@ class Policy(nn.Module):
         self.temperature = temperature
         # The adapter's semantics, from the design choice or, for an adapter that came with the model, `described`.
         self.adapter: Mapping[str, Any] | None = None
-        # Whether rows are packed (`model.packed`): the recipe asks for it and the model can (`session.models`).
+        # Whether rows are packed (`model.packed`): the recipe asks for it and the model supports it (`session.models`).
         self.packs = False
         # Whether the model has been tried on a few tokens (`session.trials`).
         self.tried = False
@@ -78,7 +78,7 @@ class Policy(nn.Module):
     def shares_prompts(self) -> bool:
         """Return whether a prompt goes through the model once for all of its completions.
 
-        False in training mode, in which dropout is active or layers recompute what a cache would have to keep.
+        False in training mode, in which dropout is active or layers recompute states that a cache would have to keep.
         """
         if any(module.training for module in self.model.modules()):
             return False
@@ -95,8 +95,8 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Return log-probabilities and entropies of the completion tokens, (R, T) each, zero after a completion's end.
 
-        With a teacher there is a third one: KL(this policy, teacher) over the vocabulary at each of these tokens, with
-        gradient.
+        With a teacher there is a third tensor: KL(this policy, teacher) over the vocabulary at each of these tokens,
+        with gradient.
 
         Args:
             batch: the sequences to score.
@@ -149,7 +149,8 @@ class Policy(nn.Module):
             )
             return (ours.exp() * (ours - theirs)).sum(-1)
 
-        # Both models' logits exist at the same time; each chunk is computed again in the backward pass.
+        # The logits of both models exist at the same time, so chunks are smaller. They are recomputed in the backward
+        # pass.
         chunk = max(1, MAX_LOGITS // sum(sizes))
         if hidden.shape[0] <= chunk:
             return part(hidden, taught)

@@ -182,7 +182,7 @@ def save_adapter(
         unfinished.mkdir()
         config.save_pretrained(unfinished)
         saved = {
-            # Copied, because a weight that is tied here is saved once per module for peft.
+            # Copy each weight, because peft saves a weight that is tied here once per module.
             f"base_model.model.{name}": value.detach().to("cpu", DTYPES[dtype], copy=True).contiguous()
             for name, value in named.items()
         }

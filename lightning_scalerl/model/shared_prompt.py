@@ -65,10 +65,10 @@ def states(model: nn.Module, batch: TrainBatch) -> Tensor:
     if width < 2:
         return last
     for layer in cache.layers:
-        # Indexed in FP32, so that the backward pass sums the rollouts' gradients of a prompt in FP32.
+        # Index in FP32, so that the backward pass sums the rollouts' gradients of a prompt in FP32.
         layer.keys, layer.values = (table.float()[index].to(table.dtype) for table in (layer.keys, layer.values))
     position = starts.unsqueeze(1) + torch.arange(width - 1, device=index.device)
-    # Clamped: after a sequence's end any token will do, because its state is not used.
+    # Clamp the positions: after a sequence's end any token will do, because its state is not used.
     tokens = batch.tokens.gather(1, position.clamp(max=batch.tokens.shape[1] - 1))
     is_prompt = torch.arange(length, device=index.device) < starts.unsqueeze(1)
     # The mask only hides keys; the model itself makes attention within the completion causal.

@@ -45,7 +45,7 @@ class Turns:
         if template is None:
             return
         opening = rendering.marker.replace("</", "<", 1)
-        # Without `<think>` in the template, its model is not known to think: a thought would be text as any other.
+        # If the template has no `<think>`, assume that its model does not think: a thought would be ordinary text.
         thinks = rendering.marker in template and rendering.chat.thinking is not False
         begins = self._render([[_user(_QUESTION)]], "the first turn")[0]
         unseen = [name for tool in tools if (name := tool["function"]["name"]) not in begins]
@@ -68,8 +68,8 @@ class Turns:
 
         Args:
             replies: for each conversation, the texts of the messages that answer the model's turn.
-            names: the names of the tools that give them; some templates need them (Hermes). Without them, the first
-                tool's.
+            names: the names of the tools that gave these answers; some templates need them (Hermes). Without names, the
+                first tool's name is used.
 
         Raises:
             ConfigurationError: the template refuses a message.
@@ -90,8 +90,8 @@ class Turns:
 
         Args:
             replies, names: see `following`.
-            sampled: the tokens of each conversation's latest turn. If it ended with a stop token, the template's own
-                end of the turn is left out.
+            sampled: the tokens of each conversation's latest turn. If a turn ended with a stop token, the stop token
+                that the template writes is left out.
         """
         tokens: list[list[int]] = []
         for text, turn in zip(self.following(replies, names), sampled, strict=True):

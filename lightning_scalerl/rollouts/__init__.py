@@ -1,4 +1,4 @@
-"""Records of the data path: a prompt (`prompt`), its rollouts, group and batch (`rollout`), what graders see (`grade`).
+"""Records of the data path: prompts (`prompt`), rollouts, groups and batches (`rollout`), samples to grade (`grade`).
 
 Only `rollout` needs torch.
 """

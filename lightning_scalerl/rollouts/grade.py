@@ -72,7 +72,7 @@ class Grade:
         extra: texts to record with the completion (`rollouts.jsonl`), by name.
         terms: weighted terms of a sum of several rewards, by name; empty for a single reward.
         answer: the answer that the completion gives, in a form in which the grader's equal answers are equal texts;
-            empty if it gives none; None if the grader does not tell answers apart. Only wrong answers need it, since
+            empty if it gives none; None if the grader does not distinguish answers. Only wrong answers need it, since
             all right ones are equal (`sweeps.run.pass_at_k`).
         charges: costs of the judges that were asked.
     """

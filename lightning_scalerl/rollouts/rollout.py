@@ -123,7 +123,7 @@ class Rollout:
 
     @property
     def length(self) -> int:
-        """Number of the completion's tokens, without those of an environment: the length that is controlled."""
+        """Number of the completion's tokens, not counting an environment's; length control uses this number."""
         return len(self.tokens) - self.sources.count(Source.ENVIRONMENT)
 
     @property
@@ -169,7 +169,7 @@ def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         name: torch.from_numpy(np.fromiter(chain.from_iterable(getattr(rollout, name) for rollout in rollouts), kind))
         for name, kind in _PER_TOKEN.items()
     }
-    # Two masks instead of the sources, the second one only where needed: as in checkpoints of earlier versions.
+    # Store two masks instead of the sources, the second one only if needed, as checkpoints of earlier versions did.
     sources = per_token.pop("sources")
     per_token["forced"] = sources == Source.FORCED
     if (environment := sources == Source.ENVIRONMENT).any():
@@ -339,7 +339,7 @@ class TrainBatch:
         returns: (R, T), the targets of the values; None without a critic.
         group: (R,), number of the rollout's group. Rollouts of one group share a prompt. None if unknown, in which
             case no prompt is shared.
-        selected: (R, T) bool, tokens that the loss treats in another way (`Loss.select`); None if it treats all alike.
+        selected: (R, T) bool, tokens that the loss treats differently (`Loss.select`); None if it treats all alike.
         packed: whether models get the rows concatenated without padding (`model.packed`).
     """
 
@@ -412,7 +412,7 @@ class TrainBatch:
         if self.group is not None and self.rollouts:
             longest = self.lengths.new_zeros(int(self.group.max()) + 1)
             longest.scatter_reduce_(0, self.group, self.lengths, "amax")
-            # Stable sorts, the most important key last: length of the group's longest row, then group, then length.
+            # Sort by length of the group's longest row, then group, then length: stable sorts, the first key last.
             order = order[torch.argsort(self.group[order], stable=True)]
             order = order[torch.argsort(longest[self.group[order]], descending=True, stable=True)]
         start, widest, total = 0, 0, 0

@@ -222,7 +222,7 @@ def _where(error: BaseException) -> str:
 
 def _examine(config: dict[str, Any], program: Program) -> None:
     """Run the prelude, the tests and everything that they define; raises at the first failure."""
-    # As the main module, so that main guards are true. It must be in `sys.modules`, where dataclasses look it up.
+    # Run as the main module, so that main guards are true. It must be in `sys.modules`, where dataclasses look it up.
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     names = module.__dict__

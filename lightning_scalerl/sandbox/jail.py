@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# System calls that return EPERM to untrusted code, with their numbers on x86_64 and aarch64 (-: it has none). They
+# System calls that return EPERM to untrusted code, with their numbers on x86_64 and aarch64 (- for none). They
 # concern processes, sockets, memory and signals of other processes, mounts and the kernel's settings. Changes of
 # metadata are among them because Landlock does not control these. So are calls for memory and queues that no limit of
 # the process covers or that outlive it: contexts of asynchronous I/O come from a machine-wide budget, and setsockopt
@@ -62,7 +62,7 @@ _NUMBERS = {
     },
 }  # fmt: skip
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# Later calls, of kernels newer than this table, return ENOSYS to untrusted code.
+# Calls with higher numbers, of kernels newer than this table, return ENOSYS to untrusted code.
 _LAST_KNOWN = 462
 _X32 = 0x40000000
 
@@ -152,10 +152,10 @@ def enter(config: Mapping[str, Any]) -> int | None:
         OSError: a limit, a user or a directory could not be set, or a path could not be opened.
     """
     os.umask(0o077)
-    # Before a user namespace is created, so that the limits apply to the user outside of it.
+    # Set the limits before a user namespace is created, so that they apply to the user outside of it.
     _set_limits(config["limits"])
     scratch = _bound_scratch(config) if config["bounded"] else None
-    # Before the user changes, because readable paths may be below a folder that only root can enter.
+    # Open the paths before the user changes, because they may be below a folder that only root can enter.
     ruleset = _ruleset(config) if config["landlock"] else -1
     _drop(config["user"], config["keeps_read"])
     os.chdir(config["scratch"])
@@ -208,7 +208,7 @@ def _bound_scratch(config: Mapping[str, Any]) -> int:
             for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
                 with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123 (pathlib takes time to load)
                     file.write(line)
-        # Private, because otherwise the mount below would also appear outside.
+        # Make the root private, because otherwise the mount below would also appear outside.
         _checked("mount", int(_libc.mount(None, b"/", None, ctypes.c_ulong(_PRIVATE), None)))
     size, entries = config["bounded"]
     owner = (uid, gid) if config["user"] is None else (config["user"],) * 2
@@ -232,7 +232,7 @@ def _set_limits(limits: Mapping[str, Any]) -> None:
         resource.RLIMIT_MSGQUEUE: (0, 0),
         resource.RLIMIT_SIGPENDING: (256, 256),
         resource.RLIMIT_NPROC: (limits["processes"],) * 2,
-        # Large, because correct programs may recurse deeply.
+        # The stack is large, because correct programs may recurse deeply.
         resource.RLIMIT_STACK: (64 * _MEBIBYTE,) * 2,
     }
     for kind, (soft, hard) in wanted.items():
@@ -268,12 +268,12 @@ def _ruleset(config: Mapping[str, Any]) -> int:
     handled = (1 << 13) - 1
     for since, right in ((2, _REFER), (3, _TRUNCATE), (5, _IOCTL_DEV)):
         handled |= right if abi >= since else 0
-    # From version 4: binding and connecting TCP. From version 6: abstract sockets, and signals to the outside.
+    # Version 4 added binding and connecting TCP; version 6 added abstract sockets, and signals to the outside.
     fields = [handled] + ([3] if abi >= 4 else []) + ([3] if abi >= 6 else [])
     attribute = ctypes.create_string_buffer(struct.pack(f"={len(fields)}Q", *fields), 8 * len(fields))
     ruleset = _syscall(_LANDLOCK_CREATE, attribute, ctypes.c_size_t(8 * len(fields)), ctypes.c_uint32(0))
     _checked("landlock_create_ruleset", ruleset)
-    # No right to execute: nothing is started from here, and mapping a library does not need it.
+    # There is no right to execute: nothing is started from here, and mapping a library does not need it.
     read = _READ_FILE | _READ_DIR
     write = _WRITE_FILE | _REMOVE_DIR | _MAKE_DIR | _MAKE_REG | _MAKE_SYM | _REFER | _TRUNCATE
     # A deleted file that is open or mapped uses space that a check of the directory cannot see.
@@ -411,7 +411,7 @@ def _by_argument(own_pid: int, bounded: bool) -> dict[str, list[Instruction]]:
     ]
     return {
         "clone": thread,
-        # Its flags are in memory, which a filter cannot read; libraries fall back to clone.
+        # The flags of clone3 are in memory, which a filter cannot read; libraries fall back to clone.
         "clone3": [_refuse(_ENOSYS)],
         "openat2": [_refuse(_ENOSYS)],
         **({} if bounded else unbounded),
@@ -426,7 +426,7 @@ def _by_argument(own_pid: int, bounded: bool) -> dict[str, list[Instruction]]:
         "fcntl": _none_of(1, *_FCNTL_REFUSED),
         "ioctl": _none_of(1, *_IOCTL_REFUSED),
         "prctl": _only(0, *_PRCTL_GIVEN),
-        # Only for this process: otherwise limits of the user's other processes could be changed.
+        # Allow the call only for this process: otherwise limits of the user's other processes could be changed.
         "prlimit64": _only(0, 0, own_pid),
         "sched_setaffinity": _only(0, 0, own_pid),
     }

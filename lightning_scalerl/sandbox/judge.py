@@ -80,7 +80,7 @@ def judge(
     """
     sources = _surveyed(tests, entry_point, prelude, names)
     began = time.monotonic()
-    # From the system's random source, so that untrusted code cannot guess it.
+    # The nonce is from the system's random source, so that untrusted code cannot guess it.
     nonce = secrets.token_hex(32)
     with contextlib.ExitStack() as closing:
         requests, answers, reports = (os.pipe() for _ in range(3))

@@ -228,7 +228,7 @@ class Sandboxed:
                 )
             finally:
                 os.close(payload)
-        # Not available before Linux 5.3, or in a Python built there: the process is then polled at each tick.
+        # pidfd_open is missing before Linux 5.3, and in a Python built there: then the process is polled at each tick.
         with contextlib.suppress(OSError, AttributeError):
             self.ended = os.pidfd_open(self._process.pid)
             self._closing.callback(os.close, self.ended)
@@ -302,7 +302,7 @@ class Sandboxed:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(inner, signal.SIGKILL)
                 select.select([] if self.ended is None else [self.ended], [], [], _TICK_S)
-        # Only if it was not waited for yet: afterwards the kernel may give its pid to another process.
+        # Kill only a process that was not waited for yet: afterwards the kernel may give its pid to another process.
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -348,7 +348,7 @@ def attend(
             return "timeout", now - began
         _listen(children, captures, _TICK_S)
         for child in children:
-            # It has ended. Either it reported before that it was ready, or the sandbox has failed, which raises here.
+            # The process has ended. Either it had reported that it was ready, or the sandbox failed; then this raises.
             while child.returncode is not None and not child.ready:
                 child.hear()
         now = time.monotonic()
@@ -552,7 +552,7 @@ def _new_user() -> int:
     numbers = user_range()
     if numbers is None:
         raise SandboxError("the sandbox does not start: there are no user numbers to spare")
-    # Not the global generator, whose state belongs to a training run.
+    # The global generator is not used, because its state belongs to a training run.
     return random.SystemRandom().randrange(*numbers)
 
 

@@ -97,7 +97,7 @@ def _many(out: bytearray, tag: bytes, items: Iterable[Any], count: int, depth: i
 
 
 def _number(out: bytearray, tag: bytes, value: int) -> None:
-    # With space for the sign, which bit_length() does not count.
+    # Add space for the sign, which bit_length() does not count.
     size = value.bit_length() // 8 + 1
     _sized(out, tag, size)
     out += value.to_bytes(size, "little", signed=True)

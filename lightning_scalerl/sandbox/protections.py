@@ -75,7 +75,7 @@ def check_protections(allow_unprotected: bool, mode: Mode = "auto") -> Protectio
 
 
 def _candidates(mode: Mode, obstacles: dict[str, str]) -> list[Walls]:
-    """Return the walls to try, best first, and record in `obstacles` what is missing from the start."""
+    """Return the walls to try, best first; record in `obstacles` the protections that are known to be missing."""
     landlock = landlock_abi() if mode != "none" else 0
     if not landlock:
         obstacles[LANDLOCK] = "the kernel has none, or it is switched off"

@@ -1,7 +1,7 @@
 """A run under Lightning's Trainer, except its training step: setup, data path, continuation, checkpoints, records.
 
-`ScaleRL` is composed of five objects that own their state. It gives each function of these files the objects that the
-function uses, and no file here has the module itself:
+`ScaleRL` is composed of five objects that own their state. Each function of these files receives the objects that it
+uses, and never the module itself:
 
     Models              models             policy, critic, reference, tokenizer; the ranks and device that train them
     DataPath            data_path          rank 0: task -> prompts -> stream -> verifiers -> generator -> driver
@@ -9,9 +9,9 @@ function uses, and no file here has the module itself:
     Records             records            metrics -> callbacks and loggers
     Continuation        continuation       does this fit continue the last fit's run?
 
-A `Stage` holds what one fit, validation or prediction works with (recipe, choices, models, task, seed). A data path is
-built from it, or only a `Sampling` (prompts, generator, verifiers; both in `sampling`) to evaluate. The hooks of
-`ScaleRL` call the other files:
+A `Stage` holds the inputs of one fit, validation or prediction (recipe, choices, models, task, seed). A fit builds a
+data path from it, and an evaluation only a `Sampling` (prompts, generator, verifiers). Both classes are in `sampling`.
+The hooks of `ScaleRL` call the other files:
 
     __init__                       models            arguments -> recipe, `Models`
                                      trials            is the model's head supported, does it take packed rows?

@@ -66,7 +66,7 @@ def load_state(
 ) -> None:
     """Restore the run; a rank that the saved run did not have keeps its fresh random state.
 
-    `branches`: the checkpoint is the parent's, from which this run branches.
+    `branches`: whether the checkpoint belongs to the parent that this run branches from.
     """
     records.latest = dict(checkpoint.get("scalerl_metrics", {}))
     update = checkpoint.get("scalerl_update")
@@ -83,14 +83,14 @@ def load_state(
 
 
 def prepare_weights(checkpoint: dict[str, Any], models: Models, root: nn.Module, ckpt_path: Any, in_fit: bool) -> None:
-    """Make a checkpoint's weights and the models alike, so that Lightning can load them.
+    """Make a checkpoint's weights and the models match, so that Lightning can load the weights.
 
     Args:
-        checkpoint: the checkpoint, from which the weights of a critic are dropped that the models lack.
+        checkpoint: the checkpoint; a critic's weights are dropped from it if the models have no critic.
         models: the models. If only weights are loaded, the policy gets the adapter that the run's callback chose.
         root: the module that has policy and critic as children.
         ckpt_path: path of the checkpoint; None if there is no Trainer.
-        in_fit: whether the run goes on, rather than only its weights being loaded.
+        in_fit: True if the run continues, False if only its weights are loaded.
 
     Raises:
         ConfigurationError: the file is incomplete, or the weights belong to another model.

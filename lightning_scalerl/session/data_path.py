@@ -132,7 +132,8 @@ class DataPath:
     def restore(self, state: dict[str, Any], branches: bool = False) -> None:
         """Restore a state that `saved` returned; a generator without weights waits for `publish_again`.
 
-        `branches`: the state is that of the run's parent. The axes that it counted are not those of this run.
+        `branches`: whether the state is the parent's. Its mechanism counters are then ignored, because they count other
+        axes than this run's.
         """
         if branches:
             state = {**state, "mechanism": self.mechanism.state_dict()}
@@ -142,7 +143,7 @@ class DataPath:
         self._unpublished = None if published else generator
 
     def publish_again(self) -> None:
-        """Restore a generator whose weights were not saved; it gets the trainer's weights, those of the last step.
+        """Restore a generator whose weights were not saved; it gets the trainer's weights after the last step.
 
         Call it once the trainer's weights are loaded.
         """

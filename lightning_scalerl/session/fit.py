@@ -45,7 +45,7 @@ def stop_between_steps(trainer: Any, run: Run) -> NoReturn:
 
 
 def batch_or_why_none(path: DataPath, stop_reason: Callable[[], str | None]) -> TrainBatch | str | None:
-    """Return the next batch, None if the run is to stop, or the reason why there is no further batch.
+    """Return the next batch, None if a stop was requested, or as text the reason why there is no further batch.
 
     Raises:
         PoolExhaustedError: the pool is exhausted before the first step, so the run has no curve.

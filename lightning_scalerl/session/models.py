@@ -1,7 +1,7 @@
 """Models of a run: policy, critic and reference. All of them are created in this file.
 
 The policy is created from the arguments of `ScaleRL`, critic and reference once a fit has resolved its choices. They
-are made from the policy; a teacher is loaded from where `kl.reference` says. All have FP32 weights.
+are made from the policy; a teacher is loaded from the location in `kl.reference`. All have FP32 weights.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Models:
     as its children. The reference is neither trained nor saved.
 
     Args:
-        policy: the policy, which stays the same object for good; its language model may be replaced or sharded.
+        policy: the policy. This object is never replaced, but its language model may be replaced or sharded.
         tokenizer: tokenizer of the policy's model.
         stop_tokens: token ids that end a completion.
         packed: whether the recipe asks for packed rows.
@@ -68,7 +68,7 @@ class Models:
         critic: critic of axis `critic`; None until `begin` makes it.
         reference: frozen model to which axis `kl` measures the distance: the model that training started from, or a
             teacher, which may be served elsewhere. None if no distance is measured.
-        teacher: what is known of the teacher, for the run's semantics; empty without one.
+        teacher: description of the teacher for the run's semantics; empty without one.
         teacher_flops: cost of the teacher's passes; None without one.
         trained: access to the policy between passes.
         ranks, device: ranks of the Trainer and the device of this one; set in every stage.
@@ -109,7 +109,7 @@ class Models:
         return model
 
     def store_in_bf16(self) -> None:
-        """Round the trained weights to BF16 values, now or when they are read: the optimizer keeps no others.
+        """Round the trained weights to BF16 values, now or when they are read, because the optimizer stores only these.
 
         Without an adapter the reference and the critic's body get the same values, because they are copies.
         """
@@ -216,8 +216,8 @@ class Models:
                 initial model is unknown.
 
         Raises:
-            ConfigurationError: the fingerprint matches neither the model that this one was made with nor the one at
-                `path`.
+            ConfigurationError: the fingerprint matches neither the model that this reference was made with nor the
+                model at `path`.
         """
         if self.reference is None or self.reference_fingerprint() == fingerprint_then:
             return
@@ -248,7 +248,7 @@ class Models:
         return None if self.reference is None else self._fingerprint
 
     def _freeze(self, model: nn.Module) -> None:
-        """Make the reference of a model."""
+        """Freeze a model and make it the reference."""
         self._fingerprint = None
         reference = Policy(model, self.policy.precision, self.policy.temperature).requires_grad_(False).eval()
         reference.packs = self.policy.packs
@@ -257,7 +257,7 @@ class Models:
 
 @contextmanager
 def naming(setting: str) -> Iterator[None]:
-    """Name a setting in the errors about a model within the `with` block, which would name `model.path`."""
+    """Name `setting` instead of `model.path` in errors about a model that are raised in the `with` block."""
     try:
         yield
     except ConfigurationError as error:
@@ -271,7 +271,7 @@ def check_same_tokens(ours: Any, theirs: Any, place: str) -> None:
     """Check that a teacher's tokenizer gives every token the same id as the policy's.
 
     Raises:
-        ConfigurationError: it does not; the message names the first token that differs.
+        ConfigurationError: an id differs; the message names the first such token.
     """
     own, other = ours.get_vocab(), theirs.get_vocab()
     differing = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))

@@ -71,10 +71,10 @@ def recompute_activations(models: Models, batch: BatchSettings) -> None:
 
 
 def check_sharded(optimizer: AdamW, strategy: Strategy) -> None:
-    """Check that the optimizer's step on parts of the weights is its step on whole weights, if the strategy shards.
+    """Check, if the strategy shards, that the optimizer makes the same step on parts of weights as on whole weights.
 
     Raises:
-        ConfigurationError: it is not, so that the run would depend on the number of its devices.
+        ConfigurationError: the steps differ, so the run would depend on the number of its devices.
     """
     if isinstance(strategy, ShardedStrategy) and not optimizer.shards:
         raise ConfigurationError(

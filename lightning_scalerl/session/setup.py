@@ -96,7 +96,7 @@ def place_models(models: Models, recipe: Recipe, choices: Choices, trainer: Trai
         check_sharded(recipe.optimizer, strategy)
         if recipe.optimizer.storage == "bf16":
             models.store_in_bf16()
-    # Only avoids a warning of Lightning; `ScaleRL.on_train_start` sets the actual mode.
+    # This only avoids a warning of Lightning; `ScaleRL.on_train_start` sets the actual mode.
     policy.train()
     if models.critic is not None:
         models.critic.train()
@@ -109,7 +109,7 @@ def place_models(models: Models, recipe: Recipe, choices: Choices, trainer: Trai
 
 
 def stage_of(trainer: Any, recipe: Recipe, choices: Choices, models: Models) -> Stage:
-    """Return what the Trainer's current function works with."""
+    """Return the inputs of the Trainer's current function: fit, validate or predict."""
     evaluation, data = evaluation_of(trainer), trainer.datamodule
     predicts = trainer.state.fn == "predict"
     return Stage(

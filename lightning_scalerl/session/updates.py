@@ -32,7 +32,7 @@ class Updates:
         # Rates of the policy and of the critic (if any), before the schedule's factor.
         self._rates = [rate, rate if own is None else own] if choices.critic.has_values else [rate]
         self._optimizer: torch.optim.Optimizer | None = None
-        self._own_settings: list[dict[str, Any]] = []  # of each parameter group, as the recipe has them
+        self._own_settings: list[dict[str, Any]] = []  # settings of each parameter group in the recipe
         self._branches = False
 
     def optimizer(self, models: Models) -> torch.optim.Optimizer:
@@ -63,9 +63,9 @@ class Updates:
         self._branches = True
 
     def begin(self) -> None:
-        """Restore the own settings of a branch, once the optimizer's state is loaded.
+        """Restore a branch's own settings, once the optimizer's state is loaded.
 
-        The parent's state has the parent's settings as well (betas, weight decay), of which the branch may change one.
+        The parent's state also contains the parent's settings (betas, weight decay), and the branch may change one.
         """
         if self._branches:
             for group, settings in zip(self._groups, self._own_settings, strict=True):
@@ -97,7 +97,7 @@ class Updates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state from `state_dict`."""
         self.loss_scale.load_state_dict(state["loss_scale"])
         self.skipped.load_state_dict(state["skipped"])
         self.health.load_state_dict(state["health"])

@@ -1,4 +1,4 @@
-"""Conversations of rollouts with environments: between the generator, in which rollouts wait, and the processes.
+"""Conversations of rollouts with environments. They connect the generator, where rollouts wait, with the processes.
 
 A rollout that has ended a turn waits in the generator (`GroupRequest.waits`). Its turn goes to the environment, and the
 observation comes back as tokens to insert, or the rollout ends. All limits on turns are applied here, so that they are
@@ -181,7 +181,7 @@ class Dialogue:
         tokens: list[list[int]] = [[] for _ in prompts]
         for name, turns in self._turns.items():
             rows = [row for row, prompt in enumerate(prompts) if self.name_of(prompt) == name]
-            # One call for all, because each call starts a process.
+            # Make one call for all conversations, because each call starts a process.
             if rows:
                 called = [[call.name for call in turns_of[row].calls] for row in rows]
                 written = turns.following_tokens([replies[row] for row in rows], [sampled[row] for row in rows], called)
@@ -213,20 +213,20 @@ class Reply:
 
 @dataclass
 class _Open:
-    """Conversation of one rollout, from its first waiting to its end."""
+    """Conversation of one rollout, from the end of its first turn to its own end."""
 
     prompt: Prompt
     starts: list[int] = field(default_factory=lambda: [0])
     exchanges: list[tuple[Turn, Observation]] = field(default_factory=list)
     ending: Observation | None = None  # the answer to `finish`
     failure: Failure | None = None
-    # The rest is of the current turn, and made again after a resume.
-    rollout: Rollout | None = None  # as it waits
-    turn: Turn | None = None  # until the environment has answered it; None if a limit has cut it
+    # The fields below belong to the current turn. They are not saved: after a resume the turn is sent again.
+    rollout: Rollout | None = None  # copy of the waiting rollout
+    turn: Turn | None = None  # turn to be answered; None once it is answered, or if a limit has cut it off
     cut: bool = False
     over: bool = False
-    asked: str = ""  # "open", "step" or "finish": the request under way
-    number: int | None = None  # of the pool's conversation
+    asked: str = ""  # pending request: "open", "step" or "finish"; empty for none
+    number: int | None = None  # number of the conversation in the pool; None if it has no process
 
     @property
     def sampled(self) -> list[int]:
@@ -243,7 +243,7 @@ class Conversations:
         pool: processes of the environments; closed by `close`.
         limits: limits of a conversation.
         prompt_of: key of a group -> its prompt.
-        idle: makes a context in which the time of waiting for environments is booked.
+        idle: returns a context manager that records its duration as idle time, for waits on environments.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Conversations:
         self._dialogue, self._pool, self._limits, self._idle = dialogue, pool, limits, idle
         self._prompt_of, self._settings = prompt_of, dialogue.settings
         self._of: dict[Place, _Open] = {}
-        # Waiting for an answer, in the order of their start; the value is the rollout's room for tokens.
+        # Rollouts that wait for an answer, in the order of `start`, each with the number of tokens that still fit.
         self._pending: dict[Place, int] = {}
         self._backlog: list[Place] = []  # pending, but without a process yet
 
@@ -268,7 +268,7 @@ class Conversations:
     def start(self, waiting: WaitingRollout) -> float:
         """Send a rollout's turn to its environment; return the declared seconds until the answer.
 
-        A rollout that is known to wait at this turn is ignored.
+        A rollout whose turn was sent before is ignored.
         """
         place = waiting.key, waiting.index
         known = self._of.get(place)
@@ -279,7 +279,7 @@ class Conversations:
         one = self._of.setdefault(place, _Open(self._prompt_of(waiting.key)))
         rollout = waiting.rollout
         if waiting.answers < len(one.starts) - 1:
-            # Its engine was lost, and it was sampled again from its prompt.
+            # The rollout's engine was lost, and the rollout was sampled again from its prompt.
             self.leave(place)
             one = self._of[place] = _Open(one.prompt)
         one.rollout = rollout
@@ -289,7 +289,7 @@ class Conversations:
         declared = self._dialogue.declared_of(one.prompt)
         seconds = 0.0
         if one.turn is not None and declared.form == "tools" and not one.turn.calls and not declared.owns_reward:
-            # No call and no reward of its own: the environment has nothing to answer.
+            # The turn has no call and the environment gives no reward, so there is nothing to ask it.
             one.exchanges.append((one.turn, Observation(terminated=True)))
             one.turn, one.over = None, True
         elif one.turn is not None:
@@ -302,7 +302,7 @@ class Conversations:
         return seconds
 
     def replies(self, places: Iterable[Place]) -> dict[Place, Reply]:
-        """Wait for the environments of these rollouts, and return what follows."""
+        """Wait for the environments of these rollouts, and return the replies."""
         places = list(places)
         with self._idle():
             for place in places:
@@ -315,7 +315,7 @@ class Conversations:
         return {**replies, **self._replied([place for place in places if place not in replies])}
 
     def ready(self) -> dict[Place, Reply]:
-        """Return what follows for those rollouts whose environment has answered, without waiting."""
+        """Return the replies for all rollouts whose environment has answered, without waiting."""
         by_number = {one.number: place for place, one in self._of.items() if one.asked}
         for number, answer in self._pool.done():
             if number in by_number:
@@ -325,7 +325,7 @@ class Conversations:
         return self._replied([place for place in self._pending if place not in waits])
 
     def answer(self, generator: TurnGenerator, waiting: Sequence[WaitingRollout]) -> None:
-        """Wait for the environments of waiting rollouts, and continue these; for evaluations."""
+        """Send the turns of waiting rollouts, wait for the answers, and continue the rollouts; used by evaluations."""
         for one in waiting:
             self.start(one)
         for place, reply in self.replies((one.key, one.index) for one in waiting).items():
@@ -385,7 +385,7 @@ class Conversations:
             return True
         for place in holding:
             one = self._of[place]
-            # It is replayed when its next turn ends.
+            # The conversation is replayed in another process when its next turn ends.
             if not one.asked and self._dialogue.declared_of(one.prompt).replayable:
                 assert one.number is not None
                 self._pool.close(one.number)
@@ -401,7 +401,7 @@ class Conversations:
                 return
 
     def _settle(self, place: Place) -> None:
-        """Wait until the environment has answered everything that the current turn asks."""
+        """Wait until the environment has answered all requests of the current turn."""
         one = self._of[place]
         while True:
             if place in self._backlog:
@@ -496,7 +496,7 @@ class Conversations:
         return replies
 
     def _texts(self, one: _Open) -> tuple[str, ...]:
-        """Return the texts of the last observation; before the last turn, with its announcement."""
+        """Return the texts of the last observation; before the last turn, `last_turn` is appended."""
         texts = one.exchanges[-1][1].texts
         last = len(one.exchanges) == self._limits.turns - 1
         if last and self._settings.last_turn:

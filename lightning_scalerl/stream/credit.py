@@ -44,7 +44,7 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
         # Axes defined by the user adjust the result last.
         for axis in choices.own.values():
             advantages = axis.adjust_advantages(advantages, [groups[number] for number, _ in compared])
-    # By group and rollout: one advantage, or one per turn (comparisons of a group are in the order of turns).
+    # Advantages by group and rollout: one, or one per turn (the comparisons of a group are in the order of turns).
     credits: dict[int, list[list[float]]] = {number: [[] for _ in groups[number].rollouts] for number in kept}
     for (number, part), advantage in zip(compared, advantages, strict=True):
         for index, value in zip(part.rows, advantage.tolist(), strict=True):
@@ -74,7 +74,7 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
 
 
 def _by_token(rollout: Rollout, advantages: list[float]) -> list[float]:
-    """Return the advantage of each token: that of its turn, or the only one."""
+    """Return the advantage of each token: its turn's advantage, or the rollout's if there is only one."""
     return (
         [advantages[turn] for turn in turn_of_tokens(rollout)]
         if len(advantages) > 1
@@ -88,7 +88,7 @@ def enters(group: Group, choices: Choices) -> bool:
 
 
 def remember(groups: list[Group], choices: Choices) -> None:
-    """Update a normalization that keeps running moments with those of this batch.
+    """Update the running moments of a normalization, if it keeps any, with the moments of this batch.
 
     Called once per batch, before `assemble`, which stays pure because of this.
     """
@@ -154,7 +154,7 @@ def lay_out(rows: list[tuple[Group, Any, list[float], int, int]]) -> TrainBatch:
         row=torch.tensor([row for *_, row in rows], dtype=torch.long),
         rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
         pass_rates=torch.tensor([group.pass_rate_so_far for group, *_ in rows], dtype=torch.float32),
-        # By object, not by prompt: a batch may hold two groups of the same prompt.
+        # Groups are numbered by object, not by prompt: a batch may hold two groups of the same prompt.
         group=torch.tensor([numbers.setdefault(id(group), len(numbers)) for group, *_ in rows], dtype=torch.long),
         denominators=Denominators(0.0, 0.0, 0.0, 0.0),
     )

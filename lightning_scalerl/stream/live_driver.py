@@ -41,7 +41,7 @@ class LiveDriver:
     """Provides the TrainBatch of each optimizer step as soon as it is due.
 
     Args:
-        stream: the ledger of groups: what may be admitted, and which batch is due.
+        stream: the ledger of groups, which says whether one may be admitted and which batch is due.
         generator: the generator processes, which sample on their own.
         weights: returns the trainer's current weights, to publish them.
         verifiers: grade finished rollouts while generation continues.
@@ -66,7 +66,7 @@ class LiveDriver:
         self.stream, self.generator, self.weights = stream, generator, weights
         self.verifiers = verifiers
         self._conversations = conversations
-        self._restored = True  # rollouts may wait already: in a generator that a checkpoint has restored
+        self._restored = True  # a checkpoint may have restored waiting rollouts
         self._grading: dict[int, Place] = {}  # by ticket
         self.listeners = listeners or []
         self._probe_every = probe_every

@@ -61,7 +61,7 @@ class PromptSource:
         self._history: dict[str, list[float]] = {}
         self._retired: set[str] = set()
         self._epoch = 0
-        # Drawn so far in this epoch: all places of its order before `_position`, and the later ones in `_taken`.
+        # Places drawn so far in this epoch's order: all before `_position`, and later ones that are in `_taken`.
         self._position = 0
         self._taken: set[int] = set()
         self._order = self._shuffled(0)
@@ -87,7 +87,7 @@ class PromptSource:
                 f"resampling: all {len(self._pool)} prompts of the pool are retired, nothing is left to train on; "
                 "use a larger or harder pool, or resampling=uniform"
             )
-        # Rounded before `ceil`: 0.07 * 100 is slightly above 7 in floating point.
+        # Round before `ceil`: 0.07 * 100 is slightly above 7 in floating point.
         allowed = math.ceil(round(self._curriculum.share(completed_steps) * len(self._pool), 6))
         if self._retired and allowed < len(self._pool):
             # If every prompt let in so far is retired, let the next easiest in early: else nothing could be drawn.
@@ -124,7 +124,7 @@ class PromptSource:
         return None
 
     def _advance(self) -> None:
-        # Keeps `_taken`, which is saved in checkpoints, small: only places after the position stay in it.
+        # Keep `_taken` small, because checkpoints contain it: only places after the position stay in it.
         while self._position in self._taken:
             self._taken.remove(self._position)
             self._position += 1

@@ -153,7 +153,7 @@ class RolloutStream:
         return self._open[key].prompt
 
     def ended(self, finished: FinishedRollout) -> list[tuple[Place, Sample]]:
-        """Record a finished rollout, and return what can be graded now (`_bundle`); pass outcomes to `graded`."""
+        """Record a finished rollout; return the samples to grade now (`_bundle`), whose outcomes go to `graded`."""
         place = finished.key, finished.index
         self._ungraded[place] = finished.rollout, self.completed_steps
         return self._bundle(place)
@@ -168,8 +168,8 @@ class RolloutStream:
     def _bundle(self, place: Place) -> list[tuple[Place, Sample]]:
         """Return the samples that can be graded now that this rollout has finished.
 
-        Usually that is this rollout. If its group is graded in one call, it is nothing until the last rollout of the
-        group has finished, and then the whole group.
+        Usually that is this rollout alone. If its group is graded in one call, the result is empty until the last
+        rollout of the group has finished; then it is the whole group.
         """
         key = place[0]
         if not self.by_group(key):
@@ -202,7 +202,7 @@ class RolloutStream:
         if scored:
             rollout.grade = outcome.reward
             rollout.correct = outcome.kind == "score" and passes(self.task, outcome)
-            # In this order: the curriculum weighs the reward's terms, `reward` rescales the sum, the length penalty
+            # The order matters: the curriculum weighs the reward's terms, `reward` rescales the sum, the length penalty
             # applies, and axes defined by the user come last.
             factors = self.choices.curriculum.reward_factors(self.reward_sums, group.admitted_at)
             weighed = weighed_sum(outcome.reward, outcome.terms, factors)
@@ -262,9 +262,9 @@ class RolloutStream:
             return not self._open and not more
         left = sorted(group.oldest_version for group in self._ready)[self.groups_per_step :]
         left = sorted(left + [group.version for group in self._open.values()])
-        # Of the groups that are not in the next batch, the n-th oldest (from 0) was sampled by version v and trains at
-        # step s + 1 + n // P at the earliest (s: completed steps, P: groups per step). It must train by step v + k
-        # (k: max_staleness), so n < P (v + k - s).
+        # Number the groups that are not in the next batch from 0, the oldest first. Group n, sampled by version v,
+        # trains at step s + 1 + n // P at the earliest (s: completed steps, P: groups per step). It must train by step
+        # v + k (k: max_staleness), so n < P (v + k - s).
         spare = mode.max_staleness - self.completed_steps
         return all(number < self.groups_per_step * (version + spare) for number, version in enumerate(left))
 

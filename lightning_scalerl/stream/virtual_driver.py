@@ -32,7 +32,7 @@ class VirtualDriver:
     """Provides the TrainBatch of each optimizer step, simulating one event at a time.
 
     Args:
-        stream: the ledger of groups: what may be admitted, and which batch is due.
+        stream: the ledger of groups, which says whether one may be admitted and which batch is due.
         generator: samples one token of every rollout in flight per step.
         weights: returns the trainer's current weights, to publish them.
         cost_model: durations in virtual time.
@@ -58,8 +58,8 @@ class VirtualDriver:
     _grading: deque[tuple[float, Place, int]] = field(default_factory=deque)
     # Rollouts that wait for an environment: (virtual time of its answer, order of waiting, rollout), as a heap.
     _answering: list[tuple[float, int, Place]] = field(default_factory=list)
-    _waited: int = 0  # number of turns so far
-    # Times of answers in a checkpoint that was loaded, until the generator has its state too.
+    _waited: int = 0  # number of turns so far; orders answers that come at the same time
+    # Times of answers from a loaded checkpoint; kept until the generator's state is loaded too.
     _loaded_answers: list[tuple[float, Place]] | None = None
 
     def next_batch(self, stop: Callable[[], bool] = lambda: False) -> TrainBatch | None:
@@ -156,7 +156,7 @@ class VirtualDriver:
             self._answered()
 
     def _answered(self) -> None:
-        """Wait for the environments whose answers come next, all at one time, and continue their rollouts."""
+        """Wait for all environments whose answers come at the next virtual time, and continue their rollouts."""
         assert self.conversations is not None
         due_s, places = self._answering[0][0], []
         while self._answering and self._answering[0][0] == due_s:
@@ -175,7 +175,7 @@ class VirtualDriver:
             self.conversations.start(waiting.pop(place))
             heapq.heappush(self._answering, (due_s, self._waited, place))
             self._waited += 1
-        # The others have ended their turn in the step under way.
+        # The other waiting rollouts have ended their turn in the generator's current step, which reports them.
         if waiting:
             assert self._decoded is not None
             self._decoded = replace(self._decoded, waiting=tuple(waiting.values()))
@@ -219,7 +219,7 @@ class VirtualDriver:
             self._emit("admit")
         if not self.generator.in_flight:
             return
-        # All rollouts wait for environments: a step would do nothing, at no cost and for ever.
+        # If all rollouts wait for environments, a step would do nothing and take no time, in an endless loop.
         if self.conversations is not None and cast(TurnGenerator, self.generator).idle:
             return
         # The step is computed now, but its rollouts count as finished at `generator_until_s`.

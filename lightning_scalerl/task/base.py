@@ -70,7 +70,7 @@ class Task(ABC):
         return ()
 
     def identity(self) -> Any:
-        """Return what identifies the task in addition to its class and prompts; None for nothing."""
+        """Return values that identify the task in addition to its class and prompts; None for nothing."""
         return None
 
     def is_correct(self, reward: float) -> bool:
@@ -138,9 +138,9 @@ class RewardScale:
 
 @dataclass(frozen=True)
 class NoReward(RewardScale):
-    """The verifier's reward is not trained on: every completion gets 0. Pass rates are recorded as usual.
+    """Training reward of 0 for every completion, regardless of the verifier. Pass rates are recorded as usual.
 
-    It is for distillation, in which the distance to a teacher (axis `kl`) is all there is to learn from.
+    It is for distillation, where the distance to a teacher (axis `kl`) is the only training signal.
     """
 
     def scale(self, reward: float) -> float:
@@ -163,12 +163,12 @@ def file_digest(field: str, path: str | Path) -> str:
 
 
 def contents(parameters: Mapping[str, Any], content_of: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Return what represents a task's training rows and held-out sets in a run's identity.
+    """Return the content of a task's training rows and held-out sets, for a run's identity.
 
     Args:
         parameters: the task's parameters. `train` is the location of the training rows, and `heldout` maps set names to
             locations.
-        content_of: (field for errors, location) -> what represents its content, such as a digest.
+        content_of: (field for errors, location) -> a value that represents the content, such as a digest.
     """
     heldout = parameters.get("heldout")
     named = heldout.items() if isinstance(heldout, Mapping) else ()

@@ -26,7 +26,7 @@ def named(kind: str, settings: Mapping[str, Any]) -> str:
 
 
 def cached(name: str, settings: Mapping[str, Any], make: Callable[[], Any], tokenizer: Callable[[], Any]) -> str:
-    """Return the path of a base model in the cache; `make` makes it if it is not there."""
+    """Return the path of a base model in the cache; `make` creates the model if it is not there."""
     path = cache_dir() / name
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
@@ -50,7 +50,7 @@ def trained(make: Callable[[], Any], loss_of: Callable[[Any, int], Tensor], batc
         learning_rate: highest learning rate.
     """
     threads = torch.get_num_threads()
-    # One thread: a second one gains little at this size, and the weights must not depend on the number of threads.
+    # Use one thread: a second one gains little at this size, and the weights must not depend on the number of threads.
     torch.set_num_threads(1)
     rng_state = torch.get_rng_state()
     try:

@@ -5,7 +5,7 @@ digits are about half wrong. With environment=calculator a conversation is, in t
 
     4812+39075= <call>calculate(4812+39075)</call>. ?43887= 43887.
 
-The model is to learn to call the tool, to copy the numbers, and to repeat the answer.
+The model should learn to call the tool, to copy the numbers, and to repeat the tool's answer.
 """
 
 from __future__ import annotations

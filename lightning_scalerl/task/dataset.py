@@ -54,7 +54,7 @@ class DatasetTask(PoolTask):
         ConfigurationError: a file, row, field, rule or reward cannot be used; the error names it.
     """
 
-    # A parameter with this value is left out of identities, so that runs from before it existed keep theirs.
+    # Parameters at these values are left out of identities, so that runs older than a parameter keep their identity.
     added: ClassVar[Mapping[str, Any]] = {
         "fields": None, "instruction": "", "prefix": "", "right": None, "wrong": None, "duplicates": "drop",
         "leaks": "drop", "sandbox": {}, "keep_columns": False,
@@ -107,7 +107,7 @@ class DatasetTask(PoolTask):
         if isinstance(heldout, float):
             train_prompts, self._heldout["heldout"] = split(train_prompts, heldout)
         train_prompts, notes = without_overlap(train_prompts, self._heldout, duplicates, leaks)
-        self._train = [replace(prompt, solution="") for prompt in train_prompts]  # only evaluations use it
+        self._train = [replace(prompt, solution="") for prompt in train_prompts]  # only evaluations use solutions
         self._notes += notes
 
     @staticmethod

@@ -70,7 +70,7 @@ class RowSource:
         return Path(self.path).expanduser().is_dir()
 
     def content(self) -> Any:
-        """Return what represents the rows in a run's identity: digests of files, or the commit of a hub data set.
+        """Return the rows' entry in a run's identity: digests of files, or the commit of a hub data set.
 
         Raises:
             ConfigurationError: a file cannot be read, or a hub id has no commit.

@@ -68,9 +68,9 @@ class Translation:
         missing: our choices and settings without a counterpart.
         notes: differences that no setting can remove.
         added: settings that the trainer's code reads although its own configuration file does not list them.
-        optimizer: what its optimizer stores under these settings: "storage" and "states" (types of weights and
-            states), and "eps".
-        said: names of settings by axis, before those in `missing` are left out; use `axes` instead.
+        optimizer: its optimizer under these settings: "storage" and "states" (types in which weights and states are
+            stored), and "eps".
+        said: names of settings by axis, including axes in `missing`; use `axes` instead.
     """
 
     to: str
@@ -111,20 +111,20 @@ class Translation:
 
     def lacks(self, key: str, value: Any, why: str) -> None:
         """Add a choice or setting without a counterpart."""
-        # For an axis with a choice that the user has defined, that reason is enough.
+        # If the axis is missing because the user has defined its choice, no further reason is needed.
         if any((entry.key, entry.why) == (key, OWN) for entry in self.missing):
             return
         self.missing.append(Missing(key, _shown(value), why))
 
     def says_if(self, same: bool, axis: str, value: Any, why: str) -> None:
-        """Record that the trainer behaves as the choice on an axis does, or else that it has no counterpart."""
+        """Record that the trainer behaves as the choice on an axis does if `same`, else that it has no counterpart."""
         if same:
             self.says(axis)
         else:
             self.lacks(axis, value, why)
 
     def stores(self, storage: str, states: str, eps: float) -> None:
-        """Record what the optimizer stores under these settings: types of weights and states, and its epsilon."""
+        """Record the types in which the optimizer stores weights and states under these settings, and its epsilon."""
         self.optimizer = {"storage": storage, "states": states, "eps": eps}
 
     def note(self, text: str) -> None:
@@ -168,7 +168,7 @@ def _yaml(settings: Mapping[str, Any]) -> list[str]:
 def _in_yaml(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{json.dumps(name)}: {_in_yaml(entry)}" for name, entry in value.items()) + "}"
-    # With a decimal point, because YAML 1.1 reads 1e-15 as a string.
+    # Add a decimal point, because YAML 1.1 reads 1e-15 as a string.
     return re.sub(r"^(-?\d+)e", r"\1.0e", _plain(value)) if isinstance(value, float) else _plain(value)
 
 
@@ -393,7 +393,7 @@ def estimator(run: Run) -> str | None:
     return {GroupAdvantage: "grpo", GAE: "gae"}.get(type(run.choices.advantage))
 
 
-# Where each trainer distils from a teacher on the policy's own rollouts; none of it is compared with ours.
+# Each trainer's way to distil from a teacher on the policy's own rollouts. None of them has been compared with ours.
 _DISTILS = {
     "trl": "a teacher is a setting of its DistillationTrainer, not of its GRPOTrainer",
     "verl": "distillation.* has a teacher; kl.estimate=k1 is there loss_mode=k1 with use_policy_gradient=true",
@@ -462,7 +462,7 @@ def kl_term(run: Run, into: Translation, aggregation: type[Aggregation], average
 
 
 def evaluated(run: Run, into: Translation) -> int:
-    """Return the number of batches of `run.k` steps between evaluations; 0 for none, or if it is no whole number."""
+    """Return the number of batches of `run.k` steps between evaluations; 0 for none, or if it is not a whole number."""
     every, _ = run.evaluation
     if every % run.k:
         into.lacks("evaluation.every_n_steps", every, f"evaluations are counted in batches of {run.k} steps there")

@@ -6,7 +6,7 @@ the released code are easily misunderstood:
 - `epsilon_high` of `cispo` is the cap itself, not an offset from 1;
 - `scale_rewards="batch"` divides by the deviation of rewards, not of advantages;
 - masked completions and groups without variance still count in averages over rows;
-- the token denominator is that of the generation batch, not of the step;
+- the token denominator counts the tokens of the generation batch, not of the step;
 - weight decay does not apply to norms;
 - the warm-up of `constant_with_warmup` begins at a learning rate of 0.
 

@@ -1,4 +1,4 @@
-"""Training of a run by TRL: writes the specification for TRL's interpreter, and refuses what TRL cannot express.
+"""Training of a run by TRL: writes the specification for TRL's interpreter, and refuses runs that TRL cannot express.
 
     python -m lightning_scalerl.translate.trl_member --python PYTHON --folder FOLDER OVERRIDE...
 

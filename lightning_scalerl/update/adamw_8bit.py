@@ -55,7 +55,7 @@ class EagerAdamW8bit(TorchAOAdamW8bit):  # type: ignore[misc]  # torchao has no 
         return {**whole, "state": plain}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state from `state_dict`."""
         states: dict[int, dict[str, Any]] = {}
         for number, plain in state_dict["state"].items():
             states[number] = {name: value for name, value in plain.items() if "." not in name}

@@ -33,7 +33,7 @@ class StoredInBF16(torch.optim.Optimizer):
         u = - lr (weight_decay w + m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps))
 
     Without Kahan summation w becomes bf16(w + u): an update below half of the distance between two BF16 numbers is
-    lost. With it, the compensation c keeps what was lost: c = bf16(c + u), w' = bf16(w + c), c = bf16(c - (w' - w)).
+    lost. With it, the compensation c keeps the lost part: c = bf16(c + u), w' = bf16(w + c), c = bf16(c - (w' - w)).
 
     The weights stay in FP32 tensors that hold BF16 values, so gradients, forward pass and published weights are those
     of the other optimizers, under any strategy. Moments and compensation are BF16 tensors.

@@ -17,7 +17,7 @@ from lightning_scalerl.rollouts.rollout import PassSize, TrainBatch
 
 
 class ServedTeacher(Protocol):
-    """Reference of axis `kl` behind an address, which gives log-probabilities of given tokens only."""
+    """Reference of axis `kl` behind an address. It only returns log-probabilities of given tokens."""
 
     def score(self, rows: TrainBatch) -> Tensor:
         """Return the log-probabilities of the completion tokens, (R, T), zero after a completion's end."""

@@ -88,7 +88,7 @@ class HealthWatch:
         means = {n: fmean(r) for n, r in self._recent.items() if len(r) == self._health.window_steps}
         over = f"on average over {self._health.window_steps} steps"
         if "train/reward" in means:
-            # Measured from the floor: with rewards of -1 and 1, a share of the mean itself makes no sense around 0.
+            # Measure from the floor: with rewards of -1 and 1, a share of the mean itself has no meaning around 0.
             height = means["train/reward"] - self._floor
             # A reward that has never risen above the floor cannot collapse.
             if self._best > 0 and height < self._health.reward_share * self._best:

@@ -81,7 +81,7 @@ class SkippedUpdates:
         Raises:
             CannotGoOnError: too many updates in a row were not finite.
         """
-        # Before `scale.update`, which halves the scale that this gradient was computed with.
+        # Read the scale before `scale.update` halves it: this gradient was computed with it.
         overflow = scale.acts and scale.factor > 1.0
         scale.update(finite)
         if finite:

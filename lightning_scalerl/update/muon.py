@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_scalerl.distributed.sharded import blocks, part_like, whole_tensor
 
-# Coefficients of the quintic iteration, and the addition to the norm, of torch.optim.Muon.
+# Coefficients of torch.optim.Muon's quintic iteration, and the constant that it adds to the norm.
 COEFFICIENTS, EPS = (3.4445, -4.7750, 2.0315), 1e-7
 # Factors on the learning rate of a matrix (rows, columns), by name as in torch.optim.Muon.
 ADJUSTMENTS = {
@@ -55,8 +55,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
         M = mu M + (1 - mu) G,  O = orthogonalized((1 - mu) G + mu M),  W = W - lr weight_decay W - lr f O
 
-    A step is that of torch.optim.Muon, bit for bit. That class is not used because it would multiply the parts of a
-    sharded matrix in another order of sums: here every rank orthogonalizes the whole matrix and keeps its own part.
+    A step equals that of torch.optim.Muon bit for bit. The class itself is not used: on a sharded matrix its products
+    would sum in another order. Here every rank orthogonalizes the whole matrix and keeps its own part.
 
     Args:
         matrices: groups for Muon, each with its "lr".

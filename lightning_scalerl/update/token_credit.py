@@ -37,7 +37,7 @@ def token_credit(rows: TrainBatch, choices: Choices, sums: Sums, remember: bool 
             rewards = rewards - coefficients * gaps * rows.loss_mask
         advantages, returns = choices.advantage.estimate_tokens(rewards, rows.values, rows.loss_mask)
         if remember:
-            # A name of its own for the closure: `advantages` is rebound below.
+            # The closure needs a name of its own, because `advantages` is rebound below.
             unscaled = advantages
             choices.normalization.remember(lambda: Moments.of(unscaled[rows.loss_mask > 0], sums))
         advantages = choices.normalization.scale_tokens(advantages, rows.loss_mask, sums)

@@ -29,8 +29,8 @@ MOVE, LEAST_SIZE = 0.3, 0.05
 class TrainedPolicy:
     """Gives rank 0 the policy's log-probabilities and weights; only rank 0 scores and publishes them.
 
-    If each rank has the whole model, rank 0 works alone. A sharded model needs all ranks: whatever rank 0 calls here
-    during `Ranks.share`, the other ranks repeat through `answer`.
+    If each rank has the whole model, rank 0 works alone. A sharded model needs all ranks: the other ranks repeat
+    through `answer` each call that rank 0 makes here during `Ranks.share`.
 
     Args:
         policy: the `Policy`, whose language model is in `policy.model`.
@@ -81,7 +81,7 @@ class TrainedPolicy:
     def whole_model(self, device: torch.device | str = "cpu") -> nn.Module:
         """Return the whole language model without adapter, on rank 0.
 
-        This is the policy's own model, or a copy on `device` if that model has an adapter, is sharded, or will be.
+        This is the policy's own model, or a copy on `device` if that model has an adapter or is (or will be) sharded.
         """
         model: nn.Module = self.policy.model
         if is_blank(model):  # its weights are still in their folder
@@ -146,7 +146,7 @@ class TrainedPolicy:
             # Each rank saves only its own part, on the host.
             self._before[name] = _own(parameter).to("cpu", copy=True)
             size = whole_tensor(parameter.square().mean()).sqrt().clamp(min=LEAST_SIZE)
-            # Drawn for the whole tensor on every rank with one seed, so that the ranks' parts fit together.
+            # Every rank draws noise for the whole tensor with one seed, so that the ranks' parts fit together.
             drawn = torch.randn(parameter.shape, generator=noise, device=parameter.device).to(parameter.dtype)
             parameter.add_(part_like(drawn, parameter), alpha=MOVE * float(size))
 

@@ -1,4 +1,4 @@
-"""Ledger of what judges cost, and the setting that adds it to the device hours of a run."""
+"""Ledger of the judges' costs, and the setting that adds them to the device hours of a run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ComputeAxes:
     """Settings of the compute axes.
 
     Args:
-        judge: how the cost of judges that are services is added to device hours and virtual device hours: None to keep
-            it on axes of its own, "device_hours" for one device during the seconds of each request, or a number, the
-            price of a device hour by which the judges' price is divided.
+        judge: how the cost of judges that are services is added to device hours and virtual device hours. None keeps it
+            on axes of its own. "device_hours" counts one device during the seconds of each request. A number is the
+            price of a device hour, by which the judges' price is divided.
     """
 
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "ComputeAxes", "judge": None}
@@ -35,7 +35,7 @@ class ComputeAxes:
             )
 
     def device_hours(self, totals: Totals) -> float:
-        """Return the device hours that stand for these costs; 0 without a judge."""
+        """Return these costs in device hours; 0 without a judge."""
         if self.judge is None:
             return 0.0
         return totals.seconds / 3600.0 if self.judge == DEVICE_HOURS else totals.cost / float(self.judge)
@@ -67,11 +67,11 @@ class Totals:
 
 
 class ChargeLedger:
-    """Counts what judges cost a run, training and evaluation apart.
+    """Counts the judges' costs of a run, separately for training and evaluation.
 
-    Each answer counts once, when the run first uses it, with its recorded cost, whether or not it is in the cache. So a
-    recipe that finds answers of an earlier recipe does not look cheaper, and a run that resumes after kill -9 has the
-    same compute axis as an undisturbed one, although it pays no answer twice. The number of answers that were paid is
+    Each answer counts once with its recorded cost, when the run first uses it, even if it comes from the cache. So a
+    recipe that reuses answers of an earlier recipe does not look cheaper. A run that resumes after kill -9 has the same
+    compute axis as an undisturbed one, although it pays no answer twice. The number of answers that were paid is
     counted separately.
     """
 
@@ -94,7 +94,7 @@ class ChargeLedger:
 
     @property
     def used(self) -> bool:
-        """True once a judge was asked, or an answer was in the cache."""
+        """True once an answer of a judge was used, from its service or from the cache."""
         return any(self._answers.values())
 
     def metrics(self) -> dict[str, float]:
@@ -105,11 +105,11 @@ class ChargeLedger:
         return axes | {f"verify/judge_{name}": float(count) for name, count in self._answers.items()}
 
     def evaluation_metrics(self) -> dict[str, float]:
-        """Return what judges cost in evaluations, which is on no compute axis; empty without a judge."""
+        """Return the judges' costs in evaluations, which are on no compute axis; empty without a judge."""
         return {f"eval_cost/judge_{name}": self.evaluation.by_name()[name] for name in self._known()}
 
     def _known(self) -> list[str]:
-        """Return the names of all sums that are not 0 throughout: there may be no prices, or no tokens reported."""
+        """Return the names of the sums that are not 0: there may be no prices, or a service may report no tokens."""
         training, evaluation = self.training.by_name(), self.evaluation.by_name()
         return [name for name in training if training[name] or evaluation[name]]
 

@@ -16,7 +16,7 @@ def attempt(grader: Grader, sample: Sample) -> Outcome:
     began = time.perf_counter()
     try:
         grade = grader.grade(sample)
-    # Not BaseException: SystemExit and the like must end the worker, which the pool replaces.
+    # BaseException is not caught: SystemExit and the like must end the worker, which the pool replaces.
     except Exception as error:
         return _raised(error, time.perf_counter() - began)
     return _outcome(grade, began)
@@ -44,7 +44,7 @@ def in_function(error: Exception, name: str) -> Exception:
     return error
 
 
-# Distinguishes our note on an error from those of others.
+# Beginning of the notes that this module adds to an error; others may add notes too.
 _NOTE_PREFIX = "in reward function "
 
 

@@ -40,11 +40,11 @@ PATTERN = (
 )
 # Verdicts in words, as a share of the way from `low` to `high`.
 _WORDS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "pass": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0, "fail": 0.0}
-# Other braces of a template stay as they are: a judge's prompt may show JSON.
+# Other braces of a template are not fields: a judge's prompt may show JSON.
 _FIELDS = re.compile(r"\{(prompt|question|answer|completion)\}")
-# Settings that change neither a verdict nor what it costs.
+# Settings that change neither a verdict nor its cost.
 OPERATIONAL = frozenset({"url", "key_env", "cache", "timeout_s", "retries", "concurrency"})
-# Only this much of the end of a judge's answer is searched for a verdict.
+# Number of characters at the end of a judge's answer that are searched for a verdict.
 _LAST = 20_000
 # Seconds that a worker may need beyond the limit on an answer, to start a request and to write the cache.
 _OVERHEAD_S = 2.0
@@ -182,7 +182,7 @@ class Judge:
         return grade
 
     def grade_group(self, samples: Sequence[Sample]) -> list[Grade | Exception]:
-        """Grade all completions of a group: from the cache, or by concurrent requests. Equal ones are asked once."""
+        """Grade all completions of a group: from the cache, or by concurrent requests. Equal requests are sent once."""
         requests = [self._body(self._message(sample)) for sample in samples]
         keys = list(map(question_key, requests))
         bodies = dict(zip(keys, requests, strict=True))
@@ -194,11 +194,11 @@ class Judge:
                 [bodies[key] for key in missing], lambda number, answer: self._kept(missing[number], answer)
             )
             answers |= zip(missing, new, strict=True)
-        paid = {key: keys.index(key) for key in missing}  # by the first completion with this question
+        paid = {key: keys.index(key) for key in missing}  # first completion with each question
         return [self._grade(key, answers[key], paid.get(key) == number) for number, key in enumerate(keys)]
 
     def _cached(self, key: str) -> Answer | None:
-        """Return the cached answer if it has a verdict under the present pattern."""
+        """Return the cached answer if it has a verdict under the current pattern."""
         answer = None if self.answers is None else self.answers.get(key)
         return None if answer is None or self._verdict(answer.text) is None else answer
 
@@ -214,7 +214,7 @@ class Judge:
             return answer
         try:
             stored = self.answers.put(key, answer)
-            # The stored one is of no use if its verdict was read by another pattern.
+            # A stored answer without a verdict under the current pattern is replaced.
             return stored if self._verdict(stored.text) is not None else self.answers.put(key, answer, replace=True)
         except OSError as error:
             log.warning("judge: an answer is not in the cache and will be paid again (%s)", said(error))
@@ -231,7 +231,7 @@ class Judge:
         }
         if self.price_prompt or self.price_completion:
             costs["cost"] = charge.cost
-        # Without the seconds, in which two runs of one seed differ.
+        # The seconds are left out, because they differ between two runs of one seed.
         parts = {f"{self.label}_{name}": float(value) for name, value in costs.items()}
         return Grade(self._verdict(answer.text), parts, extra={self.label: answer.text}, charges=(charge,))
 
@@ -299,9 +299,9 @@ def _check_url(url: Any) -> None:
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # the port is not a number
         raise _wrong("url", url, "must be an address, such as http://localhost:8000/v1") from None
-    # Before any other message, because it would print the login or key.
+    # Checked first, because the other messages print the address, and with it the login or key.
     if "@" in parts.netloc or any(is_secret_name(name) for name, _ in parse_qsl(parts.query)):
         raise ConfigurationError(f"{FIELD}url: it contains a secret; put that into a variable, named by key_env")
     if not valid:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Statuses after which the same request may succeed: a timeout of the server, too many requests, a server that fails.
 _AGAIN = frozenset({408, 409, 425, 429, *range(500, 600)})
 # Seconds of the first pause; each further one is twice as long, up to the longest. Shortened at random by up to a half,
-# so that many workers do not come back at the same moment.
+# so that many workers do not retry at the same moment.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
 _MOST_BYTES = 4 * 2**20
 _HERE = ("localhost", "127.0.0.1", "::1")  # never behind a proxy
@@ -38,7 +38,7 @@ _SHOWN = 200  # characters of an error's body
 
 @dataclass(frozen=True)
 class Answer:
-    """Text of a judge, with what it cost.
+    """Answer of a judge, with its cost.
 
     Attributes:
         text: content of its message.
@@ -58,7 +58,7 @@ class JudgeError(RuntimeError):
     """A judge gave no verdict: an error of the infrastructure, never a reward of 0.
 
     Attributes:
-        charges: what the attempts cost all the same.
+        charges: costs of the attempts, which are due without a verdict too.
     """
 
     def __init__(self, message: str, charges: tuple[Charge, ...] = ()) -> None:
@@ -67,7 +67,7 @@ class JudgeError(RuntimeError):
 
     @classmethod
     def of(cls, error: Exception, charges: tuple[Charge, ...]) -> JudgeError:
-        """Return the error of another reward, notes included, with the charges of the judges beside it."""
+        """Return the error of another reward, notes included, with the charges of the judges in the same sum."""
         judged = cls(said(error), charges)
         for note in getattr(error, "__notes__", ()):
             judged.add_note(note)
@@ -121,7 +121,7 @@ class Endpoint:
             bodies: the requests.
             kept: called as soon as a request has ended, with its index and result; returns the result to use.
         """
-        # In a thread of its own: a notebook's thread already has a running event loop.
+        # Run in a thread of its own, because a notebook's thread already has a running event loop.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(lambda: asyncio.run(self._ask_all(bodies, kept))).result()
 
@@ -140,7 +140,7 @@ class Endpoint:
             return list(await asyncio.gather(*map(one, range(len(bodies)))))
 
     async def _ask(self, session: ClientSession, body: Mapping[str, Any]) -> Answer | JudgeError:
-        """Ask until there is an answer, an error that stays, no attempt left, or no time."""
+        """Send a request until it is answered, fails permanently, or has no attempt or time left."""
         from aiohttp import ClientError
 
         deadline, spent_s, why, pause_s = time.monotonic() + self.timeout_s, 0.0, "", 0.0
@@ -248,7 +248,7 @@ class AnswerCache:
         Args:
             key: hash of the question.
             answer: the answer.
-            replace: whether an earlier answer is of no use.
+            replace: whether to replace an earlier answer.
         """
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ __all__ = ["MAX_CHARACTERS", "Mathematics", "changed", "last_boxed", "stated"]
 _BASE = re.compile(r"\d_\{?(\d+)\}?")
 # The space between a factor and a variable: math-verify reads 2 i differently from 2i.
 _FACTOR = re.compile(r"(?<=\d)\s+(?=[A-Za-z](?![A-Za-z]))")
-# Characters at the end of prose in which the words of its last expression are.
+# The words that belong to the last expression of a prose text are searched in this many characters at its end.
 _LAST_WORDS = 60
 # Texts in which an equal sign is not an equation of numbers: congruences, and numerals with a base, which sympy takes
 # for decimal ones.
@@ -128,7 +128,7 @@ def _form(statement: Stated, answer: Answer) -> str:
     """
     import sympy
 
-    if (word := plain(answer.text)).isalpha():  # else the parser reads a product of its letters
+    if (word := plain(answer.text)).isalpha():  # the parser would read a word as a product of letters
         return word
     if statement.marked:
         parsed, words = [reading for _, reading in answer.readings], answer.parts.words
@@ -197,7 +197,7 @@ def _equal(gold: Answer, statement: Stated, answer: Answer) -> bool:
 
 
 def _equal_mathematics(expected: Any, found: Any, gold: str, text: str, marked: bool) -> bool:
-    """Compare with math-verify, and with our own rules for what it ignores: bases, kinds of brackets, small numbers.
+    """Compare with math-verify, and by our own rules where it is blind: bases, kinds of brackets, small numbers.
 
     Args:
         expected, found: the gold and the stated answer as parsed by math-verify.
@@ -264,7 +264,7 @@ def _parse(expression: str) -> Any:
     return parse(f"${latex}$", formats, parsing_timeout=None, fallback_mode="no_fallback")
 
 
-@lru_cache(maxsize=1)  # `_form` reads what `_equal` has just read
+@lru_cache(maxsize=1)  # `_form` parses the text that `_equal` has just parsed
 def _parse_last(prose: str) -> Any:
     """Parse the expression that math-verify takes as the answer of a text, usually the last one."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse

@@ -124,7 +124,7 @@ class VerifierPool:
         self._next = 0
         # Wakes the thread. It is a pipe because poll() can wait for it together with the workers.
         self._wake_r, self._wake_w = Pipe(duplex=False)
-        # Kept for the pool's life: `multiprocessing.connection.wait` creates one per call, which is slower.
+        # Poll object for the pool's life: `multiprocessing.connection.wait` creates one per call, which is slower.
         self._readable = select.poll()
         self._readable.register(self._wake_r, select.POLLIN)
         self._workers: list[_Worker] = []

@@ -110,7 +110,7 @@ def reward_sum(field: str, given: Sequence[Reward] | Reward) -> RewardSum:
 
 
 def content(given: Any, digest: Any) -> Any:
-    """Return what represents rewards in a run's identity: files by their digest, independent of their path.
+    """Return the rewards' entry in a run's identity: files by their digest, independent of their path.
 
     Args:
         given: the rewards as in the configuration.

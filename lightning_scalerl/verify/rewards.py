@@ -223,7 +223,7 @@ def _call_answer(function: Callable[..., Any], sample: Sample) -> Grade:
 
 
 def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call a function with those of the arguments that it takes, and return its awaited result."""
+    """Call a function with the arguments that its signature accepts, and return its awaited result."""
     parameters = inspect.signature(function).parameters.values()
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         wanted = {parameter.name for parameter in parameters}

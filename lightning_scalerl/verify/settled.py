@@ -18,7 +18,7 @@ class SettledFirst:
     def __init__(self, verifiers: Verifiers) -> None:
         self._verifiers = verifiers
         self._settled: dict[int, Outcome] = {}
-        self._next = -1  # tickets below 0 are ours, those of the verifiers are not
+        self._next = -1  # our tickets are below 0, the verifiers' are not
 
     def submit(self, sample: Sample) -> int:
         """Return a ticket for a sample's outcome."""

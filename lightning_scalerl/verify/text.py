@@ -28,7 +28,7 @@ _IN_BRACKETS = re.compile(r"\(([A-Z])\)")
 _ALONE = re.compile(r"(?<![A-Za-z'])([B-HJ-Z]|A(?!\s+[a-z]))(?![A-Za-z'])")
 # Phrases that are followed by the answer, up to the end of the line.
 _FINAL = re.compile(r"\b(?:final answer|the answer|answer)\b\s*+(?:is\b)?\s*+:?", re.IGNORECASE)
-# Only this many characters at the end of a completion are searched.
+# Number of characters at the end of a completion that are searched for its answer.
 _LAST = 20_000
 
 

@@ -155,7 +155,7 @@ class ErrorWatch:
         errors = sum(self._recent)
         if self._settings.on_error == "stop":
             self._stop("one completion could not be graded, and verify.on_error=stop")
-        # Over at least FEW outcomes: one error among the first ten is not yet a share of a tenth.
+        # Divide by at least FEW outcomes: one error among the first ten is not yet a share of a tenth.
         if errors > self._settings.max_error_share * max(FEW, len(self._recent)):
             self._stop(
                 f"{errors} of the last {len(self._recent)} completions could not be graded, more than "
@@ -222,10 +222,10 @@ def check_verifiers(verifiers: Verifiers, known: Sequence[Known], passes: Callab
         passes: outcome -> whether it counts as a pass.
 
     Returns:
-        One line on what was tested.
+        One line on the test.
 
     Raises:
-        ConfigurationError: a right completion does not pass, a wrong one does, or one cannot be graded.
+        ConfigurationError: a right completion does not pass, a wrong one passes, or a completion cannot be graded.
     """
     if not known:
         return "verifier: not tried beforehand, for no completion is known to be right or wrong"

@@ -143,7 +143,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         """Plan and check the grid, then run the members that are not finished.
 
         Raises:
-            UserError: a member that cannot run; nothing is started then.
+            UserError: a member cannot run. Then nothing is started.
             MemberFailedError: after all others have ended, if some member failed.
         """
         # The cluster is not part of a member's identity.
@@ -298,7 +298,7 @@ class ClusterStudyLauncher(StudyLauncher):
     """Runs a grid as a study on a cluster.
 
     Args:
-        kind: kind of cluster, one of `sweeps.executor.clusters.CLUSTERS`, if the class does not say it.
+        kind: kind of cluster, one of `sweeps.executor.clusters.CLUSTERS`; needed unless the class sets it.
         detach: return once everything is submitted.
         retries: number of attempts after the first, by kind of failure.
         arguments: those of `StudyLauncher`, and the settings of the cluster's jobs.

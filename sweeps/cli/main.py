@@ -145,7 +145,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
         added.set_defaults(handler=handler)
         return added
 
-    # Only for help and completion: `main` passes the words of `train` to Hydra unchanged.
+    # This parser only serves help and completion: `main` passes the words of `train` to Hydra unchanged.
     train = command(
         "train",
         lambda options: train_command(options.overrides),

@@ -42,7 +42,7 @@ def report_command(options: argparse.Namespace) -> None:
     study = shown_study(options)
     signal, aggregate = over_sets(options, study)
     fits = fit_all(study.curves, options)
-    # Matplotlib takes a second to import: only if something is drawn.
+    # Import Matplotlib only if something is drawn: it takes a second.
     from sweeps.decide.rank import rank
     from sweeps.report.interactive import library
     from sweeps.report.write import all_comparisons, histories, write_ranking_csv, write_report
@@ -76,7 +76,7 @@ def report_command(options: argparse.Namespace) -> None:
 
 
 def _beside(options: argparse.Namespace) -> Beside:
-    """Load, fit and rank the study of `--beside` with the options of the report's own."""
+    """Load, fit and rank the study of `--beside` with the options of the report's own study."""
     from sweeps.decide.rank import rank
     from sweeps.report.page import Beside
 

@@ -213,7 +213,7 @@ def collect_command(options: argparse.Namespace) -> None:
             with prepare_study(study, plan, again=options.again, decider=decider) as prepared:
                 states = prepared.commit(detach=not options.wait)
     elif (directory / LEDGER_FILE).is_file():
-        # Its controller died before it recorded that the launch was accepted.
+        # The study's controller died before it recorded that the launch was accepted.
         warn([f"{directory} has no {LAUNCH_FILE}; the command that launched it finds its jobs and goes on with them"])
     views = overview(directory, _scheduler(directory))
     print(f"{directory}: {counts(views)}\n")

@@ -65,7 +65,7 @@ class _Reader:
         self.look()
 
     def look(self) -> None:
-        """Read new data; what cannot be read now keeps its last state, with a warning."""
+        """Read new data; data that cannot be read now keep their last state, with a warning."""
         trouble: list[str] = []
         with _noting(trouble):
             self._load()
@@ -131,7 +131,7 @@ def watch_live(options: argparse.Namespace, path: Path | None) -> None:
     Raises:
         UserError: the sources cannot be read.
     """
-    # Imported late: only this screen needs them.
+    # Imported late, because only this screen needs rich.
     from rich.console import Console
     from rich.live import Live
 

@@ -127,7 +127,7 @@ class Follower:
         self._seen = 0.0, 0.0
         self._taken: dict[int, dict[str, float]] = {}
         self._lowest = 0  # smallest recorded step
-        # What this attempt has logged, the number of rows read of each column, and the version of the source for both.
+        # Metrics that this attempt has logged, number of rows read of each column, and the source's version for both.
         self._fresh = _Fresh()
         self._read: dict[str, int] = {}
         self._cut_back: float | None = None

@@ -130,7 +130,7 @@ class Rows:
 class GrowingLog:
     """Reader of a log of JSON lines or CSV that continues at its last position.
 
-    If the file was replaced, has shrunk or no longer contains what was read last, it is read again from the beginning.
+    If the file was replaced, has shrunk or no longer contains the text read last, it is read again from the beginning.
 
     Args:
         path: the file.
@@ -261,7 +261,7 @@ class GrowingLog:
         if not any(text):
             return
         header = ",".join(text)
-        # One column, JSON, or another separator than a comma.
+        # Refuse a single column, JSON, and separators other than a comma.
         if len(text) < 2 or text[0][:1] in ("{", "[") or header.startswith("sep=") or max(map(header.count, ";\t")) > 0:
             raise UnfitError
         names = [name.strip() for name in text]

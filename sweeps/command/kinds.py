@@ -64,8 +64,8 @@ def _or(*kinds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: any(good(value) for good in kinds)
 
 
-# By dotted key: the check of a value, and what to give instead. A group comes before its settings. Settings that are
-# not listed are checked by `RaceSettings`, by `Patience`, or where their size matters.
+# By dotted key: the check of a value, and a description of valid values. A group comes before its settings. Settings
+# that are not listed are checked by `RaceSettings`, by `Patience`, or where their size matters.
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "command": (_is_group, "a group of settings"),
     "command.line": (_or(_is_text, _list_of(_is_scalar)), "a command line, or a list of words"),
@@ -125,7 +125,7 @@ def check_kinds(config: Mapping[str, Any]) -> None:
         config: resolved configuration of a member.
 
     Raises:
-        UserError: the first setting that fails; with field, value, and what to give.
+        UserError: the first setting that fails, with field, value, and a description of valid values.
     """
     for key, value in _leaves(config):
         _check_plain(key, value)

@@ -30,7 +30,7 @@ from sweeps.run.spec import RunSpec
 from sweeps.run.writer import sole_writer
 
 LOCK_FILE = ".command.lock"
-ATTEMPT_FILE = "command.json"  # the newest attempt: the words that were started, and the number of attempts
+ATTEMPT_FILE = "command.json"  # the newest attempt: its command line, and the number of attempts
 # Minimum seconds between two polls of the metrics, and that interval as a multiple of a poll's duration.
 _LOOK_S, _LOOK_FACTOR, _REMOTE_LOOK_S = 0.5, 10.0, 30.0
 # Seconds between two checks for a request to stop.
@@ -40,7 +40,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 class CommandFailedError(UserError, RuntimeError):
-    """Error of a command that ended without being done; the message has the cause and the last line of its output."""
+    """Error of a command that ended before its run was complete; the message has the cause and the last output line."""
 
 
 class CommandKilledError(CommandFailedError):
@@ -174,10 +174,10 @@ class _Member:
                         self._cuts.append(cut)
 
     def _check_begun(self, earlier: JournalView | None, checkpoint: str) -> None:
-        """Check that a checkpoint without any earlier step was there before anything had been logged.
+        """Check that a checkpoint without a recorded step before it is known to the journal.
 
         Raises:
-            UserError: it was not, so the steps before it are lost.
+            UserError: it is not, so the metrics of the steps before it are lost.
         """
         if earlier is None or earlier.checkpoint_name != Path(checkpoint).name:
             raise UserError(
@@ -253,7 +253,7 @@ class _Member:
         self._judge(ended)
 
     def _follow(self, tree: Tree) -> Ended:
-        """Follow the command to its end; ask it to stop once this run is asked to stop."""
+        """Follow the command to its end, and pass a request to stop this run on to it."""
         wait_s, before = _LOOK_S, 0.0
         looked = time.monotonic()
         while (ended := tree.wait(min(wait_s, _HEED_S))) is None:

@@ -57,9 +57,9 @@ class Command:
     """A member's command with all values filled in.
 
     Attributes:
-        words: of the command line.
+        words: words of the command line.
         files: text of each file to write before the start, by its name in the member's folder.
-        env: environment variables in addition to those that are set.
+        env: environment variables in addition to the inherited ones.
         folder: working directory.
         source: location of the metrics: `stdout`, a path (with `*` for the newest of several) or an address.
         is_pattern: True if the source is a path with `*`; other wildcards are literal.
@@ -72,7 +72,7 @@ class Command:
         checkpoints: pattern of its checkpoints; None if they are unknown.
         stop_signal, stop_file: ways to ask it to stop; either may be None.
         stop_within_s: seconds after which it is killed.
-        within: number of steps before the budget at which the last logged step may be.
+        within: number of steps by which the last logged step may be short of the budget.
     """
 
     words: tuple[str, ...]
@@ -275,7 +275,7 @@ def written_by(commands: Sequence[tuple[str, Command]]) -> None:
     """Check that no two members share a place to write to: metrics, checkpoints or the stop file.
 
     Raises:
-        UserError: two members do; with both names and the place.
+        UserError: two members share one; the message has both names and the place.
     """
     known: dict[tuple[str, str], str] = {}
     for title, command in commands:

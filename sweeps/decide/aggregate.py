@@ -1,4 +1,4 @@
-"""Many evaluation sets as one, as rliable defines it (Agarwal et al. 2021, arXiv 2108.13264).
+"""Comparison of recipes over several evaluation sets at once, as in rliable (Agarwal et al. 2021, arXiv 2108.13264).
 
 The scores of a recipe are a matrix x of shape (runs, sets).
 
@@ -79,30 +79,30 @@ class Aggregate(AsJson):
 
 
 def iqm(scores: Array) -> Array:
-    """Return the interquartile mean of scores (..., runs, sets), (...,)."""
+    """Return the interquartile mean of scores; (..., runs, sets) -> (...,)."""
     pooled = np.sort(scores.reshape(*scores.shape[:-2], -1), axis=-1)
     cut = pooled.shape[-1] // 4
     return np.asarray(pooled[..., cut : pooled.shape[-1] - cut].mean(axis=-1))
 
 
 def improvement(x: Array, y: Array) -> Array:
-    """Return the probability that a run of x (..., n, sets) scores higher than one of y (..., m, sets), (...,)."""
+    """Return the probability (...,) that a run of x (..., n, sets) scores higher than one of y (..., m, sets)."""
     difference = x[..., :, None, :] - y[..., None, :, :]
     return np.asarray(((difference > 0) + 0.5 * (difference == 0)).mean(axis=(-3, -2, -1)))
 
 
 def profile(scores: Array, thresholds: Array) -> Array:
-    """Return the share of scores (..., runs, sets) above each threshold (k,), (..., k)."""
+    """Return the share (..., k) of scores (..., runs, sets) above each threshold (k,)."""
     return np.asarray((scores[..., None] > thresholds).mean(axis=(-3, -2)))
 
 
 def resample(scores: Array, rng: np.random.Generator, reps: int = REPS) -> Array:
-    """Return stratified bootstrap samples of scores (runs, sets), (reps, runs, sets)."""
+    """Return stratified bootstrap samples (reps, runs, sets) of scores (runs, sets)."""
     return take(scores, rng.integers(0, len(scores), (reps, *scores.shape)))
 
 
 def take(scores: Array, runs: NDArray[np.int64]) -> Array:
-    """Return the scores (runs, sets) of the given runs (reps, runs, sets), each for its set."""
+    """Return the scores (reps, runs, sets) that the run indices (reps, runs, sets) select from each set's column."""
     return np.asarray(scores[runs, np.arange(scores.shape[1])])
 
 

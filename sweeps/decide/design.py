@@ -73,11 +73,11 @@ def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | 
     if measured:
         errors, apart_by, own_seeds = np.array(measured).T
         one_seed = float(np.median(errors * np.sqrt(own_seeds)))
-        # By method of moments: E[difference^2] = spread^2 + error^2.
+        # Method of moments: E[difference^2] = spread^2 + error^2.
         spread = math.sqrt(max(float(np.mean(apart_by**2 - errors**2)), 0.0))
         source = by
     else:
-        # For a difference of two runs, like `errors` above.
+        # The factor sqrt(2) makes it the error of a difference of two runs, like `errors` above.
         one_seed = BORROWED_SEED_SD * scale * math.sqrt(2)
         source = "the published spread between seeds"
     error = one_seed / math.sqrt(seeds)

@@ -356,7 +356,7 @@ def _next(
     error: float,
     most: int = 3,
 ) -> list[Cell]:
-    """Return up to `most` new cells, chosen one by one, each reducing the main effects' summed variance most."""
+    """Return up to `most` new cells, chosen one by one: each reduces the summed variance of the main effects most."""
     done = {tuple(cell[axis] for axis in axes) for cell in cells}
     size = int(np.prod([len(levels) for levels in axes.values()], dtype=float))
     if size <= _MOST_CELLS:

@@ -1,7 +1,7 @@
 """Keep or discard a change by the final values of a few runs, for loops that do not record curves (`scalerl decide`).
 
-The difference of two recipes is tested against the spread between repeated runs. Loops that keep whatever improved in a
-single run mistake that spread, the noise floor, for progress.
+The difference of two recipes is tested against the spread between repeated runs. Loops that keep every change that
+improved in a single run mistake that spread, the noise floor, for progress.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from sweeps.source.run_values import RunTable, RunValues
 from sweeps.terminal import counted
 
 KEEP, DISCARD, UNDECIDED = "keep", "discard", "undecided"
-# Runs of each recipe from which its own spread is used; with fewer, all recipes are taken to scatter alike.
+# From this many runs of each recipe their own spread is used; with fewer, all recipes are assumed to spread equally.
 _OWN_SPREAD = 3
-# Runs of the baseline to recommend where nothing was repeated: the floor's 95% interval is then 0.6 to 2.9 times it.
+# Runs of the baseline to recommend if nothing was repeated: the 95% interval of the noise floor is then 0.6 to 2.9
+# times its value.
 _REPEATS = 5
 _TAIL = 0.025
 _POWER = 0.8
@@ -56,14 +57,14 @@ class Choice(AsJson):
     Attributes:
         verdict: `keep` or `discard` if the 95% interval of the difference excludes 0, else `undecided`.
         sentence: the verdict with its reason.
-        remedy: what to run to decide; None if it is decided.
+        remedy: runs to make for a decision; None if it is decided.
         baseline: recipe to keep so far.
         candidate: recipe that may take its place.
         value: name of the value.
         lower_is_better: whether the value is a loss.
         sides: baseline and candidate.
         difference: gain of the candidate over the baseline, positive where it is better; None without a spread.
-        spread: where the interval's spread is from: `own` runs of the two, or the `noise floor`; None without one.
+        spread: source of the interval's spread: `own` (the runs of the two) or `noise floor`; None without an interval.
         noise_floor: pooled standard deviation between repeated runs of one recipe; None without repeated runs.
         degrees: degrees of freedom of the noise floor.
         margin: difference worth telling; the noise floor if none was given, None if that is unknown.
@@ -96,7 +97,7 @@ class Choice(AsJson):
 
 @dataclass(frozen=True)
 class _Estimate:
-    """A difference, its standard error and the degrees of freedom of that."""
+    """A difference, its standard error and the standard error's degrees of freedom."""
 
     value: float
     error: float
@@ -121,10 +122,10 @@ def keep_or_discard(
     """Decide whether the candidate is kept in place of the baseline.
 
     With three finished runs of each, the interval is Welch's, from their own spreads. With fewer it is Student's with
-    the noise floor: the spread of all repeated runs of the table, which assumes that recipes scatter alike.
+    the noise floor: the spread of all repeated runs of the table, which assumes that all recipes spread equally.
 
     Args:
-        table: runs of all recipes; those of other recipes inform on the noise floor.
+        table: runs of all recipes; runs of other recipes help to estimate the noise floor.
         baseline: recipe to keep so far.
         candidate: recipe that may take its place.
         margin: difference worth telling, for the number of runs needed; None for the noise floor.
@@ -199,7 +200,7 @@ def runs_needed(spread: float, margin: float) -> int | None:
 
 
 def _distinct(values: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the values; only one if all are equal but for rounding: such runs repeat one seed and show no spread."""
+    """Return the values; only one if all are equal up to rounding: such runs repeat one seed and show no spread."""
     same = values and max(values) - min(values) <= 1e-12 * max(map(abs, values))
     return values[:1] if same else values
 
@@ -230,7 +231,7 @@ def _estimate(
         error = math.sqrt(squares / degrees * (1 / len(kept) + 1 / len(changed)))
         return _Estimate(gain, error, degrees, "noise floor")
     variances = [_squares(each) / (len(each) - 1) / len(each) for each in (kept, changed)]
-    # Welch and Satterthwaite: a change may also change how far runs scatter.
+    # Welch and Satterthwaite: a change may also change the spread between runs.
     parts = [variance**2 / (len(each) - 1) for variance, each in zip(variances, (kept, changed), strict=True)]
     return _Estimate(gain, math.sqrt(sum(variances)), sum(variances) ** 2 / sum(parts), "own")
 
@@ -245,8 +246,8 @@ def _doubt(
 ) -> str:
     """Return why failed runs leave a decided difference in doubt; empty if they do not.
 
-    Runs often fail because they go badly. So most runs of the recipe ahead must have finished, and the difference must
-    remain if those that failed count as if they had ended at the other's mean.
+    Runs often fail because they go badly. So at least half of the runs of the better recipe must have finished. The
+    difference must also remain if its failed runs count as if they had ended at the other recipe's mean.
     """
     ours, theirs = list(values[kept.recipe]), list(values[changed.recipe])
     ahead_is_changed = sign * (fmean(theirs) - fmean(ours)) > 0

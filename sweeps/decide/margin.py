@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-MARGIN = 0.02  # asymptotes within this share of the reward's scale are tied, unless told otherwise
+MARGIN = 0.02  # by default, asymptotes within this share of the reward's scale are tied

@@ -36,8 +36,8 @@ from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import reward_at, spacing
 from sweeps.terminal import counted
 
-# Verdicts of recipes with a curve. Where A is not identifiable its draws are wide: they show whether the recipe may be
-# best and what an extension would reveal, but do not justify choosing it.
+# Verdicts of recipes with a curve. If A is not identifiable, its draws are wide. They show whether the recipe may be
+# the best and what an extension would reveal, but do not justify choosing it.
 _CONTENDS = ("identifiable", "open", "at_bound", "pre_inflection", "misfit")
 _FACTORS = (1.5, 2.0, 3.0, 4.0)
 _OUTCOMES = 400
@@ -113,7 +113,7 @@ class Split:
 
     Attributes:
         budget: compute to be split, in the curves' unit.
-        shares: what each recipe gets.
+        shares: share of each recipe.
         steps: the steps that may settle the choice; they are paid for first.
         winner: the recipe that gets the remaining budget: the leader of `sweeps.decide.standing.Standing`; None if its
             expected loss exceeds the margin.
@@ -149,7 +149,7 @@ class _Future:
         self.theta = {i: asymptotes[i] for i in self.near}
         self._rows = {i: standing.drawn[i].rows for i in self.near}
         self._prior = {i: self._sample(fits[i], asymptotes[i]) for i in self.near}
-        # Of all other recipes only the highest A matters.
+        # Keep only the highest A of the other recipes: the loss depends on nothing else of them.
         self._rest = np.full((_OUTCOMES, _SAMPLES), -np.inf)
         for i in range(len(asymptotes)):
             if i not in self.theta:

@@ -32,8 +32,8 @@ from sweeps.terminal import counted
 # Number of last evaluations of a run, up to the common compute, whose mean is its reward there when pairing seeds.
 _NEAR = 3
 _LOOKS = 201
-# Degrees of freedom of the prior in `pairing_of_two`: those of a study of three recipes and three seeds, few enough
-# that an unusual pair shows.
+# Degrees of freedom of the prior in `pairing_of_two`, as in a study of three recipes and three seeds. They are few
+# enough that an unusual pair shows.
 _PRIOR_DOF = 4
 # The 97.5% quantile of the normal: a two-sided test at 5%.
 SURE = 1.959964
@@ -57,8 +57,9 @@ class Difference(AsJson):
             error; None where passes by prompt are unknown for one recipe, or the prompts differ.
         R_at_budget: forecast difference at the budget; None without a budget, or too far beyond the data.
         A: difference of the asymptotes; None where one of the curves does not rise.
-        ratio: compute of `recipe` over that of `other`, to a reward that both reach; None where unknown.
-        p_neither: share of the draws in which neither reaches it, which `ratio` leaves out; None without a ratio.
+        ratio: compute of `recipe` to a reward that both reach, over that of `other`; None where unknown.
+        p_neither: share of the draws in which neither reaches this reward; `ratio` leaves them out. None without a
+            ratio.
         p_higher: probability that `recipe` has the higher reward at `compute`.
         seeds: number of seeds of the recipe with fewer seeds.
         paired: how the two are paired: "seed", "prompt", both or neither.
@@ -268,7 +269,7 @@ def pairing_of_two(one: str, two: str, near: Mapping[str, SeedExcess], scale: fl
         usual = float(np.median((residual**2).sum(1)) / chdtri(free, 0.5))  # chi squared's median is below its mean
     dof = len(seeds) - 1
     variance = (_PRIOR_DOF * usual + dof * own_variance) / (_PRIOR_DOF + dof) - sampling
-    # Never below the part of the published spread that noise could hide.
+    # Keep at least the part of the published spread that sampling noise could hide.
     variance = max(variance, min(sampling, (BORROWED_SEED_SD * scale) ** 2))
     return Pairing(tuple(seeds), SeedSpread(math.sqrt(variance), "paired", float(_PRIOR_DOF + dof)))
 
@@ -293,9 +294,9 @@ def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float 
     """Return the standard error, due to the choice of prompts, of a difference of pass rates on the same prompts.
 
     Squared, it is the variance of the difference between prompts, minus the part due to sampling, over the number of
-    prompts. Where rows name families, prompts of one family are not independent, and the variance is that of sums over
-    families (Miller 2024, arXiv 2411.00640, clustered standard errors). None if no seed of both was evaluated on the
-    same prompts, or if all of these are of one family.
+    prompts. Where rows name families, prompts of one family are not independent, so the variance is computed from sums
+    over families (Miller 2024, arXiv 2411.00640, clustered standard errors). None if no seed of both was evaluated on
+    the same prompts, or if all of these are of one family.
 
     Args:
         one: passes of one recipe's runs, by seed.

@@ -58,7 +58,7 @@ class Row(AsJson):
 
 @dataclass(frozen=True)
 class Plan(AsJson):
-    """The answer of `scalerl plan`. target or budget is None; both are None if only the next runs were asked for."""
+    """The answer of `scalerl plan`. target or budget is None; both are None if only the next runs were requested."""
 
     target: float | None
     budget: float | None
@@ -110,8 +110,8 @@ def make_plan(
         target: reward to reach; None without one.
         budget: compute in the curves' unit. Without factors: still to spend, over all recipes. With factors: of one
             run. None without one.
-        margin: choosing a recipe whose A is within this of the best is not an error, in reward; None for the default.
-        factors: what the study varied besides the recipe; None for nothing.
+        margin: in reward; choosing a recipe whose A is within this of the best is not an error. None for the default.
+        factors: factors that the study varied besides the recipe; None for none.
 
     Raises:
         UserError: both target and budget are given, one is out of range, or the factors do not match the curves.

@@ -362,7 +362,7 @@ def _draw(
 
 def _seed_sd(fits: Sequence[Fit]) -> Array:
     """Return the standard error of the mean over each size's seeds, in reward. (S,)."""
-    # Widened by Student's quantile over the normal's: a spread measured on few seeds is itself uncertain.
+    # Widen the spreads by Student's quantile over the normal's: a spread measured on few seeds is itself uncertain.
     spreads = [(fit.seed_spread.sd, fit.seed_spread.quantile() / 1.959964, fit.seeds) for fit in fits]
     return np.array([sd * factor / np.sqrt(seeds) for sd, factor, seeds in spreads])
 

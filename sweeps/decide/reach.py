@@ -22,8 +22,8 @@ from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import apart, chance, paths, quantiles, seed_offsets, support
 
-# A run is near its asymptote if it has gained this share of A - R0: with a gain of 0.3, 0.015 is missing, the spread
-# between seeds.
+# A run is near its asymptote if it has gained this share of A - R0. With A - R0 = 0.3 the missing 0.015 is as large as
+# the spread between seeds.
 NEAR = 0.95
 # A target counts as out of reach from this probability.
 _NEVER = 0.9
@@ -169,7 +169,7 @@ def _reach_reason(fit: Fit, compute: Interval, p_never: float, reached: bool) ->
 
 
 def near_asymptote(fit: Fit) -> Asymptote:
-    """Return whether the given runs have gained `NEAR` of what the recipe can gain.
+    """Return whether the given runs have gained at least the share `NEAR` of A - R0.
 
     share = (R(C_end) - R0) / (A - R0) = 1 / (1 + (C_mid / C_end)^B), with C_end the window's end. `near` needs an
     identifiable A; `not near` does not.
@@ -203,7 +203,7 @@ def near_asymptote(fit: Fit) -> Asymptote:
 
 
 def check_budget(budget: float | None) -> None:
-    """Refuse a budget that is no compute; None passes.
+    """Refuse an invalid budget; None, for no budget, is valid.
 
     Raises:
         UserError: the budget is not a positive number.

@@ -24,7 +24,7 @@ class Resolution(AsJson):
     Attributes:
         compute: largest compute that all recipes have spent, in the curves' unit.
         smallest: difference that half of the comparisons detect at 5% with 80% power.
-        seeds: smallest number of seeds per recipe that ran far enough to inform on the asymptote.
+        seeds: number of seeds that ran far enough to determine their asymptote, of the recipe with the fewest.
         seeds_needed: seeds per recipe to detect the margin in half of the comparisons; None if too many.
         told, of: number of comparisons whose 95% interval excludes 0, and of all comparisons.
         source: where the spread between seeds comes from; "paired" where the recipes have the same seeds.

@@ -86,7 +86,7 @@ def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
     p_best = best_chances(at_end)
     reward = common_reward([end[:, 0] for end in ends], at_end)
     looks = np.linspace(0, compute, _LOOKS)
-    # One recipe at a time: the paths of a thousand recipes would take gigabytes.
+    # Process one recipe at a time: the paths of a thousand recipes would take gigabytes.
     times = [] if reward is None else [first_above(paths_over_seeds(fit, looks), looks, reward) for fit in known]
     fastest = min(range(len(times)), key=lambda i: float(np.median(times[i])), default=None)
     ahead = [_at_budget(fit, budget) for fit in known]

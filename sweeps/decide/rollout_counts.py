@@ -68,7 +68,7 @@ def best_rollouts(
         difficulty: name of the factor with the prompts' difficulty (any text); None if prompts are not divided.
 
     R is the recipe's reward at the budget, including the spread between seeds. The result is undecided if the best
-    value has less than 95%, or a value may not be read at the budget.
+    value is best with a probability below 95%, or if the fit of a value may not be read at the budget.
 
     Raises:
         UserError: a factor is missing, rollouts are not whole numbers, or only one value was run.

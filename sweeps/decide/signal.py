@@ -1,6 +1,6 @@
 """Signal to noise of each evaluation set: which set separates the recipes best.
 
-The definitions are those of "Signal and Noise" (Heineman et al. 2025, arXiv 2508.13144), for one set:
+The definitions follow "Signal and Noise" (Heineman et al. 2025, arXiv 2508.13144), for one set:
 
     signal = max over recipes j, k of |m_j - m_k| / m        relative dispersion
     noise  = sqrt(mean over runs of s_r^2) / m               relative standard deviation
@@ -9,7 +9,7 @@ The definitions are those of "Signal and Noise" (Heineman et al. 2025, arXiv 250
 m_j is the mean score of recipe j over the last n evaluations of its runs, m the mean of all m_j, and s_r the standard
 deviation of run r over its last n evaluations (divisor n - 1). n is 5, as in the authors' comparison of small models.
 The authors take the noise of one model, or of all models' scores together; here it is pooled within runs, so that
-differences between recipes are no noise.
+differences between recipes do not count as noise.
 
 By this definition a rise of the curve over the last n evaluations counts as noise. So the ratio is also given with s_r
 about a straight line through the run's last n evaluations (divisor n - 2).

@@ -31,7 +31,7 @@ _GRID = 400
 class Crossover(AsJson):
     """The compute from which the larger of two sizes has the lower loss, by both laws.
 
-    None where it does not within `FAR` times the data (in more than half of the draws), or without such a law.
+    None where in more than half of the draws there is no such compute within `FAR` times the data, or without the law.
     """
 
     smaller: float
@@ -193,7 +193,7 @@ def _start(by_size: Mapping[float, Fit]) -> float:
 def crossovers(law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float, Fit]) -> tuple[Crossover, ...]:
     """Return, for every pair of sizes, the compute from which the larger keeps the lower loss.
 
-    It must keep it up to `FAR` times the largest compute of the data.
+    The larger size must stay ahead up to `FAR` times the largest compute of the data.
     """
     sizes, crossings = list(by_size), []
     start = _start(by_size)

@@ -248,7 +248,7 @@ def _scatter(fits: Sequence[Fit]) -> float | None:
         return None
     error = float(np.mean([asymptote_draws(fit).var() for fit in named]))
     least = (_APART * max(fit.curve.scale for fit in named)) ** 2
-    # By method of moments: the variance of the estimates is that of the true values plus that of the errors.
+    # Method of moments: the variance of the estimates is the variance of the true values plus that of the errors.
     return max(float(np.var([named_a(fit) for fit in named], ddof=1)) - error, least)
 
 
@@ -383,7 +383,7 @@ def _outcome(fits: Sequence[Fit], leader: Fit | None, p_wrong: float | None, cho
         return Outcome.HIGHEST if sure else unsure
     if not sure:
         return Outcome.TIED_UNSURE
-    # Any of these choices is within the margin that was asked for.
+    # All of these choices are within the given margin.
     return Outcome.MOST_EFFICIENT if choices == 1 else Outcome.TIED
 
 

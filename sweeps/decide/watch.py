@@ -1,10 +1,10 @@
-"""Watching a running study: fits are repeated as compute grows, and forecasts are checked against what followed.
+"""Watching a running study: fits are repeated as compute grows, and forecasts are checked against later evaluations.
 
-A snapshot is the fit up to some compute C, with a check: the evaluations of the last tenth (C / 1.1 to C) are compared
-with what the fit up to C / 1.5 predicted of their mean. It depends on the evaluations and on C only, not on when it was
-computed. A run has departed if two snapshots that differ by a factor of 1.15, and all between them, are on the same
-side of a 95% interval. docs/measured/watch.md has the rate of alarms for runs that follow the law and for runs that
-fall (`benchmarks/watch.py`).
+A snapshot is the fit up to some compute C, with a check: the mean of the evaluations in the last tenth (C / 1.1 to C)
+is compared with its prediction by the fit up to C / 1.5. A snapshot depends on the evaluations and on C only, not on
+when it was computed. A run has departed if two snapshots that differ by a factor of 1.15, and all between them, are on
+the same side of a 95% interval. docs/measured/watch.md has the rate of alarms for runs that follow the law and for runs
+that fall (`benchmarks/watch.py`).
 """
 
 from __future__ import annotations

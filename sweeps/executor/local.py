@@ -191,7 +191,7 @@ def _member(entry: str, run_dir: str, threads: int) -> None:
             load_entry(entry)(Path(run_dir))
         except RunInterruptedError as error:
             print(f"stopped: {error}", flush=True)
-            # Not os._exit: exit handlers release what libraries share with other processes.
+            # os._exit is not used, because exit handlers release resources that libraries share with other processes.
             raise SystemExit(STOPPED_CODE if stop_asked(Path(run_dir)) else 1) from None
         except BaseException:
             sys.stdout.flush()

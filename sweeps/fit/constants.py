@@ -1,4 +1,4 @@
-"""Hand-set constants of `sweeps.fit` that affect what is concluded from a curve, each with the data it was set on.
+"""Hand-set constants of `sweeps.fit` that affect the conclusions from a curve, each with the data it was set on.
 
 Numerical resolution (grids, rounds, draws) is set next to each computation instead: it affects no conclusion, and
 `tests/sweeps/fit/test_law.py` checks it against a sampler without grids. Rewards are on a scale of width 1. Compute is

@@ -69,7 +69,7 @@ class Family:
 
 def logistic_of(t: Array) -> Array:
     """The logistic function, 1 / (1 + exp(-t)). SciPy's `expit` is exacter for tiny values but takes twice the time."""
-    # In place: with many cells, allocating temporaries costs as much as the function itself.
+    # Compute in place: with many cells, allocating temporaries costs as much as the function itself.
     result = np.asarray(0.5 * t)
     np.tanh(result, out=result)
     result *= 0.5

@@ -183,7 +183,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     empty = Fit(curve=curve, options=options, bounds=curve.bounds, warnings=curve.notes, seed_spread=spread)
     if not len(points.reward):
         if options.min_compute is None and options.max_compute is None:
-            # Not an error: the run has only its evaluation at compute 0 so far.
+            # This is not an error: the run has only its evaluation at compute 0 so far.
             reason = f"no evaluation above compute 0, which --r0 or the family leaves out of {len(curve.reward)}"
             return replace(empty, verdict="too_few_points", reason=f"{reason}; run on")
         raise UserError(

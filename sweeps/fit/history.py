@@ -201,7 +201,7 @@ def _names_a_curve(fit: Fit) -> bool:
 
 
 def departure(snapshots: Sequence[Snapshot]) -> str | None:
-    """Return a warning if the latest evaluations are outside of what earlier fits predicted, else None.
+    """Return a warning if the latest evaluations are outside of the intervals that earlier fits predicted, else None.
 
     Two snapshots in a row that differ by `GROWTH` in compute must be outside, on the same side;
     docs/measured/watch.md has the rates of false alarms and misses.

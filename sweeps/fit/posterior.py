@@ -56,7 +56,7 @@ _BEYOND = np.array([*(1 + STANDING * np.array([0.2, 0.5, 1])), 1.5, 1.75, 2.0, 2
 _NODES = np.concatenate([[0.0], _WITHIN, _BEYOND])
 # With this many draws, a line is the median of every fourth one: it is only plotted, no decision depends on it.
 _FOR_LINE = 1000
-# Added to the variance of every point: the precision stays finite, and no reward is recorded more exactly.
+# Variance added to every point, so that the precision stays finite; no reward is recorded more exactly.
 _ROUNDING = 1e-8
 # A later proposal is wider than the samples so far: by this factor in variance, plus this share of the prior's standard
 # deviation. `_TAIL` is the degrees of freedom of proposals.

@@ -49,8 +49,8 @@ class Seen:
         # 1.4826 x the median of absolute values is the standard deviation of a normal (its 75% quantile is 0.6745).
         spread = max(1.4826 * float(np.median(every)), 0.3 * mean_square)
         levels = np.unique(self.z)
-        # Rewards of exactly 0 or 1 (never or always passing) repeat whatever the step between rewards is: leave them
-        # out.
+        # Rewards of exactly 0 or 1 (never or always passing) repeat regardless of the step between rewards: leave
+        # them out.
         between = self.z[(self.z > 0) & (self.z < 1)] if self.bounded else self.z
         if len(levels) == 1:
             spread = max(spread, LEAST_SD)

@@ -133,7 +133,7 @@ def _trend(e: Evidence) -> Verdict | None:
     order = np.argsort(e.compute, kind="stable")
     reward = e.reward[order]
     n = len(reward)
-    # Noise about this line, not about the sigmoid: relative to a sigmoid, a steady fall is one long deviation.
+    # Measure noise about this line, not about the sigmoid: relative to a sigmoid, a steady fall is one long deviation.
     slope, xx, residual = _about_line(reward)
     squares = max(float(residual @ residual), 1e-300)
     lag_1 = float(residual[1:] @ residual[:-1]) / squares

@@ -89,7 +89,6 @@ def count_adopted(
 
     Returns:
         The members that take part, with adopted ones in place of those they replace, and lines about them.
-        The members that take part, adopted ones in the place of those for which they stand, and lines on them.
 
     Raises:
         UserError: adopted runs have another unit of compute or another reward, or the study is running.

@@ -114,7 +114,7 @@ class Controller:
         self._adopt([action.run for action in wanted if isinstance(action, Adopt)])
 
     def _adopt(self, runs: Sequence[str]) -> None:
-        """Let the executor follow what an earlier process submitted; members it does not find are queued again."""
+        """Let the executor follow the members that an earlier process submitted. Queue again those it does not find."""
         states = [self.records.states[run] for run in runs]
         launches = [replace(self._launch(state.run), submission=state.submission, job=state.job) for state in states]
         jobs = self._executor.adopt(launches) if launches else {}

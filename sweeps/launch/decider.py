@@ -31,7 +31,7 @@ class Decider(Protocol):
     """Protocol of a decider, called before anything is submitted, and then about once per second.
 
     Another process that resumes the study must get the same decisions, so they must follow from the journals, or from
-    what the decider has stored itself.
+    files that the decider has stored itself.
 
     Attributes:
         files: names of the files that it writes in the study's folder; a refused launch restores them.

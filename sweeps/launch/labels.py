@@ -22,7 +22,7 @@ def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, 
         states: states of the study's members, by identity.
 
     Raises:
-        UserError: a member does; the message says what differs.
+        UserError: a member does; the message names the difference.
     """
     new = [spec for spec in specs if spec.run not in states]
     labels = {spec.recipe for spec in new}

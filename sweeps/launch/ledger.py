@@ -1,4 +1,4 @@
-"""The ledger of a study: an append-only file of what was launched and how it ended.
+"""The ledger of a study: an append-only file of the launches of its members and their ends.
 
 One JSON object per line: `{"time": ..., "run": ..., "event": ..., ..., "crc": ...}`. The last field is a checksum,
 which lines of earlier versions lack (`sweeps.run.files`). The state of a study is folded from this file; the memory of

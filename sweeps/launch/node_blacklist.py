@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Long enough for two members to run on a node, short enough that a repaired node is soon used again.
+# Time window: long enough for two members to run on a node, short enough that a repaired node is soon used again.
 TOGETHER_S = 3600.0
 OUT_S = 3600.0
 # Fewer nodes than this may all be bad in the same way by chance, for example two nodes of a rack.
@@ -120,7 +120,7 @@ class NodeBlacklist:
 
 
 def _alike(reason: str, node: str) -> str:
-    """Normalize a reason by masking what differs between attempts: the node, paths, numbers, identities."""
+    """Normalize a reason by masking the parts that differ between attempts: node, paths, numbers, identities."""
     reason = re.sub(rf"(?<![\w.-]){re.escape(node)}(?![\w-])", "NODE", reason)
     reason = re.sub(r"'[^']*'|\"[^\"]*\"|(?<![\w.])/\S+", "...", reason)
     return re.sub(r"\b(?=[0-9a-f]*\d)[0-9a-f]{6,}\b|\d+", "#", reason)[:200]

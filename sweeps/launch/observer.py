@@ -257,7 +257,7 @@ class Progress(Observer):
 
 def _live_display() -> Live:
     """Return a display at the foot of the terminal of stderr; lines are printed above it, and it goes at the end."""
-    # Imported where there is something to draw on.
+    # Imported late, because rich is only needed with a terminal.
     from rich.console import Console
     from rich.live import Live
 

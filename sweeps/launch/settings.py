@@ -64,7 +64,7 @@ class LaunchSettings:
 
     def text(self) -> str:
         """Return the content of `launch.json`, without the password in MLflow's address."""
-        # Keeps the names and the order of fields that the file has always had.
+        # Keep the names and the order of fields of earlier versions' files.
         values = {"settings" if name == "cluster" else name: value for name, value in self.__dict__.items()}
         settings = {} if self.cluster is None else self.cluster.given()
         values |= {"settings": settings, "tracking": self.tracking and redact(self.tracking)}

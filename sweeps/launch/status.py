@@ -27,9 +27,9 @@ from sweeps.run.progress import is_done, journal_or_none, last_metrics, looks_wh
 from sweeps.run.provenance import said
 from sweeps.run.spec import budget_of
 
-# In the order of importance to readers.
+# States of members, the most important for readers first.
 STATES = ("failed", "cancelled", "stopped", "ended", "running", "queued", "waiting", "finished")
-# Long enough for two heartbeats of a controller.
+# Time to watch a lease, long enough for two heartbeats of a controller.
 _LOOK_S = 2 * BEAT_S + 1
 _ENGINE_IDLE = re.compile(r"live/engine(\d+)_idle")
 

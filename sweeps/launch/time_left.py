@@ -15,7 +15,7 @@ ADVANCES = 3
 # Apart from the passing of time, the displayed value changes by at most this share of itself per `SETTLES_S` seconds.
 STEADY = 0.2
 SETTLES_S = 10.0
-SAME_WORK = 0.01  # a smaller relative change of the work is due to observation
+SAME_WORK = 0.01  # relative change of the work up to which it counts as unchanged
 _LATEST = 32  # number of latest ends used to estimate time beyond steps
 
 

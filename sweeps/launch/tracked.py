@@ -23,7 +23,7 @@ RETRY_S = 60.0
 class TrackingObserver(Observer):
     """Observer that logs a study to MLflow: members are created before they start, and updated as they run.
 
-    A slow or unavailable tracking server delays what MLflow shows, but never the study.
+    A slow or unavailable tracking server delays the display in MLflow, but never the study.
 
     Args:
         study: study whose members are tracked.

@@ -10,10 +10,10 @@ from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 from sweeps.launch.study import Study
 from sweeps.run.trust import belongs_to_user, refusal
 
-# Entries that `conf/hydra/launcher` names; in earlier versions by module name.
+# Entries that `conf/hydra/launcher` names, by package and, as in earlier versions, by module.
 _ENTRIES = (
     *("lightning_scalerl:run_member", "lightning_scalerl.member.run:run_member"),
-    # Members that are commands: what they start is checked member by member, as for our own runs.
+    # Members that are commands: the program that each starts is checked member by member, as for our own runs.
     "sweeps.command.runner:run_member",
 )
 _PRELOADED = ("lightning_scalerl.", "sweeps.command.", "transformers.models.")
@@ -27,7 +27,7 @@ def check_study(study: Study, plan: LaunchSettings) -> None:
         UserError: it names something else; the message is one line with the file, the field, its value and the remedy.
     """
     check_launch(study, plan)
-    # In a separate process: checking a member imports torch, and perhaps the user's code.
+    # Check in a separate process: checking a member imports torch, and perhaps the user's code.
     plan_apart(_CHECKS_RUNS, [[str(study.run_dir(spec)), spec.run] for spec in study.specs], [])
 
 

@@ -102,7 +102,7 @@ def effects_text(effects: Effects) -> str:
 
 
 def race_text(race: Race) -> str:
-    """Format a race: where each recipe stopped, with its chances and the reason, and what the race saved."""
+    """Format a race: where each recipe stopped, with its chances and the reason, and the compute that was saved."""
     head = ["recipe", "stopped at", "best", "ahead", f"reward at {race.rules.budget:.4g}", "spent"]
     rows = [
         [

@@ -142,7 +142,7 @@ def _draw_profile(panel: Axes, fit: Fit, colour: str, dash: object, name: str) -
 
 
 def _legend(ranking: Ranking) -> dict[str, str]:
-    """Return each recipe's name for a legend. Matplotlib omits names that begin with `_`; a zero-width space helps."""
+    """Return each recipe's name for a legend, with a zero-width space before a `_`: Matplotlib omits such names."""
     short = shortened([entry.recipe for entry in ranking.ranking])
     shown = cut(list(short.values()), 40)
     return {recipe: "\u200b" * shown[name].startswith("_") + shown[name] for recipe, name in short.items()}

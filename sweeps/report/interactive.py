@@ -38,7 +38,7 @@ _AXES = {
     "cost": "cost",
 }
 _CURVE_POINTS = 40
-# Most characters of a recipe's name next to its asymptote, on a screen and on a phone.
+# Largest number of characters of a recipe's name next to its asymptote, on a screen and on a phone.
 _CUTS = (28, 18)
 _NOTHING = float("nan")
 

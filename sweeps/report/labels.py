@@ -31,8 +31,8 @@ def printable(text: str) -> str:
 def cut(labels: Sequence[str], limit: int) -> dict[str, str]:
     """Return each label as printable text of at most `limit` characters; different labels stay different.
 
-    A long label loses what does not distinguish it: its middle if beginning and end do, else all but the piece that no
-    other label has. Labels for which this is impossible are numbered.
+    A long label is cut where it resembles other labels. If no other label has its beginning and end, the middle is cut.
+    Otherwise only a piece that no other label has remains. Labels for which this is impossible are numbered.
     """
     whole = {label: printable(label) for label in labels}
     result: dict[str, str] = {}
@@ -48,7 +48,7 @@ def cut(labels: Sequence[str], limit: int) -> dict[str, str]:
 
 
 def _pieces(text: str, others: Iterable[str], limit: int) -> Iterator[str]:
-    """Yield abbreviations of a text that no other text could have: both of its ends, then a piece of it."""
+    """Yield abbreviations of a text that fit no other text: both of its ends, then a piece of it."""
     others = list(others)
     half = limit // 2
     for head in (half, half // 2, min(half + half // 2, limit - 2)):

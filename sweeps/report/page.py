@@ -1,6 +1,6 @@
 """Rendering of the HTML report: data and helpers for the templates in `sweeps/report/templates`.
 
-Text and markup are in the templates, which escape all values; this module does what needs more than a template.
+Text and markup are in the templates, which escape all values. This module prepares the values.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Findings:
 
     Attributes:
         sensitivity: rows by recipe.
-        settlements: what to run next, one per group of comparable recipes.
+        settlements: runs to make next, one entry per group of comparable recipes.
         comparisons: comparisons of families.
         histories: snapshots by recipe.
         mapping: one line per source on how it was read.
         commands: command to paste, by step, if this package launched the study.
         rollouts: sample completions.
         races: records of studies that were run as races or searches.
-        at_k: the ranking by pass@k beside that by pass@1.
+        at_k: the ranking by pass@k next to that by pass@1.
         prompts: by recipe, the shares of held-out prompts that never, sometimes and always pass.
         signal: signal to noise by evaluation set. aggregate: recipes over several sets.
     """
@@ -203,7 +203,7 @@ def _headers(runs: Sequence[JournalView]) -> dict[str, Mapping[str, Any]]:
 
     Fields that are empty in every run are left out.
     """
-    # A run's own name is that of its folder, which the table has already.
+    # The table already has a run's name: it is the name of its folder.
     itself = {"run"} if all(view.header.get("run") == view.path.parent.name for view in runs) else set()
     names = sorted({name for view in runs for name in view.header} - {"kind", "time"} - itself)
     texts = {name: [_plain(view.header.get(name)) for view in runs] for name in names}

@@ -19,7 +19,7 @@ def plan_text(plan: Plan, commands: Sequence[str | None]) -> str:
     """Format a plan, followed by the commands that run its next steps, one per line, to paste."""
     blocks = [one_line(heading) + ("\n" + table(head, rows) if rows else "") for heading, head, rows in sections(plan)]
     if any(commands):
-        # Not in a table: a command to paste must stay on one line.
+        # Commands are not in a table, because a command to paste must stay on one line.
         blocks.append("\n".join(["to paste:", *(f"  {one_line(line)}" for line in commands if line)]))
     return "\n\n".join(blocks)
 

@@ -1,4 +1,4 @@
-"""Figure of what happens to held-out prompts: the shares that never, sometimes and always pass, over compute."""
+"""Figure of held-out prompts over compute: the shares that never, sometimes and always pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sweeps.source.held_out import PromptShares
 def prompts_figure(shares: Sequence[PromptShares], ranking: Ranking, unit: str) -> Figure | None:
     """Draw a panel per recipe: prompts that always pass (dark), sometimes (light), never (white), over compute.
 
-    Compute 0 stands at the left edge. None without a recipe that has such shares at two evaluations.
+    Compute 0 is drawn at the left edge. None without a recipe that has such shares at two evaluations.
     """
     by_recipe = {each.recipe: each for each in shares if len(each.compute) > 1}
     order = [entry.recipe for entry in ranking.ranking if entry.recipe in by_recipe]

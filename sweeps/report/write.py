@@ -58,8 +58,8 @@ def write_report(
 ) -> list[Path]:
     """Write the page, and next to it each figure as `<stem>_<figure>.svg`, `.png` and `.pdf`.
 
-    This also computes what to run next, and the sensitivity of every recipe whose A is identifiable or open: about half
-    a second per recipe.
+    This also computes the runs to make next, and the sensitivity of every recipe whose A is identifiable or open: about
+    half a second per recipe.
 
     Args:
         path: path of the HTML file; its directory is created.

@@ -85,7 +85,7 @@ class Activity:
     def note(self, doing: str) -> None:
         """Record an activity, which restarts the hang timeout. Cheap enough to call for every token."""
         now = self._clock()
-        # Without a lock: if threads note at the same time, a pause may at most be recorded as shorter.
+        # No lock is needed: if threads note at the same time, a pause may at most be recorded as shorter.
         if now <= self._awake_until:  # else the whole process was suspended, which says nothing about the run
             self.longest_s = max(self.longest_s, now - self._last)
         self._doing, self._last = doing, now

@@ -120,8 +120,8 @@ def append_to(
         checksum: end each line with its CRC-32, which readers verify.
 
     Raises:
-        OSError: they could not be written. What was written is removed, so that a second try duplicates nothing; it
-            stays, torn, if another process has appended after it.
+        OSError: they could not be written. A part that was written is removed, so that a retry duplicates nothing. It
+            stays as a torn line if another process has appended after it.
         ValueError: a number is not finite.
     """
     raw = b"".join(dump_line(entry, checksum) for entry in entries)
@@ -136,7 +136,7 @@ def append_to(
         if durable:
             os.fsync(descriptor)
     except OSError:
-        with suppress(OSError):  # report the original error, not that of the clean-up
+        with suppress(OSError):  # report the original error, not one from the clean-up
             written, end = len(raw) - len(rest), os.fstat(descriptor).st_size
             # Another process may have appended meanwhile: remove only this process's bytes.
             if os.pread(descriptor, written, end - written) == raw[:written]:

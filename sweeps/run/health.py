@@ -41,7 +41,7 @@ def idle_variants(runs: Sequence[JournalView]) -> list[str]:
     return sorted(notes)
 
 
-# What decides how small an update may be to have an effect.
+# Properties of an optimizer that determine the smallest update with an effect.
 _STORED = ("storage", "states", "eps")
 
 
@@ -49,7 +49,8 @@ def optimizer_differences(runs: Sequence[JournalView]) -> list[str]:
     """Return a warning if runs of several trainers differ in the types of weights and states or in epsilon.
 
     One recipe at one learning rate ended at rewards of .818 and .733 by the storage type alone (AReaL#1634). Trainers
-    that do not state these values are left out. Different optimizers of one trainer are what a study varies.
+    that do not state these values are left out. Differences within one trainer give no warning, because the study
+    varies them on purpose.
     """
     by_trainer: dict[str, dict[str, set[str]]] = {}
     for view in runs:
@@ -69,7 +70,7 @@ def optimizer_differences(runs: Sequence[JournalView]) -> list[str]:
 
 
 def _stored_by(view: JournalView) -> dict[str, str]:
-    """Return what a run's optimizer stores as far as it is known, as text, with the name of its trainer.
+    """Return trainer, types of weights and optimizer states, and epsilon of a run, as texts; unknown ones are left out.
 
     An adopted run can state it in columns (`scalerl adopt --by loss,storage=config.dtype,eps=config.adam_epsilon`).
     """

@@ -34,7 +34,7 @@ class Job(Protocol):
 
 
 # A run that sbatch or srun started by itself has no entry point, so SLURM's facts are the default. Outside of SLURM
-# they are those of a single process.
+# they describe a single process.
 _current: Job = slurm_job
 
 

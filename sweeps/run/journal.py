@@ -349,7 +349,7 @@ class Journal:
         entry: dict[str, Any] = {"kind": kind, "time": self._clock(), "step": int(step), "metrics": finite}
         if dropped:
             entry["not_finite"] = dropped
-        # Not synced: the next `checkpoint` record is, and with it everything before.
+        # The record is not synced to disk: the next `checkpoint` record is, and with it everything before.
         self._append(entry)
 
     def checkpoint(self, step: int, **facts: Any) -> None:

@@ -238,7 +238,8 @@ class Lease:
             return True
         if not _same_machine(facts):
             return False
-        # On one machine the lock is conclusive if both processes have it; else only the end of the holder's process is.
+        # On one machine the lock is conclusive if it works for both processes. Otherwise only the end of the holder's
+        # process is conclusive.
         return (self._own["flock"] and facts.get("flock", True)) or _ended(facts)
 
     def _silent(
@@ -250,7 +251,7 @@ class Lease:
         while time.monotonic() - begin < self._expiry_s:
             if give_up():
                 return None
-            # A live holder would have renewed it by now.
+            # A live holder would have sent a heartbeat by now.
             if not printed and time.monotonic() - begin > 2 * self._beat_s:
                 who = self.holder() if seen[1] <= _term(seen[0]) else "a process that was taking it over"
                 print(
@@ -414,7 +415,7 @@ class Lease:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError):
-            return {"token": None, "unreadable": True}  # it exists: possibly not ours, and not free
+            return {"token": None, "unreadable": True}  # the file exists: the lease may not be ours, and is not free
         return facts if isinstance(facts, dict) else {}
 
 

@@ -21,7 +21,7 @@ class Votes:
     Attributes:
         right: number of completions that passed.
         wrong: number of completions for each different wrong answer.
-        silent: number of completions without an answer. They do not vote, and if nobody votes, the majority is wrong.
+        silent: number of completions without an answer. They do not vote; without any vote, the majority is wrong.
     """
 
     right: int
@@ -34,7 +34,7 @@ class Votes:
         return self.right + sum(self.wrong) + self.silent
 
     def without_one(self) -> Mapping[Votes, int]:
-        """Return what is left without one of the completions, and for how many completions that is so."""
+        """Map the votes without one completion to the number of completions whose removal gives these votes."""
         left: dict[Votes, int] = {}
         if self.right:
             left[Votes(self.right - 1, self.wrong, self.silent)] = self.right
@@ -84,10 +84,10 @@ STATISTICS: Mapping[str, Statistic] = {"pass": pass_at_k, "maj": maj_at_k}
 def mean_at_k(statistic: Statistic, prompts: Sequence[Votes], k: int) -> tuple[float, float] | None:
     """Return the mean over prompts and its standard error; None if no prompt has k graded completions.
 
-    Prompts with fewer than k graded completions do not count. The standard error is that of sampling, for this fixed
+    Prompts with fewer than k graded completions do not count. The standard error covers sampling only, for this fixed
     set of prompts, like that of the pass rate: the jackknife over a prompt's completions, summed over prompts. At k = n
-    the jackknife does not exist; there it is that of k - 1. If no prompt varies, it is computed with one success and
-    one failure added to the whole set, so that it is never zero.
+    the jackknife does not exist, and the one at k - 1 is used. If no prompt varies, the standard error is computed with
+    one success and one failure added to the whole set, so that it is never zero.
     """
     counted = [votes for votes in prompts if votes.graded >= k]
     if not counted:
@@ -117,7 +117,7 @@ def all_at_k(samples: int, prompts: Sequence[Votes], answers: bool) -> dict[str,
     Args:
         samples: completions per prompt.
         prompts: the votes by prompt.
-        answers: whether the votes tell wrong answers apart, which maj@k needs.
+        answers: whether the votes distinguish wrong answers, which maj@k needs.
     """
     results = {
         f"{name}@{k}": mean_at_k(STATISTICS[name], prompts, k)

@@ -1,8 +1,8 @@
 """Results per held-out prompt at each evaluation of a run: one line each in `passes.jsonl`, next to the journal.
 
 The journal has only the mean; with these, two runs that were evaluated on the same prompts can be compared prompt by
-prompt. Evaluations that a resume made void stay in the file. They count if the journal has their step and there is no
-later line for it.
+prompt. Evaluations that a resume made void stay in the file. An evaluation counts only if the journal has its step and
+the file has no later line for that step.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Passes:
         prompts: digest of the set's prompts, in order; two runs can be paired if it is equal.
         passed: number of completions that passed, by prompt, (n,).
         scored: number of completions that could be graded, by prompt, (n,).
-        wrong: how often each different wrong answer was given, by prompt; None if the verifier does not tell answers
-            apart, or from a run of an earlier version.
+        wrong: how often each different wrong answer was given, by prompt; None if the verifier does not distinguish
+            answers, or if the run is of an earlier version.
         families: name of each prompt's family, (n,), empty for a prompt without one; None if no row names one.
     """
 

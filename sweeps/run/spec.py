@@ -39,7 +39,7 @@ _STEPS = re.compile(r'^ "steps": (\d+),$', re.MULTILINE)
 
 _CURVE = re.compile(r'^ "curve": "([^"\\]*)",$', re.MULTILINE)
 
-# Top-level configuration keys that say how, where or how long to run, not what.
+# Top-level configuration keys that affect how, where or how long a run is executed, but not what it learns.
 OPERATIONAL_KEYS = frozenset(
     {"budget", "checkpoint", "rollouts", "study", "output_dir", "launch", "mlflow", "label", "hydra", "seed"}
     | {"scaled_for", "race", "strategy"}

@@ -1,4 +1,4 @@
-"""Incremental reading of a growing journal: each update reads only what was appended."""
+"""Incremental reading of a growing journal: each update reads only the appended lines."""
 
 from __future__ import annotations
 

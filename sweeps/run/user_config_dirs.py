@@ -34,5 +34,5 @@ def study_files(hydra: Any) -> list[str]:
     if name == _OURS:
         return []
     places = [Path(source.path) / f"{name}.yaml" for source in hydra.runtime.config_sources if source.schema == "file"]
-    # In Hydra's search order: the program's own folder first.
+    # The places are in Hydra's search order: the program's own folder first.
     return [str(path) for path in places if path.is_file()][:1]

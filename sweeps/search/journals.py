@@ -90,7 +90,7 @@ class Journals:
 
     def curves(self, runs: Sequence[str], metric: str | None = None, axis: str | None = None) -> list[Curve]:
         """Make a curve per recipe from the members that have evaluations, in the order of `runs`."""
-        # Copies, because `load` changes headers to make recipes with the same name distinct.
+        # Copy the headers, because `load` changes them to make recipes with the same name distinct.
         known = {
             (self._runs_dir / run).resolve(): replace(self._views[run], header=dict(self._views[run].header))
             for run in runs

@@ -5,8 +5,8 @@ are tried. `frame` reads any table into a pandas DataFrame; `cells`, `columns`, 
 `collected` are shared.
 
 A new format is a module with `matches` and `read` and a line in `readers` (docs/reference/sources.md has one); another
-framework's names are an entry in `vocabulary`. A reader never guesses silently: the `source:` line states what became
-what.
+framework's names are an entry in `vocabulary`. A reader never guesses silently: the `source:` line states the use of
+each column.
 
 May import: `run`, `curve`, `tracking`.
 """

@@ -1,8 +1,8 @@
-"""Runs that branch from each other, compared from where they part.
+"""Runs that branch from each other, compared from the step at which they diverge.
 
-A branch's journal begins with the records of its parent. These are one observation, not several, and they say nothing
-of what was changed. So if a source has branches, every run counts from the step at which its line parts from the
-others: the last shared evaluation is the reward at compute 0 of all of them, and compute is counted from there.
+A branch's journal begins with the records of its parent. These are one observation, not several, and they contain no
+information about the change. So if a source has branches, every run counts from the step at which it diverges from the
+others. The last shared evaluation is the reward at compute 0 of all of them, and compute is counted from there.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from sweeps.run.journal import JournalView, Record
 from sweeps.source.text import short
 from sweeps.terminal import counted
 
-# Field of a parted view's header: the last shared evaluation, from which its compute is counted.
+# Field in the headers of the returned views: the last shared evaluation, from which compute is counted.
 START = "starts_at"
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A run, and the steps at which its line leaves its ancestors; its own run is never left."""
+    """A run with the last step that it shares with each ancestor (`left`); infinity for the run itself."""
 
     view: JournalView
     left: Mapping[str, float]
@@ -36,15 +36,15 @@ class _Line:
 
 
 def parted_views(views: Sequence[JournalView]) -> tuple[list[JournalView], list[str]]:
-    """Return the runs from where they part, with lines for the user; unchanged if none is a branch.
+    """Return the runs from the step at which they diverge, with lines for the user; unchanged if none is a branch.
 
-    A branch that changes nothing is its parent: of such runs the longest is kept.
+    A branch that changes nothing has the same curve as its parent: of such runs the longest is kept.
 
     Args:
         views: journals with evaluations.
 
     Raises:
-        UserError: some runs are branches and others are not related to them, or two lines part before their first
+        UserError: some runs are branches and others are not related to them, or two runs diverge before their first
             evaluation.
     """
     lines = [_Line(view, _left(view)) for view in views]
@@ -88,7 +88,7 @@ def _families(lines: Sequence[_Line]) -> list[list[_Line]]:
 
 
 def _without_copies(family: Sequence[_Line]) -> tuple[list[_Line], list[JournalView]]:
-    """Drop branches that change nothing of a run that is there too; the longest of each keeps its place."""
+    """Of the runs that have the same curve (branches that change nothing), keep the longest; also return the others."""
     by_run = {str(line.view.header.get("run")): line for line in family}
     same: dict[str, list[_Line]] = {}
     for line in family:
@@ -102,7 +102,7 @@ def _without_copies(family: Sequence[_Line]) -> tuple[list[_Line], list[JournalV
 
 
 def _source(line: _Line, by_run: Mapping[str, _Line]) -> str:
-    """Return the run whose curve this one repeats, if that is there too: itself for one that changes something."""
+    """Return the run whose curve a branch without changes repeats; for any other run, its own name."""
     header = line.view.header
     branch = header.get("branch")
     changes = header.get("departures") or header.get("settings")
@@ -113,7 +113,7 @@ def _source(line: _Line, by_run: Mapping[str, _Line]) -> str:
 
 
 def _cut(family: Sequence[_Line]) -> list[tuple[_Line, float]]:
-    """Return each run of a family with the step from which it counts: the first at which any two of them part."""
+    """Return each run of a family with the step from which it counts: the first at which any two of them diverge."""
     steps = [step for one, two in combinations(family, 2) if (step := one.parts_from(two)) is not None]
     # Alone, a branch counts from its own start.
     first = min(steps, default=min(step for line in family for step in line.left.values()))
@@ -121,7 +121,7 @@ def _cut(family: Sequence[_Line]) -> list[tuple[_Line, float]]:
 
 
 def _from(view: JournalView, step: float) -> JournalView:
-    """Return a run from the last evaluation up to a step: earlier records are gone, and compute is counted from it."""
+    """Return a run from the last evaluation up to `step`: earlier records are dropped, and compute counts from it."""
     shared = [record for record in view.of_kind("eval") if record.step <= step]
     if not shared:
         raise UserError(

@@ -30,7 +30,7 @@ class ForeignRun:
         where, name: the source as given by the user, and the run's name in it.
         key: identity of the run that survives renaming; "" if only place and name identify it.
         state: `RUNNING`, `FINISHED` or `FAILED`; "" if the source does not record it.
-        final: why it finished before its budget and cannot be continued; None for any other run.
+        final: reason why it finished before its budget and cannot be continued; None for any other run.
         labels: requested labels by name; also `recipe` and, where known, `seed` and `baseline`.
         axis, metric: columns of compute and reward.
         steps: (n,); None where the source has none.
@@ -59,14 +59,14 @@ def described(factors: Mapping[str, str], **labels: str | None) -> dict[str, str
 
 @dataclass
 class LoadedStudy:
-    """Content of the sources: one curve per recipe, the journals, and what was left out and why.
+    """Content of the sources: one curve per recipe, the journals, and warnings about omitted content.
 
     Attributes:
         curves: the curves.
         runs: journals of our own runs.
-        warnings: what was left out or looks wrong, and why.
-        mapping: one line per source: the reader, which column was used for what and by which rule, and how many rows
-            became points, with the reasons for the others.
+        warnings: content that was left out or looks wrong, with the reasons.
+        mapping: one line per source: the reader, the use of each column with the rule for it, and how many rows became
+            points, with the reasons for the others.
         shown: lines of the mapping that the user must see, because the format is foreign or a column was chosen by
             name.
         foreign: runs of other trainers, one by one.
@@ -251,7 +251,7 @@ class Collected:
                 bounds=points.bounds or self.asked.bounds,
                 lower_is_better=self.asked.lower_is_better,
             )
-            # Not by `statistics`, whose import brings six more modules.
+            # `statistics` is not used, because its import brings six more modules.
             origin = sum(points.origins) / max(1, len(points.origins))
             curves.append(replace(curve, ended=points.ended, origin=origin))
         return with_shared_scale(curves)

@@ -80,7 +80,7 @@ def columns_of(texts: Sequence[str]) -> dict[str, str]:
 
 
 def axis_of(column: str, unit: str | None) -> str:
-    """Return a compute column's name in a journal; `unit` overrides what its name says it counts."""
+    """Return a compute column's name in a journal; `unit` overrides the unit that its own name suggests."""
     if unit is not None:
         return UNITS[unit][0]
     name = column.strip()

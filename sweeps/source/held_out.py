@@ -23,7 +23,7 @@ def with_at_k(view: JournalView, metric: str) -> JournalView:
 
     Args:
         view: the run's journal.
-        metric: name of the metric, such as `eval/heldout/pass@8`; for other metrics the journal is returned as it is.
+        metric: name of the metric, such as `eval/heldout/pass@8`; for other metrics the journal is returned unchanged.
     """
     named = _AT_K.fullmatch(metric)
     missing = [record for record in view.of_kind("eval") if metric not in record.metrics]
@@ -91,7 +91,7 @@ class PromptShares(AsJson):
 
 
 def prompt_shares(runs: Sequence[JournalView], axis: str, metric: str) -> list[PromptShares]:
-    """Return what happened to the held-out prompts of a study, by recipe; recipes without passes are left out.
+    """Return the shares of held-out prompts that pass never or always, by recipe; recipes without passes are left out.
 
     Args:
         runs: runs of the study.
@@ -141,7 +141,7 @@ def passes_by(runs: Sequence[JournalView], axis: str, metric: str) -> Callable[[
     Args:
         runs: runs of the study.
         axis: axis of compute, as in the curves.
-        metric: reward whose prompts are compared; without a pass rate the function returns nothing.
+        metric: reward whose prompts are compared; if it is not a pass rate, the function returns an empty mapping.
     """
     name = PASS_RATE.fullmatch(metric)
     if name is None:

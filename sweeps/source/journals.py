@@ -35,7 +35,7 @@ def is_journal(path: Path) -> bool:
         with path.open("rb") as handle:
             first = parse_json(handle.readline(1 << 20))
     except (OSError, ValueError):
-        return True  # empty, torn or damaged: the journal's reader reports what is wrong
+        return True  # empty, torn or damaged: the journal's reader reports the problem
     return not isinstance(first, dict) or "kind" in first
 
 

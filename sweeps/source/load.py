@@ -129,7 +129,7 @@ def checked_bounds(bounds: Sequence[float]) -> tuple[float, float]:
 
 
 def readings_of(place: Place, read: Callable[[File, Any], None]) -> list[_Reading]:
-    """Return how to read what a place contains besides our own runs; `read` reads one file."""
+    """Return functions that read everything in a place except our own runs; `read` reads one file."""
     if place.kind is Kind.EXPERIMENT:
         return [(place.text, partial(mlflow_runs.read_experiment, place.text))]
     if place.kind is Kind.PROJECT:
@@ -166,7 +166,7 @@ def _read(file: File, into: Collected) -> None:
     try:
         next(reader for reader in READERS if reader.matches(file, into)).read(file, into)
     except UserError as error:
-        # A file with the ending of a table was meant as one: then only its columns matter, not what else was tried.
+        # A file with the ending of a table was meant as one: report only its columns, not the other formats tried.
         no_table = isinstance(error, NoTableError) and file.suffix not in TABLE_ENDINGS
         tried = f"; it was tried as: {', '.join(reader.NAME for reader in _TRIED)}" if no_table else ""
         damage = f" ({file.damage})" if file.damage is not None else ""

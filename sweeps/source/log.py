@@ -39,7 +39,7 @@ OUR_DEFAULT = (VIRTUAL_HOURS, DEVICE_HOURS)
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of one run: values in order of logging with their steps, both (n,), and what had no value.
+    """One metric of one run: values in order of logging with their steps, both (n,), and counts of missing values.
 
     absent: number of rows without the metric. bad, first_bad: number of rows where it is not a finite number, and the
     first of them.

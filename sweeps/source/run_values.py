@@ -1,6 +1,6 @@
 """Tables with one row per run and its final value, as loops of coding assistants write them (`scalerl decide`).
 
-The form is that of karpathy/autoresearch: a TSV with commit, value and status; several rows of a commit are its runs.
+The format follows karpathy/autoresearch: a TSV with commit, value and status; several rows of a commit are its runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VALUES = ("value", "reward", "score", "val_bpb")
 STATUS = "status"
 # Statuses of runs that ended without a value. autoresearch writes the value 0 for them, the best of all losses.
 FAILED = ("crash", "crashed", "fail", "failed", "error", "timeout", "oom", "killed")
-# Parts of a column's name by which it is a loss.
+# Words in a column's name that mark its values as losses.
 _LOSSES = frozenset(
     ("loss", "bpb", "bpc", "nll", "ppl", "perplexity", "error", "err", "wer", "cer", "mse", "rmse", "mae")
 )
@@ -112,7 +112,7 @@ def _table(path: Path, labels: tuple[str, ...]) -> Table:
     file = File(path, "a table with a header line and one row per run")
     header = file.start.split(b"\n", 1)[0]
     if b"\t" in header and not header.startswith((b"{", b"[", b"PAR1", b"PK")):
-        # Loops write lines as they are: a quote in a description quotes nothing.
+        # Loops write descriptions without quoting, so a quotation mark is an ordinary character.
         names, *rows = [line.split("\t") for line in file.text.splitlines() if line.strip()]
         named = [name.strip() for name in names]
         return table_of([dict(zip(named, row, strict=False)) for row in rows])

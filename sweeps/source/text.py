@@ -67,7 +67,7 @@ class File:
     def __init__(self, path: Path, wanted: str = "a table or a log that one of the readers knows") -> None:
         self.path = path
         self.wanted = wanted
-        self.kept: dict[str, Any] = {}  # what readers parsed in `matches`, for `read`
+        self.kept: dict[str, Any] = {}  # data that readers parsed in `matches`, for `read`
         self.nuls = 0  # NUL bytes that were dropped from the text
         self.holed: frozenset[int] = frozenset()  # lines that held them, counted from 1
         self.cut: set[int] = set()  # lines of these from which text was lost
@@ -175,7 +175,7 @@ def json_lines(file: File) -> tuple[list[Any], Sequence[int], str | None]:
     Raises:
         UserError: another line is not JSON and was not cut off by NUL bytes.
     """
-    # Not splitlines, which also splits at separators that are allowed inside JSON strings.
+    # splitlines is not used, because it also splits at separators that are allowed inside JSON strings.
     lines = [(number, line) for number, line in enumerate(file.text.split("\n"), start=1) if line.strip()]
     values: list[Any] = []
     numbers: list[int] = []

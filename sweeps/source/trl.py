@@ -67,7 +67,7 @@ def read(file: File, into: Collected) -> None:
 
 
 def renamed(rows: Sequence[tuple[float, dict[str, Any]]]) -> tuple[list[tuple[float, dict[str, Any]]], list[str]]:
-    """Return rows with their steps, with evaluation metrics renamed like those of training, and notes on it."""
+    """Return rows with their steps, in which evaluation metrics are renamed like those of training, and notes."""
     sets = {name for _, row in rows if (name := _set_of(row)) is not None}
     notes = []
     if any("eval_num_tokens" in row and "num_tokens" not in row for _, row in rows):

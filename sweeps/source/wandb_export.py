@@ -42,7 +42,7 @@ def _is_chart(table: Table) -> bool:
     pairs = [name.removesuffix("__MIN") for name in table.names if name.endswith("__MIN")]
     if any(" - " in name and name in table.names for name in pairs):
         return True
-    # Without ranges (a chart of points, or a table put together by hand): a chart if all runs have the same metric.
+    # A table without ranges (a chart of points, or made by hand) is a chart if all runs have the same metric.
     parts = [name.rpartition(" - ") for name in table.names[1:]]
     metrics = {metric for _, _, metric in parts}
     return len(parts) > 1 and len(metrics) == 1 and all(run for run, _, _ in parts) and hidden_seed(parts[0][2]) is None

@@ -20,7 +20,7 @@ from sweeps.source.text import File, parsed
 
 NAME = "W&B run"
 SUFFIX = ".wandb"
-# Of the file: first bytes and header size. Of a block: size. Of a fragment: checksum, length, kind.
+# First bytes and header size of the file, then the size of a block, and a fragment's header: checksum, length, kind.
 _IDENT, _HEADER = b":W&B", 7
 _BLOCK, _FRAGMENT = 32768, struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4

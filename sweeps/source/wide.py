@@ -31,7 +31,7 @@ NAME = "table with a column a run"
 
 # Columns that mark a table of points, even with other columns.
 _OF_POINTS = ("reward", "recipe", "seed", "sd", "baseline", *RUN_COLUMNS)
-# Neither runs nor metrics: pandas's index, clocks, epochs.
+# Columns that are neither runs nor metrics: pandas's index, clocks, epochs.
 _BESIDE = re.compile(
     r"|unnamed: \d+|index|_?(wall|relative)?[ _]?(time(stamp)?|runtime)( \(process\))?|date|epoch", re.IGNORECASE
 )

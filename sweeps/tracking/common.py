@@ -57,7 +57,8 @@ def now_ms() -> int:
 def quiet_environment() -> None:
     """Override MLflow's defaults that do not suit a mirror, unless the user set them.
 
-    They are minutes of retries against a dead server, usage reports over the network, and migration logs on stderr.
+    These defaults are minutes of retries against a dead server, usage reports over the network, and migration logs on
+    stderr.
     """
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
@@ -98,7 +99,7 @@ def is_chart_key(name: str) -> bool:
 
 @dataclass(frozen=True)
 class ChartKeys:
-    """Metrics that the charts of one evaluation set use; `unit` is that of compute.
+    """Metrics that the charts of one evaluation set use; `unit` is the unit of compute.
 
     MLflow labels an axis with its key, so the axes shown (`log10`, `compute`) contain their unit. `rate` and `x` cover
     the evaluations at compute above 0, `start` the one at 0, and `whole` all of them. The section of `whole` comes

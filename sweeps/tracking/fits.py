@@ -48,8 +48,8 @@ class FitSummary:
 
     `curve_x` is compute (not its logarithm), log-spaced; `band_low` and `band_high` are pass rates at these points.
     `label` is the recipe's short name in the chart. `efficiency` is the compute to 90% of the way to the asymptote that
-    tied recipes share, and `ratio` is that over the first recipe's (1 for the first). `place_at_k` is the place by
-    pass@k at common compute.
+    tied recipes share, and `ratio` is this compute over the first recipe's (1 for the first). `place_at_k` is the place
+    by pass@k at common compute.
     """
 
     recipe: str
@@ -259,8 +259,8 @@ def _fit_runs(
 def _centred(curve: Mapping[str, Array]) -> Array:
     """Return values whose mean with both ends of the band is the fitted curve, kept within the band.
 
-    MLflow draws a group's line as the mean of its runs; with the curve itself, the line of a band that is wider above
-    than below would be above the curve.
+    MLflow draws a group's line as the mean of its runs. With the curve itself as one of the runs, that mean would be
+    above the curve wherever the band is wider above than below.
     """
     if "low" not in curve:
         return curve["fit"]

@@ -68,7 +68,7 @@ class Shipper:
         """Stop the thread; with `final`, first send all durable records. Return whether MLflow has everything.
 
         An unavailable store is tried three times, within `timeout_s`. The remaining records stay in the journals; the
-        next start, or `scalerl publish`, sends it.
+        next start, or `scalerl publish`, sends them.
         """
         deadline = time.monotonic() + timeout_s
         self._stopping = True

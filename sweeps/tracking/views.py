@@ -97,7 +97,7 @@ def _line_chart(uuid: str, y_key: str, x_key: str, shown: ChartRange) -> dict[st
     """Return a chart of fits and bands, and of the evaluations `y_key`, over one metric.
 
     MLflow draws a run's first metric solid and its second one dashed, with markers below 60 points: the fits come
-    first, and the evaluations are points. It has no points without lines.
+    first, and the evaluations are points. MLflow cannot draw points without lines.
     """
     return _chart(
         uuid,

@@ -62,7 +62,7 @@ def one_advantage_per_sequence(what: str, others: Mapping[str, DesignChoice]) ->
     """Return a one-line error if advantages are per token, for a loss that weights a sequence as a whole.
 
     Args:
-        what: the loss's name and what it does, the start of the error.
+        what: beginning of the error: the loss's name and what it does.
         others: the run's choices, by axis.
     """
     if (problem := one_kind_of_advantage(what, others)) is not None:
@@ -76,7 +76,7 @@ def one_advantage_per_sequence(what: str, others: Mapping[str, DesignChoice]) ->
 
 
 def one_kind_of_advantage(what: str, others: Mapping[str, DesignChoice]) -> str | None:
-    """Return a one-line error if axis `kl` gives the loss advantages of its own, which `what` cannot treat."""
+    """Return a one-line error if axis `kl` gives each token an advantage of its own, which loss `what` cannot use."""
     kl = others["kl"]
     if getattr(kl, "where", "") != "loss" or getattr(kl, "estimate", "") != "k1":
         return None
@@ -96,7 +96,7 @@ class Loss(DesignChoice):
     axis: ClassVar[str] = "loss"
 
     def select(self, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor, key: Sequence[int]) -> Tensor | None:
-        """Return the tokens (R, T, bool) that the surrogate treats in another way; None if it treats all alike.
+        """Return the tokens (R, T, bool) that the surrogate treats differently; None if it treats all alike.
 
         Called once per step on the whole batch, before its first update. So a selection among all tokens of the step
         depends neither on micro-batches nor on the number of ranks. A loss that returns a table gets the rows of a
@@ -105,9 +105,9 @@ class Loss(DesignChoice):
 
         Args:
             anchor_logprobs: (R, T), the denominator of the ratio (axis `correction`).
-            advantages: (R, T), those that are trained on.
+            advantages: (R, T), the advantages that are trained on.
             mask: (R, T), the tokens that carry credit. Values of the other tables outside it are not defined.
-            key: seed of random choices, another one in each step.
+            key: seed of random choices; it differs in each step.
         """
         return None
 

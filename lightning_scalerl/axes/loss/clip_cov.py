@@ -56,15 +56,15 @@ class ClipCov(Loss):
         self.clip_low, self.clip_high = clip_bounds(clip_low, clip_high)
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
-        """Return a one-line error if axis `kl` gives advantages of its own, by which no token is selected."""
+        """Return a one-line error if axis `kl` gives advantages of its own, which the selection would ignore."""
         return one_kind_of_advantage("clip_cov selects tokens by the advantages of the task", others)
 
     def select(self, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor, key: Sequence[int]) -> Tensor:
-        """Return the tokens that are drawn (R, T, bool), without replacement and all alike."""
+        """Return the tokens that are drawn (R, T, bool), uniformly and without replacement."""
         inside = mask > 0
         covariance = covariances(anchor_logprobs[inside], advantages[inside])
         candidates = torch.nonzero((covariance > self.low) & (covariance < self.high)).flatten()
-        # On the host and by number: the draw depends neither on the device nor on how rows are padded.
+        # Drawn on the host, by number, so that the draw depends neither on the device nor on how rows are padded.
         order = np.random.default_rng(list(key)).permutation(candidates.numel())
         drawn = torch.from_numpy(order[: share_of(self.share, covariance.numel())]).to(candidates.device)
         return scattered(candidates[drawn], mask)

@@ -14,13 +14,13 @@ def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
     The mean of the result is the covariance, to which the change of the policy's entropy is proportional.
     Source: arXiv 2505.22617, eq. 10.
     """
-    # Float64: the selection must not depend on the order in which a device adds.
+    # Computed in float64, because the selection must not depend on the order in which a device adds.
     logprobs, advantages = logprobs.double(), advantages.double()
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
 def share_of(share: float, tokens: int) -> int:
-    """Return the number of tokens to select: the whole part of `share * tokens`, but at least one of any."""
+    """Return the number of tokens to select: the whole part of `share * tokens`, but at least one if there are any."""
     return min(tokens, max(1, int(share * tokens)))
 
 

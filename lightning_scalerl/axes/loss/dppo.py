@@ -50,17 +50,17 @@ def outside_trust_region(
 class DPPO(Loss):
     """loss_t = -m_t sg(min(r_t, max_ratio)) A_t log pi(y_t), with m_t = 0 outside the trust region, else 1.
 
-    The paper's trust region is around the policy that sampled, which is `correction=behaviour`. So is the mask of TRL,
-    SkyRL and prime-rl. verl's is around its `old_log_prob`: the trainer before the update (`correction=proximal`),
-    unless `bypass_mode` puts the generator's log-probabilities there.
+    The trust region of the paper, TRL, SkyRL and prime-rl is around the policy that sampled (`correction=behaviour`).
+    verl's is around its `old_log_prob`: the trainer before the update (`correction=proximal`), unless `bypass_mode`
+    puts the generator's log-probabilities there.
 
     The bounds and the cap differ between sources. Bounds: 0.2 in prime-rl (`dppo_mask_low`, `dppo_mask_high`) and verl
     (`clip_ratio`), 0.2 and 0.28 in TRL. Cap: 20 in verl's function but 3 in its configuration, 10 in TRL, none in
     prime-rl and SkyRL. The gradient of a token under the cap is the same in all of them. prime-rl adds a squared
-    log-ratio, which is no part of the paper's loss nor of this one.
+    log-ratio, which is not part of the paper's loss or of this one.
 
     Args:
-        divergence: "tv" or "kl", see `binary_divergence`. Bounds of one mean something else under the other.
+        divergence: "tv" or "kl", see `binary_divergence`. Bounds chosen for one have another meaning under the other.
         max_divergence_low: bound where the advantage is negative.
         max_divergence_high: bound where the advantage is positive.
         max_ratio: cap on the importance ratio.

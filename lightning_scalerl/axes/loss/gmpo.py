@@ -34,7 +34,7 @@ def gmpo(
     """
     log_ratio = trainer_logprobs - anchor_logprobs
     bounded = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
-    # One mean of logarithms: a product of the tokens' ratios would overflow FP32 over a long sequence.
+    # Average logarithms: a product of the tokens' ratios would overflow FP32 over a long sequence.
     mean = torch.where(mask > 0, bounded, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     return -torch.exp(mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) * advantages
 
@@ -42,7 +42,7 @@ def gmpo(
 class GMPO(Loss):
     """Geometric mean with clips on the log-ratio of each token, wider than those of an arithmetic mean.
 
-    A clipped token loses its gradient and keeps its place in the mean, so the other tokens of its sequence keep theirs.
+    A clipped token loses its gradient but stays in the mean, so the other tokens of its sequence keep their gradients.
 
     Args:
         clip_low: ratios below exp(-clip_low) are clipped where the advantage is negative. The paper has 0.4.

@@ -18,8 +18,8 @@ class KLCov(Loss):
     """loss_t = -r_t A_t, plus coefficient |log r_t| for the share of tokens with the highest covariance.
 
     Source: arXiv 2505.22617, eq. 10, 13 and 14. The paper penalizes KL(pi_anchor || pi_trainer); its code, verl
-    (`kl_cov`) and SkyRL estimate it by |log r_t|, which is used here. Its gradient has the sign of log r_t whatever
-    its size, and is 0 at a ratio of exactly 1. With `correction=proximal` the ratio is exactly 1 in the first pass over
+    (`kl_cov`) and SkyRL estimate it by |log r_t|, which is used here. Its derivative with respect to log r_t is the
+    sign of log r_t, 0 at a ratio of exactly 1. With `correction=proximal` the ratio is exactly 1 in the first pass over
     a batch, so the penalty acts from the second update on. Between a generator and a trainer of the same weights the
     sign is that of a rounding error, and the penalty adds noise. The coefficient is 1 in the paper and 0.1 in verl's
     configuration. The share is 2e-4 for the paper's 32B model and 2e-3 for its 7B model.
@@ -39,14 +39,14 @@ class KLCov(Loss):
         self.coefficient = not_negative("loss.coefficient", coefficient)
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
-        """Return a one-line error if axis `kl` gives advantages of its own, by which no token is selected."""
+        """Return a one-line error if axis `kl` gives advantages of its own, which the selection would ignore."""
         return one_kind_of_advantage("kl_cov selects tokens by the advantages of the task", others)
 
     def select(self, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor, key: Sequence[int]) -> Tensor:
         """Return the tokens that are penalized (R, T, bool)."""
         inside = mask > 0
         covariance = covariances(anchor_logprobs[inside], advantages[inside])
-        # Stable, unlike `topk`: confident models have many tokens of exactly equal covariance.
+        # The sort is stable, unlike `topk`: confident models have many tokens of exactly equal covariance.
         ranked = torch.sort(covariance, descending=True, stable=True).indices
         return scattered(ranked[: share_of(self.share, covariance.numel())], mask)
 

@@ -28,8 +28,8 @@ def sapo(
 class SAPO(Loss):
     """Soft adaptive gate with one temperature per sign of the advantage; a larger one attenuates sooner.
 
-    SAPO is defined with the aggregation `sample`, which TRL and verl use whatever is configured. Other aggregations are
-    allowed, as in SkyRL, and `semantics` records the one that it is defined with.
+    SAPO is defined with the aggregation `sample`, which TRL and verl use regardless of their configuration. Other
+    aggregations are allowed, as in SkyRL, and `semantics` records the one that SAPO is defined with.
     """
 
     def __init__(self, tau_pos: float = 1.0, tau_neg: float = 1.05) -> None:

@@ -183,7 +183,7 @@ def blueprint_for(address: Address, blueprint: Blueprint, partners: int, start_s
         if address.kind == "local":
             raise ConfigurationError(f"driver.tensor_parallel: {partners} devices per engine need generator=vllm")
         raise ConfigurationError(f"driver.engines: {address} is a server of vLLM; use it with generator=vllm")
-    # Slightly below the fleet's limit, so that the child can report what it was waiting for.
+    # The limit is slightly below the fleet's, so that the child can report what it was waiting for.
     patience_s = 0.9 * start_s
     if address.kind == "http":
         connector = importlib.import_module(HTTP_ENGINE).VLLMServerGenerator

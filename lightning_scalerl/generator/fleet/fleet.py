@@ -183,7 +183,7 @@ class Fleet:
     @property
     @_one_at_a_time
     def waiting(self) -> list[WaitingRollout]:
-        """All rollouts that wait for `insert` or `end`. Those of a lost engine do not: they are sampled again."""
+        """All rollouts that wait for `insert` or `end`. Rollouts of a lost engine are sampled again and do not wait."""
         return self._ledger.all_waiting()
 
     @_one_at_a_time
@@ -374,7 +374,7 @@ class Fleet:
     ) -> None:
         """Record an engine's finished rollouts, its computed work, and its rollouts that wait for an insertion."""
         self.busy_s += busy_s
-        if not engine.aside:  # inside `aside` the count is that of the evaluation's rollouts
+        if not engine.aside:  # inside `aside` the evaluation's rollouts are counted
             engine.sampled = sampled
         if not self._asides:
             work = self.work[engine.number]
@@ -389,7 +389,7 @@ class Fleet:
         self._dispatch()
 
     def _record_waiting(self, rollout: WaitingRollout, engine: Engine, report: bool = True) -> None:
-        """Record a rollout that waits; end it if it was finished before, as nobody will answer it."""
+        """Record a rollout that waits; end it if it was finished before, because no answer will be inserted."""
         if not self._ledger.waits(rollout, engine, report):
             engine.transport.tell("drop", rollout.key, rollout.index)
 

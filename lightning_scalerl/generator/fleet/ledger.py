@@ -61,7 +61,7 @@ class Ledger:
         return bool(self._ended or self._new_waiting)
 
     def owed(self, engine: Hashable) -> int:
-        """Return the number of unfinished rollouts that an engine has, without those that wait for an insertion."""
+        """Return the number of an engine's unfinished rollouts, not counting rollouts that wait for an insertion."""
         owed = (len(each.missing) - len(each.waiting) for each in self._open.values() if each.engine == engine)
         return sum(owed)
 
@@ -103,7 +103,7 @@ class Ledger:
         entry.waiting.pop(each.index, None)
         if not entry.missing:
             del self._open[each.key]
-            if entry in self._waiting:  # an engine that was taken for lost has finished it
+            if entry in self._waiting:  # finished by an engine that was believed lost
                 self._waiting.remove(entry)
         self._ended.append(replace(each, key=entry.request.key))
         return True

@@ -44,7 +44,7 @@ from lightning_scalerl.model.policy import MAX_LOGITS
 
 # Number of prompts prefilled in one forward pass, ahead of the slots they will need.
 PREFILL_PROMPTS = 16
-# In place of a temperature of 0: the most likely token has all of the probability.
+# Replaces a temperature of 0: with it, the most likely token gets all of the probability.
 COLDEST = 1e-6
 # Number of rollouts whose cache is recomputed in one forward pass.
 RECOMPUTED_ROLLOUTS = 64
@@ -74,7 +74,7 @@ class _Pending:
     end: int
 
     def state(self) -> tuple[Any, ...]:
-        """Return plain values; `end` is left out at the number of completions."""
+        """Return plain values; `end` is left out if it is the number of completions."""
         end = [] if self.end == self.request.completions else [self.end]
         return (request_state(self.request), self.started, *end)
 
@@ -104,8 +104,8 @@ class TorchGenerator:
         sampling: sampling settings; the longest prompt and completion bound the cache.
         slots: number of rollouts that decode together.
         cache_gib: memory for keys and values, in GiB; None for all free memory.
-        waiting_keeps: part of its place that a rollout keeps while it waits for an insertion: "slot", "cache" or
-            "nothing" (`Waiting`).
+        waiting_keeps: resources that a rollout keeps while it waits for an insertion: "slot", "cache" or "nothing"
+            (`Waiting`).
 
     Raises:
         ConfigurationError: the model cannot be decoded token by token or over this context length (`decodable`), or
@@ -335,7 +335,7 @@ class TorchGenerator:
         return self.policy.logits(hidden), int((position + 1).sum())
 
     def _fill_slots(self) -> tuple[list[Tensor], int, int, int]:
-        """Give free slots to rollouts that go on after a turn, then to new ones.
+        """Give free slots to rollouts that continue after a turn, then to new ones.
 
         Returns:
             Their prefill logits; then the prefill work as tokens, tokens attended to, and prompts or insertions.
@@ -365,7 +365,7 @@ class TorchGenerator:
         logits: list[Tensor] = []
         tokens = context = 0
         answered = self._between.answered
-        # With kept slots all of them have one, and so go on at once.
+        # If waiting rollouts keep their slots, there is a slot for each of these, and all continue at once.
         while answered and (room := self._slots.most - self._slots.active) > 0:
             resumed = [answered.popleft() for _ in range(min(room, RECOMPUTED_ROLLOUTS, len(answered)))]
             hidden, caches, (used, seen) = extend(self.policy.model, [each.piece for each in resumed], self.device)
@@ -387,7 +387,7 @@ class TorchGenerator:
 
     def _recompute_cache(self) -> None:
         """Recompute the keys and values of everything in flight with the current weights."""
-        # Those of waiting rollouts when they go on: further weights may come before.
+        # Waiting rollouts are recomputed once they continue, because newer weights may be published before that.
         self._between.drop_caches()
         for first in range(0, self._slots.active, RECOMPUTED_ROLLOUTS):
             slots = range(first, min(first + RECOMPUTED_ROLLOUTS, self._slots.active))

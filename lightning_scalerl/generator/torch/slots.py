@@ -1,7 +1,7 @@
 """Slots of the in-process generator: the rollouts that decode together, one row each, with their keys and values.
 
 The active slots are always the first ones. A slot also tracks its forced phrase: when it is due, and its next token.
-A rollout that waits for an insertion leaves its row, and gets another one when it goes on.
+A rollout that waits for an insertion leaves its row, and gets another one when it continues.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Paused:
         rollout: the rollout so far.
         row: its row of every buffer of `Slots`.
         keys_values: keys and values of all its tokens but the last; None if they were dropped.
-        answer: tokens to insert before it goes on; None while it waits for them.
+        answer: tokens to insert before it continues; None while it waits for them.
     """
 
     insertions: Insertions
@@ -112,7 +112,7 @@ class Slots:
         self._limit[rows] = new[0].turn_limit
 
     def resume(self, paused: Paused, keys_values: KeysValues, version: int) -> None:
-        """Give the next slot to a rollout that goes on, with its answer inserted by weights of this version."""
+        """Give the next slot to a rollout that continues; record this weight version for the tokens of its answer."""
         slot, answer = self.active, paused.answer or ()
         self.occupants.append(paused.insertions)
         self.cache.fill(slice(slot, slot + 1), keys_values)

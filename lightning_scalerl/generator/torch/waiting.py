@@ -1,7 +1,6 @@
-"""Rollouts of the in-process generator that are not in a slot between two turns.
+"""Rollouts of the in-process generator between two turns.
 
-A rollout waits for its insertion, then for a slot. It may keep its slot meanwhile, or only its keys and values, or
-neither.
+A rollout waits for its insertion, then for a slot. Meanwhile it keeps its slot, only its keys and values, or neither.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ class Waiting:
 
     Args:
         sampling: sampling settings of the generator.
-        keeps: "slot": a waiting rollout keeps its slot, so that it goes on at once, and its keys and values. "cache":
-            it gives up its slot; its keys and values move to host memory. "nothing": it gives up both, and its whole
-            sequence is prefilled again, by the weights that are then in use.
+        keeps: "slot": a waiting rollout keeps its slot and its keys and values, and continues at once. "cache": it
+            gives up its slot, and its keys and values move to host memory. "nothing": it gives up both, and its whole
+            sequence is prefilled again, by the weights in use at that time.
 
     Raises:
         ConfigurationError: `keeps` is none of these.
@@ -52,7 +51,7 @@ class Waiting:
 
     @property
     def due(self) -> bool:
-        """Return whether a rollout goes on, or is reported, in the next step."""
+        """Return whether a rollout continues, or is reported, in the next step."""
         return bool(self.answered or self._ended)
 
     @property
@@ -62,7 +61,7 @@ class Waiting:
 
     @property
     def claimed_slots(self) -> int:
-        """Number of slots that waiting rollouts hold, or need to go on."""
+        """Number of slots that waiting rollouts hold, or need in order to continue."""
         return self.held_slots if self._keeps == "slot" else len(self.answered)
 
     @property
@@ -117,7 +116,7 @@ class Waiting:
         return ended
 
     def drop_caches(self) -> None:
-        """Drop all keys and values: they are computed again when their rollouts go on."""
+        """Drop all keys and values: they are computed again when their rollouts continue."""
         for each in (*self._paused.values(), *self.answered):
             each.keys_values = None
 
@@ -148,7 +147,7 @@ class Waiting:
         return {"waiting": state}
 
     def load_state_dict(self, state: dict[str, Any], device: Any) -> None:
-        """Restore what `state_dict` has returned, among other entries of `state`."""
+        """Restore the entries of `state_dict`; `state` may contain others, or lack these."""
         self.clear()
         if "waiting" not in state:
             return

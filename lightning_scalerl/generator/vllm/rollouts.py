@@ -38,7 +38,7 @@ class Sampled:
             tokens=[], generator_logprobs=[], weight_versions=[], sources=[], finish_reason="length"
         )
     )
-    looked: bool = False  # the test for the end of thinking was made; it is made once
+    looked: bool = False  # whether the test for the end of thinking was made; it is made once
     computed: int = 0  # tokens whose keys and values the current request has computed
 
     @property
@@ -234,7 +234,7 @@ class InFlight:
         until = each.insertions.turn_limit
         if not each.looked:
             until = min(until, max(each.insertions.point, so_far + 1))
-        # Include the token count in the key: a continued rollout must not draw the numbers of its beginning again.
+        # Include the token count in the key: a continued rollout must not reuse the random numbers of its beginning.
         seed = np.random.SeedSequence((*each.request.random_key, each.index, so_far)).generate_state(1, np.uint64)
         own = each.request.temperature
         return {
@@ -252,7 +252,7 @@ class InFlight:
         return self.sampling.stop_text is not None and self.sampling.stop_text(each.rollout.tokens)
 
     def _turn_ends(self, each: Sampled, reason: str, ended: Ended) -> bool:
-        """Return whether a rollout's turn has ended, and add it to `ended` then; else it continues, maybe forced.
+        """Return whether a rollout's turn has ended; if so add it to `ended`, else insert the phrase if it is due.
 
         Args:
             each: the rollout, whose request has ended.
@@ -309,8 +309,9 @@ class InFlight:
 
     @contextmanager
     def _reports_kept(self, aside: AbstractContextManager[None]) -> Iterator[None]:
-        """Add to `aside` that rollouts which have begun to wait are still reported behind it."""
-        # A state has no such reports, as whoever loads it reads `waiting`. A caller of `aside` does not.
+        """Wrap `aside` so that rollouts that began to wait before it are still reported after it."""
+        # A saved state lacks these reports, because the caller of `load_state_dict` reads `waiting`; that of `aside`
+        # does not.
         unreported = [each for report in self._ahead for each in report.waiting]
         with aside:
             yield

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 SETTING = "kl.reference"
 MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
-# Requests at the same time, from each rank.
+# Largest number of concurrent requests of a rank.
 CONCURRENT = 32
 # Statuses after which the same request may succeed: a timeout, too many requests, a server that fails or restarts.
 AGAIN = frozenset({408, 425, 429, *range(500, 600)})
@@ -127,7 +127,7 @@ class VLLMTeacher:
             raise EngineLostError(self._connection.words(f"{why}; is it a server of vllm?")) from error
 
     async def _patiently(self, method: str, path: str, body: Any) -> Any:
-        """Return the answer to a call, which is repeated after failures that may pass, within the time limit."""
+        """Return the answer to a call; retry transient failures within the time limit."""
         until, pause_s = time.monotonic() + self._timeout_s, PAUSE_S
         while True:
             left_s = until - time.monotonic()

@@ -15,7 +15,7 @@ from sweeps.run.spec import budget_of
 
 # These failures are reported even for a member that was asked to stop.
 _OWN_FAULT = frozenset({"error", "out_of_memory", "disk_full"})
-# Enough for the crash output of native code, which prints a stack for each thread.
+# Bytes of a log's end to read: enough for a crash of native code, which prints a stack for each thread.
 _LOG_TAIL = 1 << 16
 
 
@@ -62,7 +62,7 @@ def end_of_logs(logs: Sequence[Path], run_dir: Path, submission: str, job: str) 
     for path in [run_dir / LOG_FILE, *sorted(run_dir.glob("log.rank*.txt"))] if starts else []:
         text, whole = _tail(path)
         _, found, own = text.rpartition(log_mark(submission, job, max(starts)))
-        # Without the mark in view the log belongs to other attempts, unless the tail may have cut the mark off.
+        # A log without this attempt's mark belongs to other attempts, unless the tail may have cut the mark off.
         said.append(own if found or not whole else "")
     return "\n".join(said)
 

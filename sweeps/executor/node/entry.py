@@ -169,7 +169,7 @@ def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int, log: AttemptL
         return 0
     except BaseException as error:
         print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
-        # Not blamed on this rank if rank 0 has failed or is gone.
+        # If rank 0 has failed or is gone, this rank is not to blame.
         if not getattr(error, "leave_journal", False) and (kind := kind_of(error)) not in OF_A_PEER:
             with suppress(OSError):
                 log.follower_failed(rank, kind, f"rank {rank}: {first_line(error)}")

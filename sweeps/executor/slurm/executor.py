@@ -28,7 +28,7 @@ _NEVER_RUNS = (
     *("MaxWall", "MaxNodePerJob", "MaxCpuPerJob", "MaxMemPerLimit", "MaxGRESPerJob"),
 )
 
-# After these states SLURM itself may requeue the job; shortly after it may be pending again.
+# A job in one of these states may be requeued by SLURM itself, and be pending again a little later.
 _MAY_COME_BACK = frozenset({"NODE_FAIL", "BOOT_FAIL", "PREEMPTED"})
 
 

@@ -37,7 +37,7 @@ _AT_A_TIME = 2000
 _FOREIGN = ("SUBMITIT_", "SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_", "SCONTROL_")
 # Exceptions, which are not defaults: the location and the credentials of SLURM.
 _KEPT = frozenset({"SLURM_CONF", "SLURM_JWT"})
-# The launcher's key, where it is not the rest of the name SBATCH_<KEY>; None where the launcher sets the option itself.
+# Variables whose launcher key is not the rest of the name (SBATCH_<KEY>); None if the launcher itself sets the option.
 _KEY_OF: Mapping[str, str | None] = {
     "SBATCH_JOB_NAME": "name",
     "SBATCH_TIMELIMIT": "timeout_min",
@@ -233,7 +233,7 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command of SLURM. One that is missing or does not answer in time has an exit code, and says nothing."""
+    """Run a command of SLURM. If it is missing or does not answer in time, the result has exit code 1 and no output."""
     own, limit_s = passed_on(os.environ), _COMMAND_TIMEOUT_S
     try:
         return subprocess.run(

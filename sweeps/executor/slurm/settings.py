@@ -34,7 +34,7 @@ class JobSettings:
             interpreter.
         require_gpu: if True, a job that asks for GPUs and sees none fails, and its node is excluded.
         max_num_timeout: number of times that a member's job may reach its time limit; None for no limit.
-        array_size: largest number of members in one array; None for what the cluster allows.
+        array_size: largest number of members in one array; None for the cluster's own limit.
         poll_s: seconds between two queries of the queue.
         lost_after_s: seconds after which a job that the scheduler does not know counts as lost.
     """
@@ -179,7 +179,7 @@ _KINDS_OF_SETTING: tuple[tuple[str, Any, str], ...] = (
 _COMMANDS = ("setup", "teardown", "python", "srun_args", "additional_parameters")
 
 
-# Options of sbatch that always ask for GPUs. For those of `_ASK_FOR_ANYTHING` it depends on the value: gres=gpu:2.
+# Options of sbatch that always ask for GPUs. Options in `_ASK_FOR_ANYTHING` do so with some values, such as gres=gpu:2.
 _ASK_FOR_GPUS = frozenset({"gpus", "gpus_per_node", "gpus_per_task", "gpus_per_socket"})
 _ASK_FOR_ANYTHING = frozenset({"gres", "tres_per_node", "tres_per_task", "tres_per_job"})
 
@@ -191,7 +191,7 @@ def with_layout(resources: Mapping[str, Any], layout: tuple[int, int] | None) ->
 
     Args:
         resources: options of the jobs, see `RESOURCES`.
-        layout: number of nodes, and of ranks per node; None for those of the resources.
+        layout: number of nodes, and of ranks per node; None to leave the resources unchanged.
     """
     if layout is None:
         return dict(resources)

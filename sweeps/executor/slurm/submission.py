@@ -121,7 +121,7 @@ def _before(folder: Path, threads: int, commands: Sequence[str]) -> list[str]:
     """Return the commands of a batch script before the member starts, including the user's."""
     where = shlex.quote(str(folder))
     return [
-        # By the clock of this node, which also runs the first rank.
+        # Time by the clock of this node, which also runs the first rank.
         f"export {BEGAN_VARIABLE}=$(date +%s)",
         f"export OMP_NUM_THREADS={threads} MKL_NUM_THREADS={threads}",
         f"export {REQUEUE_VARIABLE}={where}/requeue-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}",
