@@ -326,7 +326,7 @@ def main() -> int:
             [
                 "# Verifiers on real answers",
                 "",
-                "What our verifiers of mathematics get wrong on GSM8K and MATH, and how fast they are.",
+                "Errors of this project's mathematics verifiers on GSM8K and MATH, and their speed.",
                 "",
                 f"Written by `{command}` on {os.cpu_count()} cores, Python {platform.python_version()}.",
                 "",

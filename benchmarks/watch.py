@@ -101,7 +101,8 @@ def main() -> None:
     lines = [
         "# When a watch rings",
         "",
-        "How often `scalerl watch` warns of a run that follows the law, and how often it misses one that falls.",
+        "Simulated runs: how often `scalerl watch` warns about a run that follows its law, and how often it "
+        "misses a run that falls.",
         "",
         f"Written by `python benchmarks/watch.py --good {options.good} --falls {options.falls}`: shares of simulated "
         f"runs for which a departure is ever reported, looked at after every evaluation. Those that fall do so by "

@@ -95,7 +95,7 @@ def rows(study: tuple[str, float]) -> list[str]:
 
 TITLE = """# Races on real studies
 
-What races would have spared and cost on studies that were run to the end, beside halving.
+Compute that races would have saved, and their regret, on studies that were run to the end, compared with halving.
 
 """
 
