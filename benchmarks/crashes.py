@@ -448,8 +448,8 @@ def page(found: Sequence[Case], command: str) -> str:
         lines += [f"- {each.kind}, {each.hurt}: {each.why[:300]}" for each in named]
     lines += [
         "",
-        "Limits: what a command logs has no checksum, so bits flipped in its own output are not noticed.",
-        "The command syncs its checkpoints itself; another one may find them empty after a power cut.",
+        "Limits: the log of a command has no checksums, so flipped bits in it are not noticed.",
+        "The command here syncs its checkpoints itself. A command that does not may find them empty after a power cut.",
     ]
     return "\n".join(lines) + "\n"
 

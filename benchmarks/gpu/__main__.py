@@ -63,13 +63,14 @@ AFTER_TRAINING = """- The vocabulary holds a quarter of this small model's param
 
 ENGINE = """## A server of vLLM on the trainer's GPU
 
-vLLM {vllm}, the same 0.6B in BF16 with an FP32 head, 256 slots, 16 GiB of cache, beside two models of the trainer's
-(with the weights before and after the publish). A publish moves 1.2 GB: it pauses the server, loads every tensor and
-resumes, with the rollouts in flight. *Gap* is the difference of log-probabilities between engine and trainer under the
-published weights, *to the other weights* the one under the other weights: it shows that the right weights arrived.
-Tokens per second are those of
-{rollouts} rollouts of 512 tokens that begin together. The GPU's memory is what all processes use. Rows are runs of
-`python -m benchmarks.gpu.engine`.
+vLLM {vllm}, the same 0.6B in BF16 with an FP32 head, 256 slots and 16 GiB of cache. The same GPU holds two models of
+the trainer, with the weights before and after the publish. Rows are runs of `python -m benchmarks.gpu.engine`.
+
+- *Publish*: a publish moves 1.2 GB. It pauses the server, loads every tensor and resumes, with the rollouts in flight.
+- *Gap*: the difference of log-probabilities between engine and trainer under the published weights. *To the other
+  weights*: the same under the other weights. The two show that the right weights arrived.
+- *Tokens per second*: {rollouts} rollouts of 512 tokens that begin together.
+- *Memory*: the GPU memory that all processes use.
 """
 AFTER_ENGINE = """Rollouts that were half done at a publish contain tokens of both versions, as intended. While asleep,
 the server keeps about 1 GiB. When it wakes it has its earlier weights, and accepts new ones. Rows with a star were
