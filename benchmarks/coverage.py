@@ -169,14 +169,17 @@ def main() -> None:
     lines = [
         "# Coverage of the intervals",
         "",
-        "How often the 95% intervals of A, B and C_mid hold the truth on simulated runs, and how wide they are.",
+        "Simulated runs: how often the 95% intervals of A, B and C_mid contain the true value, and how wide the "
+        "intervals are.",
         "",
         f"Written by `python benchmarks/coverage.py --repeats {options.repeats}`: truth A {A}, B {B}, C_mid {C_MID:g}, "
-        f"R0 {R0} observed once, noise sd {SD}. A cell reads: coverage of the nominal 95% / fraction with an open "
-        "end / median width of the closed ones / that width relative to the interval told the noise.",
+        f"R0 {R0} observed once, noise sd {SD}. A cell reads: coverage of the nominal 95% interval / fraction of "
+        "intervals with an open end / median width of the closed intervals / that width relative to the known-noise "
+        "interval.",
         "",
-        "The interval told the noise is that of the same sigmoid without a walk. What is wider is the price of the "
-        "walk: without it intervals hold on real curves in 0.60 ([real_curves.md](real_curves.md)).",
+        "The known-noise interval is computed for the same sigmoid, given the true noise and without a random walk. "
+        "The additional width is the price of the random walk: without it, intervals on real curves contain the truth "
+        "in only 0.60 of cases ([real_curves.md](real_curves.md)).",
     ]
     with ProcessPoolExecutor(options.processes) as pool:
         for spacing in options.spacing:

@@ -419,16 +419,16 @@ def page(found: Sequence[Case], command: str) -> str:
     lines = [
         "# Kills, power cuts and damaged files",
         "",
-        "What becomes of a study of commands, of a race and of a search when processes are killed, the power is cut or "
-        "a file is damaged.",
+        "Outcomes for a study of commands, a race and a search when processes are killed, the power is cut or a file "
+        "is damaged.",
         "",
-        f"Written by `{command}`: {len(found)} studies, each hurt once at a random moment,",
-        "launched again until it is through, and compared with an undisturbed one. A power cut is simulated:",
-        "everything is killed at once, and every file is cut to the length at which it was last synced.",
+        f"Written by `{command}`: {len(found)} studies, each with one fault at a random moment,",
+        "launched again until it is complete, and compared with an undisturbed study. A power cut is simulated:",
+        "all processes are killed at once, and every file is cut to the length at which it was last synced.",
         "",
         "- **same**: every step of every finished member, every look of the race and every value of the search are",
-        "  those of the undisturbed study.",
-        "- **named**: something is lost, and status, fits or the launch name it.",
+        "  equal to the undisturbed study's.",
+        "- **named**: data are lost, and status, fits or the launch report which.",
         "- **refused**: the launch or the member ends with one line that names the file.",
         "- **WRONG**: anything else.",
         "",
@@ -444,12 +444,12 @@ def page(found: Sequence[Case], command: str) -> str:
     lines.append("| all | | " + " | ".join(str(total[each]) for each in verdicts) + " |")
     named = [each for each in found if each.verdict not in ("same", "WRONG")]
     if named:
-        lines += ["", "What was said where something was lost or refused:", ""]
+        lines += ["", "Messages where data were lost or the launch was refused:", ""]
         lines += [f"- {each.kind}, {each.hurt}: {each.why[:300]}" for each in named]
     lines += [
         "",
-        "Limits: what a command logs has no checksum, so bits flipped in its own output are not noticed.",
-        "The command syncs its checkpoints itself; another one may find them empty after a power cut.",
+        "Limits: the log of a command has no checksums, so flipped bits in it are not noticed.",
+        "The command here syncs its checkpoints itself. A command that does not may find them empty after a power cut.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -188,12 +188,12 @@ def main() -> int:
         [
             "# Speed of a fit",
             "",
-            "How long a fit takes, start and reading included, beside the published procedure.",
+            "Time of a fit, including start-up and reading, compared with the published procedure.",
             "",
             f"Written by `python benchmarks/fit_speed.py`: {options.recipes} simulated recipes of {options.points} "
             f"evaluations, one core, one thread, medians of {options.repeats} runs in turn. All {options.recipes} "
             f"have an interval for A; verdicts: {', '.join(f'{n} {name}' for name, n in verdicts.items())}.",
-            "All but the first line is CPU time, so that other work on the machine does not count.",
+            "All rows but the first are CPU time, so other work on the machine does not count.",
             "",
             f"{processor()}, {os.cpu_count()} cores; Python {platform.python_version()}, NumPy {np.__version__}.",
             "",

@@ -247,23 +247,35 @@ def main() -> None:
     lines = [
         "# A zoo of curves: what forecasts are worth outside the family",
         "",
-        "What is promised of forecasts and verdicts on curves that are sigmoids and on curves that are not.",
+        "Test forecasts and verdicts on simulated curves that follow a sigmoid, and on curves that do not.",
         "",
-        f"Written by `python benchmarks/forecast_zoo.py --repeats {options.repeats}`: so many studies a row, each with "
-        "30 evaluations of 250 prompts on one seed where its name says nothing else. A forecast at 1.25 and 2 times "
-        "the window, with its 95% interval, against the truth, and against the last value seen. The first fifteen are "
-        "of the family, the others are not; what the window does not show (*) no data foretell.",
+        f"Written by `python benchmarks/forecast_zoo.py --repeats {options.repeats}`: {options.repeats} studies per "
+        "row, each with 30 evaluations of 250 prompts and one seed, unless the row's name says otherwise. Forecasts at "
+        "1.25 and 2 times the window, with 95% intervals, are compared with the truth and with the last value in the "
+        "window. The first fifteen rows are curves of the fitted family, the others are not. A star (*) marks changes "
+        "that begin after the window.",
         "",
-        "In plain words. **Promised**, as far as this zoo goes: a forecast at 1.25 and 2 times the window with an "
-        "interval that holds in nine cases of ten or more, whatever the law, and an error about half of the last "
-        "value's; `flat` is never said of a curve that plainly moves; one bad seed of three is named, and neither "
-        "pulls the curve nor hides. **Not promised**: a straight rise or fall is taken to slow down, so at twice "
-        "the window its interval holds in 0.82 to 0.85 only; a step, a late rise or a delayed start is not called by "
-        "name, for a walk explains it as well, and after two steps the forecast is behind the last value; a level "
-        "curve of one seed is called `flat` in about half of the cases, else its bend may be to come; a Frechet curve, "
-        "which saturates more slowly than a sigmoid, has an asymptote named in four of ten cases, too low in one of "
-        "four of these; and what no data foreshadow (*) nobody predicts. "
-        f"In a row of {options.repeats} a coverage of 0.95 is seen as {0.95 - error:.2f} to {0.95 + error:.2f}.",
+        "**What works**, on the curves of this page:",
+        "",
+        "- The interval of a forecast at 1.25 and 2 times the window contains the truth in nine cases of ten or "
+        "more, whatever the law. The error is about half of the last value's.",
+        "- A curve that plainly moves is never called `flat`.",
+        "- If one of three seeds is bad, it is named. It neither pulls the curve nor hides.",
+        "",
+        "**What does not work**:",
+        "",
+        "- A straight rise or fall is expected to slow down, so at twice the window its interval contains the truth "
+        "in 0.82 to 0.85 of cases only.",
+        "- A step, a late rise or a delayed start is not recognised, because a random walk explains it as well. "
+        "After two steps the forecast is worse than the last value.",
+        "- A level curve of one seed is called `flat` in about half of the cases; in the others its bend may still "
+        "lie ahead.",
+        "- A Frechet curve saturates more slowly than a sigmoid. Its asymptote is named in four of ten cases, and is "
+        "too low in one of four of these.",
+        "- Changes after the window that the data do not show (*) cannot be predicted.",
+        "",
+        f"With {options.repeats} studies per row, a true coverage of 0.95 is measured as {0.95 - error:.2f} to "
+        f"{0.95 + error:.2f}.",
         "",
         "| truth | intervals hold | error | of the last value | verdict | A named | A held | `flat` on a trend |",
         "|---|---|---|---|---|---|---|---|",

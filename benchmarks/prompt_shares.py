@@ -188,8 +188,9 @@ def real_cuts(study: Path) -> tuple[list[Cut], str]:
 
 PAGE = """# Shares of prompts at 0, and late rises
 
-Whether the shares of held-out prompts that no completion, some, or every completion passes improve forecasts of late
-rises. **They do not enter the engine**: each correction that improves late rises makes forecasts of other curves worse.
+Some rewards stay level for long and rise late. This page tests whether forecasts of such rises improve if they also use
+the shares of held-out prompts that are passed by no completion, by some, or by every completion. **The forecasting
+engine does not use these shares**: each correction that improves late rises makes forecasts of other curves worse.
 
 ```
 make demo
@@ -197,33 +198,35 @@ python -m benchmarks.prompt_shares {studies} --out docs/measured/prompt_shares.m
 ```
 
 Each curve is cut at half of its compute, and the mean of its last quarter is forecast: by the engine alone, and with a
-correction added. The numbers of a correction are set on one half of the simulated settings by least absolute deviations
-and tested on the other half; for real runs they are set on all simulated curves.
+correction added. The coefficients of a correction are fitted on one half of the simulated settings by least absolute
+deviations and tested on the other half. For real runs they are fitted on all simulated curves.
 
 | curves | runs | engine's error | {names} |
 |---|---|---{rule}|
 {rows}
 | enters the engine | | | {enters} |
 
-Mean absolute errors; corrections as differences from the engine on the same curves, with their standard error over
-curves (for given numbers). Below zero the correction is better. It enters if late rises get better by two standard
-errors, and neither a control (*saturating*) nor a real study gets worse by two.
+The table has mean absolute errors. The columns of corrections are differences from the engine's error on the same
+curves, with their standard error over curves at fixed coefficients. Below zero the correction is better. A correction
+would enter the engine if late rises improved by two standard errors, and neither a control (*saturating*) nor a real
+study got worse by two.
 
 ## Corrections
 
 {corrections}
 
-A change is from a quarter to a half of the compute. The last correction uses no shares: it shows what the pass rate can
-do alone. About fifteen forms (constants, products, least squares too) were compared on other draws before these were
-chosen; each that improved relays made controls worse.
+An increase or decrease is measured from a quarter to a half of the compute. The last correction uses no shares: it
+shows how much the pass rate alone achieves. About fifteen forms (also with constants, products and least squares) were
+compared on other random draws before these were chosen. Each form that improved relays made controls worse.
 
 ## Curves
 
-- **Relays** follow arXiv 2602.14872, of which only the abstract was at hand: easier prompts become learnable first and
-  make slightly harder ones learnable; if levels of difficulty are distant, the reward rests on a plateau before it
-  rises again. The equations are ours: a prompt of L steps passes with probability p = exp(-q L), and log q falls at the
-  rate of the mean of -p log p, which is the gradient of the mean pass rate. Lengths are 1.6 to 3.5 times apart from
-  level to level, or 25 to 100 times. The last level is half learned between 0.3 and 1.5 of the budget.
+- **Relays** follow arXiv 2602.14872, of which only the abstract was available: easier prompts become learnable first
+  and make slightly harder ones learnable. If the levels of difficulty are far apart, the reward stays on a plateau
+  before it rises again. The equations are this project's: a prompt of L steps passes with probability p = exp(-q L),
+  and log q falls at the rate of the mean of -p log p, which is the gradient of the mean pass rate. From one level to
+  the next, lengths grow by a factor of 1.6 to 3.5 (*levels close*) or 25 to 100 (*levels distant*). Half of the last
+  level is learned at 0.3 to 1.5 times the budget.
 - **Controls** saturate: the logits of all prompts rise together, from a pass rate near 0 or well above it, or with 10
   to 50% of the prompts never learned.
 - {curves} runs per setting, {prompts} prompts, 4 or 16 completions each, 25 evaluations. *Rise late*: after the cut the
@@ -233,16 +236,16 @@ chosen; each that improved relays made controls worse.
 
 {left_out}
 - The runs of `real_model` have one completion per prompt. The share at 0 is then one minus the pass rate, and adds
-  nothing. At half of their compute they have three evaluations, too few for a forecast.
+  no information. At half of their compute these runs have three evaluations, too few for a forecast.
 - The replication's committed curves have no passes per prompt.
-- Without a real run that rises late, real data say only whether a correction does harm.
+- No real run here rises late, so real data only show whether a correction does harm.
 
 ## Why
 
-- Prompts that leave 0 faster than the pass rate rises do announce a rise: *leaving 0* is the best correction on relays.
-  But a saturating curve that starts near 0 looks the same at the cut.
-- A share that stays at 0 is a plateau before the next level, or prompts that are never learned. Nothing before the cut
-  tells them apart.
+- If prompts leave 0 faster than the pass rate rises, a rise does follow on relays: *leaving 0* is the best correction
+  there. But a saturating curve that starts near 0 looks the same at the cut.
+- If a share of prompts stays at 0, the curve is on a plateau before the next level, or these prompts are never learned.
+  No data before the cut separate the two cases.
 - So the sign of the result depends on how many curves are relays. In this mixture, two in five, the gain over all
   curves is within two standard errors of zero.
 """
@@ -283,7 +286,8 @@ def page(studies: Sequence[Path]) -> str:
         rows.append(f"| {label} | {len(some)} | {some[:, 0].mean():.4f} | {' | '.join(cells)} |")
     enters = ["yes" if good and not bad else "no" for good, bad in zip(helps, harms, strict=True)]
     corrections = [
-        f"- **{name}**: {text}; times {', '.join(f'{x:+.2f}' for x in weights(cuts, name))} on all simulated curves"
+        f"- **{name}**: {text}; coefficients fitted on all simulated curves: "
+        f"{', '.join(f'{x:+.2f}' for x in weights(cuts, name))}"
         for name, text in CORRECTIONS.items()
     ]
     return PAGE.format(

@@ -186,12 +186,13 @@ def main() -> None:
     lines = [
         "# Rankings that are sure, and whether they are right",
         "",
-        "How often a ranking that is decided, or sure of P(best), names the right recipe on simulated studies.",
+        "Simulated studies: how often a ranking names the right recipe if it is decided, or if P(best) is above 0.9.",
         "",
-        f"Written by `python benchmarks/ranking.py`: {options.studies} simulated studies a row, evaluations of 300 "
-        "prompts, seeds of a recipe 0.015 apart. Ranking and plan agreed on every one (asserted).",
+        f"Written by `python benchmarks/ranking.py`: {options.studies} simulated studies per row, evaluations of 300 "
+        "prompts, a standard deviation of 0.015 between seeds of a recipe. Ranking and plan agreed on every study "
+        "(asserted).",
         "",
-        "Regret: by how much the best asymptote exceeds that of the recipe picked, on average.",
+        "Regret: the best asymptote minus that of the recipe picked, on average.",
         "",
         "| studies | best refused | P(best) > 0.9 said | and true | decided | and within the margin "
         "| regret of the leader | of the highest P(best) | of the highest last value |",

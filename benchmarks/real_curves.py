@@ -193,12 +193,12 @@ def report(
     lines = [
         "# Forecasts on real curves",
         "",
-        "How well forecasts hold on reward curves of other people's runs, and what each law is worth there.",
+        "Test forecasts on reward curves of other people's runs, and how much each law contributes.",
         "",
         f"Written by `python benchmarks/real_curves.py {name}`: every curve of 8 points or more is cut at "
         f"{', '.join(f'{share:.0%}' for share in FORECAST_AT)} of its compute, and the mean of its last quarter is "
-        "foretold. Errors and widths are shares of the reward's scale. Of the files below those in `benchmarks/real` "
-        "are in the repository; the licence of others does not let them be copied.",
+        "forecast. Errors and widths are shares of the reward's scale. The repository contains only the files in "
+        "`benchmarks/real`; the licences of the other files do not allow copying.",
         "",
         *HEAD,
         *rows,
@@ -207,8 +207,9 @@ def report(
         "",
         f"Chances of being best at the end, each file a study cut at {', '.join(f'{s:.0%}' for s in CHANCES_AT)}:",
         "",
-        f"- below 0.05 was said of {len(low)}: " + (f"{_share(sum(low), len(low))} were best" if low else "-"),
-        f"- above 0.9 was said of {len(high)}: " + (f"{_share(sum(high), len(high))} were best" if high else "-"),
+        f"- the chance was below 0.05 for {len(low)}: " + (f"{_share(sum(low), len(low))} were best" if low else "-"),
+        f"- the chance was above 0.9 for {len(high)}: "
+        + (f"{_share(sum(high), len(high))} were best" if high else "-"),
         "",
         f"Choices at the end (horizon = the end, margin {MARGIN:g} of the scale):",
         "",
@@ -229,23 +230,23 @@ def _verdicts(found: Sequence[Forecast]) -> list[str]:
     named = [row for row in found if row.a is not None]
     level = [row for row in found if row.level]
     flat = [row for row in found if row.verdict == "flat"]
-    lines = ["What became of verdicts:", ""]
+    lines = ["Verdicts and later rewards:", ""]
     if named:
         ends = [row.a for row in named if row.a is not None]
         above = sum(row.came > a[1] for row, a in zip(named, ends, strict=True))
         below = sum(row.came < a[0] for row, a in zip(named, ends, strict=True))
         width = float(np.median([high - low for low, high in ends]))
         lines.append(
-            f"- A was named at {len(named)} of {len(found)} cuts, with a median width of {width:.3f}; what came lies "
-            f"above its interval in {above}, below it in {below}"
+            f"- A was named at {len(named)} of {len(found)} cuts, with a median width of {width:.3f}; the later "
+            f"reward is above its interval in {above} cases, below it in {below}"
         )
     if level:
         lines.append(
-            f"- of {len(level)} cuts at which a run was level (within {LEVEL:g} of what came, after a rise of "
+            f"- of {len(level)} cuts at which a run was level (within {LEVEL:g} of the later reward, after a rise of "
             f"{RISE:g}), A was named at {sum(row.a is not None for row in level)}"
         )
     rose = sum(row.rose > 0.02 for row in flat)
-    lines.append(f"- `flat` was said of {len(flat)}; of these {rose} had risen by 0.02 at the end")
+    lines.append(f"- the verdict was `flat` for {len(flat)}; of these, {rose} had risen by 0.02 at the end")
     return lines
 
 
@@ -258,7 +259,7 @@ def ablation(files: Sequence[tuple[Path, Sequence[Curve]]], found: Sequence[Fore
             rows += table(f"without {law.name}", [row for file, curves in files for row in forecasts(file, curves)])
     with patch.object(posterior, "WALK_PRIOR", (-9.0, 0.01)):
         rows += table("without a walk", [row for file, curves in files for row in forecasts(file, curves)])
-    return ["", "What each law is worth: the same forecasts without it.", "", *HEAD, *rows]
+    return ["", "The same forecasts, without one law each:", "", *HEAD, *rows]
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ def main() -> None:
     lines = [
         "# Robustness to the window, and to the family",
         "",
-        "What A and B come to if the window begins or ends elsewhere, and why the family of the curve matters.",
+        "Show how A and B change if the window begins or ends elsewhere, and why the family of the curve matters.",
         "",
         f"Written by `python benchmarks/robustness.py`: {options.runs} simulated runs with A {A}, B {B}, "
         f"C_mid {C_MID:g}, noise sd {SD}. Medians, and the range of A over runs.",

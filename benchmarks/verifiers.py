@@ -232,9 +232,9 @@ def grading(folder: Path, workers: int, rows: int | None) -> tuple[list[str], bo
         lines.append(f"| {way} | {reward:g} | {' | '.join(cells[way])} | {speed} |")
     lines += [
         "",
-        f"{count} completions in {spent:.0f} s with {workers} workers: {count / spent:.0f} a second; the slowest took "
-        f"{slowest:.2f} s. Left out, as tasks do: {without} rows without an answer. {len(failed)} completions do not "
-        "score what they must" + (f"; the first {SHOWN}:" if len(failed) > SHOWN else ":"),
+        f"{count} completions in {spent:.0f} s with {workers} workers: {count / spent:.0f} per second; the slowest "
+        f"took {slowest:.2f} s. Rows without an answer are left out, as in training: {without}. {len(failed)} "
+        "completions do not get the score that they should" + (f"; the first {SHOWN}:" if len(failed) > SHOWN else ":"),
         "",
         "| row | written | gold | answer | outcome | why |",
         "|---|---|---|---|---|---|",
@@ -326,14 +326,15 @@ def main() -> int:
             [
                 "# Verifiers on real answers",
                 "",
-                "What our verifiers of mathematics get wrong on GSM8K and MATH, and how fast they are.",
+                "Errors of this project's mathematics verifiers on GSM8K and MATH, and their speed.",
                 "",
                 f"Written by `{command}` on {os.cpu_count()} cores, Python {platform.python_version()}.",
                 "",
                 "## Gold answers, and others",
                 "",
-                "Each gold answer as it is (GSM8K: its own reasoning; MATH: boxed), in other spellings that mean the "
-                "same, and changed so that it means something else. A way applies to the rows that it fits.",
+                "Each gold answer is graded unchanged (GSM8K: with its own reasoning; MATH: boxed), in other spellings "
+                "with the same meaning, and changed so that its meaning differs. A spelling or change is tried only on "
+                "the rows to which it can be applied.",
                 "",
                 *lines,
                 "",

@@ -101,11 +101,12 @@ def main() -> None:
     lines = [
         "# When a watch rings",
         "",
-        "How often `scalerl watch` warns of a run that follows the law, and how often it misses one that falls.",
+        "Simulated runs: how often `scalerl watch` warns about a run that follows its law, and how often it "
+        "misses a run that falls.",
         "",
         f"Written by `python benchmarks/watch.py --good {options.good} --falls {options.falls}`: shares of simulated "
-        f"runs for which a departure is ever reported, looked at after every evaluation. Those that fall do so by "
-        f"{FALL:g} after half their compute, at once or over {RAMP:.0%} of it.",
+        f"runs for which a departure is ever reported, checked after every evaluation. Runs that fall lose "
+        f"{FALL:g} after half of their compute, at once or over {RAMP:.0%} of it.",
         "",
         f"| runs | follow the law ({options.good}) | fall at once ({options.falls}) | fall slowly ({options.falls}) |",
         "|---|---|---|---|",

@@ -27,53 +27,63 @@ DENSE_BF16 = 989e12  # FLOPs a second of an H100 or H200 by its data sheet, with
 HEAD = """# On a GPU
 
 Written by `python -m benchmarks.gpu` from [benchmarks/results/gpu.json](../../benchmarks/results/gpu.json):
-{machine}, {date}. No weights and no data sets were there: models have random weights, prompts and completions are
-words without meaning, so that this says nothing of what is learned.
+{machine}, {date}. The machine had no model weights and no data sets: models have random weights, and prompts and
+completions are meaningless words. So the page says nothing about learning.
 
-Not run on a GPU yet: several of them, NCCL to an engine, FlashAttention's own kernels in the trainer, 8B and more.
+Not run yet: several GPUs, NCCL to an engine, FlashAttention's own kernels in the trainer, models of 8B and more.
 """
 CURVES = """## The CPU's curve
 
-The demo's task and model, {steps} steps of PipelineRL from the first sampled token on: every metric of every record
-that no clock is in and that is no probe, beside the same run on the CPU. The furthest is relative, to 0.001 at least.
-The probe is the distance of log-probabilities between trainer and generator in the last step.
+The demo's task and model, {steps} steps of PipelineRL. From the first sampled token on, every metric of every record
+except times and probes is compared with the same run on the CPU. The column *furthest* has the largest relative
+difference, and the metric where it occurs; values below 0.001 count as 0.001 in the denominator. A probe is the
+difference of log-probabilities between trainer and generator; the table has those of the last step.
 """
-AFTER_CURVES = """In FP32 the GPU samples the CPU's tokens to the last step. `strategy=fsdp2` is one rank here, over
-NCCL. A live run and one in BF16 have curves of their own, live without a probe in so few steps.
+AFTER_CURVES = """In FP32 the GPU samples the same tokens as the CPU up to the last step. `strategy=fsdp2` is one rank
+here, over NCCL. A live run and a BF16 run have other curves than the CPU's run. The live run
+has too few steps for a probe.
 """
 TRAINING = """## Training steps at 0.6B
 
-A Qwen3-0.6B: FP32 weights, gradients and Adam, BF16 autocast, torch's `scaled_dot_product_attention`, four passes of
-16,384 tokens a step, each one row of 512 of prompt and 15,872 of completion; the mean of three steps after one. FLOPs
-are the useful ones: what is recomputed is not counted. A product of two matrices of 8,192 x 8,192 runs at {bf16:.0f}
+A Qwen3-0.6B with FP32 weights, gradients and Adam moments, BF16 autocast and torch's `scaled_dot_product_attention`.
+A step has four passes of 16,384 tokens; each pass is one row of 512 prompt tokens and 15,872 completion tokens. Rates
+are means of three steps after one warm-up step. FLOPs leave out recomputation.
+A product of two matrices of 8,192 x 8,192 runs at {bf16:.0f}
 TFLOP/s in BF16 and at {fp32:.0f} in FP32 there; the share of the peak is of the data sheet's {peak:.0f}. Memory is
-the most that torch has allocated, foretold what the run said at its start (`scalerl memory`).
+the most that torch has allocated; *forecast* is the value of `scalerl memory`, printed at the start of the run.
 """
-AFTER_TRAINING = """Of this small model the vocabulary is a quarter, so that an FP32 head costs a third of the speed;
-with `torch.backends.cuda.matmul.allow_tf32` most of it comes back: hidden states are in BF16 as they are, the head's
-weights are rounded to 11 bits. What is kept where nothing is recomputed is foretold a third too high. All logits of a
-pass at once, 2.5 billion, ended in an error, and rows packed beside padded ones were not reached. For this size and
-length prime-rl reports 11.9k tokens a second, 11% of the peak and 12.5 GiB on one H100.
+AFTER_TRAINING = """- The vocabulary holds a quarter of this small model's parameters, so an FP32 head costs a third of
+  the speed. With `torch.backends.cuda.matmul.allow_tf32` most of it returns: hidden states are in BF16 anyway,
+  and the head's weights are rounded to 11 bits.
+- Without recomputation, the memory forecast is a third too high.
+- Computing all logits of a pass at once (2.5 billion) ended in an error. The comparison of packed with padded rows was
+  not reached.
+- For this size and length prime-rl reports 11.9k tokens per second, 11% of the peak and 12.5 GiB on one H100.
 """
 
 ENGINE = """## A server of vLLM on the trainer's GPU
 
-vLLM {vllm}, the same 0.6B in BF16 with an FP32 head, 256 slots, 16 GiB of cache, beside two models of the trainer's
-(its weights of before and of after). A publish moves 1.2 GB: it pauses the server, loads every tensor and goes on,
-rollouts under way included. The gap is that of log-probabilities between engine and trainer under the weights that
-were published, and under the others: weights arrive, and they are the right ones. Tokens a second are those of
-{rollouts} rollouts of 512 tokens that begin together. The GPU's memory is what all processes use. Rows are runs of
-`python -m benchmarks.gpu.engine`.
-"""
-AFTER_ENGINE = """Rollouts that were half done at a publish hold tokens of both versions, as they should. Asleep the
-server keeps about 1 GiB; awake again it has the weights that it had, and takes new ones. Rows with a star were
-measured beside other engines on the same GPU: their memory is left out, their speed is a lower bound.
+vLLM {vllm}, the same 0.6B in BF16 with an FP32 head, 256 slots and 16 GiB of cache. The same GPU holds two models of
+the trainer, with the weights before and after the publish. Rows are runs of `python -m benchmarks.gpu.engine`.
 
-Faults that a CPU does not show were found on the way. CUDA IPC refused a tensor larger than `bucket_mib`, which
-embeddings are: mended, and run as above. With `generator=vllm`, in the trainer's own process, the engine's first CUDA
-graph ended in an illegal memory access: Lightning frees cuBLAS's workspaces after the engine has captured them; and in
-FP32 the attention of vLLM rounded to TF32 (2e-5 of a log-probability on average, 1e-4 at the 99th percentile, which
-ended a run in FP32 by its probe). Both are mended, and **were not run on a GPU again**.
+- *Publish*: a publish moves 1.2 GB. It pauses the server, loads every tensor and resumes, with the rollouts in flight.
+- *Gap*: the difference of log-probabilities between engine and trainer under the published weights. *To the other
+  weights*: the same under the other weights. The two show that the right weights arrived.
+- *Tokens per second*: {rollouts} rollouts of 512 tokens that begin together.
+- *Memory*: the GPU memory that all processes use.
+"""
+AFTER_ENGINE = """Rollouts that were half done at a publish contain tokens of both versions, as intended. While asleep,
+the server keeps about 1 GiB. When it wakes it has its earlier weights, and accepts new ones. Rows with a star were
+measured while other engines used the same GPU: their memory is left out, and their speed is a lower bound.
+
+These runs found three faults that do not occur on a CPU:
+
+- CUDA IPC refused a tensor larger than `bucket_mib`, such as the embeddings. This is fixed, and was run as above.
+- With `generator=vllm`, in the trainer's own process, the engine's first CUDA graph ended in an illegal memory access:
+  Lightning frees cuBLAS's workspaces after the engine has captured them. This is fixed, and **was not run on a GPU
+  again**.
+- In FP32, vLLM's attention rounded to TF32. This changed log-probabilities by 2e-5 on average and 1e-4 at the 99th
+  percentile, so the run's probe ended an FP32 run. This is fixed too, and **was not run on a GPU again**.
 """
 
 
@@ -178,12 +188,12 @@ def page(found: dict[str, Any]) -> str:
         *table("on the GPU | furthest from the CPU | held-out pass rate | probe, mean | probe, 99%", curves),
         AFTER_CURVES,
         TRAINING.format(bf16=rates["bfloat16"], fp32=rates["float32"], peak=DENSE_BF16 / 1e12),
-        *table("way | tokens a second | TFLOP/s | of the peak | memory | foretold", steps),
+        *table("way | tokens per second | TFLOP/s | of the peak | memory | forecast", steps),
         AFTER_TRAINING,
     ]
     if engines:
         head = (
-            "weights by | publish | in the middle | gap | to the other weights | tokens a second | "
+            "weights by | publish | in the middle | gap | to the other weights | tokens per second | "
             "memory awake, asleep | sleep, wake"
         )
         rollouts = found["engine"][0]["rollouts"]

@@ -91,20 +91,25 @@ def page(studies: int, settings: Sequence[Setting], work: Path, syne: str | None
     lines = [
         "# Racing against halving, Hyperband, the median, signed ranks and the last value",
         "",
-        "What a race spares and what it costs, beside other rules of early stopping at the same compute.",
+        "Compute and regret of races, compared with other early-stopping rules at the same compute.",
         "",
-        f"Written by `python -m benchmarks.racing`: simulated studies of {RECIPES} recipes with one run each, "
-        f"{EVALUATIONS} evaluations of {PROMPTS} held-out prompts with {SAMPLES} samples, the same prompts for all. "
-        f"Recipes differ in A (sd: the spread), B and C_mid; runs of one recipe by {SEED_SD} in A; a policy wanders "
-        f"about its curve by {WANDER}. Compute: share of that of all runs to the budget, everything observed counted. "
-        "Regret: how far the named recipe's true reward at the budget lies below the best one's. False kills: of the "
-        f"stopped, those whose true reward there exceeds that of all that are left by more than {MARGIN}. On the "
-        "frontier: no other method has both less regret and less compute. Listed are the frontier, every racing and "
-        "Hyperband; halving was tried with three rates and ten grace periods, abreast and as Optuna's ASHA, the median "
-        "and signed ranks with as many, so that the frontier is that of tuned rivals.",
+        "Written by `python -m benchmarks.racing`.",
         "",
-        "Of racing, `loss` is the limit on what all stops together may be expected to cost; rows without it have none, "
-        f"and the default has {ours.RACING.loss:g}.",
+        f"- **Studies**: simulated, of {RECIPES} recipes with one run each. A run has {EVALUATIONS} evaluations of "
+        f"{PROMPTS} held-out prompts with {SAMPLES} samples; all runs have the same prompts.",
+        "- **Differences**: recipes differ in A (its standard deviation is the spread in the headings), B and "
+        f"C_mid. Runs of one recipe differ by {SEED_SD} in A. A policy wanders about its curve by {WANDER}.",
+        "- **Compute**: all compute that was observed, as a share of the compute of running every recipe to the "
+        "budget.",
+        "- **Regret**: the best recipe's true reward at the budget minus that of the recipe that the method names.",
+        "- **False kills**: stopped recipes whose true reward at the budget exceeds that of every remaining recipe "
+        f"by more than {MARGIN}.",
+        "- **On the frontier**: no other method has both less regret and less compute.",
+        "- **Listed**: the methods on the frontier, and all races and Hyperband variants. Halving was tried with "
+        "three rates and ten grace periods, synchronously and as Optuna's ASHA, and the median and signed ranks "
+        "with as many. So the frontier is one of tuned competitors.",
+        "- **`loss`**: for races, the limit on the expected cost of all stops together. Rows without it have no "
+        f"limit; the default is {ours.RACING.loss:g}.",
         "",
     ]
     for setting in settings:

@@ -95,7 +95,7 @@ def rows(study: tuple[str, float]) -> list[str]:
 
 TITLE = """# Races on real studies
 
-What races would have spared and cost on studies that were run to the end, beside halving.
+Compute that races would have saved, and their regret, on studies that were run to the end, compared with halving.
 
 """
 
@@ -114,11 +114,12 @@ def means_of(lines: Sequence[str], title: str) -> list[str]:
 def page(studies: Sequence[tuple[str, float]], held_out: Sequence[tuple[str, float]]) -> str:
     """The table of all studies and budgets."""
     head = [
-        "Written by `python -m benchmarks.racing.real`: studies that were really run, each raced to several budgets by",
-        "the default rules, by a tighter limit on the expected loss and by none. Regret and false kills by the mean",
-        "reward over the last tenth before the budget; a race names the best of those that it left. The limit was set",
-        "on the first five files. On the others nothing was: the replication as it is now, and files given by",
-        "`--also`, whose licence does not let them be copied into the repository.",
+        "Written by `python -m benchmarks.racing.real`: studies that were really run. Each was raced to several",
+        "budgets with the default rules, with a tighter limit on the expected loss, and without a limit. Regret and",
+        "false kills are measured by the mean reward over the last tenth before the budget. A race names the best of",
+        "the recipes that it did not stop. The limit was set on the first five files. Nothing was set on the others:",
+        "the current replication, and files given by `--also`, whose licences do not allow copying them into the",
+        "repository.",
         "",
         "| study | recipes | budget | method | compute | regret | stopped | false |",
         "|---|---|---|---|---|---|---|---|",

@@ -38,22 +38,26 @@ APART: dict[str, tuple[Callable[[int], Any], Callable[[Any], list[str]]]] = {
 HEAD = """# Speed
 
 Written by `make bench` (`python -m benchmarks.speed`) from the records in
-[benchmarks/results](../../benchmarks/results): everything on one thread, the sides of a pair in turns. "Times ours" is
-the median over rounds of the other side's seconds divided by ours of the same round, with the least and the most of
-them; above 1 we are faster.
+[benchmarks/results](../../benchmarks/results). Everything runs on one thread, and the two sides of a comparison
+alternate. "Times ours" is the other side's time divided by this project's time in the same round: the median over
+rounds, with the smallest and the largest value. Above 1 this project is faster.
 
-The prompt is what is saved: it goes through the model once a group, in sampling and in training. With prompts of 8
-tokens little of that is left, and what bounds a batch is the multiplication of small matrices on both sides. Decoding
-of single rollouts is bound by reading keys and values, at which transformers' own cache is as fast, and by the products
-of a few rows with a layer's weights: at 10M parameters vLLM's kernels for a CPU do these in two thirds of our time, and
-`generator=vllm` takes them. transformers' `generate_batch` is left out where prompts have more than 10,000 tokens in
-all, which take it minutes on a CPU.
+- **Where the time is saved**: a prompt goes through the model once per group, in sampling and in training. With prompts
+  of 8 tokens this saves little, and on both sides a batch is limited by products of small matrices.
+- **Decoding single rollouts** is limited by reading keys and values, where transformers' own cache is as fast, and by
+  products of a few rows with a layer's weights. At 10M parameters vLLM's CPU kernels take two thirds of this project's
+  time for these products; `generator=vllm` uses them.
+- **Left out**: transformers' `generate_batch`, if the prompts have more than 10,000 tokens in all. It takes minutes for
+  them on a CPU.
 
-Packing (`batch.packed`) saves what padding costs. A pass holds rows of similar length as it is, so that this is little
-while passes are small, and grows with them: nothing at one or two rows a pass, half as much again as the packed rows
-take where all rows fit into two. Under one mask for the pass, which is what eager attention and rows longer than a
-model's window have, attention costs the square of the pass, and packing loses from passes of two or three rows on. Its
-seconds are CPU time of the thread; what a GPU does is on a [page of its own](gpu.md).
+Packing (`batch.packed`) saves the cost of padding:
+
+- Even without packing, a pass has rows of similar length. So the saving is small for small passes, and grows with them.
+  With one or two rows per pass it is nothing; if all rows fit into two passes, padded rows take half as long again as
+  packed rows.
+- Eager attention, and rows longer than a model's window, need one mask for the whole pass. Attention then costs the
+  square of the pass, and packing is slower from two or three rows per pass on.
+- Times of packing are CPU seconds of the thread. Times on a GPU are on a [separate page](gpu.md).
 """
 
 

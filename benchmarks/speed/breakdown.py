@@ -107,12 +107,12 @@ def section(found: Record) -> list[str]:
         "",
     ]
     shares = ", ".join(f"{name} {rate / 1e9 / record['peak_gflops']:.0%}" for name, rate in reached.items())
-    lines += [f"Of that product's rate, counted FLOPs by seconds: {shares}.", ""]
+    lines += [f"Counted FLOPs per second, as a share of that product's rate: {shares}.", ""]
     lines += [
         "## Start\n",
         f"`scalerl train budget.steps=1` takes {record['one_member_cpu_s']:.1f} s of CPU from the command to its end, "
-        f"verifiers included. Of a study each further run takes {record['further_member_s']:.2f} s by the clock, its "
-        "step and two evaluations included.",
+        f"verifiers included. Each further run of a study takes {record['further_member_s']:.2f} s of wall "
+        "clock, including its step and two evaluations.",
         "",
     ]
     return lines

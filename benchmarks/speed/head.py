@@ -114,9 +114,9 @@ def section(kept: Mapping[str, Any]) -> list[str]:
     timed = " x ".join(f"{size:,}" for size in TIMED)
     lines = [
         "## Head\n",
-        f"{kept['date']}, {kept['machine']}; {kept['rounds']} rounds. Bytes alive at {tokens} tokens x {vocabulary} x "
-        f"{width} in FP32, beside inputs, weights, their gradients and one chunk of logits; CPU seconds at {timed}, in "
-        "as many chunks.\n",
+        f"{kept['date']}, {kept['machine']}; {kept['rounds']} rounds. Peak: bytes alive at {tokens} tokens x "
+        f"{vocabulary} x {width} in FP32; *of what is needed*: relative to inputs, weights, their gradients and one "
+        f"chunk of logits. Time: CPU seconds at {timed}, in as many chunks.\n",
         "| log-probabilities, forward and backward | peak | of what is needed | time | times ours |",
         "|---|---|---|---|---|",
     ]

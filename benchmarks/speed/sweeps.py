@@ -42,9 +42,9 @@ def section(found: Record) -> list[str]:
     head = " | ".join(f"{size:,} members" for size in records[0]["members"])
     lines = [
         "## Sweeps\n",
-        f"{found['date']}, {found['machine']}. CPU seconds of the controller, by what it does about a study whose "
-        "members' jobs end at once (`benchmarks/scale.py`; nine recipes at four learning rates, seeds enough); the "
-        f"exponent is fitted from {FITTED_FROM} members on, 1 is linear.\n",
+        f"{found['date']}, {found['machine']}. CPU seconds of the controller in each phase of a study whose "
+        "members' jobs end at once (`benchmarks/scale.py`; nine recipes at four learning rates, with as many seeds as "
+        f"needed). The exponent of the growth with members is fitted from {FITTED_FROM} members on; 1 is linear.\n",
         f"| phase | {head} | exponent | peak at most |",
         f"|---|{'---|' * len(records[0]['members'])}---|---|",
     ]
