@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_scalerl.axes.choice import DesignChoice
-from lightning_scalerl.axes.loss.base import (
-    Loss,
-    clip_bounds,
-    credited,
-    importance_ratio,
-    one_kind_of_advantage,
-    pessimistic,
-    pessimistic_clips,
-)
-from lightning_scalerl.axes.loss.covariance import covariances, scattered, share_of, valid_share
+from lightning_scalerl.axes.loss.base import clip_bounds, credited, importance_ratio, pessimistic, pessimistic_clips
+from lightning_scalerl.axes.loss.covariance import CovarianceLoss
 from lightning_scalerl.checks import ConfigurationError
 
 
-class ClipCov(Loss):
+class ClipCov(CovarianceLoss):
     """PPO's clipped surrogate, with a loss of 0 for tokens drawn among those whose covariance is in (low, high).
 
     Source: arXiv 2505.22617, eq. 10-12. The paper states no clip of the ratio. Its code and verl (`clip_cov`) keep
     PPO's, and the authors' recipe opens it to (0, 2): `clip_low=1`, `clip_high=1`, the defaults here.
 
-    Tokens are selected once per step over the whole batch, by the log-probabilities of the ratio's anchor. verl and
-    SkyRL select in every micro-batch and pass, by those of the current policy, and leave out tokens that the ratio's
-    clip has caught. Both agree, up to the random draw, for a step of one pass and one micro-batch with
-    `correction=proximal`, where the current policy is the anchor.
+    `CovarianceLoss` states when tokens are selected. verl and SkyRL also leave out tokens that the ratio's clip has
+    caught, and their random draw is another one.
 
     Args:
         share: share of the step's tokens that are drawn, at least one if any is in the interval.
@@ -50,24 +39,17 @@ class ClipCov(Loss):
     ) -> None:
         if not low < high:
             raise ConfigurationError(f"loss.low: {low!r} must be below loss.high, {high!r}")
-        self.share = valid_share(share)
+        super().__init__(share)
         self.low = low
         self.high = high
         self.clip_low, self.clip_high = clip_bounds(clip_low, clip_high)
 
-    def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
-        """Return a one-line error if axis `kl` gives advantages of its own, which the selection would ignore."""
-        return one_kind_of_advantage("clip_cov selects tokens by the advantages of the task", others)
-
-    def select(self, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor, key: Sequence[int]) -> Tensor:
-        """Return the tokens that are drawn (R, T, bool), uniformly and without replacement."""
-        inside = mask > 0
-        covariance = covariances(anchor_logprobs[inside], advantages[inside])
+    def choose(self, covariance: Tensor, count: int, key: Sequence[int]) -> Tensor:
+        """Return `count` tokens whose covariance is in the interval, drawn uniformly and without replacement."""
         candidates = torch.nonzero((covariance > self.low) & (covariance < self.high)).flatten()
         # Drawn on the host, by number, so that the draw depends neither on the device nor on how rows are padded.
         order = np.random.default_rng(list(key)).permutation(candidates.numel())
-        drawn = torch.from_numpy(order[: share_of(self.share, covariance.numel())]).to(candidates.device)
-        return scattered(candidates[drawn], mask)
+        return candidates[torch.from_numpy(order[:count]).to(candidates.device)]
 
     def per_token(
         self,
@@ -97,10 +79,9 @@ class ClipCov(Loss):
         return clips if selected is None else clips | selected
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, the bounds of the ratio, and when tokens are selected."""
+        """Return the parameters, when tokens are selected, and the bounds of the ratio."""
         return {
             **super().semantics(),
             "ratio_interval": [1 - self.clip_low, 1 + self.clip_high],
             "gradient_of_clipped": "dropped",
-            "selection": "once per step, over the whole batch, by the anchor's log-probabilities",
         }

@@ -1,11 +1,59 @@
-"""Covariance of log-probability and advantage per token, by which `clip_cov` and `kl_cov` select tokens."""
+"""Losses that treat a few tokens differently, selected by the covariance of log-probability and advantage."""
 
 from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_scalerl.axes.choice import DesignChoice
+from lightning_scalerl.axes.loss.base import Loss, one_kind_of_advantage
 from lightning_scalerl.checks import ConfigurationError
+
+
+class CovarianceLoss(Loss):
+    """Loss that treats a share of the tokens differently; their covariance decides which (arXiv 2505.22617).
+
+    Tokens are selected once per step over the whole batch, by the log-probabilities of the ratio's anchor. verl and
+    SkyRL select in every micro-batch and pass, by those of the current policy. Both agree for a step of one pass and
+    one micro-batch with `correction=proximal`, where the current policy is the anchor.
+
+    Args:
+        share: share of the step's tokens that are selected, at least one.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = valid_share(share)
+
+    @abstractmethod
+    def choose(self, covariance: Tensor, count: int, key: Sequence[int]) -> Tensor:
+        """Return the numbers of at most `count` tokens.
+
+        Args:
+            covariance: covariance of each token that carries credit, (N,).
+            count: number of tokens that `share` allows.
+            key: seed of random choices; it differs in each step.
+        """
+
+    def select(self, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor, key: Sequence[int]) -> Tensor:
+        """Return the tokens (R, T, bool) that the loss treats differently."""
+        inside = mask > 0
+        covariance = covariances(anchor_logprobs[inside], advantages[inside])
+        return scattered(self.choose(covariance, share_of(self.share, covariance.numel()), key), mask)
+
+    def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
+        """Return a one-line error if axis `kl` gives advantages of its own, which the selection would ignore."""
+        return one_kind_of_advantage(f"{type(self).__name__} selects tokens by the advantages of the task", others)
+
+    def semantics(self) -> dict[str, Any]:
+        """Return the parameters, and when tokens are selected."""
+        return {
+            **super().semantics(),
+            "selection": "once per step, over the whole batch, by the anchor's log-probabilities",
+        }
 
 
 def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:

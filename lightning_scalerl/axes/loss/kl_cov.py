@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_scalerl.axes.choice import DesignChoice
-from lightning_scalerl.axes.loss.base import Loss, credited, importance_ratio, one_kind_of_advantage
-from lightning_scalerl.axes.loss.covariance import covariances, scattered, share_of, valid_share
+from lightning_scalerl.axes.loss.base import credited, importance_ratio
+from lightning_scalerl.axes.loss.covariance import CovarianceLoss
 from lightning_scalerl.checks import not_negative
 
 
-class KLCov(Loss):
+class KLCov(CovarianceLoss):
     """loss_t = -r_t A_t, plus coefficient |log r_t| for the share of tokens with the highest covariance.
 
     Source: arXiv 2505.22617, eq. 10, 13 and 14. The paper penalizes KL(pi_anchor || pi_trainer); its code, verl
@@ -24,9 +23,7 @@ class KLCov(Loss):
     sign is that of a rounding error, and the penalty adds noise. The coefficient is 1 in the paper and 0.1 in verl's
     configuration. The share is 2e-4 for the paper's 32B model and 2e-3 for its 7B model.
 
-    Tokens are selected once per step over the whole batch, by the log-probabilities of the ratio's anchor. verl and
-    SkyRL select in every micro-batch and pass, by those of the current policy. Both agree for a step of one pass and
-    one micro-batch with `correction=proximal`, where the current policy is the anchor.
+    `CovarianceLoss` states when tokens are selected.
 
     Args:
         share: share of the step's tokens that are penalized, at least one. Of equal covariances, the first in the
@@ -35,20 +32,13 @@ class KLCov(Loss):
     """
 
     def __init__(self, share: float = 2e-4, coefficient: float = 1.0) -> None:
-        self.share = valid_share(share)
+        super().__init__(share)
         self.coefficient = not_negative("loss.coefficient", coefficient)
 
-    def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
-        """Return a one-line error if axis `kl` gives advantages of its own, which the selection would ignore."""
-        return one_kind_of_advantage("kl_cov selects tokens by the advantages of the task", others)
-
-    def select(self, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor, key: Sequence[int]) -> Tensor:
-        """Return the tokens that are penalized (R, T, bool)."""
-        inside = mask > 0
-        covariance = covariances(anchor_logprobs[inside], advantages[inside])
+    def choose(self, covariance: Tensor, count: int, key: Sequence[int]) -> Tensor:
+        """Return the `count` tokens of the highest covariance."""
         # The sort is stable, unlike `topk`: confident models have many tokens of exactly equal covariance.
-        ranked = torch.sort(covariance, descending=True, stable=True).indices
-        return scattered(ranked[: share_of(self.share, covariance.numel())], mask)
+        return torch.sort(covariance, descending=True, stable=True).indices[:count]
 
     def per_token(
         self,
@@ -77,9 +67,5 @@ class KLCov(Loss):
         return torch.zeros_like(mask, dtype=torch.bool)
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, the form of the penalty, and when tokens are selected."""
-        return {
-            **super().semantics(),
-            "penalty": "|log ratio|",
-            "selection": "once per step, over the whole batch, by the anchor's log-probabilities",
-        }
+        """Return the parameters, when tokens are selected, and the form of the penalty."""
+        return {**super().semantics(), "penalty": "|log ratio|"}
