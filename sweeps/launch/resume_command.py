@@ -56,7 +56,17 @@ def command(advice: Advice, runs: Sequence[JournalView], axis: str) -> str | Non
         seeds, budget = [seeds[-1] + 1], max(spec.steps for spec in specs)
     kept = [entry for entry in specs[0].overrides if entry.lstrip("+~").split("=")[0] not in _LEFT_OUT]
     words = [*kept, f"seed={','.join(map(str, seeds))}", f"budget.steps={budget}"]
-    # A study of another trainer's commands has its own configuration file.
-    files = [Path(folder) for folder in specs[0].folders if folder.endswith(".yaml")]
-    named = [word for file in files for word in ("--config-dir", str(file.parent), "--config-name", file.stem)]
-    return "scalerl train " + " ".join(map(shlex.quote, [*named, "--multirun", *words]))
+    return shlex.join(["scalerl", "train", *folder_words(specs[0].folders), "--multirun", *words])
+
+
+def folder_words(folders: Sequence[str]) -> list[str]:
+    """Return the words of `scalerl train` that name the user's folders, `RunSpec.folders`.
+
+    A path that ends in `.yaml` is the configuration file of a study of another trainer's commands.
+    """
+    files = [Path(folder) for folder in folders if folder.endswith(".yaml")]
+    words = [word for file in files[:1] for word in ("--config-dir", str(file.parent), "--config-name", file.stem)]
+    others = [folder for folder in folders if not folder.endswith(".yaml") and folder not in words]
+    if others and not words:  # Hydra takes a single --config-dir
+        words = ["--config-dir", others.pop(0)]
+    return [*words, f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in others)}]"] if others else words

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from sweeps.curve import DEVICE_HOURS, UNITS
+from sweeps.launch.resume_command import folder_words
 from sweeps.run.files import read_json, read_yaml
 from sweeps.run.journal import JournalView, finite
 from sweeps.run.spec import SPEC_FILE
@@ -52,14 +53,14 @@ class Facts:
     @cached_property
     def commands(self) -> list[str]:
         """Launch command of each study, if Hydra stored it."""
-        studies = dict.fromkeys(view.path.parent.parent.parent for view in self._runs)
+        first_runs = {view.path.parent.parent.parent: view.path.parent for view in reversed(self._runs)}
         commands = []
-        for study in studies:
+        for study, run in reversed(first_runs.items()):
             overrides = _part(_part(read_yaml(study / "multirun.yaml"), "hydra"), "overrides").get("task")
             if isinstance(overrides, list):
-                commands.append(
-                    "scalerl train --multirun " + " ".join(shlex.quote(str(override)) for override in overrides)
-                )
+                folders = read_json(run / SPEC_FILE).get("folders") or ()
+                words = ["scalerl", "train", *folder_words(list(map(str, folders))), "--multirun"]
+                commands.append(shlex.join([*words, *map(str, overrides)]))
         return commands
 
     @cached_property

@@ -21,11 +21,11 @@ class Advice:
     compute: float = 300.0
 
 
-def launched(root: Path, seed: int, overrides: tuple[str, ...], steps: int = 10) -> Path:
+def launched(root: Path, seed: int, overrides: tuple[str, ...], steps: int = 10, folders: tuple[str, ...] = ()) -> Path:
     config = {"seed": seed, "budget": {"steps": steps}, "loss": {"_target_": "x"}}
     spec = make_spec(config, config, "scalerl+loss=dapo", "scalerl")
     run_dir = root / "runs" / spec.run
-    spec.__class__(**{**spec.__dict__, "overrides": overrides}).write(run_dir)
+    spec.__class__(**{**spec.__dict__, "overrides": overrides, "folders": folders}).write(run_dir)
     journal = Journal(run_dir, clock=lambda: 0.0)
     journal.header(run=spec.run, curve=spec.curve, recipe=spec.recipe, seed=seed)
     for step in range(0, steps + 1, 5):
@@ -43,6 +43,20 @@ def test_an_extension_goes_on_with_the_same_runs(tmp_path: Path) -> None:
     assert command(Advice(), runs, AXIS) == (
         "scalerl train --multirun experiment=demo 'study=my study' variant=loss_dapo seed=0,1 budget.steps=30"
     )
+
+
+@pytest.mark.parametrize(
+    ("folders", "words"),
+    [
+        (("/my files",), "--config-dir '/my files'"),
+        (("/one", "/two"), "--config-dir /one 'hydra.searchpath=[file:///two]'"),
+        (("/mine", "/mine/trainer.yaml"), "--config-dir /mine --config-name trainer"),
+    ],
+)
+def test_the_command_names_the_folders_of_ones_own(tmp_path: Path, folders: tuple[str, ...], words: str) -> None:
+    run = read_journal(launched(tmp_path, 0, OVERRIDES, folders=folders))
+    line = command(Advice(), [run], AXIS)
+    assert line is not None and line.startswith(f"scalerl train {words} --multirun experiment=demo")
 
 
 def test_a_seed_is_a_new_one_of_the_same_budget(tmp_path: Path) -> None:
