@@ -31,6 +31,7 @@ from sweeps.run.spec import budget_of
 STATES = ("failed", "cancelled", "stopped", "ended", "running", "queued", "waiting", "finished")
 # Time to watch a lease, long enough for two heartbeats of a controller.
 _LOOK_S = 2 * BEAT_S + 1
+_GONE = "the process that started it is gone; the same command continues it"
 _ENGINE_IDLE = re.compile(r"live/engine(\d+)_idle")
 
 
@@ -61,8 +62,8 @@ class MemberView(AsJson):
 
     Attributes:
         state: `finished`; `running`; `queued` (a job waits, for the first time or again); `waiting` (not submitted);
-            `ended` (its job has ended, and no controller has handled that yet); `stopped` (its controller is gone, or
-            its study no longer wants it); `failed`; `cancelled`.
+            `ended` (its job or the process that started it is gone, and no controller has handled that yet); `stopped`
+            (its study no longer wants it); `failed`; `cancelled`.
         step, steps: newest optimizer step, and the budget; None if unknown.
         pass_rate: pass rate of the newest evaluation in [0, 1]; None before the first.
         attempts: number of jobs started for it, including restarts.
@@ -190,8 +191,8 @@ def _state(
     if state.job is None:
         # A member on this machine lives only as long as the process that started it.
         if state.submission is None:
-            return ("running" if controlled else "stopped"), state.reason
-        return ("waiting" if controlled else "stopped"), "was being submitted"
+            return ("running", state.reason) if controlled else ("ended", state.reason or _GONE)
+        return ("waiting" if controlled else "ended"), "was being submitted"
     info = (queue or {}).get(state.job)
     # Clusters reuse ids: the submission's name within the job's name shows whether it is this job.
     if info is not None and state.submission and info.name.endswith(state.submission):

@@ -214,17 +214,17 @@ def test_without_an_answer_the_jobs_own_word_counts(tmp_path: Path) -> None:
 def test_what_is_not_submitted_waits(tmp_path: Path) -> None:
     here = place(tmp_path, members=3, submit_limit=0)
     here.run(detach=True)
-    assert states(here) == ["stopped"] * 3, "it was tried, and nobody goes on trying"
+    assert states(here) == ["ended"] * 3, "it was tried, and no controller is left to try again"
     with Lease(here.directory, LEASE_NAME) as lease:
         lease.acquire()
         assert states(here) == ["waiting"] * 3
 
 
-def test_a_member_that_was_being_submitted_when_its_controller_died_is_stopped(tmp_path: Path) -> None:
+def test_a_member_that_was_being_submitted_when_its_controller_died_has_ended(tmp_path: Path) -> None:
     here = place(tmp_path, members=2)
     with pytest.raises(Killed):
         here.run(killed_at=("after", 2))
-    assert states(here) == ["stopped"] * 2
+    assert states(here) == ["ended"] * 2
     assert first(here).reason == "was being submitted"
 
 
@@ -275,7 +275,8 @@ def test_members_of_this_machine_live_as_long_as_their_controller(tmp_path: Path
     with Lease(tmp_path, LEASE_NAME) as lease:
         lease.acquire()
         assert [view.state for view in overview(tmp_path)] == ["running", "waiting"]
-    assert [view.state for view in overview(tmp_path)] == ["stopped", "waiting"]
+    gone, waiting = overview(tmp_path)
+    assert (gone.state, waiting.state) == ("ended", "waiting") and "process that started it is gone" in str(gone.reason)
     ledger.append("failed", specs[0].run, kind="killed", reason="killed by SIGKILL")
     view = overview(tmp_path)[0]
     assert (view.state, view.kind, view.reason, view.attempts) == ("failed", "killed", "killed by SIGKILL", 1)
