@@ -95,7 +95,7 @@ def check_arguments(field: str, target: Callable[..., Any], values: Mapping[str,
         elif not takes_any_name:
             raise ConfigurationError(
                 f"{field}.{name}: no such setting{did_you_mean(name, parameters, f'{field}.')}; valid: "
-                f"{', '.join(parameters)}"
+                f"{', '.join(parameters) or 'none'}"
             )
 
 
@@ -163,6 +163,7 @@ def check_scale(scaled_for: str | None, made_for_it: bool) -> None:
     if scaled_for is not None and not made_for_it:
         raise ConfigurationError(
             "scale: the settings (learning rate, batch, context, thinking) were made for "
-            f"{scaled_for.rpartition('.')[2]}, and this is another model; choose scale=0.6b, 1.7b, 8b or one of yours "
-            'in a folder scale/, or say scaled_for=null if you mean them (in a script overrides=["scale=..."])'
+            f"{scaled_for.rpartition('.')[2]}, and this is another model; choose scale=trial for a first try, 0.6b, "
+            "1.7b, 8b or one of yours in a folder scale/, or say scaled_for=null if you mean them "
+            '(in a script overrides=["scale=..."])'
         )

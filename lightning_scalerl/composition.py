@@ -281,12 +281,19 @@ def check_choices(overrides: Sequence[str], folders: Folders = ()) -> None:
         if parsed.is_delete() and value is None:
             continue
         if not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
-            raise ConfigurationError(no_choice(group, parsed.input_line.partition("=")[2], names_in(group, folders)))
+            name = parsed.input_line.partition("=")[2]
+            raise ConfigurationError(no_choice(group, name, names_in(group, folders), folders=folders))
 
 
-def no_choice(group: str, name: str, valid: Sequence[str], where: str = "") -> str:
-    """Return the error message for a name that is not a choice of a group."""
-    return f"{group}={name}{where}: no such choice{did_you_mean(name, valid, f'{group}=')}; valid: {', '.join(valid)}"
+def no_choice(group: str, name: str, valid: Sequence[str], where: str = "", folders: Folders = ()) -> str:
+    """Return the error message for a name that is not a choice of a group, with what the user may have meant."""
+    meant = did_you_mean(name, valid, f"{group}=")
+    hint = "" if folders else "; a choice of your own needs --config-dir FOLDER"
+    for axis in AXES if group == "variant" else ():
+        choice = name.removeprefix(f"{axis}_")
+        if choice != name and any((Path(folder) / axis / f"{choice}.yaml").is_file() for folder in folders):
+            meant = f"; use {axis}={choice}, or write variant/{name}.yaml"
+    return f"{group}={name}{where}: no such choice{meant}; valid: {', '.join(valid)}{hint}"
 
 
 def _searchpath(folders: Folders) -> list[str]:
@@ -328,6 +335,18 @@ def _valid_keys(error: Exception, folders: Folders, overrides: Sequence[str]) ->
     return f"{did_you_mean(wrong, [*keys, *groups], '.'.join([*path, '']))}; valid here: {', '.join(keys)}"
 
 
+def _choices_with(unknown: str, folders: Folders) -> list[str]:
+    """Return the choices of a group that have this key, such as `kl.coefficient`; empty if it is no key of a choice."""
+    import yaml
+
+    group, _, key = unknown.rpartition(".")
+    if not group or not is_group(group, folders):
+        return []
+    places = [Path(folder) / group for folder in (conf_dir(), *folders)]
+    files = sorted(file for place in places for file in place.glob("*.yaml"))
+    return [file.stem for file in files if key in (yaml.safe_load(file.read_text(encoding="utf-8")) or {})]
+
+
 def _removed(key: str) -> str:
     return f"{key}: the key was removed; leave it away, and {REMOVED[key][1]}"
 
@@ -365,7 +384,10 @@ def explain(error: Exception, folders: Folders = (), overrides: Sequence[str] = 
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         asking = re.match(r"In '([^']+)'", lines[0])
         where = f" (in {asking[1]}.yaml)" if asking and asking[1] not in _OURS else ""
-        return no_choice(group, name, sorted(error.options), where)
+        return no_choice(group, name, sorted(error.options), where, folders)
+    if having := _choices_with(unknown, folders):
+        group = unknown.rpartition(".")[0]
+        return f"{unknown}: the chosen {group} has no such setting; choices that have it: {', '.join(having)}"
     cause = error.__cause__
     if cause is not None:
         lines += [line.strip() for line in str(cause).splitlines() if line.strip() and line.strip() not in lines]

@@ -410,3 +410,14 @@ def test_the_leave_one_out_is_the_papers() -> None:
     assert config.async_mode.k == 8
     config = compose(["recipe=scalerl", "scale=paper", "variant=length_control_penalty"])
     assert (config.length_control.limit, config.length_control.buffer) == (14336, 2048)
+
+
+def test_a_refusal_names_the_choices_that_have_the_setting_and_the_users_own(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"kl\.coefficient: the chosen kl has no such setting; .*fixed"):
+        compose(["kl.coefficient=0.1"])
+    with pytest.raises(ConfigurationError, match=r"loss=mine: no such choice; .*of your own needs --config-dir FOLDER"):
+        compose(["loss=mine"])
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss" / "mine.yaml").write_text("_target_: lightning_scalerl.axes.loss.DAPO\n")
+    with pytest.raises(ConfigurationError, match=r"no such choice; use loss=mine, or write variant/loss_mine\.yaml"):
+        compose(["variant=loss_mine"], [str(tmp_path)])

@@ -606,7 +606,7 @@ def test_a_toys_settings_do_not_run_on_another_model_in_silence(tiny_model_path:
 
     with pytest.raises(ConfigurationError, match=r"scale: .*made for arithmetic_base_model, and this is another model"):
         ScaleRL(tiny_model_path)
-    with pytest.raises(ConfigurationError, match=r"scale: .*choose scale=0\.6b, 1\.7b, 8b or one of yours"):
+    with pytest.raises(ConfigurationError, match=r"scale: .*choose scale=trial for a first try, 0\.6b, 1\.7b"):
         plan_members([["model=path", f"model.path={tiny_model_path}"]])
     ScaleRL(tiny_model_path, overrides=["scale=arithmetic"])
     plan_members([["model=path", f"model.path={tiny_model_path}", "scale=paper"]])
