@@ -163,7 +163,7 @@ class ScaleRL(LightningModule):
         batch = replace(batch.to(self.device), packed=self.policy.packs)
         optimizer = self.optimizers()
         with self.meter.phase("train"):
-            size = self.recipe.batch.a_pass
+            size = self.recipe.batch.pass_size
             rows = self._credited(self.ranks.rows(batch, size))
             batch = self.ranks.gather_rows(batch, rows)
             key = (self.seed, SELECTION_STREAM, self.completed_steps)
@@ -196,7 +196,7 @@ class ScaleRL(LightningModule):
 
     def _credited(self, rows: TrainBatch) -> TrainBatch:
         """Make the forward passes before the first update, and return the rows with per-token credit."""
-        size = self.recipe.batch.a_pass
+        size = self.recipe.batch.pass_size
         rows = scored_before(rows, self.choices, self.policy, self.reference, self.critic, size, self.ranks)
         return token_credit(rows, self.choices, self.ranks.sum, remember=True)
 
@@ -207,7 +207,7 @@ class ScaleRL(LightningModule):
         teacher = self.reference if self.choices.kl_in_update else None
         measured = torch.zeros_like(rows.generator_logprobs)  # distances to the teacher over the vocabulary
         with self.ranks.unsynchronized():
-            for numbers, micro_batch in self.ranks.passes(rows, self.recipe.batch.a_pass):
+            for numbers, micro_batch in self.ranks.passes(rows, self.recipe.batch.pass_size):
                 with_gradient = self.choices.entropy.acts
                 logprobs, entropies, *more = self.policy(micro_batch, entropy_gradient=with_gradient, teacher=teacher)
                 values = None if self.critic is None else self.critic(micro_batch)

@@ -23,7 +23,7 @@ def generator_gaps(path: DataPath, batch: TrainBatch, done: Pass) -> Tensor:
         return torch.zeros(0)
     trainer_logprobs, _ = whole(batch, done.parts)
     asked = path.generator if path.driver.may_probe else None
-    trained, size = path.stage.models.trained, path.stage.recipe.batch.a_pass
+    trained, size = path.stage.models.trained, path.stage.recipe.batch.pass_size
     version = path.stream.completed_steps
     return logprob_gaps(batch, trainer_logprobs, trained, version, size, asked, lambda: _asking(path))
 
