@@ -36,7 +36,7 @@ from lightning_scalerl.task.base import NoReward
 
 # A bound that never acts, for trainers that cannot turn a bound off: gradients and ratios stay below it (ratios are
 # capped at exp(20) here and in verl).
-NEVER = 1e9
+NO_BOUND = 1e9
 # Reason in `Translation.missing` for choices that the user has defined.
 OWN = "a choice of your own"
 

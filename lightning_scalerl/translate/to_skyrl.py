@@ -30,7 +30,7 @@ from lightning_scalerl.axes.length_control import Penalty
 from lightning_scalerl.axes.loss import CISPO, DPPO, GSPO, SAPO, ClipCov, KLCov, Reinforce
 from lightning_scalerl.axes.truncated import MaskTruncated
 from lightning_scalerl.translate.record import (
-    NEVER,
+    NO_BOUND,
     Run,
     Translation,
     by_deviation,
@@ -202,7 +202,7 @@ def _optimizer(run: Run, into: Translation) -> None:
         lr=run.lr,
         adam_betas=[optimizer.beta1, optimizer.beta2],
         weight_decay=optimizer.weight_decay,
-        max_grad_norm=optimizer.clip_norm or NEVER,
+        max_grad_norm=optimizer.clip_norm or NO_BOUND,
     )
     if optimizer.eps != ADAM_EPS:
         into.lacks("optimizer.eps", optimizer.eps, f"it is torch's there; optimizer.eps={ADAM_EPS:g} is translated")

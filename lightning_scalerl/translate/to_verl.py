@@ -34,7 +34,7 @@ from lightning_scalerl.axes.length_control import Penalty
 from lightning_scalerl.axes.loss import CISPO, DPPO, GMPO, GSPO, SAPO, ClipCov, KLCov, Reinforce
 from lightning_scalerl.axes.truncated import MaskTruncated
 from lightning_scalerl.translate.record import (
-    NEVER,
+    NO_BOUND,
     Run,
     Translation,
     by_deviation,
@@ -112,7 +112,7 @@ def _loss(run: Run, into: Translation) -> None:
         mode = "gspo" if isinstance(loss, GSPO) else "vanilla"
         into.under(ACTOR, "loss", policy_loss__loss_mode=mode, clip_ratio_low=clips[0], clip_ratio_high=clips[1])
         if mode == "vanilla":
-            into.under(ACTOR, "loss", clip_ratio_c=NEVER)  # turns off the dual clip
+            into.under(ACTOR, "loss", clip_ratio_c=NO_BOUND)  # turns off the dual clip
     beta = kl_term(run, into, type(aggregation), "the distance is averaged as the loss is there")
     if beta is not None:
         into.under(ACTOR, "kl", use_kl_loss=bool(beta), kl_loss_coef=beta, kl_loss_type="low_var_kl")
@@ -230,7 +230,7 @@ def _optimizer(run: Run, into: Translation) -> None:
         lr=run.lr,
         betas=[optimizer.beta1, optimizer.beta2],
         weight_decay=optimizer.weight_decay,
-        clip_grad=optimizer.clip_norm or NEVER,
+        clip_grad=optimizer.clip_norm or NO_BOUND,
         override_optimizer_config={"eps": optimizer.eps},
     )
     if optimizer.dropout:

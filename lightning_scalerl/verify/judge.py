@@ -45,7 +45,7 @@ _FIELDS = re.compile(r"\{(prompt|question|answer|completion)\}")
 # Settings that change neither a verdict nor its cost.
 OPERATIONAL = frozenset({"url", "key_env", "cache", "timeout_s", "retries", "concurrency"})
 # Number of characters at the end of a judge's answer that are searched for a verdict.
-_LAST = 20_000
+_MAX_CHARACTERS = 20_000
 # Seconds that a worker may need beyond the limit on an answer, to start a request and to write the cache.
 _OVERHEAD_S = 2.0
 
@@ -264,7 +264,7 @@ class Judge:
 
     def _verdict(self, text: str) -> float | None:
         """Return the reward that a judge's answer states, or None if it states none."""
-        found = list(re.finditer(self.pattern, text[-_LAST:]))
+        found = list(re.finditer(self.pattern, text[-_MAX_CHARACTERS:]))
         word = ((found[-1][1] or "") if found else "").strip().lower()
         if word in _WORDS:
             return _WORDS[word]

@@ -45,7 +45,7 @@ from lightning_scalerl.model.policy import MAX_LOGITS
 # Number of prompts prefilled in one forward pass, ahead of the slots they will need.
 PREFILL_PROMPTS = 16
 # Replaces a temperature of 0: with it, the most likely token gets all of the probability.
-COLDEST = 1e-6
+MIN_TEMPERATURE = 1e-6
 # Number of rollouts whose cache is recomputed in one forward pass.
 RECOMPUTED_ROLLOUTS = 64
 
@@ -316,7 +316,7 @@ class TorchGenerator:
         own = [occupant.request.temperature for occupant in self._slots.occupants]
         if all(temperature is None for temperature in own):
             return usual
-        chosen = [usual if temperature is None else max(temperature, COLDEST) for temperature in own]
+        chosen = [usual if temperature is None else max(temperature, MIN_TEMPERATURE) for temperature in own]
         return torch.tensor(chosen, dtype=torch.float32, device=self.device).unsqueeze(1)
 
     def _holds_stop_text(self, stop_text: StopText) -> Tensor:
