@@ -141,7 +141,7 @@ class TorchGenerator:
         self._queue: deque[_Pending] = deque()
         self._prefilled: deque[_Prefilled] = deque()
         # Unreported work of recomputing caches: tokens, and tokens attended to.
-        self._owed = [0, 0]
+        self._unreported = [0, 0]
 
     @staticmethod
     def check_model(model: nn.Module, sampling: SamplingSettings, **_: Any) -> None:
@@ -340,8 +340,8 @@ class TorchGenerator:
         Returns:
             Their prefill logits; then the prefill work as tokens, tokens attended to, and prompts or insertions.
         """
-        (tokens, context), self._owed = self._owed, [0, 0]
-        logits, used, seen = self._go_on()
+        (tokens, context), self._unreported = self._unreported, [0, 0]
+        logits, used, seen = self._resume_answered()
         tokens, context, prompts = tokens + used, context + seen, len(logits)
         # Slots that are kept for waiting rollouts are not free.
         most = self._slots.most - self._between.held_slots
@@ -360,7 +360,7 @@ class TorchGenerator:
                 self._prefilled.popleft()
         return logits, tokens, context, prompts
 
-    def _go_on(self) -> tuple[list[Tensor], int, int]:
+    def _resume_answered(self) -> tuple[list[Tensor], int, int]:
         """Give slots to rollouts with an answer; return their logits, and the work as tokens and tokens attended to."""
         logits: list[Tensor] = []
         tokens = context = 0
@@ -394,7 +394,7 @@ class TorchGenerator:
             _, caches, computed = encode(self.policy.model, [self._slots.cached(slot) for slot in slots], self.device)
             for slot, keys_values in zip(slots, caches, strict=True):
                 self._slots.cache.fill(slice(slot, slot + 1), keys_values)
-            self._owed = [owed + more for owed, more in zip(self._owed, computed, strict=True)]
+            self._unreported = [total + more for total, more in zip(self._unreported, computed, strict=True)]
 
     def _draw(self, request: GroupRequest) -> Tensor:
         """Draw the uniform numbers (completions, max_new_tokens) that decide all tokens of a group."""
@@ -413,7 +413,7 @@ class TorchGenerator:
         self._prefilled.clear()
         self._slots.occupants.clear()
         self._between.clear()
-        self._owed = [0, 0]
+        self._unreported = [0, 0]
 
     def close(self) -> None:
         """Do nothing: all its memory belongs to this process."""
@@ -424,7 +424,7 @@ class TorchGenerator:
             "version": self._version,
             # Saved even with nothing in flight: the next rollouts may be sampled with these weights.
             "weights": self.policy.weights(),
-            "owed": list(self._owed),
+            "owed": list(self._unreported),
             "queue": [each.state() for each in self._queue],
             "prefilled": [
                 {
@@ -442,7 +442,7 @@ class TorchGenerator:
         """Continue exactly where `state_dict` was taken."""
         self._version = state["version"]
         self.policy.load_weights(state["weights"])
-        self._owed = list(state["owed"])
+        self._unreported = list(state["owed"])
         self._queue = deque(map(_Pending.from_state, state["queue"]))
         self._prefilled = deque()
         for entry in state["prefilled"]:
