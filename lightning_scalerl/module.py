@@ -29,7 +29,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 from lightning_scalerl.callbacks.base import without_tips
-from lightning_scalerl.callbacks.evaluate import Evaluate, evaluation_of, owed, validate_now
+from lightning_scalerl.callbacks.evaluate import Evaluate, evaluation_due, evaluation_of, validate_now
 from lightning_scalerl.callbacks.predict import Prediction, predicted
 from lightning_scalerl.callbacks.trainer import count_from, warn_of_pytorch_lightning
 from lightning_scalerl.distributed.checkpoint_folder import is_folder
@@ -390,14 +390,14 @@ class ScaleRL(LightningModule):
                 self.sampling = sampling
             return
         steps = self.completed_steps
-        self._data_path, goes_on = set_up_fit(made_for, self.meter, settings, self.continuation, self._data_path, steps)
+        self._data_path, resumes = set_up_fit(made_for, self.meter, settings, self.continuation, self._data_path, steps)
         self.critic = self.models.critic
         self.terms = terms(self.choices)
         if self._data_path is None:
             self.stream = Follower()  # type: ignore[assignment]  # it only counts steps
         else:
             self.sampling, self.stream = self._data_path.sampling, self._data_path.stream
-        if goes_on:
+        if resumes:
             self.stream.completed_steps = steps
             count_from(self.trainer, steps)
         else:
@@ -442,7 +442,7 @@ class ScaleRL(LightningModule):
         self.ranks.check_alike("checkpoint: completed steps", steps)
         self.records.begin(self.trainer, self.ranks, self._data_path)
         self.ranks.share(lambda: self.data_path.publish_again())
-        if steps >= self.trainer.max_steps and owed(self.trainer, steps):
+        if steps >= self.trainer.max_steps and evaluation_due(self.trainer, steps):
             self.meter.start()
             if not validate_now(self.trainer, last=True):
                 # Do not save: nothing is new, and Lightning's counters are not restored yet.

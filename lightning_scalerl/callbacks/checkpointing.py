@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_scalerl.callbacks.base import without_tips
 from lightning_scalerl.callbacks.checkpoint_file import IDENTITY, damage, written_directly
-from lightning_scalerl.callbacks.evaluate import owed
+from lightning_scalerl.callbacks.evaluate import evaluation_due
 from lightning_scalerl.callbacks.run import Run, run_of
 from lightning_scalerl.callbacks.run_log import PassedOver, RunLog
 from lightning_scalerl.checks import ConfigurationError, said, whole_number
@@ -96,7 +96,7 @@ class ResumableCheckpoint(Checkpoint):
         run = run_of(pl_module)
         step = run.completed_steps
         # If the evaluation after the last step was interrupted, the run must resume to repeat it.
-        last = step >= trainer.max_steps and not owed(trainer, step)
+        last = step >= trainer.max_steps and not evaluation_due(trainer, step)
         reason = run.ranks.agree(run.stop_reason)
         due = step % self.every_n_steps == 0 or step in self.keep_steps
         if last or trainer.should_stop or reason is not None or due:

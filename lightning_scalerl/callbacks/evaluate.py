@@ -26,7 +26,7 @@ from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.prompts import PromptSet
 from lightning_scalerl.stream.random_streams import EVALUATION_STREAM
 from lightning_scalerl.task.base import Task, passes
-from lightning_scalerl.task.beside import TaskWithSets
+from lightning_scalerl.task.beside import TaskWithEvaluationSets
 from lightning_scalerl.verify.verification import ErrorWatch, RewardError, Verifiers, submit_bundle
 from sweeps.run.passes import Passes, digest
 
@@ -135,7 +135,7 @@ class Evaluate(Callback):
     def settings(self, task: Task) -> dict[str, EvaluationSet]:
         """Return the settings of each held-out set of a run's task; only temperature and token limit may be None."""
         by_set = dict.fromkeys(task.eval_sets(), EvaluationSet(task))
-        if isinstance(task, TaskWithSets):
+        if isinstance(task, TaskWithEvaluationSets):
             by_set |= {name: self.sets[entry] for entry, names in task.names.items() for name in names}
         return {
             name: replace(
@@ -453,7 +453,7 @@ def evaluation_of(trainer: Trainer) -> Evaluate | None:
     return next((callback for callback in callbacks if isinstance(callback, Evaluate)), None)
 
 
-def owed(trainer: Trainer, step: int, last: bool = False) -> bool:
+def evaluation_due(trainer: Trainer, step: int, last: bool = False) -> bool:
     """Return whether an evaluation of the weights of `step` is due and not yet made; see `Evaluate.owes`."""
     evaluation = evaluation_of(trainer)
     return evaluation is not None and evaluation.owes(step, trainer.max_steps, last)

@@ -112,7 +112,7 @@ def _check_gpu() -> None:
     raise NoGpuError(f"the job asks for GPUs and torch {torch.__version__} can use none on this node ({why}); {REMEDY}")
 
 
-def devices_beside(ranks: int) -> list[str]:
+def free_devices(ranks: int) -> list[str]:
     """Return the node's GPUs on which no rank trains, named as in CUDA_VISIBLE_DEVICES; empty if there are none.
 
     Generator processes run on these GPUs.

@@ -121,13 +121,13 @@ class _Member:
             there = follower.last_step >= 0
             if checkpoint is not None and not self._command.anew and not there:
                 self._check_begun(earlier, checkpoint)
-            goes_on = not self._command.anew and (
+            resumes = not self._command.anew and (
                 checkpoint is not None or (there and self._command.checkpoints is None)
             )
-            follower.began_anew, follower.again = not goes_on, bool(self._attempts)
+            follower.began_anew, follower.again = not resumes, bool(self._attempts)
             if (cut := self._source.seal()) is not None:
                 self._cuts.append(cut)
-            self._start_and_follow(goes_on, checkpoint, lock)
+            self._start_and_follow(resumes, checkpoint, lock)
         finally:
             self._journal.close()
 
@@ -217,10 +217,10 @@ class _Member:
 
     # --- while it runs -------------------------------------------------------------------------------------------
 
-    def _start_and_follow(self, goes_on: bool, checkpoint: str | None, lock: int | None) -> None:
+    def _start_and_follow(self, resumes: bool, checkpoint: str | None, lock: int | None) -> None:
         command, run_dir = self._command, self._run_dir
         words = [*command.words]
-        if goes_on:
+        if resumes:
             self._went_on_from = checkpoint
             words += [word.replace("{checkpoint}", checkpoint or "") for word in command.add]
         for name, text in command.files.items():
@@ -233,7 +233,7 @@ class _Member:
         # Written before the start: after a power cut the next attempt needs to know where this one began.
         cuts = {"cuts": [[cut.at, cut.before] for cut in self._cuts]} if self._cuts else {}
         self._journal.attempt(self._follower.last_step, **cuts)
-        attempt = {"attempts": self._attempts, "words": words, "folder": str(command.folder), "goes_on": goes_on}
+        attempt = {"attempts": self._attempts, "words": words, "folder": str(command.folder), "goes_on": resumes}
         write_json(run_dir / ATTEMPT_FILE, attempt)
         self._write_semantics(words)
         print(f"  {' '.join(words)}\n  compute is {command.compute.text}", flush=True)
