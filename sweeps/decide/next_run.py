@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from sweeps.as_json import AsJson
 from sweeps.curve import Array
 from sweeps.decide.reach import check_budget
-from sweeps.decide.standing import Standing, stand
+from sweeps.decide.standing import Standing, find_standing
 from sweeps.decide.wording import outcome_sentence
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import reward_at, spacing
@@ -292,7 +292,7 @@ def choice_of(fits: Sequence[Fit], margin: float | None = None) -> Choice:
     Raises:
         UserError: margin is negative or not a number.
     """
-    return Choice(fits, stand(fits, margin))
+    return Choice(fits, find_standing(fits, margin))
 
 
 def settle(choice: Choice, limit: float | None = None) -> Settlement:

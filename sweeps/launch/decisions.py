@@ -179,7 +179,7 @@ def _next(state: MemberState, ended: Ended, policy: Policy) -> Action:
     # The member ended, or was asked to stop, before this command began: the command runs it again.
     if policy.again and (ended.earlier or stopped):
         return Retry(run, event, failure, ended.reason)
-    return GiveUp(run, event, failure, _told(event, ended.kind), ended.reason)
+    return GiveUp(run, event, failure, _reported_end(event, ended.kind), ended.reason)
 
 
 def _finish(run: str, fields: Mapping[str, Any], reason: str | None, known: bool = False) -> Finish:
@@ -188,7 +188,7 @@ def _finish(run: str, fields: Mapping[str, Any], reason: str | None, known: bool
     return Finish(run, None if known else "finished", fields, reason)
 
 
-def _told(state: str, kind: str | None) -> str:
+def _reported_end(state: str, kind: str | None) -> str:
     """Return the end of a member that was given up, as reported to observers."""
     return "cancelled" if state == "failed" and kind in ("cancelled", "stopped") else state
 
@@ -242,4 +242,4 @@ def _over(member: MemberState, reason: str) -> GiveUp:
 
 
 def _given_up_before(member: MemberState) -> GiveUp:
-    return GiveUp(member.run, state=_told(member.state, member.kind), reason=member.reason)
+    return GiveUp(member.run, state=_reported_end(member.state, member.kind), reason=member.reason)

@@ -87,7 +87,7 @@ class LiveRace:
         begun = self._record.rules
         if begun is None:
             return
-        asked = self._settings.rules(self._settings.budget or begun.budget).going_on(begun)
+        asked = self._settings.rules(self._settings.budget or begun.budget).resumed_from(begun)
         for name in ("budget", "p_ahead", "looks", "first", "growth", "loss"):
             if getattr(asked, name) != getattr(begun, name):
                 raise UserError(
