@@ -81,7 +81,7 @@ class Evaluate(Callback):
         self._given: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if prompts != _RECIPES:
             self._given["prompts"] = prompts
-        self._taken: dict[str, Any] = {}
+        self._applied: dict[str, Any] = {}
         self.follow({})
         self.passes: dict[str, Passes] = {}  # results of the last evaluation, by set
         self.is_last = False  # no step follows the weights that are evaluated next, so all sets are due
@@ -95,14 +95,14 @@ class Evaluate(Callback):
             ConfigurationError: a value is invalid.
         """
         # An attribute that a script has assigned since the last call counts as given.
-        self._given |= {name: getattr(self, name) for name, was in self._taken.items() if getattr(self, name) != was}
+        self._given |= {name: getattr(self, name) for name, was in self._applied.items() if getattr(self, name) != was}
         values = {**_DEFAULTS, **{name: settings[name] for name in _DEFAULTS if name in settings}, **self._given}
         self.every_n_steps = whole_number("evaluation.every_n_steps", values["every_n_steps"])
         self.samples = whole_number("evaluation.samples", values["samples"])
         self.seed: int = values["seed"]
         limit = values["prompts"]
         self.prompts = None if limit is None else whole_number("evaluation.prompts", limit)
-        self._taken = {name: getattr(self, name) for name in _DEFAULTS}
+        self._applied = {name: getattr(self, name) for name in _DEFAULTS}
 
     @property
     def tasks(self) -> dict[str, Task]:

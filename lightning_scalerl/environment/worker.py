@@ -51,7 +51,7 @@ class Worker:
         if history is not None and history.exchanges and not getattr(user, "replayable", True):
             return Failure("replay", f"{type(user).__name__} cannot be replayed (replayable = False)")
         self._environment = wrapped(user)
-        last = self._limited(self._environment.reset(row, seed))
+        last = self._sanitized(self._environment.reset(row, seed))
         if history is None:
             return last
         expected = history.start
@@ -64,18 +64,18 @@ class Worker:
     def step(self, turn: Turn) -> Observation:
         """Answer a turn of the model."""
         assert self._environment is not None
-        return self._limited(self._environment.step(turn))
+        return self._sanitized(self._environment.step(turn))
 
     def finish(self) -> Observation:
         """End the conversation."""
         assert self._environment is not None
-        return self._limited(self._environment.finish())
+        return self._sanitized(self._environment.finish())
 
     def close(self) -> None:
         """Drop the instance."""
         self._environment = None
 
-    def _limited(self, observation: Observation) -> Observation:
+    def _sanitized(self, observation: Observation) -> Observation:
         """Cut an observation's texts to `most_characters` in all, and replace characters that are not Unicode."""
         left, cut = self._most_characters, 0
 

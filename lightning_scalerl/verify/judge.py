@@ -191,7 +191,7 @@ class Judge:
         if missing:
             # Each answer is stored at once: if the process dies before the last one, the others are not paid again.
             new = self.endpoint.ask(
-                [bodies[key] for key in missing], lambda number, answer: self._kept(missing[number], answer)
+                [bodies[key] for key in missing], lambda number, answer: self._store_answer(missing[number], answer)
             )
             answers |= zip(missing, new, strict=True)
         paid = {key: keys.index(key) for key in missing}  # first completion with each question
@@ -202,7 +202,7 @@ class Judge:
         answer = None if self.answers is None else self.answers.get(key)
         return None if answer is None or self._verdict(answer.text) is None else answer
 
-    def _kept(self, key: str, answer: Answer | JudgeError) -> Answer | JudgeError:
+    def _store_answer(self, key: str, answer: Answer | JudgeError) -> Answer | JudgeError:
         """Store a new answer and return the stored one, or an error if it has no verdict."""
         if isinstance(answer, JudgeError):
             return answer
