@@ -20,7 +20,7 @@ from lightning_scalerl.measure.heartbeat import MeterHeartbeat, spent_by_heartbe
 from sweeps.run.interruption import RunInterruptedError
 from sweeps.run.journal import JOURNAL_FILE, Journal, JournalView, read_journal
 from sweeps.run.passes import Passes, write_passes
-from sweeps.run.provenance import code_changes, code_facts, own_files, said
+from sweeps.run.provenance import changes_line, code_changes, code_facts, own_files
 
 log = logging.getLogger(__name__)
 
@@ -227,9 +227,9 @@ class RunLog(Recorder):
             self._close()
             raise ConfigurationError(
                 f"launch.strict_code: the code is not the one that this run was made with until step {step} "
-                f"({said(changes)}); go back to that code, or go on with launch.strict_code=false"
+                f"({changes_line(changes)}); go back to that code, or go on with launch.strict_code=false"
             )
-        print(f"warning: from step {step} on with other code: {said(changes)}", file=sys.stderr, flush=True)
+        print(f"warning: from step {step} on with other code: {changes_line(changes)}", file=sys.stderr, flush=True)
 
     def _close(self, finished: bool = False) -> None:
         heartbeat, self._heartbeat = self._heartbeat, None

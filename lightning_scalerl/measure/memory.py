@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_scalerl.axes.adapter import LoRA
 from lightning_scalerl.axes.kl import KL
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.checks import ConfigurationError, error_line
 from lightning_scalerl.distributed.ranks import BUFFER
 from lightning_scalerl.distributed.sharded import blocks
 from lightning_scalerl.generator.memory import GIB, cache_gib
@@ -190,7 +190,7 @@ def measure(skeleton: Callable[[], nn.Module], recipe: Recipe, partners: int = 1
             lengths = (context.max_prompt_tokens, context.max_new_tokens)
             activations = _pass_bytes(policy, rows, *lengths, packed=recipe.batch.packed, parts=parts)
     except (RuntimeError, NotImplementedError, TypeError) as error:
-        raise ConfigurationError(f"model: its memory cannot be foretold ({said(error)})") from error
+        raise ConfigurationError(f"model: its memory cannot be foretold ({error_line(error)})") from error
     sizes = (activations, cache, rows * length, length, sum(on_host), whole, partners)
     return Measured(parameters, trained, weights, body, layers, *sizes)
 
@@ -370,7 +370,9 @@ def from_config(path: str) -> Callable[[], nn.Module]:
     try:
         config = AutoConfig.from_pretrained(path, **options)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"model.path: {path!r} holds no readable configuration ({said(error)})") from error
+        raise ConfigurationError(
+            f"model.path: {path!r} holds no readable configuration ({error_line(error)})"
+        ) from error
     return partial(AutoModelForCausalLM.from_config, config, dtype=torch.float32)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from lightning_scalerl.cache import cache_dir
-from lightning_scalerl.checks import ConfigurationError, not_negative, positive, said, whole_number
+from lightning_scalerl.checks import ConfigurationError, error_line, not_negative, positive, whole_number
 from lightning_scalerl.rollouts.grade import Charge, Grade, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.verify.judge_client import Answer, AnswerCache, Endpoint, JudgeError, question_key
@@ -217,7 +217,7 @@ class Judge:
             # A stored answer without a verdict under the current pattern is replaced.
             return stored if self._verdict(stored.text) is not None else self.answers.put(key, answer, replace=True)
         except OSError as error:
-            log.warning("judge: an answer is not in the cache and will be paid again (%s)", said(error))
+            log.warning("judge: an answer is not in the cache and will be paid again (%s)", error_line(error))
             return answer
 
     def _grade(self, key: str, answer: Answer | JudgeError, paid: bool) -> Grade | Exception:

@@ -24,7 +24,7 @@ from sweeps.run.job import current
 from sweeps.run.journal import CONFIG_FILE, LOG_FILE, SEMANTICS_FILE, Journal, JournalView
 from sweeps.run.lease import Lease
 from sweeps.run.progress import check_own, is_done, journal_or_none
-from sweeps.run.provenance import code_changes, code_facts, said, versions
+from sweeps.run.provenance import changes_line, code_changes, code_facts, versions
 from sweeps.run.repair import find_break, mend
 from sweeps.run.spec import RunSpec
 from sweeps.run.writer import sole_writer
@@ -208,11 +208,11 @@ class _Member:
             notes += [] if changed or not before else list(code_changes(before[0], facts))
         if notes and self._spec.config["launch"].get("strict_code"):
             raise UserError(
-                f"launch.strict_code: {said(notes)}; go back to that, launch what you want under its own identity, or "
-                "go on with launch.strict_code=false"
+                f"launch.strict_code: {changes_line(notes)}; go back to that, launch what you want under its own "
+                "identity, or go on with launch.strict_code=false"
             )
         if notes:
-            print(f"warning: {said(notes)}", flush=True)
+            print(f"warning: {changes_line(notes)}", flush=True)
         return facts
 
     # --- while it runs -------------------------------------------------------------------------------------------

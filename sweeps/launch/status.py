@@ -24,7 +24,7 @@ from sweeps.run.files import end_of
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, find_runs
 from sweeps.run.lease import BEAT_S, alive, heartbeat_time, held_leases
 from sweeps.run.progress import is_done, journal_or_none, last_metrics, looks_whole, trouble, why_final
-from sweeps.run.provenance import said
+from sweeps.run.provenance import changes_line
 from sweeps.run.spec import budget_of
 
 # States of members, the most important for readers first.
@@ -244,7 +244,7 @@ def _since_resumed(run_dir: Path) -> tuple[str | None, str | None]:
     view = journal_or_none(run_dir) if b'"kind":"resume"' in raw else None
     if view is None:
         return None, None
-    changes = [f"from step {max(0, change.step)}: {said(change.what)}" for change in view.code_changes]
+    changes = [f"from step {max(0, change.step)}: {changes_line(change.what)}" for change in view.code_changes]
     return "; ".join(changes) or None, view.missing
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from sweeps.run.journal import SEMANTICS_FILE, JournalView, finite
-from sweeps.run.provenance import said
+from sweeps.run.provenance import changes_line
 
 
 def mechanism_counters(runs: Sequence[JournalView]) -> dict[str, dict[str, float]]:
@@ -119,7 +119,7 @@ def code_changes(runs: Sequence[JournalView]) -> list[str]:
     """Return a warning for each code change between a run's valid records."""
     return [
         f"{view.header.get('recipe')} seed {view.header.get('seed')}: from step {max(0, change.step)} on with other "
-        f"code: {said(change.what)}"
+        f"code: {changes_line(change.what)}"
         for view in runs
         for change in view.code_changes
     ]

@@ -14,7 +14,7 @@ from sweeps.executor.failure import BLAMES_NODE, KINDS, NO_RETRIES, first_line, 
 from sweeps.executor.node.attempts import Attempt
 from sweeps.executor.slurm.ending import why_ended
 from sweeps.executor.slurm.scheduler import ENDED, JobInfo
-from sweeps.executor.slurm.submitter import said
+from sweeps.executor.slurm.submitter import with_remedy
 
 
 class OutOfMemoryError(RuntimeError):
@@ -256,7 +256,7 @@ def test_the_log_is_read_only_if_it_can_tell_more() -> None:
     ],
 )
 def test_a_refusal_comes_with_a_remedy(message: str) -> None:
-    text = said(message)
+    text = with_remedy(message)
     assert text.startswith(message + " -- ")
     assert any(word in text for word in ("hydra.launcher.", "sinfo", "lower "))
     assert os.linesep not in text
