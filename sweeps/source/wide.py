@@ -148,7 +148,7 @@ def read(file: File, into: Collected) -> None:
         name = f"{file.run_name}/{run}" if is_bare_seed(run) else run
         log = Log(name=name, names=(), rows=table.count, series=_no_metrics, labels=tuple(labels), label=labels.get)
         recipe, factors = recipe_of(log, str(file.path), into)
-        recipe, hidden = asked.parted(recipe)
+        recipe, hidden = asked.split_seed(recipe)
         seed = labels.get("seed") or hidden
         points = into.points(recipe, factors, axis, "reward", str(file.path), labels.get("baseline"))
         points.own_seeds |= seed is not None
