@@ -197,7 +197,7 @@ def wished_actions(
     states: Mapping[str, MemberState],
     wish: Wish,
     at_work: Collection[str],
-    asked: Mapping[str, str],
+    stop_reasons: Mapping[str, str],
     waiting: Sequence[str],
     held: Sequence[str],
 ) -> list[Action]:
@@ -207,7 +207,7 @@ def wished_actions(
         states: states by the ledger.
         wish: the decider's decision.
         at_work: members whose processes or jobs have not ended.
-        asked: by running member, the reason for which it was already asked to stop.
+        stop_reasons: by running member, the reason for which it was already asked to stop.
         waiting, held: members that do not run: those queued for submission, and those held back by an earlier wish.
 
     Returns:
@@ -215,7 +215,9 @@ def wished_actions(
         back. Each member in `waiting` or `held` gets one of the last three.
     """
     unwanted = {**wish.later, **wish.over}
-    stop = [Stop(run, reason=unwanted[run]) for run in at_work if run in unwanted and asked.get(run) != unwanted[run]]
+    stop = [
+        Stop(run, reason=unwanted[run]) for run in at_work if run in unwanted and stop_reasons.get(run) != unwanted[run]
+    ]
     idle = dict.fromkeys([*held, *waiting])
     submit = [Submit(run) for run in dict.fromkeys(wish.go_on) if run in idle and run not in wish.over]
     wanted, kept = {action.run for action in submit}, set(held)

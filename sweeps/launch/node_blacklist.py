@@ -63,7 +63,7 @@ class NodeBlacklist:
             self._finished[node] = time
         elif isinstance(node, str) and event in ("retried", "failed"):
             kind = str(entry.get("kind"))
-            cause = f"{kind}: {_alike(str(entry.get('reason')), node)}"
+            cause = f"{kind}: {_masked(str(entry.get('reason')), node)}"
             self._blames[node].append(Blame(time, entry["run"], node, kind, cause, self._serial))
         if event in ("finished", "failed"):
             self.over(entry["run"])
@@ -119,7 +119,7 @@ class NodeBlacklist:
         return {cause for cause, nodes in widespread.items() if nodes >= known}
 
 
-def _alike(reason: str, node: str) -> str:
+def _masked(reason: str, node: str) -> str:
     """Normalize a reason by masking the parts that differ between attempts: node, paths, numbers, identities."""
     reason = re.sub(rf"(?<![\w.-]){re.escape(node)}(?![\w-])", "NODE", reason)
     reason = re.sub(r"'[^']*'|\"[^\"]*\"|(?<![\w.])/\S+", "...", reason)
