@@ -86,7 +86,7 @@ class _Member:
         self._attempts = 0  # number of attempts before this one
         self._cuts: list[Cut] = []
         self._source = Source(self._command, run_dir, self._cuts)
-        self._asked: str | None = None  # the reason for which the command was asked to stop
+        self._stop_reason: str | None = None  # the reason for which the command was asked to stop
         self._log_at = 0
         self._went_on_from: str | None = None  # path of the checkpoint from which the command was resumed
         # Newest recorded checkpoint: its path and modification time, and the last step that it covers.
@@ -257,8 +257,8 @@ class _Member:
         wait_s, before = _LOOK_S, 0.0
         looked = time.monotonic()
         while (ended := tree.wait(min(wait_s, _HEED_S))) is None:
-            if self._asked is None and (reason := interruption.reason) is not None:
-                self._asked = reason
+            if self._stop_reason is None and (reason := interruption.reason) is not None:
+                self._stop_reason = reason
                 self._ask_to_stop(tree, reason)
             if time.monotonic() - looked < wait_s:
                 continue
@@ -327,10 +327,10 @@ class _Member:
             journal.checkpoint(steps)
             journal.end(steps if last < steps else last, "finished")
             return
-        if self._asked is not None:
+        if self._stop_reason is not None:
             how = f" (it did not end within {self._command.stop_within_s:g} s: killed with all that it started)"
             raise RunInterruptedError(
-                f"{self._asked} at step {last}; the command ended with {ended.how}{how if ended.killed else ''}"
+                f"{self._stop_reason} at step {last}; the command ended with {ended.how}{how if ended.killed else ''}"
             )
         if ended.code != 0:
             words = self._last_words()
