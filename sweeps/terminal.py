@@ -149,9 +149,9 @@ class Bar:
             return
         left_s = self._task.time_remaining
         status = [self._task.fields["status"], f"{duration(left_s)} left" if left_s else ""]
-        told = ", ".join(filter(None, status))
+        text = ", ".join(filter(None, status))
         count = f"{self._task.description} {self._task.completed:g}/{self._task.total:g}"
-        self._stream.write(f"{count}{': ' if told else ''}{told}\n")
+        self._stream.write(f"{count}{': ' if text else ''}{text}\n")
         self._stream.flush()
 
 

@@ -134,8 +134,8 @@ def adopt_command(options: argparse.Namespace) -> None:
         print_json(done.to_json())
         return
     count = Counter(each.what for each in done.runs)
-    said = ", ".join(f"{count[what]} {what}" for what in ("adopted", "grown", "unchanged", "skipped") if count[what])
-    print(f"{options.study}: {said}; compute is {done.axis}, reward {done.metric}\n")
+    counts = ", ".join(f"{count[what]} {what}" for what in ("adopted", "grown", "unchanged", "skipped") if count[what])
+    print(f"{options.study}: {counts}; compute is {done.axis}, reward {done.metric}\n")
     rows = [
         [
             each.what,

@@ -162,11 +162,11 @@ class _Member:
         The journal has both. Earlier versions wrote them only to the file of the newest attempt (command.json). That
         file also shows that there was an attempt if the journal is lost.
         """
-        told = read_json(self._run_dir / ATTEMPT_FILE)
+        newest = read_json(self._run_dir / ATTEMPT_FILE)
         noted = [] if earlier is None else earlier.attempts
-        number = told.get("attempts")
-        self._attempts = max(len(noted), int(earlier is not None), number if isinstance(number, int) else bool(told))
-        for entry in (told, *noted):
+        number = newest.get("attempts")
+        self._attempts = max(len(noted), int(earlier is not None), number if isinstance(number, int) else bool(newest))
+        for entry in (newest, *noted):
             found = entry.get("cuts")
             for each in found if isinstance(found, list) else ():
                 match each:

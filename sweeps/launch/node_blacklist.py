@@ -53,7 +53,7 @@ class NodeBlacklist:
         self._finished: dict[str, float] = {}
         self._serial = 0
         self._ended: dict[str, int] = {}
-        self._said: set[str] = set()
+        self._announced: set[str] = set()
 
     def note(self, entry: Mapping[str, Any]) -> None:
         """Update the history by one ledger entry."""
@@ -80,10 +80,10 @@ class NodeBlacklist:
             since = [blame.time for blame in blames if self._is_bad(blame, universal)]
             if since and now < max(since) + OUT_S:
                 excluded.append(node)
-        for node in set(excluded) - self._said:
+        for node in set(excluded) - self._announced:
             last = self._blames[node][-1]
             _log.warning("%s is kept off for an hour: it has failed several members (%s)", node, last.cause)
-        self._said = set(excluded)
+        self._announced = set(excluded)
         return tuple(excluded)
 
     def excused(self, run: str, now: float) -> dict[str, int]:

@@ -62,8 +62,8 @@ def optimizer_differences(runs: Sequence[JournalView]) -> list[str]:
     for name in _STORED:
         values = {trainer: sorted(stated[name]) for trainer, stated in by_trainer.items() if name in stated}
         if len({tuple(each) for each in values.values()}) > 1:
-            told = (f"{', '.join(each)} in {trainer}" for trainer, each in sorted(values.items()))
-            differences.append(f"{name} is {' and '.join(told)}")
+            parts = (f"{', '.join(each)} in {trainer}" for trainer, each in sorted(values.items()))
+            differences.append(f"{name} is {' and '.join(parts)}")
     if not differences:
         return []
     return [f"optimizers differ between trainers, which can matter as much as recipes: {'; '.join(differences)}"]
