@@ -64,10 +64,10 @@ def _belongs_in_command(entry: str) -> bool:
 
 def _python(overrides: Sequence[str]) -> str:
     """Return the interpreter that a member's overrides name, after a check of its TRL."""
-    named = [entry.partition("=")[2] for entry in overrides if entry.lstrip("+").startswith(f"{GROUP}.python=")]
-    if not named:
+    interpreters = [entry.partition("=")[2] for entry in overrides if entry.lstrip("+").startswith(f"{GROUP}.python=")]
+    if not interpreters:
         raise ConfigurationError(f"{GROUP}.python: needs a value; name the interpreter of an environment that has TRL")
-    return _checked_interpreter(str(Path(named[-1]).expanduser().absolute()))
+    return _checked_interpreter(str(Path(interpreters[-1]).expanduser().absolute()))
 
 
 @cache  # starting the interpreter and importing torch takes seconds

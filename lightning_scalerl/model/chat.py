@@ -313,8 +313,8 @@ class Rendering:
             for number in sorted(ids - self.stop_tokens)
             if not self.tokenizer.decode([number], skip_special_tokens=True)
         ]
-        named: list[str] = self.tokenizer.convert_ids_to_tokens(special)
-        return sorted(named, key=lambda token: "reserved" in token or "unused" in token)
+        tokens: list[str] = self.tokenizer.convert_ids_to_tokens(special)
+        return sorted(tokens, key=lambda token: "reserved" in token or "unused" in token)
 
     # --- completions -------------------------------------------------------------------------------------
 

@@ -39,15 +39,15 @@ class TaskWithEvaluationSets(Task):
             field = f"evaluation.sets.{name}"
             if isinstance(task, MixtureTask):
                 raise ConfigurationError(f"{field}: its task is a mixture; give each of its tasks an entry of its own")
-            named = set_names(name, task)
-            if not named or not all(named.values()):
+            heldout = set_names(name, task)
+            if not heldout or not all(heldout.values()):
                 raise ConfigurationError(f"{field}: its task has no held-out prompts; give {field}.task.heldout")
-            if taken := sorted(set(named) & set(self._heldout)):
+            if taken := sorted(set(heldout) & set(self._heldout)):
                 raise ConfigurationError(f"{field}: there is another held-out set {taken[0]}; rename this one")
-            self.names[name] = list(named)
+            self.names[name] = list(heldout)
             self._heldout |= {
                 set_name: [replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}", source=field) for prompt in prompts]
-                for set_name, prompts in named.items()
+                for set_name, prompts in heldout.items()
             }
 
     def train_prompts(self) -> Sequence[Prompt]:

@@ -44,7 +44,7 @@ QUICK = (ExactMatch, Choice, QuestionAnswer, TruthfulAnswer)
 Reward = Mapping[str, Any] | str | Callable[..., Any]
 
 
-def named(field: str, given: Reward) -> Weighted:
+def build_weighted(field: str, given: Reward) -> Weighted:
     """Build a weighted grader from its configuration.
 
     Args:
@@ -101,7 +101,7 @@ def reward_sum(field: str, given: Sequence[Reward] | Reward) -> RewardSum:
     entries = listed(given)
     if not entries:
         raise ConfigurationError(f"{field}: give at least one of {', '.join(VERIFIERS)}, or file.py:function")
-    rewards = tuple(named(field, entry) for entry in entries)
+    rewards = tuple(build_weighted(field, entry) for entry in entries)
     names = [reward.name for reward in rewards]
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:

@@ -259,9 +259,9 @@ def baseline_of(fits: Sequence[Fit], asked: str | None = None) -> str | None:
 
 def named_baseline(curves: Sequence[Curve]) -> str | None:
     """Return the recipe among the curves that most of them name as their baseline; None if none is named."""
-    named = Counter(curve.baseline for curve in curves)
-    recipes = sorted(curve.recipe for curve in curves if named[curve.recipe])
-    return max(recipes, key=lambda recipe: named[recipe], default=None)
+    counts = Counter(curve.baseline for curve in curves)
+    recipes = sorted(curve.recipe for curve in curves if counts[curve.recipe])
+    return max(recipes, key=lambda recipe: counts[recipe], default=None)
 
 
 def _leave_one_out(
@@ -277,16 +277,16 @@ def _leave_one_out(
     if baseline not in between:
         why = f"the baseline's A is not identifiable ({base.verdict})"
         return [Contrast(recipe=fit.recipe, delta_a=None, ratio=None, delta_b=None, reason=why) for fit in variants]
-    named = [fit for fit in variants if fit.recipe in between]
+    identifiable = [fit for fit in variants if fit.recipe in between]
     # A small tolerance: rounding must not decide about a difference of exactly the margin.
-    close = [fit for fit in named if abs(asymptote_of(fit) - asymptote_of(base)) <= margin + 1e-12]
+    close = [fit for fit in identifiable if abs(asymptote_of(fit) - asymptote_of(base)) <= margin + 1e-12]
     # The mean A of the baseline and the recipes close to it; it may differ from the A of the ranking's tie.
     shared_a = shared_asymptote([base, *close])
     efficient = {} if shared_a is None else efficiencies([base, *close], shared_a, between)
     contrasts = []
     for fit in variants:
         delta_a = ratio = delta_b = None
-        if fit in named:
+        if fit in identifiable:
             variant_a, base_a = (total_draws(one, spread=between[one.recipe]) for one in (fit, base))
             delta_a = quantiles(variant_a - base_a)
         if fit in close:

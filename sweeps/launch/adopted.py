@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.errors import UserError, naming
-from sweeps.launch.ledger import RUNS_DIR, Ledger, named
+from sweeps.launch.ledger import RUNS_DIR, Ledger, member_fields
 from sweeps.launch.members import LEASE_NAME, take_lease
 from sweeps.run.files import make_private
 from sweeps.run.journal import Journal, JournalView, read_journal
@@ -202,5 +202,5 @@ def _relabelled(directory: Path, spec: RunSpec, like: RunSpec, view: JournalView
     new.write(run_dir)
     state = Ledger(directory).fold()[spec.run]
     entry = {"state": state.state, "reason": state.reason}
-    Ledger(directory).append("adopted", **{**named(new, new.checksum()), **entry})
+    Ledger(directory).append("adopted", **{**member_fields(new, new.checksum()), **entry})
     return new

@@ -22,7 +22,7 @@ from sweeps.launch import decisions
 from sweeps.launch.decider import Decider, Wish
 from sweeps.launch.decisions import Action, Adopt, Ended, Finish, GiveUp, Hold, Policy, Retry, Stop, Submit
 from sweeps.launch.labels import check_labels
-from sweeps.launch.ledger import RUNS_DIR, MemberState, after, named, read_frozen
+from sweeps.launch.ledger import RUNS_DIR, MemberState, after, member_fields, read_frozen
 from sweeps.launch.members import Members
 from sweeps.launch.node_blacklist import NodeBlacklist
 from sweeps.launch.observer import Observer
@@ -452,7 +452,7 @@ class Records:
         checksums = {spec.run: spec.checksum() for spec in (*new, *frozen)}
         known = [spec for spec in frozen if spec.run in self.states]
         changed = [spec for spec in known if self.states[spec.run].checksum != checksums[spec.run]]
-        self.note("planned", [named(spec, checksums[spec.run]) for spec in (*new, *changed)])
+        self.note("planned", [member_fields(spec, checksums[spec.run]) for spec in (*new, *changed)])
 
     def _freeze(self, specs: Sequence[RunSpec]) -> None:
         """Write specifications in parallel threads, because each waits for an fsync on a remote file system."""
