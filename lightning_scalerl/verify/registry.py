@@ -96,7 +96,7 @@ def reward_sum(field: str, given: Sequence[Reward] | Reward) -> RewardSum:
     """Build the weighted sum of one or more rewards.
 
     Raises:
-        ConfigurationError: see `named`; or two rewards have the same name.
+        ConfigurationError: see `build_weighted`; or two rewards have the same name.
     """
     entries = listed(given)
     if not entries:
