@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from sweeps.curve import Curve, make_curve
 from sweeps.decide.next_run import Step, choice_of, settle
-from sweeps.decide.standing import stand
+from sweeps.decide.standing import find_standing
 from sweeps.fit.fit import Fit, fit_curve
 
 Array = NDArray[np.float64]
@@ -61,7 +61,7 @@ def one_study(study: int) -> tuple[float, float, float, float]:
     fits = [fit_curve(revealed(c, e)) for c, e in zip(full, ends, strict=True)]
 
     def loss(known: list[Fit]) -> float:
-        chosen = stand(known, MARGIN).leader
+        chosen = find_standing(known, MARGIN).leader
         return float(truth.max() - (truth.mean() if chosen is None else truth[int(chosen[1:])]))
 
     steps = [step for step in settle(choice_of(fits)).steps if step.expected_gain is not None]

@@ -76,7 +76,7 @@ while step < {STEPS}:
         time.sleep(0.05)
     time.sleep(0.01)
 """
-AGAIN = {"killed": 2}  # a member that was killed is started again, so many times
+RETRIES = {"killed": 2}  # a member that was killed is started again, so many times
 KINDS = ("commands", "race", "search")
 DAMAGE = ("metrics.jsonl", "command.json", "spec.json", "stdout.txt", "ledger.jsonl", "race.jsonl", "optuna.jsonl")
 
@@ -158,13 +158,13 @@ class Place:
             settings = SearchSettings(SLOWEST, 2, budget=100.0 * STEPS)
             sampler: Callable[[int], Any] = lambda seed: optuna.samplers.GridSampler(grid, seed=seed)  # noqa: E731
             search = Search(study, axes, settings, ["seed=1"], self.planned, sampler)
-            study.run(Forked(2), observers, AGAIN, decider=search)
+            study.run(Forked(2), observers, RETRIES, decider=search)
             return
         lost = "best=0.4 wait=40" if self.kind == "race" else "best=0.6"
         specs = self.planned([f"{recipe} seed={seed}".split() for recipe in (lost, "best=0.8") for seed in (1, 2)])
         study = Study(self.study, specs)
         race = LiveRace(study, RaceSettings("live", budget=100.0 * STEPS, growth=1.3)) if self.kind == "race" else None
-        study.run(Forked(4), observers, AGAIN, decider=race)
+        study.run(Forked(4), observers, RETRIES, decider=race)
 
 
 def controller(place: Place) -> int:

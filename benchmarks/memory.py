@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 
 from lightning_scalerl.composition import load_recipe
-from lightning_scalerl.measure.memory import foretell, measure
+from lightning_scalerl.measure.memory import measure, predict_memory
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "guide" / "large_models.md"
 GIB = 2**30
@@ -80,7 +80,7 @@ def cells(family: str, sizes: dict[str, Any], tokens: int) -> list[str]:
     recipe = load_recipe("scalerl", ["scale=8b", *context, "batch.micro_batch=1", "batch.recompute=true"])
     measured = measure(partial(model, family, sizes), recipe)
     # One device generates as well, 32 rollouts at a time.
-    needed = [foretell(measured, recipe, *place, 32 if place[0] == 1 else 0).peak / GIB for place in PLACES]
+    needed = [predict_memory(measured, recipe, *place, 32 if place[0] == 1 else 0).peak / GIB for place in PLACES]
     return [f"**{gib:.0f}**" if gib <= DEVICE_GIB else f"{gib:.0f}" for gib in needed]
 
 

@@ -23,7 +23,7 @@ class CannotGoOnError(RuntimeError):
     """Error that ends training and that the user can fix, in one line."""
 
 
-def said(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return another library's error as one line: its type, and at most 200 characters of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 

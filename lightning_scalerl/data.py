@@ -16,7 +16,7 @@ from lightning_scalerl.composition import build, compose, use_folders
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.rollouts.rollout import TrainBatch
 from lightning_scalerl.task.base import Task, check_task
-from lightning_scalerl.task.beside import TaskWithSets
+from lightning_scalerl.task.beside import TaskWithEvaluationSets
 from lightning_scalerl.task.dataset import DatasetTask
 
 
@@ -56,13 +56,13 @@ class RolloutDataModule(LightningDataModule):
         self.task = self._trained = check_task(made, evaluated=False)
         self.seed = seed
 
-    def evaluate_beside(self, sets: Mapping[str, Task]) -> None:
+    def set_evaluation_sets(self, sets: Mapping[str, Task]) -> None:
         """Add held-out sets of other tasks to the task's own; they replace the sets of an earlier call.
 
         Raises:
             ConfigurationError: a task has no held-out prompts, or two sets have one name.
         """
-        self.task = TaskWithSets(self._trained, sets) if sets else self._trained
+        self.task = TaskWithEvaluationSets(self._trained, sets) if sets else self._trained
 
     def train_dataloader(self) -> _StreamLoader:
         """Return the loader of training batches from the module's rollout stream."""

@@ -29,7 +29,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 from lightning_scalerl.callbacks.base import without_tips
-from lightning_scalerl.callbacks.evaluate import Evaluate, evaluation_of, owed, validate_now
+from lightning_scalerl.callbacks.evaluate import Evaluate, evaluation_due, evaluation_of, validate_now
 from lightning_scalerl.callbacks.predict import Prediction, predicted
 from lightning_scalerl.callbacks.trainer import count_from, warn_of_pytorch_lightning
 from lightning_scalerl.distributed.checkpoint_folder import is_folder
@@ -163,7 +163,7 @@ class ScaleRL(LightningModule):
         batch = replace(batch.to(self.device), packed=self.policy.packs)
         optimizer = self.optimizers()
         with self.meter.phase("train"):
-            size = self.recipe.batch.a_pass
+            size = self.recipe.batch.pass_size
             rows = self._credited(self.ranks.rows(batch, size))
             batch = self.ranks.gather_rows(batch, rows)
             key = (self.seed, SELECTION_STREAM, self.completed_steps)
@@ -196,7 +196,7 @@ class ScaleRL(LightningModule):
 
     def _credited(self, rows: TrainBatch) -> TrainBatch:
         """Make the forward passes before the first update, and return the rows with per-token credit."""
-        size = self.recipe.batch.a_pass
+        size = self.recipe.batch.pass_size
         rows = scored_before(rows, self.choices, self.policy, self.reference, self.critic, size, self.ranks)
         return token_credit(rows, self.choices, self.ranks.sum, remember=True)
 
@@ -207,7 +207,7 @@ class ScaleRL(LightningModule):
         teacher = self.reference if self.choices.kl_in_update else None
         measured = torch.zeros_like(rows.generator_logprobs)  # distances to the teacher over the vocabulary
         with self.ranks.unsynchronized():
-            for numbers, micro_batch in self.ranks.passes(rows, self.recipe.batch.a_pass):
+            for numbers, micro_batch in self.ranks.passes(rows, self.recipe.batch.pass_size):
                 with_gradient = self.choices.entropy.acts
                 logprobs, entropies, *more = self.policy(micro_batch, entropy_gradient=with_gradient, teacher=teacher)
                 values = None if self.critic is None else self.critic(micro_batch)
@@ -390,14 +390,14 @@ class ScaleRL(LightningModule):
                 self.sampling = sampling
             return
         steps = self.completed_steps
-        self._data_path, goes_on = set_up_fit(made_for, self.meter, settings, self.continuation, self._data_path, steps)
+        self._data_path, resumes = set_up_fit(made_for, self.meter, settings, self.continuation, self._data_path, steps)
         self.critic = self.models.critic
         self.terms = terms(self.choices)
         if self._data_path is None:
             self.stream = Follower()  # type: ignore[assignment]  # it only counts steps
         else:
             self.sampling, self.stream = self._data_path.sampling, self._data_path.stream
-        if goes_on:
+        if resumes:
             self.stream.completed_steps = steps
             count_from(self.trainer, steps)
         else:
@@ -442,7 +442,7 @@ class ScaleRL(LightningModule):
         self.ranks.check_alike("checkpoint: completed steps", steps)
         self.records.begin(self.trainer, self.ranks, self._data_path)
         self.ranks.share(lambda: self.data_path.publish_again())
-        if steps >= self.trainer.max_steps and owed(self.trainer, steps):
+        if steps >= self.trainer.max_steps and evaluation_due(self.trainer, steps):
             self.meter.start()
             if not validate_now(self.trainer, last=True):
                 # Do not save: nothing is new, and Lightning's counters are not restored yet.

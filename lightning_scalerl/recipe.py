@@ -91,7 +91,7 @@ class BatchSettings:
         return self.recompute
 
     @property
-    def a_pass(self) -> PassSize:
+    def pass_size(self) -> PassSize:
         """Upper limits of one forward pass."""
         return PassSize(self.micro_batch, self.micro_tokens)
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.checks import ConfigurationError, error_line
 
 
 class Stateful(Protocol):
@@ -61,8 +61,8 @@ class StateRegistry:
                 part.load_state_dict(state[name])
             except (KeyError, IndexError, TypeError, AttributeError) as error:
                 raise ConfigurationError(
-                    f"checkpoint: its state of {name!r} does not fit this run ({said(error)}); it comes from another "
-                    "task, version or configuration"
+                    f"checkpoint: its state of {name!r} does not fit this run ({error_line(error)}); it comes from "
+                    "another task, version or configuration"
                 ) from error
 
 

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.checks import ConfigurationError, error_line
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Given:
             text, values = _text_and_values(self.called)
         except (OSError, TypeError) as error:
             raise ConfigurationError(
-                f"{self.field}: the source text of {self.function} cannot be read ({said(error)}), and a run is "
+                f"{self.field}: the source text of {self.function} cannot be read ({error_line(error)}), and a run is "
                 "identified by it; give a function that is written with def or lambda in a file or a notebook, or "
                 '"file.py:function"'
             ) from error
@@ -139,8 +139,8 @@ class Given:
             return {"field": self.field, "sent": cloudpickle.dumps(self.called)}
         except Exception as error:
             raise ConfigurationError(
-                f"{self.field}: {self.function} cannot be sent to the process that grades ({said(error)}); make what "
-                "it holds (a model, a client, a lock) inside of it, or write it into a file and give "
+                f"{self.field}: {self.function} cannot be sent to the process that grades ({error_line(error)}); make "
+                "what it holds (a model, a client, a lock) inside of it, or write it into a file and give "
                 f'"file.py:{self.function}"; verify.workers=0 grades in the trainer\'s own process, where nothing can '
                 "stop it if it hangs"
             ) from error

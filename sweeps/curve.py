@@ -108,8 +108,8 @@ class Curve:
         if self.limits is not None or self.lower_is_better or self.range == (0, 1):
             return self.warnings
         low, high = self.seen or (self.reward.min(), self.reward.max())
-        told = "A has no bounds" if self.range is None else "taken for a scale from {:g} to {:g}".format(*self.range)
-        note = f"rewards run from {low:.4g} to {high:.4g}, outside [0, 1]: {told}; --bounds gives others"
+        scale = "A has no bounds" if self.range is None else "taken for a scale from {:g} to {:g}".format(*self.range)
+        note = f"rewards run from {low:.4g} to {high:.4g}, outside [0, 1]: {scale}; --bounds gives others"
         return (*self.warnings, note)
 
     @property

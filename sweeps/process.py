@@ -237,11 +237,11 @@ class Tree:
         self._tell(
             {"words": list(words), "env": dict(env), "folder": str(folder), "out": None if out is None else str(out)}
         )
-        said = self._hear(None) or {"failed": "the process that starts it has ended"}
-        if "failed" in said:
+        reply = self._hear(None) or {"failed": "the process that starts it has ended"}
+        if "failed" in reply:
             self._guard.wait()
-            raise ChildProcessError(f"{words[0]!r} cannot be started in {folder}: {said['failed']}")
-        self.pid: int = said["started"]
+            raise ChildProcessError(f"{words[0]!r} cannot be started in {folder}: {reply['failed']}")
+        self.pid: int = reply["started"]
 
     def __enter__(self) -> Tree:
         return self
@@ -259,14 +259,14 @@ class Tree:
 
     def wait(self, timeout_s: float) -> Ended | None:
         """Wait up to `timeout_s` for the end of the command; return None while it runs."""
-        said = self._hear(timeout_s)
-        if said is None:
+        reply = self._hear(timeout_s)
+        if reply is None:
             return None
-        if not said:
+        if not reply:
             # The guard was killed from outside. The command runs in its session; nothing else is known about it.
             kill_group(self._guard.pid)
             return Ended(-signal.SIGKILL, 0, False)
-        return Ended(said["ended"], said["left"], said["killed"], said["behind"])
+        return Ended(reply["ended"], reply["left"], reply["killed"], reply["behind"])
 
     def _tell(self, what: Mapping[str, Any]) -> None:
         assert self._guard.stdin is not None
@@ -286,8 +286,8 @@ class Tree:
                 return {}
             self._rest += block
         line, _, self._rest = self._rest.partition(b"\n")
-        told: dict[str, Any] = json.loads(line)
-        return told
+        message: dict[str, Any] = json.loads(line)
+        return message
 
 
 # --- the guard ---------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Seconds between two lines without a terminal: enough for a log file that is read afterwards.
 EVERY_S = 30.0
 
-_KEPT_BYTES = 1 << 16  # limit of text that is buffered until the reader continues
+_BUFFER_BYTES = 1 << 16  # limit of text that is buffered until the reader continues
 
 
 def open_streams() -> None:
@@ -47,7 +47,7 @@ def open_streams() -> None:
 class NeverBlocking:
     """Non-blocking writer to a stream whose reader may be slow or gone.
 
-    Text that does not fit into a pipe is buffered until the next write, up to the newest `_KEPT_BYTES`; older text is
+    Text that does not fit into a pipe is buffered until the next write, up to the newest `_BUFFER_BYTES`; older text is
     dropped.
 
     Args:
@@ -56,7 +56,7 @@ class NeverBlocking:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._kept = b""
+        self._buffer = b""
         self._poll: select.poll | None = None
         with suppress(OSError, ValueError, AttributeError):
             self._descriptor = stream.fileno()
@@ -68,12 +68,12 @@ class NeverBlocking:
         if self._poll is None:
             self._stream.write(text)
             return
-        self._kept += text.encode(errors="replace")
-        if len(self._kept) > _KEPT_BYTES:
-            _, _, self._kept = self._kept[-_KEPT_BYTES:].partition(b"\n")
+        self._buffer += text.encode(errors="replace")
+        if len(self._buffer) > _BUFFER_BYTES:
+            _, _, self._buffer = self._buffer[-_BUFFER_BYTES:].partition(b"\n")
         # A pipe that polls as writable takes up to PIPE_BUF bytes atomically, without blocking.
-        while self._kept and any(event & select.POLLOUT for _, event in self._poll.poll(0)):
-            self._kept = self._kept[os.write(self._descriptor, self._kept[: select.PIPE_BUF]) :]
+        while self._buffer and any(event & select.POLLOUT for _, event in self._poll.poll(0)):
+            self._buffer = self._buffer[os.write(self._descriptor, self._buffer[: select.PIPE_BUF]) :]
 
 
 class Bar:
@@ -149,9 +149,9 @@ class Bar:
             return
         left_s = self._task.time_remaining
         status = [self._task.fields["status"], f"{duration(left_s)} left" if left_s else ""]
-        told = ", ".join(filter(None, status))
+        text = ", ".join(filter(None, status))
         count = f"{self._task.description} {self._task.completed:g}/{self._task.total:g}"
-        self._stream.write(f"{count}{': ' if told else ''}{told}\n")
+        self._stream.write(f"{count}{': ' if text else ''}{text}\n")
         self._stream.flush()
 
 

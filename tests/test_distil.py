@@ -28,7 +28,7 @@ from lightning_scalerl.composition import compose, load_recipe
 from lightning_scalerl.distributed.ranks import Ranks
 from lightning_scalerl.distributed.sharded import is_sharded
 from lightning_scalerl.measure.flops import FlopModel
-from lightning_scalerl.measure.memory import foretell, measure
+from lightning_scalerl.measure.memory import measure, predict_memory
 from lightning_scalerl.measure.semantics import resolved_semantics
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.identity import identity_of
@@ -226,7 +226,7 @@ def test_a_teacher_counts_by_its_own_size(tiny_model_path: str, teacher_path: st
     assert exact["compute/flops_train"] == pytest.approx(2 * train["taught"]), "it runs in each of the two updates"
     assert taught["compute/virtual_device_hours"] > start["compute/virtual_device_hours"]
     recipe = load_recipe("scalerl_core", [*SMALL, "kl=distil", f"kl.reference={teacher_path}", "filter=none"])
-    memory = foretell(measure(lambda: new_model(32, 2, 3), recipe), recipe)
+    memory = predict_memory(measure(lambda: new_model(32, 2, 3), recipe), recipe)
     assert memory.device["reference"] == 4 * sum(each.numel() for each in load_model(teacher_path).parameters())
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightning_scalerl import AdamW, AdamW8bit, AdamWBF16, ConfigurationError, Muon
 from lightning_scalerl.composition import build, compose, names_in
 from lightning_scalerl.distributed.sharded import gathered, part_like, shard, whole_tensor
-from lightning_scalerl.measure.memory import Measured, foretell
+from lightning_scalerl.measure.memory import Measured, predict_memory
 from lightning_scalerl.measure.semantics import resolved_choices
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.translate.command import translated
@@ -357,7 +357,7 @@ def test_memory_counts_the_bytes_of_the_states() -> None:
 
     measured = Measured(1000, 1000, 4000, 4000, (), 0, 0, 0, 0, 0, 4000, 1)
     states = {
-        name: foretell(measured, load_recipe("scalerl", [f"optimizer={name}"])).device["Adam's moments"]
+        name: predict_memory(measured, load_recipe("scalerl", [f"optimizer={name}"])).device["Adam's moments"]
         for name in OPTIMIZERS
     }
     assert states == {"adamw": 8000, "adamw_8bit": 2000, "adamw_bf16": 4000, "adamw_bf16_kahan": 6000, "muon": 8000}

@@ -39,12 +39,12 @@ class OtherPython:
         file, _, name = self.environment.rpartition(":")
         folder = Path(getattr(sys.modules.get(type(self).__module__), "__file__", None) or ".").parent
         self._process = _process(self.python, str(folder / file), name)
-        text: str = _asked(self._process, "reset", seed)
+        text: str = _call(self._process, "reset", seed)
         return text
 
     def step(self, text: str) -> tuple[str, float | None, bool, bool, dict[str, Any]]:
         """Pass a turn on."""
-        answer, reward, terminated, truncated, info = _asked(self._process, "step", text)
+        answer, reward, terminated, truncated, info = _call(self._process, "step", text)
         return answer, reward, terminated, truncated, info
 
 
@@ -54,7 +54,7 @@ def _process(python: str, file: str, name: str) -> subprocess.Popen[str]:
     return subprocess.Popen([python, __file__, file, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def _asked(process: subprocess.Popen[str], method: str, argument: Any) -> Any:
+def _call(process: subprocess.Popen[str], method: str, argument: Any) -> Any:
     """Call a method there and return its result.
 
     Raises:

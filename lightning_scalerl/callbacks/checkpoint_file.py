@@ -172,7 +172,7 @@ def _damage(file: Path | BinaryIO) -> str | None:
     # The zip directory itself has no checksum. But all fields of its entries are equal, except name, offset, size and
     # checksum, so a flipped bit shows as a difference. torch would silently read nothing from an entry that a flipped
     # bit marks as a folder.
-    if any(record.file_size != record.compress_size for record in records) or len({*map(_alike, records)}) > 1:
+    if any(record.file_size != record.compress_size for record in records) or len({*map(_header_facts, records)}) > 1:
         return "damaged: the entries of its directory do not match"
     return None
 
@@ -188,7 +188,7 @@ def _is_sound(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
     return True
 
 
-def _alike(record: zipfile.ZipInfo) -> tuple[Any, ...]:
+def _header_facts(record: zipfile.ZipInfo) -> tuple[Any, ...]:
     """Return the fields of a directory entry that are equal in all entries of a file written by torch."""
     made = (record.create_system, record.create_version, record.extract_version, record.reserved, record.date_time)
     flags = record.flag_bits | 8  # bit 3, sizes after the data, is unset for empty tensors only; ignored

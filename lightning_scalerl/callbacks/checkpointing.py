@@ -17,10 +17,10 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_scalerl.callbacks.base import without_tips
 from lightning_scalerl.callbacks.checkpoint_file import IDENTITY, damage, written_directly
-from lightning_scalerl.callbacks.evaluate import owed
+from lightning_scalerl.callbacks.evaluate import evaluation_due
 from lightning_scalerl.callbacks.run import Run, run_of
 from lightning_scalerl.callbacks.run_log import PassedOver, RunLog
-from lightning_scalerl.checks import ConfigurationError, said, whole_number
+from lightning_scalerl.checks import ConfigurationError, error_line, whole_number
 from lightning_scalerl.distributed.checkpoint_folder import META, VOID, WHOLE_ONE, fsync_folder, is_folder, move, remove
 from lightning_scalerl.distributed.start import process_rank
 from sweeps.run.checkpoint_names import checkpoint_name, step_of
@@ -96,7 +96,7 @@ class ResumableCheckpoint(Checkpoint):
         run = run_of(pl_module)
         step = run.completed_steps
         # If the evaluation after the last step was interrupted, the run must resume to repeat it.
-        last = step >= trainer.max_steps and not owed(trainer, step)
+        last = step >= trainer.max_steps and not evaluation_due(trainer, step)
         reason = run.ranks.agree(run.stop_reason)
         due = step % self.every_n_steps == 0 or step in self.keep_steps
         if last or trainer.should_stop or reason is not None or due:
@@ -139,7 +139,7 @@ class ResumableCheckpoint(Checkpoint):
                 # The other ranks wait at Lightning's barrier after the write: join it, then share the error.
                 failure = error
                 trainer.strategy.barrier("Trainer.save_checkpoint")
-            first_failure = run.ranks.agree(None if failure is None else said(failure))
+            first_failure = run.ranks.agree(None if failure is None else error_line(failure))
             if failure is None and first_failure is not None:
                 failure = RuntimeError(f"checkpoint: a rank could not write its part, {first_failure}")
             run.ranks.share(lambda: self._put_in_place(trainer, unfinished, step, failure))
@@ -266,7 +266,7 @@ def unusable(path: Path, run: str | None = None) -> str | None:
     except Exception as error:
         if getattr(error, "errno", None) in (errno.EIO, errno.ESTALE, errno.ENOMEM):
             raise
-        return f"cannot be read: {said(error)}"
+        return f"cannot be read: {error_line(error)}"
     identity = saved.get(IDENTITY)
     owner = identity.get("run") if isinstance(identity, dict) else None
     return f"of another run, {owner}" if None not in (run, owner) and run != owner else None

@@ -26,7 +26,7 @@ from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.prompts import PromptSet
 from lightning_scalerl.stream.random_streams import EVALUATION_STREAM
 from lightning_scalerl.task.base import Task, passes
-from lightning_scalerl.task.beside import TaskWithSets
+from lightning_scalerl.task.beside import TaskWithEvaluationSets
 from lightning_scalerl.verify.verification import ErrorWatch, RewardError, Verifiers, submit_bundle
 from sweeps.run.passes import Passes, digest
 
@@ -81,7 +81,7 @@ class Evaluate(Callback):
         self._given: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if prompts != _RECIPES:
             self._given["prompts"] = prompts
-        self._taken: dict[str, Any] = {}
+        self._applied: dict[str, Any] = {}
         self.follow({})
         self.passes: dict[str, Passes] = {}  # results of the last evaluation, by set
         self.is_last = False  # no step follows the weights that are evaluated next, so all sets are due
@@ -95,14 +95,14 @@ class Evaluate(Callback):
             ConfigurationError: a value is invalid.
         """
         # An attribute that a script has assigned since the last call counts as given.
-        self._given |= {name: getattr(self, name) for name, was in self._taken.items() if getattr(self, name) != was}
+        self._given |= {name: getattr(self, name) for name, was in self._applied.items() if getattr(self, name) != was}
         values = {**_DEFAULTS, **{name: settings[name] for name in _DEFAULTS if name in settings}, **self._given}
         self.every_n_steps = whole_number("evaluation.every_n_steps", values["every_n_steps"])
         self.samples = whole_number("evaluation.samples", values["samples"])
         self.seed: int = values["seed"]
         limit = values["prompts"]
         self.prompts = None if limit is None else whole_number("evaluation.prompts", limit)
-        self._taken = {name: getattr(self, name) for name in _DEFAULTS}
+        self._applied = {name: getattr(self, name) for name in _DEFAULTS}
 
     @property
     def tasks(self) -> dict[str, Task]:
@@ -135,7 +135,7 @@ class Evaluate(Callback):
     def settings(self, task: Task) -> dict[str, EvaluationSet]:
         """Return the settings of each held-out set of a run's task; only temperature and token limit may be None."""
         by_set = dict.fromkeys(task.eval_sets(), EvaluationSet(task))
-        if isinstance(task, TaskWithSets):
+        if isinstance(task, TaskWithEvaluationSets):
             by_set |= {name: self.sets[entry] for entry, names in task.names.items() for name in names}
         return {
             name: replace(
@@ -453,7 +453,7 @@ def evaluation_of(trainer: Trainer) -> Evaluate | None:
     return next((callback for callback in callbacks if isinstance(callback, Evaluate)), None)
 
 
-def owed(trainer: Trainer, step: int, last: bool = False) -> bool:
+def evaluation_due(trainer: Trainer, step: int, last: bool = False) -> bool:
     """Return whether an evaluation of the weights of `step` is due and not yet made; see `Evaluate.owes`."""
     evaluation = evaluation_of(trainer)
     return evaluation is not None and evaluation.owes(step, trainer.max_steps, last)

@@ -11,7 +11,7 @@ from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.task.base import Task
 
 # Keys of an entry of `evaluation.sets` besides its task.
-_OF_A_SET = ("samples", "every_n_steps", "temperature", "max_new_tokens")
+_SETTINGS = ("samples", "every_n_steps", "temperature", "max_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ def evaluation_set(name: str, given: Any) -> EvaluationSet:
     if not str(name).replace("_", "").isalnum():
         raise ConfigurationError(f"{field}: a name must be of letters, digits and _: metrics bear it")
     if isinstance(given, Mapping):
-        unknown = [key for key in given if key not in ("task", *_OF_A_SET)]
+        unknown = [key for key in given if key not in ("task", *_SETTINGS)]
         if unknown or "task" not in given:
             raise ConfigurationError(
                 f"{field}: {', '.join(map(str, unknown)) or 'no task'}; an entry is a task and perhaps "
-                f"{', '.join(_OF_A_SET)}"
+                f"{', '.join(_SETTINGS)}"
             )
         given = EvaluationSet(**given)
     made = given if isinstance(given, EvaluationSet) else EvaluationSet(given)

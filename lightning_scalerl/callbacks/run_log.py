@@ -20,7 +20,7 @@ from lightning_scalerl.measure.heartbeat import MeterHeartbeat, spent_by_heartbe
 from sweeps.run.interruption import RunInterruptedError
 from sweeps.run.journal import JOURNAL_FILE, Journal, JournalView, read_journal
 from sweeps.run.passes import Passes, write_passes
-from sweeps.run.provenance import code_changes, code_facts, own_files, said
+from sweeps.run.provenance import changes_line, code_changes, code_facts, own_files
 
 log = logging.getLogger(__name__)
 
@@ -98,10 +98,10 @@ class RunLog(Recorder):
         # All ranks must resume at one step before anything that depends on it is written.
         run.ranks.check_alike("checkpoint: completed steps", run.completed_steps)
         # A checkpoint of step 0 was saved during the first generation or evaluation; its records stay valid.
-        goes_on = run.completed_steps > 0 or trainer.ckpt_path is not None
-        run.ranks.share(lambda: self._begin(run, goes_on))
+        resumes = run.completed_steps > 0 or trainer.ckpt_path is not None
+        run.ranks.share(lambda: self._begin(run, resumes))
 
-    def _begin(self, run: Run, goes_on: bool) -> None:
+    def _begin(self, run: Run, resumes: bool) -> None:
         """Check the earlier journal, if there is one, and write the files of a run that starts or continues."""
         from lightning_scalerl.measure.semantics import effective, header_fields, write_semantics
 
@@ -109,11 +109,11 @@ class RunLog(Recorder):
         header = header_fields(run, self.identity)
         earlier = self._earlier()
         # A fresh start repeats the initial evaluation, so the recorded one (step 0) is void as well. Hence -1.
-        goes_on_from = self._last_step if goes_on else -1
+        last_valid_step = self._last_step if resumes else -1
         facts = code_facts(self._code, _IMPORTED)
         if earlier is not None:
-            self._check_same_run(earlier, header, goes_on)
-            self._check_same_code(earlier, facts, goes_on_from)
+            self._check_same_run(earlier, header, resumes)
+            self._check_same_code(earlier, facts, last_valid_step)
         self._guard()
         write_semantics(self.run_dir, run)
         if self._announce:
@@ -138,7 +138,7 @@ class RunLog(Recorder):
         if mended:
             fell_back["mended"] = {key: mended.get(key) for key in ("line", "kept", "step")}
         if earlier is not None or self._last_step or fell_back:
-            self.journal.resume(goes_on_from, code=facts, **fell_back)
+            self.journal.resume(last_valid_step, code=facts, **fell_back)
         # Start the heartbeat now: until the first record, only it knows the compute that an interruption would waste.
         self._heartbeat = MeterHeartbeat(self.run_dir, run.meter, self._guard)
 
@@ -202,7 +202,7 @@ class RunLog(Recorder):
         """Return the journal of an earlier process, or None; opening it has already removed an incomplete last line."""
         return read_journal(self.run_dir) if self.journal.path.stat().st_size else None
 
-    def _check_same_run(self, earlier: JournalView, header: Mapping[str, Any], goes_on: bool) -> None:
+    def _check_same_run(self, earlier: JournalView, header: Mapping[str, Any], resumes: bool) -> None:
         """Raise a ConfigurationError if the journal is another run's, or a finished one that would start again."""
         for field in ("run", "recipe", "seed"):
             if earlier.header.get(field) != header[field]:
@@ -211,7 +211,7 @@ class RunLog(Recorder):
                     f"run_dir: {self.run_dir} holds a run with {field} {earlier.header.get(field)!r}, this one has "
                     f"{header[field]!r}; choose another directory"
                 )
-        if earlier.status == "finished" and not goes_on:
+        if earlier.status == "finished" and not resumes:
             self._close()
             raise ConfigurationError(
                 f"run_dir: {self.run_dir} holds a finished run; choose another directory, or continue it from its "
@@ -227,9 +227,9 @@ class RunLog(Recorder):
             self._close()
             raise ConfigurationError(
                 f"launch.strict_code: the code is not the one that this run was made with until step {step} "
-                f"({said(changes)}); go back to that code, or go on with launch.strict_code=false"
+                f"({changes_line(changes)}); go back to that code, or go on with launch.strict_code=false"
             )
-        print(f"warning: from step {step} on with other code: {said(changes)}", file=sys.stderr, flush=True)
+        print(f"warning: from step {step} on with other code: {changes_line(changes)}", file=sys.stderr, flush=True)
 
     def _close(self, finished: bool = False) -> None:
         heartbeat, self._heartbeat = self._heartbeat, None

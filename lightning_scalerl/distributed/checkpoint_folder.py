@@ -100,7 +100,7 @@ def outline(folder: Path, weights_only: bool = True) -> dict[str, Any]:
             f"ckpt_path: {str(folder)!r} is a folder without {META}, so no checkpoint; {WHOLE_ONE}"
         )
     checkpoint: dict[str, Any] = torch.load(folder / META, "cpu", weights_only=weights_only, mmap=True)
-    if (problem := lacks(folder, checkpoint)) is not None:
+    if (problem := problem_of(folder, checkpoint)) is not None:
         raise ConfigurationError(f"ckpt_path: {str(folder)!r} {problem}; {WHOLE_ONE}")
     for name, entry in checkpoint[INDEX].items():
         blank = torch.empty(entry["size"], dtype=entry["dtype"], device="meta")
@@ -108,7 +108,7 @@ def outline(folder: Path, weights_only: bool = True) -> dict[str, Any]:
     return checkpoint
 
 
-def lacks(folder: Path, meta: Mapping[str, Any]) -> str | None:
+def problem_of(folder: Path, meta: Mapping[str, Any]) -> str | None:
     """Return a line on missing or short files that `meta.pt` refers to, or None if they are complete."""
     if INDEX not in meta:
         return "is of another program: its meta.pt says nothing of parts"
@@ -148,7 +148,7 @@ def damaged(folder: Path, sound: Callable[[BinaryIO], str | None]) -> str | None
         OSError: a file cannot be read.
     """
     meta = torch.load(folder / META, "cpu", weights_only=True, mmap=True)
-    if (problem := lacks(folder, meta)) is not None:
+    if (problem := problem_of(folder, meta)) is not None:
         return problem
     for *_, file, offset, length in _chunks(meta):
         with (folder / file).open("rb") as handle:

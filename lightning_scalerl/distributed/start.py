@@ -11,7 +11,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
-from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.checks import ConfigurationError, error_line
 from lightning_scalerl.distributed.sharded import ShardedStrategy, check_divides
 from sweeps.run import slurm_job
 from sweeps.run.gpu import REMEDY, REQUIRED, NoGpuError
@@ -108,11 +108,11 @@ def _check_gpu() -> None:
         torch.empty(1, device="cuda")
         why = "torch.cuda.is_available() is false"
     except Exception as error:
-        why = said(error)
+        why = error_line(error)
     raise NoGpuError(f"the job asks for GPUs and torch {torch.__version__} can use none on this node ({why}); {REMEDY}")
 
 
-def devices_beside(ranks: int) -> list[str]:
+def free_devices(ranks: int) -> list[str]:
     """Return the node's GPUs on which no rank trains, named as in CUDA_VISIBLE_DEVICES; empty if there are none.
 
     Generator processes run on these GPUs.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, Literal
 
-from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.checks import ConfigurationError, error_line
 from lightning_scalerl.environment.protocol import Declared, Environment, Observation, Schema, Turn
 
 Factory = Callable[[], Any]
@@ -68,7 +68,7 @@ class ToolEnvironment:
                 raise
             except Exception as error:
                 raised += 1
-                texts.append(f"error: {said(error)}")
+                texts.append(f"error: {error_line(error)}")
         return Observation(texts=tuple(texts), malformed=malformed, raised=raised)
 
     def finish(self) -> Observation:
@@ -185,8 +185,8 @@ def _schema(name: str, method: Callable[..., Any]) -> Schema:
         schema: Schema = get_json_schema(method)
     except Exception as error:
         raise ConfigurationError(
-            f"environment: tool {name!r} has no schema ({said(error)}); give each argument a type hint and a line "
-            "in the docstring's Args, or put _ before the name of a method that is not a tool"
+            f"environment: tool {name!r} has no schema ({error_line(error)}); give each argument a type hint and a "
+            "line in the docstring's Args, or put _ before the name of a method that is not a tool"
         ) from error
     return schema
 

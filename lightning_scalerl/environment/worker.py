@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.checks import ConfigurationError, error_line
 from lightning_scalerl.environment.forms import AnswerError, Factory, declared, wrapped
 from lightning_scalerl.environment.protocol import Declared, Environment, Failure, History, Observation, Turn
 from lightning_scalerl.user_code import Source
@@ -39,7 +39,7 @@ class Worker:
         except ConfigurationError as error:
             return str(error)
         except Exception as error:
-            return f"environment: it cannot be made ({said(error)})"
+            return f"environment: it cannot be made ({error_line(error)})"
 
     def open(self, name: str, row: Mapping[str, Any], seed: int, history: History | None) -> Observation | Failure:
         """Make an instance and begin its conversation; with `history`, replay that and return its last observation."""
@@ -51,7 +51,7 @@ class Worker:
         if history is not None and history.exchanges and not getattr(user, "replayable", True):
             return Failure("replay", f"{type(user).__name__} cannot be replayed (replayable = False)")
         self._environment = wrapped(user)
-        last = self._kept(self._environment.reset(row, seed))
+        last = self._sanitized(self._environment.reset(row, seed))
         if history is None:
             return last
         expected = history.start
@@ -64,18 +64,18 @@ class Worker:
     def step(self, turn: Turn) -> Observation:
         """Answer a turn of the model."""
         assert self._environment is not None
-        return self._kept(self._environment.step(turn))
+        return self._sanitized(self._environment.step(turn))
 
     def finish(self) -> Observation:
         """End the conversation."""
         assert self._environment is not None
-        return self._kept(self._environment.finish())
+        return self._sanitized(self._environment.finish())
 
     def close(self) -> None:
         """Drop the instance."""
         self._environment = None
 
-    def _kept(self, observation: Observation) -> Observation:
+    def _sanitized(self, observation: Observation) -> Observation:
         """Cut an observation's texts to `most_characters` in all, and replace characters that are not Unicode."""
         left, cut = self._most_characters, 0
 
@@ -117,7 +117,7 @@ def main() -> None:
 
         worker = Worker(_loaded(cloudpickle.loads(pickled)), most_characters)
     except BaseException as error:
-        connection.send(said(error))
+        connection.send(error_line(error))
         return
     connection.send(None)
     while True:
@@ -132,7 +132,7 @@ def main() -> None:
         except AnswerError as error:
             result = Failure("answer", str(error))
         except Exception as error:
-            result = Failure("raised", said(error))
+            result = Failure("raised", error_line(error))
         connection.send(result)
 
 

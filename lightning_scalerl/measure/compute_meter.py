@@ -56,30 +56,30 @@ class ComputeMeter:
         self._seconds = dict.fromkeys((*PHASES, "evaluate"), 0.0)
         self._phases: list[str] = []  # active phases, the innermost last
         self._running = False
-        self._booked_until = self._clock.now()
+        self._counted_until = self._clock.now()
         self._lock = threading.RLock()
         self._wasted = dict.fromkeys(WASTED, 0.0)
         self._sampled = {"tokens": 0, "flops": 0.0}  # by this process; gives the mean cost of a token
-        self._owed_flops = 0.0  # FLOPs of lost sampling that has not been repeated yet
+        self._lost_flops = 0.0  # FLOPs of lost sampling that has not been repeated yet
         self._hours_at_step = 0.0
         self._axes = axes
         self._charges = ChargeLedger()
 
     def start(self) -> None:
         """Start counting wall clock on the device-hours axis; no effect if it is counted already."""
-        self._book()
+        self._count_seconds()
         self._running = True
 
     def stop(self) -> None:
         """Stop counting wall clock on the device-hours axis."""
-        self._book()
+        self._count_seconds()
         self._running = False
 
-    def _book(self) -> None:
+    def _count_seconds(self) -> None:
         """Add the seconds since the last call to the innermost phase."""
         with self._lock:
             now = self._clock.now()
-            passed, self._booked_until = now - self._booked_until, now
+            passed, self._counted_until = now - self._counted_until, now
             phase = self._phases[-1] if self._phases else "idle"
             # Evaluation is not on the axis, so its seconds count even while the clock of the axis is stopped.
             if self._running or phase == "evaluate":
@@ -89,12 +89,12 @@ class ComputeMeter:
     def phase(self, name: str) -> Iterator[None]:
         """Add the time in the `with` block to a phase in `PHASES` or to "evaluate"; inner phases get their own time."""
         activity.note(name)
-        self._book()
+        self._count_seconds()
         self._phases.append(name)
         try:
             yield
         finally:
-            self._book()
+            self._count_seconds()
             self._phases.pop()
 
     def on_event(self, event: Event) -> None:
@@ -113,14 +113,14 @@ class ComputeMeter:
                 self._generated(flops, report.decoded_tokens)
             # A lost generator's tokens will be sampled again: estimate their FLOPs by the mean cost of a token.
             if report.lost_tokens and self._sampled["tokens"]:
-                self._owed_flops += report.lost_tokens * self._sampled["flops"] / self._sampled["tokens"]
+                self._lost_flops += report.lost_tokens * self._sampled["flops"] / self._sampled["tokens"]
 
     def _generated(self, flops: float, tokens: int) -> None:
         """Count FLOPs of sampling for training; those that repeat lost work count as wasted, not on the axis."""
         self._sampled["tokens"] += tokens
         self._sampled["flops"] += flops
-        repeated = min(self._owed_flops, flops)
-        self._owed_flops -= repeated
+        repeated = min(self._lost_flops, flops)
+        self._lost_flops -= repeated
         self._wasted["flops"] += repeated
         self._flops["generate"] += flops - repeated
 
@@ -174,7 +174,7 @@ class ComputeMeter:
 
     def metrics(self) -> dict[str, float]:
         """Return the current values of all compute axes and their parts."""
-        self._book()
+        self._count_seconds()
         hours = {phase: self._seconds[phase] * self.devices / 3600.0 for phase in PHASES}
         values = {
             "compute/flops": self._flops["train"] + self._flops["generate"],
@@ -211,14 +211,14 @@ class ComputeMeter:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all counts, for a checkpoint."""
-        self._book()
+        self._count_seconds()
         judged = {"charges": self._charges.state_dict()} if self._charges.used else {}
         return {
             **judged,
             "flops": dict(self._flops),
             "seconds": dict(self._seconds),
             "wasted": dict(self._wasted),
-            "owed_flops": self._owed_flops,
+            "owed_flops": self._lost_flops,
             "devices": self.devices,
         }
 
@@ -232,9 +232,9 @@ class ComputeMeter:
             # Earlier versions saved the total seconds (without an evaluation at the start) instead of idle seconds.
             seconds["idle"] = max(0.0, state["elapsed"] - sum(seconds.values()))
         self._seconds = {phase: value * scale for phase, value in seconds.items()}
-        self._booked_until = self._clock.now()
+        self._counted_until = self._clock.now()
         self._wasted = dict(state["wasted"])
-        self._owed_flops = state.get("owed_flops", 0.0)
+        self._lost_flops = state.get("owed_flops", 0.0)
         if "charges" in state:
             self._charges.load_state_dict(state["charges"])
         self._hours_at_step = self.metrics()["compute/device_hours"]

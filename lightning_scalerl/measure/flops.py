@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.checks import ConfigurationError, error_line
 from lightning_scalerl.model.adapter import of_adapter
 from lightning_scalerl.model.head import backbone, eval_mode, head_sizes, output_head, text_config
 from lightning_scalerl.model.windows import Window, attention_windows, outside
@@ -75,8 +75,8 @@ class FlopModel:
             return cls._of(model)
         except (AttributeError, TypeError) as error:
             raise ConfigurationError(
-                f"model: {type(model).__name__} says what it is in an unknown way ({said(error)}); its FLOPs cannot be "
-                "counted"
+                f"model: {type(model).__name__} says what it is in an unknown way ({error_line(error)}); its FLOPs "
+                "cannot be counted"
             ) from error
 
     @classmethod

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_scalerl.axes.adapter import LoRA
 from lightning_scalerl.axes.kl import KL
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.checks import ConfigurationError, error_line
 from lightning_scalerl.distributed.ranks import BUFFER
 from lightning_scalerl.distributed.sharded import blocks
 from lightning_scalerl.generator.memory import GIB, cache_gib
@@ -163,7 +163,7 @@ def measure(skeleton: Callable[[], nn.Module], recipe: Recipe, partners: int = 1
     choices, context = recipe.choices, recipe.context
     kind = choices.precision.policy_dtype
     length = context.max_prompt_tokens + context.max_new_tokens
-    size = recipe.batch.a_pass
+    size = recipe.batch.pass_size
     rows = size.rollouts if size.tokens is None else max(1, min(size.rollouts, size.tokens // length))
     rows = min(rows, recipe.batch.prompts * recipe.batch.completions)
     on_host: list[int] = []
@@ -190,7 +190,7 @@ def measure(skeleton: Callable[[], nn.Module], recipe: Recipe, partners: int = 1
             lengths = (context.max_prompt_tokens, context.max_new_tokens)
             activations = _pass_bytes(policy, rows, *lengths, packed=recipe.batch.packed, parts=parts)
     except (RuntimeError, NotImplementedError, TypeError) as error:
-        raise ConfigurationError(f"model: its memory cannot be foretold ({said(error)})") from error
+        raise ConfigurationError(f"model: its memory cannot be foretold ({error_line(error)})") from error
     sizes = (activations, cache, rows * length, length, sum(on_host), whole, partners)
     return Measured(parameters, trained, weights, body, layers, *sizes)
 
@@ -208,7 +208,7 @@ def _on_host_hooks(sizes: list[int]) -> saved_tensors_hooks:
     return saved_tensors_hooks(pack, unpack)
 
 
-def foretell(of: Measured, recipe: Recipe, ranks: int = 1, strategy: str = "ddp", slots: int = 0) -> Memory:
+def predict_memory(of: Measured, recipe: Recipe, ranks: int = 1, strategy: str = "ddp", slots: int = 0) -> Memory:
     """Predict the memory that training needs on each device.
 
     Args:
@@ -274,7 +274,7 @@ def fitted(
 
     Args:
         skeleton, recipe: as in `measure`.
-        ranks, strategy: as in `foretell`.
+        ranks, strategy: as in `predict_memory`.
         slots: slots of a generator on rank 0's device; 0 if the generator has its own devices.
         most_gib: limit in GiB on its keys and values (`generator.cache_gib`); None for no limit.
         limit: bytes of one device; None for no limit.
@@ -285,7 +285,7 @@ def fitted(
     """
     measured = measure(skeleton, recipe, partners)
     slots = decoded_together(measured, slots, most_gib)
-    memory = foretell(measured, recipe, ranks, strategy, slots)
+    memory = predict_memory(measured, recipe, ranks, strategy, slots)
     fits = limit is None or memory.peak <= limit
     return memory, "" if fits or limit is None else advice(skeleton, recipe, ranks, strategy, slots, limit, partners)
 
@@ -370,7 +370,9 @@ def from_config(path: str) -> Callable[[], nn.Module]:
     try:
         config = AutoConfig.from_pretrained(path, **options)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"model.path: {path!r} holds no readable configuration ({said(error)})") from error
+        raise ConfigurationError(
+            f"model.path: {path!r} holds no readable configuration ({error_line(error)})"
+        ) from error
     return partial(AutoModelForCausalLM.from_config, config, dtype=torch.float32)
 
 
@@ -391,7 +393,7 @@ def advice(
     recomputed = replace(recipe, batch=replace(recipe.batch, recompute=True))
     length = recipe.context.max_prompt_tokens + recipe.context.max_new_tokens
     one_row = replace(recomputed, batch=replace(recomputed.batch, micro_tokens=length))
-    if foretell(measure(skeleton, recomputed, partners), recomputed, ranks, strategy, slots).peak <= limit:
+    if predict_memory(measure(skeleton, recomputed, partners), recomputed, ranks, strategy, slots).peak <= limit:
         return "it would with batch.recompute=true"
     words = f"batch.recompute=true batch.micro_tokens={length}"
     a_row = measure(skeleton, one_row, partners)
@@ -409,6 +411,6 @@ def advice(
         if count > 1
     ]
     for text, measured, devices, by, at_a_time in tries:
-        if foretell(measured, one_row, devices, by, at_a_time).peak <= limit:
+        if predict_memory(measured, one_row, devices, by, at_a_time).peak <= limit:
             return f"it would with {text}"
     return "it would not on 256 devices either: lower context.max_new_tokens, or take a smaller model"

@@ -40,7 +40,7 @@ LIKELY = 1e-3
 # Factor on the bounds after the first step. Training can make a policy so sharp that the rounding of a 16-bit type
 # exceeds the bounds: correct runs of experiment=replication reached 1.4 times the bound on the mean. A generator that
 # does not follow the trainer drifts beyond this factor as well.
-SHARPER = 4.0
+LATER_SLACK = 4.0
 MEAN, P99 = "train/probe_gap_mean", "train/probe_gap_p99"
 
 
@@ -263,7 +263,7 @@ def probe_metrics(gaps: Tensor) -> dict[str, float]:
 
 def _slack(precision: Precision, version: int) -> float:
     """Return the factor by which the bounds are relaxed for weights of this version."""
-    return 1.0 if version == 0 or precision.policy == "fp32" else SHARPER
+    return 1.0 if version == 0 or precision.policy == "fp32" else LATER_SLACK
 
 
 def check_probe(metrics: Mapping[str, float], precision: Precision, version: int) -> None:
@@ -276,7 +276,7 @@ def check_probe(metrics: Mapping[str, float], precision: Precision, version: int
 
     Raises:
         ConfigurationError: the mean or the 99th percentile exceeds `Precision.probe_bounds`; after the first step in a
-            16-bit type, `SHARPER` times these bounds.
+            16-bit type, `LATER_SLACK` times these bounds.
     """
     _check(metrics, precision, "under the same weights", _slack(precision, version))
 

@@ -37,7 +37,7 @@ FIXED = frozenset(
 )
 # Operational keys that a branch takes from its parent, unless they are given.
 _INHERITED = frozenset({"seed", "budget", "scaled_for"})
-_OF_LAUNCH = (OPERATIONAL_KEYS | {GROUP, "cluster", "trainer"}) - _INHERITED
+_LAUNCH_KEYS = (OPERATIONAL_KEYS | {GROUP, "cluster", "trainer"}) - _INHERITED
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def inherited(overrides: Sequence[str], parent: Parent) -> list[str]:
         entry
         for entry in parent.spec.overrides
         if _key(entry) not in own
-        and _key(entry).split(".")[0] not in _OF_LAUNCH | replaced
+        and _key(entry).split(".")[0] not in _LAUNCH_KEYS | replaced
         and not entry.lstrip("+").startswith("hydra")
     ]
     if not any(_key(entry).split(".")[0] == "budget" for entry in [*kept, *overrides]):

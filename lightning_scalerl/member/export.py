@@ -21,7 +21,7 @@ from lightning_scalerl.distributed.checkpoint_folder import check_weights, is_fo
 from lightning_scalerl.distributed.shard_files import fill
 from lightning_scalerl.member.trust import check_run
 from lightning_scalerl.model.adapter import adapt, plain_copy
-from lightning_scalerl.model.chat import Chat, Rendering, told_of
+from lightning_scalerl.model.chat import Chat, Rendering, model_card_facts
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.model.save import free, save_in_parts, save_model
 from sweeps.errors import UserError
@@ -66,7 +66,7 @@ def export_run(
         adapter = build(config, "adapter") if "adapter" in config else NoAdapter()
         at = int(saved["scalerl"]["stream"]["completed_steps"])
         rendering = Rendering(tokenizer, build(config, "chat") if "chat" in config else Chat(template="none"))
-        facts = _facts(spec, view, at) | told_of(rendering)
+        facts = _facts(spec, view, at) | model_card_facts(rendering)
         model = load_model(source, blank=is_folder(path) and not adapter.adapts)
         adapt(model, adapter)
         weights = {

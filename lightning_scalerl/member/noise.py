@@ -17,7 +17,7 @@ from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.composition import build, build_recipe, compose, use_folders
 from lightning_scalerl.data import RolloutDataModule
-from lightning_scalerl.member.run import hush_libraries
+from lightning_scalerl.member.run import silence_libraries
 from lightning_scalerl.member.trust import check_run
 from lightning_scalerl.module import ScaleRL
 from sweeps.errors import UserError
@@ -43,7 +43,7 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int, trust: boo
     """
     if repeats < 2:
         raise UserError(f"--repeats {repeats}: at least 2, or there is nothing to compare")
-    hush_libraries()
+    silence_libraries()
     try:
         config, weights = _configured(model, overrides, trust)
         torch.set_num_threads(int(config.launch.threads))

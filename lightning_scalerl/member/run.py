@@ -32,7 +32,7 @@ from sweeps.run.spec import RunSpec
 from sweeps.run.writer import sole_writer
 
 
-def hush_libraries() -> None:
+def silence_libraries() -> None:
     """Silence start-up messages and progress bars of Lightning and transformers that do not help users of a command."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -53,7 +53,7 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
         UserError: another process is running the member, the journal in `run_dir` belongs to another run, or the
             specification does not have the identity that it names.
     """
-    hush_libraries()
+    silence_libraries()
     spec = RunSpec.read(run_dir)
     use_folders(spec.folders)
     config = OmegaConf.create(dict(spec.config))
@@ -74,12 +74,12 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
         broken = find_break(run_dir)
         covered = covered_step(run_dir) if broken is None else broken.step
         if broken is not None and lease is not None:
-            _mend(broken, run_dir / "checkpoints", lease)
+            _repair_journal(broken, run_dir / "checkpoints", lease)
         # -1 without a journal. A member writes one from its first step, so checkpoints without a journal are ignored.
         _fit(run_dir, spec, config, lease, progress, -1 if covered is None else covered, branch)
 
 
-def _mend(broken: Break, checkpoints: Path, lease: Lease) -> None:
+def _repair_journal(broken: Break, checkpoints: Path, lease: Lease) -> None:
     """Cut the journal at the break, and set aside the checkpoints after it, which it does not cover."""
     lease.check()
     set_aside(checkpoints, broken.step, UNRECORDED)

@@ -22,9 +22,9 @@ from sweeps.run.spec import RunSpec, make_spec
 
 GROUP = "trainer"
 # Groups that only concern the study: a member's command must not depend on where and how it is launched, nor contain an
-# address. The runner fills in seed and budget. `_OF_RUN` are keys of these groups that do belong in the command.
-_OF_STUDY = frozenset({"seed", "budget", "study", "output_dir", "label", "cluster", "launch", "race", "mlflow"})
-_OF_RUN = ("launch.threads",)
+# address. The runner fills in seed and budget. `_COMMAND_KEYS` are keys of these groups that do belong in the command.
+_STUDY_GROUPS = frozenset({"seed", "budget", "study", "output_dir", "label", "cluster", "launch", "race", "mlflow"})
+_COMMAND_KEYS = ("launch.threads",)
 # Program for TRL's interpreter: it checks for the packages and prints TRL's version.
 _PROBE = "from importlib.metadata import version; import torch, transformers, datasets; print(version('trl'))"
 
@@ -59,19 +59,19 @@ def plan_trl(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> 
 
 def _belongs_in_command(entry: str) -> bool:
     """Return whether an override belongs in the command of a member."""
-    return group_of(entry) not in _OF_STUDY or entry.lstrip("+~").partition("=")[0] in _OF_RUN
+    return group_of(entry) not in _STUDY_GROUPS or entry.lstrip("+~").partition("=")[0] in _COMMAND_KEYS
 
 
 def _python(overrides: Sequence[str]) -> str:
     """Return the interpreter that a member's overrides name, after a check of its TRL."""
-    named = [entry.partition("=")[2] for entry in overrides if entry.lstrip("+").startswith(f"{GROUP}.python=")]
-    if not named:
+    interpreters = [entry.partition("=")[2] for entry in overrides if entry.lstrip("+").startswith(f"{GROUP}.python=")]
+    if not interpreters:
         raise ConfigurationError(f"{GROUP}.python: needs a value; name the interpreter of an environment that has TRL")
-    return _asked(str(Path(named[-1]).expanduser().absolute()))
+    return _checked_interpreter(str(Path(interpreters[-1]).expanduser().absolute()))
 
 
 @cache  # starting the interpreter and importing torch takes seconds
-def _asked(python: str) -> str:
+def _checked_interpreter(python: str) -> str:
     """Return an interpreter after checking that it has a suitable version of TRL."""
     try:
         done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, check=False)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_scalerl.axes.adapter import ALL_LINEAR, Adapter, LoRA
-from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.checks import ConfigurationError, error_line
 from lightning_scalerl.model.recompute import recompute_like
 
 # A starts with the same numbers in every run, like the model's own weights. The run's random state is not touched.
@@ -80,8 +80,8 @@ def add_lora(
             peft.inject_adapter_in_model(config, model)
     except ValueError as error:
         raise ConfigurationError(
-            f"adapter.targets: {targets!r} cannot be adapted in {type(model).__name__} ({said(error)}); linear layers "
-            f"there: {_listed(model)}"
+            f"adapter.targets: {targets!r} cannot be adapted in {type(model).__name__} ({error_line(error)}); linear "
+            f"layers there: {_listed(model)}"
         ) from error
     tables = sorted(name for name, layer in adapted_layers(model).items() if not _linear(layer.base_layer))
     if tables:
@@ -184,7 +184,7 @@ def _peft() -> Any:
         import peft
     except ImportError as error:
         raise ConfigurationError(
-            f'adapter: LoRA needs the package peft ({said(error)}); pip install "lightning-scalerl[lora]"'
+            f'adapter: LoRA needs the package peft ({error_line(error)}); pip install "lightning-scalerl[lora]"'
         ) from error
     return peft
 

@@ -313,8 +313,8 @@ class Rendering:
             for number in sorted(ids - self.stop_tokens)
             if not self.tokenizer.decode([number], skip_special_tokens=True)
         ]
-        named: list[str] = self.tokenizer.convert_ids_to_tokens(special)
-        return sorted(named, key=lambda token: "reserved" in token or "unused" in token)
+        tokens: list[str] = self.tokenizer.convert_ids_to_tokens(special)
+        return sorted(tokens, key=lambda token: "reserved" in token or "unused" in token)
 
     # --- completions -------------------------------------------------------------------------------------
 
@@ -408,7 +408,7 @@ def _write(path: Path, tokens: Sequence[Sequence[int]], opening: Sequence[bool])
         unfinished.unlink(missing_ok=True)
 
 
-def told_of(rendering: Rendering) -> dict[str, str]:
+def model_card_facts(rendering: Rendering) -> dict[str, str]:
     """Return the lines of a model card on prompts and stop texts."""
     stop = rendering.chat.stop
     return {"prompts": rendering.describes, **({"completions end at": ", ".join(map(repr, stop))} if stop else {})}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_scalerl.cache import cache_dir
-from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.checks import ConfigurationError, error_line
 from sweeps.terminal import Bar
 
 SUFFIX = ".gguf"
@@ -111,8 +111,9 @@ def _convert(file: Path, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         kind = f"architecture {about['architecture']}, tensors {about['tensors']}; " if about else ""
         raise ConfigurationError(
-            f"model.path: transformers {transformers.__version__} cannot convert {str(file)!r} ({kind}{said(error)}); "
-            "give a file of another architecture or quantisation, or the model's own folder of safetensors"
+            f"model.path: transformers {transformers.__version__} cannot convert {str(file)!r} "
+            f"({kind}{error_line(error)}); give a file of another architecture or quantisation, or the model's own "
+            "folder of safetensors"
         ) from error
     finally:
         progress.close()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.checks import ConfigurationError, error_line
 from lightning_scalerl.compat import transformers as compat
 from lightning_scalerl.model.chunked_head import Scaling
 
@@ -197,7 +197,7 @@ def check_head(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
             ours = head_logits(model, hidden, weight, bias, weight.dtype if dtype == torch.float32 else dtype)
     except Exception as error:
         raise ConfigurationError(
-            f"model: {type(model).__name__} cannot be run on a few tokens ({said(error)}); it is not a "
+            f"model: {type(model).__name__} cannot be run on a few tokens ({error_line(error)}); it is not a "
             "causal language model that this project can train"
         ) from error
     close = torch.allclose(ours, expected, atol=1e-3, rtol=1e-3)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lightning_scalerl.checks import ConfigurationError, looks_local, said
+from lightning_scalerl.checks import ConfigurationError, error_line, looks_local
 from lightning_scalerl.model.gguf import converted, digest, gguf_file
 
 # Timeout of one request to the hub, and number of attempts. transformers itself asks six times for each file, which
@@ -87,7 +87,7 @@ def _ask(address: str) -> tuple[int | None, str]:
         try:
             return get_session().head(address, headers=build_hf_headers(), timeout=HUB_TIMEOUT_S).status_code, ""
         except Exception as error:  # depends on the HTTP library that huggingface_hub uses
-            why = said(error)
+            why = error_line(error)
     return None, why
 
 

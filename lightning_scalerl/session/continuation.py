@@ -28,7 +28,7 @@ class Continuation:
         self.failure: str | None = None
         self._under_way = False
 
-    def goes_on(self, meaning: dict[str, Any], steps: int) -> bool:
+    def resumes(self, meaning: dict[str, Any], steps: int) -> bool:
         """Return whether a fit with these settings continues the last one, which has trained `steps` steps.
 
         Raises:

@@ -13,7 +13,7 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.distributed.sharded import is_sharded
 from lightning_scalerl.model.adapter import modules_saved
-from lightning_scalerl.model.chat import Chat, Rendering, told_of
+from lightning_scalerl.model.chat import Chat, Rendering, model_card_facts
 from lightning_scalerl.model.head import eval_mode, output_head
 from lightning_scalerl.model.load import blank_copy
 from lightning_scalerl.model.policy import Policy
@@ -43,7 +43,7 @@ def export(models: Models, card: dict[str, Any], chat: Chat, directory: str | Pa
     if adapter and policy.adapter is None:
         raise ConfigurationError("adapter: this model has none; leave adapter=True out to save the model itself")
     rendering = Rendering(models.tokenizer, chat)
-    card = {**card, **told_of(rendering)}
+    card = {**card, **model_card_facts(rendering)}
 
     def write() -> str:
         if adapter:

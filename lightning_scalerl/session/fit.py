@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint
-from lightning_scalerl.callbacks.evaluate import owed, validate_now
+from lightning_scalerl.callbacks.evaluate import evaluation_due, validate_now
 from lightning_scalerl.callbacks.run import Run
 from lightning_scalerl.measure.probe import start_probe
 from lightning_scalerl.rollouts.rollout import TrainBatch
@@ -71,7 +71,7 @@ def end_exhausted(trainer: Any, run: Run, reason: str) -> None:
     trainer.should_stop = True
     if run.ranks.leads:
         _log.warning("after step %d: %s", run.completed_steps, reason)
-    if owed(trainer, run.completed_steps, last=True) and not validate_now(trainer, last=True):
+    if evaluation_due(trainer, run.completed_steps, last=True) and not validate_now(trainer, last=True):
         stop_between_steps(trainer, run)
     for callback in trainer.callbacks:
         if isinstance(callback, ResumableCheckpoint):

@@ -13,7 +13,7 @@ from functools import partial
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.distributed.start import devices_beside
+from lightning_scalerl.distributed.start import free_devices
 from lightning_scalerl.environment.pool import EnvironmentPool
 from lightning_scalerl.generator.base import EndOfThinking, Generator, SamplingSettings
 from lightning_scalerl.generator.fleet.fleet import Fleet
@@ -191,7 +191,7 @@ class Sampling:
             generators=driver.generators,
             silence_s=driver.silence_s,
             start_s=driver.start_s,
-            devices=driver.devices or devices_beside(stage.local_ranks),
+            devices=driver.devices or free_devices(stage.local_ranks),
             engines=driver.engines,
             bucket_mib=driver.bucket_mib,
             tensor_parallel=driver.tensor_parallel,

@@ -38,7 +38,7 @@ from lightning_scalerl.session.placement import (
 )
 from lightning_scalerl.session.sampling import Stage
 from lightning_scalerl.task.base import check_curriculum
-from lightning_scalerl.task.beside import TaskWithSets
+from lightning_scalerl.task.beside import TaskWithEvaluationSets
 
 
 def supplied_choices(trainer: Any, recipe: Recipe, fitted: Choices | None) -> Sequence[Callback]:
@@ -55,7 +55,7 @@ def supplied_choices(trainer: Any, recipe: Recipe, fitted: Choices | None) -> Se
     if evaluation is not None:
         evaluation.follow(recipe.evaluation)
         evaluation.check_context(recipe.context.max_new_tokens)
-    trainer.datamodule.evaluate_beside({} if evaluation is None else evaluation.tasks)
+    trainer.datamodule.set_evaluation_sets({} if evaluation is None else evaluation.tasks)
     check_trainer(trainer)
     without_anonymous(trainer)
     meet(trainer)
@@ -146,13 +146,13 @@ def set_up_fit(
     """
     check_curriculum(stage.task, stage.choices.curriculum)
     prompts = [(prompt.prompt_id, prompt.text) for prompt in stage.task.train_prompts()]
-    task = stage.task.trained if isinstance(stage.task, TaskWithSets) else stage.task
+    task = stage.task.trained if isinstance(stage.task, TaskWithEvaluationSets) else stage.task
     meaning = {**settings, "task": (type(task).__name__, prompts, task.identity())}
-    goes_on = continuation.goes_on(meaning, steps)
+    resumes = continuation.resumes(meaning, steps)
     # Copy the state before its parts are replaced.
-    state = last.state.state_dict() if goes_on and last is not None else {}
+    state = last.state.state_dict() if resumes and last is not None else {}
     models = stage.models
-    if not goes_on:
+    if not resumes:
         models.critic = None
         if continuation.failure is None:  # else the run resumes from a checkpoint, and keeps its reference
             models.reference = None
@@ -169,9 +169,9 @@ def set_up_fit(
     if path is None:
         # With one seed for all ranks, dropout would use the same masks on different rows.
         torch.manual_seed((torch.initial_seed() + models.ranks.number) % 2**63)
-    elif goes_on:
+    elif resumes:
         path.state.load_state_dict(state)
-    return path, goes_on
+    return path, resumes
 
 
 def _choices_among(trainer: Any) -> list[DesignChoice]:

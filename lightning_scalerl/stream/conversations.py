@@ -212,7 +212,7 @@ class Reply:
 
 
 @dataclass
-class _Open:
+class _OpenConversation:
     """Conversation of one rollout, from the end of its first turn to its own end."""
 
     prompt: Prompt
@@ -225,7 +225,7 @@ class _Open:
     turn: Turn | None = None  # turn to be answered; None once it is answered, or if a limit has cut it off
     cut: bool = False
     over: bool = False
-    asked: str = ""  # pending request: "open", "step" or "finish"; empty for none
+    request: str = ""  # pending request: "open", "step" or "finish"; empty for none
     number: int | None = None  # number of the conversation in the pool; None if it has no process
 
     @property
@@ -256,7 +256,7 @@ class Conversations:
     ) -> None:
         self._dialogue, self._pool, self._limits, self._idle = dialogue, pool, limits, idle
         self._prompt_of, self._settings = prompt_of, dialogue.settings
-        self._of: dict[Place, _Open] = {}
+        self._of: dict[Place, _OpenConversation] = {}
         # Rollouts that wait for an answer, in the order of `start`, each with the number of tokens that still fit.
         self._pending: dict[Place, int] = {}
         self._backlog: list[Place] = []  # pending, but without a process yet
@@ -276,12 +276,12 @@ class Conversations:
             if known.rollout is not None and known.rollout.tokens == waiting.rollout.tokens:
                 return 0.0
             self.leave(place)
-        one = self._of.setdefault(place, _Open(self._prompt_of(waiting.key)))
+        one = self._of.setdefault(place, _OpenConversation(self._prompt_of(waiting.key)))
         rollout = waiting.rollout
         if waiting.answers < len(one.starts) - 1:
             # The rollout's engine was lost, and the rollout was sampled again from its prompt.
             self.leave(place)
-            one = self._of[place] = _Open(one.prompt)
+            one = self._of[place] = _OpenConversation(one.prompt)
         one.rollout = rollout
         one.cut = rollout.truncated and (waiting.room == 0 or self._settings.at_max_turn_tokens == "truncated")
         one.turn = None if one.cut else self._dialogue.turn(one.prompt, one.sampled)
@@ -316,12 +316,12 @@ class Conversations:
 
     def ready(self) -> dict[Place, Reply]:
         """Return the replies for all rollouts whose environment has answered, without waiting."""
-        by_number = {one.number: place for place, one in self._of.items() if one.asked}
+        by_number = {one.number: place for place, one in self._of.items() if one.request}
         for number, answer in self._pool.done():
             if number in by_number:
                 self._answered(by_number[number], answer)
         self._ask_backlog()
-        waits = {place for place, one in self._of.items() if one.asked} | set(self._backlog)
+        waits = {place for place, one in self._of.items() if one.request} | set(self._backlog)
         return self._replied([place for place in self._pending if place not in waits])
 
     def answer(self, generator: TurnGenerator, waiting: Sequence[WaitingRollout]) -> None:
@@ -357,7 +357,7 @@ class Conversations:
 
     # --- requests to the pool ------------------------------------------------------------------------------
 
-    def _needs_finish(self, one: _Open) -> bool:
+    def _needs_finish(self, one: _OpenConversation) -> bool:
         """Return whether the environment has a reward to give when a limit ends the conversation."""
         declared = self._dialogue.declared_of(one.prompt)
         return declared.form == "tools" and declared.owns_reward
@@ -370,13 +370,13 @@ class Conversations:
             return
         if one.number is None:
             row, seed, start = one.prompt.opening
-            one.number, one.asked = self._pool.open(row, seed, History(start, tuple(one.exchanges))), "open"
+            one.number, one.request = self._pool.open(row, seed, History(start, tuple(one.exchanges))), "open"
         elif one.turn is not None:
             self._pool.act(one.number, one.turn)
-            one.asked = "step"
+            one.request = "step"
         else:
             self._pool.finish(one.number)
-            one.asked = "finish"
+            one.request = "finish"
 
     def _room(self) -> bool:
         """Return whether another conversation can be opened; one whose model is sampling may give up its process."""
@@ -386,7 +386,7 @@ class Conversations:
         for place in holding:
             one = self._of[place]
             # The conversation is replayed in another process when its next turn ends.
-            if not one.asked and self._dialogue.declared_of(one.prompt).replayable:
+            if not one.request and self._dialogue.declared_of(one.prompt).replayable:
                 assert one.number is not None
                 self._pool.close(one.number)
                 one.number = None
@@ -410,7 +410,7 @@ class Conversations:
                     self._ask(place)
                     continue
                 # Another one must be answered first, so that its process becomes free.
-                busy = next((other for other, its in self._of.items() if its.asked), None)
+                busy = next((other for other, its in self._of.items() if its.request), None)
                 if busy is None:
                     raise RuntimeError(
                         f"environment.processes: all {self._settings.processes} are held by conversations that cannot "
@@ -419,7 +419,7 @@ class Conversations:
                 number = self._of[busy].number
                 assert number is not None
                 self._answered(busy, self._pool.wait(number))
-            elif one.asked:
+            elif one.request:
                 assert one.number is not None
                 self._answered(place, self._pool.wait(one.number))
             else:
@@ -428,12 +428,12 @@ class Conversations:
     def _answered(self, place: Place, answer: Answer) -> None:
         """Take an answer of the pool; send the next request if the turn has one."""
         one = self._of[place]
-        asked, one.asked = one.asked, ""
+        request, one.request = one.request, ""
         if isinstance(answer, Failure):
             one.number, one.failure, one.over = None, answer, True
-        elif asked == "open":
+        elif request == "open":
             self._ask(place)
-        elif asked == "step":
+        elif request == "step":
             assert one.turn is not None
             one.exchanges.append((one.turn, answer))
             one.turn = None
@@ -457,11 +457,11 @@ class Conversations:
     def _replied(self, places: Sequence[Place]) -> dict[Place, Reply]:
         """Return the replies of settled conversations; one without room for its observation is ended first."""
         replies: dict[Place, Reply] = {}
-        going_on = []
+        continuing = []
         for place in places:
             one = self._of[place]
             if not one.over:
-                going_on.append(place)
+                continuing.append(place)
                 continue
             replayable = self._dialogue.declared_of(one.prompt).replayable
             if one.failure is not None and one.failure.kind == "replay" and not replayable:
@@ -469,15 +469,15 @@ class Conversations:
                 self.leave(place)
                 continue
             replies[place] = Reply("end", truncated=self._truncated(one))
-        if going_on:
-            waiting = [self._of[place] for place in going_on]
+        if continuing:
+            waiting = [self._of[place] for place in continuing]
             inserted = self._dialogue.insertions(
                 [one.prompt for one in waiting],
                 [self._texts(one) for one in waiting],
                 [one.exchanges[-1][0] for one in waiting],
                 [one.sampled for one in waiting],
             )
-            for place, tokens in zip(going_on, inserted, strict=True):
+            for place, tokens in zip(continuing, inserted, strict=True):
                 one = self._of[place]
                 assert one.rollout is not None
                 if len(tokens) >= self._pending[place]:
@@ -495,7 +495,7 @@ class Conversations:
                 one_left.number = None
         return replies
 
-    def _texts(self, one: _Open) -> tuple[str, ...]:
+    def _texts(self, one: _OpenConversation) -> tuple[str, ...]:
         """Return the texts of the last observation; before the last turn, `last_turn` is appended."""
         texts = one.exchanges[-1][1].texts
         last = len(one.exchanges) == self._limits.turns - 1
@@ -503,7 +503,7 @@ class Conversations:
             return (*texts[:-1], "\n".join([*texts[-1:], self._settings.last_turn]))
         return texts
 
-    def _truncated(self, one: _Open) -> bool:
+    def _truncated(self, one: _OpenConversation) -> bool:
         """Return whether a conversation that is over counts as truncated."""
         if one.exchanges and one.exchanges[-1][1].truncated and one.turn is None and not one.cut:
             return True
@@ -511,7 +511,7 @@ class Conversations:
         by_turns = one.cut and len(one.exchanges) >= self._limits.turns and not one.rollout.truncated
         return one.cut and not (by_turns and self._settings.at_max_turns == "answer")
 
-    def _record(self, one: _Open) -> Conversation:
+    def _record(self, one: _OpenConversation) -> Conversation:
         """Return the record of a conversation that is over."""
         observations = [observation for _, observation in one.exchanges]
         rewards = [observation.reward for observation in observations]
@@ -558,7 +558,7 @@ class Conversations:
         self.clear()
         for entry in state:
             key, index = entry["place"]
-            one = _Open(self._prompt_of(key), list(entry["starts"]))
+            one = _OpenConversation(self._prompt_of(key), list(entry["starts"]))
             one.exchanges = [(_turn(turn), _observation(observation)) for turn, observation in entry["exchanges"]]
             one.ending = None if entry["ending"] is None else _observation(entry["ending"])
             one.failure = None if entry["failure"] is None else Failure(**entry["failure"])

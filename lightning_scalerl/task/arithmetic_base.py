@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.task.arithmetic import ALPHABET, STOP, draw_number, problem, solution
-from lightning_scalerl.task.base_training import MADE_WITH, cached, named, trained
+from lightning_scalerl.task.base_training import MADE_WITH, cached, model_name, trained
 
 PAD = "<pad>"
 HEAD_SIZE = 32  # a size that other engines support as well
@@ -73,7 +73,7 @@ def arithmetic_base_model(
 
 
 def _name(settings: dict[str, Any]) -> str:
-    return named("arithmetic-base", settings)
+    return model_name("arithmetic-base", settings)
 
 
 def _shipped(settings: dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from sweeps.terminal import Bar
 MADE_WITH = "made_with.json"
 
 
-def named(kind: str, settings: Mapping[str, Any]) -> str:
+def model_name(kind: str, settings: Mapping[str, Any]) -> str:
     """Return the name of a base model with these settings."""
     return f"{kind}-{hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]}"
 

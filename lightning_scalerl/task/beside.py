@@ -11,10 +11,10 @@ from lightning_scalerl.rollouts.grade import Grader, Known
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import Task
 from lightning_scalerl.task.mixture import MixtureGrader, MixtureTask, rule_for_passes, set_names
-from lightning_scalerl.task.overlap import asked
+from lightning_scalerl.task.overlap import question_key
 
 
-class TaskWithSets(Task):
+class TaskWithEvaluationSets(Task):
     """The task that a run trains on, with held-out sets of other tasks in addition to its own.
 
     A set is named after its entry, or after the entry and itself (`aime_2024`) if its task has several held-out sets.
@@ -39,15 +39,15 @@ class TaskWithSets(Task):
             field = f"evaluation.sets.{name}"
             if isinstance(task, MixtureTask):
                 raise ConfigurationError(f"{field}: its task is a mixture; give each of its tasks an entry of its own")
-            named = set_names(name, task)
-            if not named or not all(named.values()):
+            heldout = set_names(name, task)
+            if not heldout or not all(heldout.values()):
                 raise ConfigurationError(f"{field}: its task has no held-out prompts; give {field}.task.heldout")
-            if taken := sorted(set(named) & set(self._heldout)):
+            if taken := sorted(set(heldout) & set(self._heldout)):
                 raise ConfigurationError(f"{field}: there is another held-out set {taken[0]}; rename this one")
-            self.names[name] = list(named)
+            self.names[name] = list(heldout)
             self._heldout |= {
                 set_name: [replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}", source=field) for prompt in prompts]
-                for set_name, prompts in named.items()
+                for set_name, prompts in heldout.items()
             }
 
     def train_prompts(self) -> Sequence[Prompt]:
@@ -79,13 +79,13 @@ class TaskWithSets(Task):
 
     def notes(self) -> Sequence[str]:
         """Return the remarks of all tasks, and how many training prompts are in a set that is only evaluated."""
-        pool = {asked(prompt) for prompt in self.train_prompts()}
+        pool = {question_key(prompt) for prompt in self.train_prompts()}
         own = set(self.trained.eval_sets())
         lines = list(self.trained.notes())
         for name, task in self._sets.items():
             lines += [f"evaluation.sets.{name}: {line}" for line in task.notes()]
         for set_name, prompts in self._heldout.items():
-            shared = 0 if set_name in own else sum(asked(prompt) in pool for prompt in prompts)
+            shared = 0 if set_name in own else sum(question_key(prompt) in pool for prompt in prompts)
             if shared:
                 lines.append(f"warning: {shared} of {len(prompts)} prompts of the set {set_name} are trained on")
         return lines

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.task.arithmetic_base import FOLDER, HEAD_SIZE, PAD
-from lightning_scalerl.task.base_training import cached, named, trained
+from lightning_scalerl.task.base_training import cached, model_name, trained
 from lightning_scalerl.task.calculator import MAX_DIGITS, draw
 
 STOP = "."
@@ -69,7 +69,7 @@ def calculator_base_model(
 
 
 def _name(settings: dict[str, Any]) -> str:
-    return named("calculator-base", settings)
+    return model_name("calculator-base", settings)
 
 
 def _shipped(settings: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.checks import ConfigurationError, error_line
 from lightning_scalerl.rollouts.grade import Grader, Known, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import PoolTask, contents, file_digest
@@ -181,7 +181,7 @@ class DatasetTask(PoolTask):
                     f"{fields_of(rows)}; name yours with task.format=columns task.fields={{prompt: ..., answer: ...}}"
                 ) from error
             except Exception as error:
-                raise ConfigurationError(f"{field}: {source.path}, row {number}: {said(error)}") from error
+                raise ConfigurationError(f"{field}: {source.path}, row {number}: {error_line(error)}") from error
             if no_answer(problem.answer) and not self._reads_all_rows:
                 unanswered.append(number)
                 continue

@@ -22,7 +22,7 @@ def check_rules(**rules: str) -> None:
             raise ConfigurationError(f"task.{name}: {rule!r} must be one of {', '.join(RULES)}")
 
 
-def asked(prompt: Prompt) -> str:
+def question_key(prompt: Prompt) -> str:
     """Return a prompt's question as a key: with earlier turns, without instructions that the task added.
 
     Two prompts that differ only in case and white space have the same key.
@@ -41,12 +41,14 @@ def split(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[P
     Raises:
         ConfigurationError: there are too few prompts for both sides.
     """
-    order = sorted({asked(prompt) for prompt in prompts}, key=lambda text: hashlib.sha256(text.encode()).digest())
+    order = sorted(
+        {question_key(prompt) for prompt in prompts}, key=lambda text: hashlib.sha256(text.encode()).digest()
+    )
     heldout = set(order[: max(1, round(share * len(order)))])
-    kept = [prompt for prompt in prompts if asked(prompt) not in heldout]
+    kept = [prompt for prompt in prompts if question_key(prompt) not in heldout]
     if not kept:
         raise ConfigurationError(f"task.heldout: {share:g} of {len(order)} different prompts leaves none to train on")
-    return kept, [prompt for prompt in prompts if asked(prompt) in heldout]
+    return kept, [prompt for prompt in prompts if question_key(prompt) in heldout]
 
 
 def without_overlap(
@@ -62,11 +64,11 @@ def without_overlap(
     Raises:
         ConfigurationError: a prompt was found that the rule refuses, or no prompt is left.
     """
-    heldout_keys = {asked(prompt) for heldout_set in heldout.values() for prompt in heldout_set}
+    heldout_keys = {question_key(prompt) for heldout_set in heldout.values() for prompt in heldout_set}
     seen: set[str] = set()
     kept, twice, leaked = [], [], []
     for prompt in prompts:
-        key = asked(prompt)
+        key = question_key(prompt)
         if key in heldout_keys:
             leaked.append(prompt.prompt_id)
         if key in seen:

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, ClassVar
 
-from lightning_scalerl.checks import ConfigurationError, did_you_mean, positive, said, whole_number
+from lightning_scalerl.checks import ConfigurationError, did_you_mean, error_line, positive, whole_number
 from lightning_scalerl.rollouts.grade import Grade, Grader, Known, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import PoolTask
@@ -161,7 +161,9 @@ class Generator:
             ) from error
         except Exception as error:  # mostly assertions of the generator
             values = dict(self.settings)
-            raise ConfigurationError(f"task.settings: {self.name} cannot use {values!r} ({said(error)})") from error
+            raise ConfigurationError(
+                f"task.settings: {self.name} cannot use {values!r} ({error_line(error)})"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ class ReasoningGymGrader:
         except (ImportError, MemoryError):
             raise
         except Exception as error:  # several scorers raise for an answer in the wrong format
-            return Grade(0.0, extra={"scorer": said(error)}, answer=answer or "")
+            return Grade(0.0, extra={"scorer": error_line(error)}, answer=answer or "")
 
 
 def read_answer(text: str, how: str) -> str | None:

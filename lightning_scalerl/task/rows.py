@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lightning_scalerl.checks import ConfigurationError, looks_local, said, whole_number
+from lightning_scalerl.checks import ConfigurationError, error_line, looks_local, whole_number
 from lightning_scalerl.task.base import file_digest
 from sweeps.run.files import parse_json
 
@@ -124,7 +124,7 @@ class RowSource:
                 return _table(path)
             text = path.read_text(encoding="utf-8")
         except Exception as error:
-            raise ConfigurationError(f"{self.field}: cannot read {self.path!r} ({said(error)})") from error
+            raise ConfigurationError(f"{self.field}: cannot read {self.path!r} ({error_line(error)})") from error
         if path.suffix == ".json" and text.lstrip().startswith("["):
             return self._list(text)
         return self._lines(text)
@@ -133,7 +133,7 @@ class RowSource:
         try:
             rows = parse_json(text)
         except ValueError as error:
-            raise ConfigurationError(f"{self.field}: {self.path!r} is no JSON ({said(error)})") from error
+            raise ConfigurationError(f"{self.field}: {self.path!r} is no JSON ({error_line(error)})") from error
         if not all(isinstance(row, dict) for row in rows):
             raise ConfigurationError(f"{self.field}: {self.path!r} must hold a list of objects")
         objects: list[Row] = rows
@@ -147,7 +147,7 @@ class RowSource:
             try:
                 row = parse_json(line)
             except ValueError as error:
-                raise ConfigurationError(f"{self.field}: {self.path}, line {number}: {said(error)}") from error
+                raise ConfigurationError(f"{self.field}: {self.path}, line {number}: {error_line(error)}") from error
             if not isinstance(row, dict):
                 raise ConfigurationError(f"{self.field}: {self.path}, line {number}: no object, but {line[:40]!r}")
             rows.append(row)
@@ -173,7 +173,9 @@ class RowSource:
         try:
             loaded = load_dataset(where, self.name, split=self.split, revision=self.revision)
         except Exception as error:
-            raise ConfigurationError(f"{self.field}: datasets cannot load {self.path!r} ({said(error)})") from error
+            raise ConfigurationError(
+                f"{self.field}: datasets cannot load {self.path!r} ({error_line(error)})"
+            ) from error
         if isinstance(loaded, DatasetDict):
             raise ConfigurationError(
                 f"{self.field}: {self.path!r} has the splits {', '.join(map(str, loaded))}; say which: "

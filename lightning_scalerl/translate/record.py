@@ -36,7 +36,7 @@ from lightning_scalerl.task.base import NoReward
 
 # A bound that never acts, for trainers that cannot turn a bound off: gradients and ratios stay below it (ratios are
 # capped at exp(20) here and in verl).
-NEVER = 1e9
+NO_BOUND = 1e9
 # Reason in `Translation.missing` for choices that the user has defined.
 OWN = "a choice of your own"
 
@@ -70,7 +70,7 @@ class Translation:
         added: settings that the trainer's code reads although its own configuration file does not list them.
         optimizer: its optimizer under these settings: "storage" and "states" (types in which weights and states are
             stored), and "eps".
-        said: names of settings by axis, including axes in `missing`; use `axes` instead.
+        settings_by_axis: names of settings by axis, including axes in `missing`; use `axes` instead.
     """
 
     to: str
@@ -81,49 +81,49 @@ class Translation:
     notes: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
     optimizer: dict[str, Any] = field(default_factory=dict)
-    said: dict[str, list[str]] = field(default_factory=dict)
+    settings_by_axis: dict[str, list[str]] = field(default_factory=dict)
 
     def set(self, *axes: str, **settings: Any) -> None:
         """Add settings by name, with two underscores for a dot. Together they express the choices on these axes."""
         named = {name.replace("__", "."): value for name, value in settings.items()}
         self.settings |= named
         for axis in axes:
-            self.says(axis, *named)
+            self.express(axis, *named)
 
     def under(self, prefix: str, *axes: str, **settings: Any) -> None:
         """Add settings below a prefix, as `set` does."""
         self.set(*axes, **{f"{prefix}.{name}": value for name, value in settings.items()})
 
-    def says(self, axis: str, *names: str) -> None:
+    def express(self, axis: str, *names: str) -> None:
         """Record which settings express the choice on an axis; no names if the trainer always behaves that way."""
-        self.said.setdefault(axis, []).extend(names)
+        self.settings_by_axis.setdefault(axis, []).extend(names)
 
     @property
     def axes(self) -> dict[str, list[str]]:
         """Names of the settings that express each axis, without axes in `missing`."""
         missing = {entry.key for entry in self.missing}
-        return {axis: names for axis, names in self.said.items() if axis not in missing}
+        return {axis: names for axis, names in self.settings_by_axis.items() if axis not in missing}
 
     def add(self, name: str, value: Any) -> None:
         """Add a setting that the trainer's own configuration file lacks; it is written as a new key (`+`) for Hydra."""
         self.settings[name] = value
         self.added.append(name)
 
-    def lacks(self, key: str, value: Any, why: str) -> None:
+    def add_missing(self, key: str, value: Any, why: str) -> None:
         """Add a choice or setting without a counterpart."""
         # If the axis is missing because the user has defined its choice, no further reason is needed.
         if any((entry.key, entry.why) == (key, OWN) for entry in self.missing):
             return
         self.missing.append(Missing(key, _shown(value), why))
 
-    def says_if(self, same: bool, axis: str, value: Any, why: str) -> None:
+    def express_if(self, same: bool, axis: str, value: Any, why: str) -> None:
         """Record that the trainer behaves as the choice on an axis does if `same`, else that it has no counterpart."""
         if same:
-            self.says(axis)
+            self.express(axis)
         else:
-            self.lacks(axis, value, why)
+            self.add_missing(axis, value, why)
 
-    def stores(self, storage: str, states: str, eps: float) -> None:
+    def set_optimizer(self, storage: str, states: str, eps: float) -> None:
         """Record the types in which the optimizer stores weights and states under these settings, and its epsilon."""
         self.optimizer = {"storage": storage, "states": states, "eps": eps}
 
@@ -311,43 +311,49 @@ def common(run: Run, into: Translation) -> None:
     for axis, (plain, why) in absent.items():
         choice = choices.on(axis)
         if type(choice).__name__ not in neutral:
-            into.lacks(axis, choice, f"{why}; {axis}={plain} is translated")
+            into.add_missing(axis, choice, f"{why}; {axis}={plain} is translated")
         elif axis != "advantage":
-            into.says(axis)
+            into.express(axis)
     for axis, choice in choices.items():
         if axis in choices.own:
-            into.lacks(axis, choice, "an axis of your own")
+            into.add_missing(axis, choice, "an axis of your own")
         elif not type(choice).__module__.startswith("lightning_scalerl."):
             # This includes a subclass of one of our choices: its changes are unknown.
-            into.lacks(axis, choice, OWN)
+            into.add_missing(axis, choice, OWN)
     if type(choices.length_control).__name__ == "Interruption":
-        into.lacks("length_control", choices.length_control, "nothing is forced into a completion there")
+        into.add_missing("length_control", choices.length_control, "nothing is forced into a completion there")
     elif isinstance(choices.length_control, NoLengthControl):
-        into.says("length_control")
+        into.express("length_control")
     if isinstance(choices.adapter, NoAdapter):
-        into.says("adapter")
+        into.express("adapter")
     if not isinstance(choices.async_mode, PPOOffPolicy):
-        into.lacks("async_mode", choices.async_mode, _PIPELINE[into.to])
+        into.add_missing("async_mode", choices.async_mode, _PIPELINE[into.to])
     _other_optimizer(run, into)
     if choices.precision.policy == "fp16":
-        into.lacks("precision.policy", "fp16", "the start and growth of the loss's scale are not compared with ours")
+        into.add_missing(
+            "precision.policy", "fp16", "the start and growth of the loss's scale are not compared with ours"
+        )
     for part, acts in {
         "value": not isinstance(choices.critic, NoCritic),
         "advantage": True,
         "kl": not isinstance(choices.kl, NoKL),
     }.items():
         if acts and choices.precision.policy != "fp32" and not getattr(choices.precision, f"fp32_{part}"):
-            into.lacks(f"precision.fp32_{part}", False, f"there is no rounding of it there; precision.fp32_{part}=true")
+            into.add_missing(
+                f"precision.fp32_{part}", False, f"there is no rounding of it there; precision.fp32_{part}=true"
+            )
     if (teacher := choices.kl.reference) is not None:
-        into.lacks("kl.reference", teacher, _DISTILS[into.to])
+        into.add_missing("kl.reference", teacher, _DISTILS[into.to])
     if isinstance(run.recipe.reward, NoReward):
-        into.lacks("reward", "none", "rewards are functions of yours there; reward=zero_one is translated")
+        into.add_missing("reward", "none", "rewards are functions of yours there; reward=zero_one is translated")
     if beside := run.recipe.evaluation.get("sets"):
-        into.lacks("evaluation.sets", sorted(beside), "sets of other tasks are not translated; evaluation.sets={} is")
+        into.add_missing(
+            "evaluation.sets", sorted(beside), "sets of other tasks are not translated; evaluation.sets={} is"
+        )
     if run.recipe.evaluation.get("gold_logprob"):
-        into.lacks("evaluation.gold_logprob", True, "known solutions are not scored there")
+        into.add_missing("evaluation.gold_logprob", True, "known solutions are not scored there")
     if run.recipe.chat.stop:
-        into.lacks("chat.stop", list(run.recipe.chat.stop), "texts that end a completion are not translated")
+        into.add_missing("chat.stop", list(run.recipe.chat.stop), "texts that end a completion are not translated")
     into.note(
         "model, data and reward functions are yours to name there; the reward of a completion is "
         f"{run.recipe.reward.correct:g} if it is correct, else {run.recipe.reward.incorrect:g}"
@@ -365,7 +371,7 @@ def _other_optimizer(run: Run, into: Translation) -> None:
         return
     why = _OPTIMIZERS.get(kind, "an optimizer of your own")
     setting = _OPTIMIZER_SETTINGS.get((kind, into.to), "no setting")
-    into.lacks("optimizer", kind.__name__, f"{why} ({setting}); optimizer=adamw is translated")
+    into.add_missing("optimizer", kind.__name__, f"{why} ({setting}); optimizer=adamw is translated")
 
 
 # TRL's optim=adamw_torch_8bit is the same class of torchao.
@@ -430,7 +436,7 @@ def by_deviation(run: Run, into: Translation, eps: float, others: str) -> bool |
         others = f"the deviation is unbiased, plus {eps:g}: normalization.ddof=1 and eps={eps:g}"
     elif isinstance(scale, PromptNormalization | NoNormalization):
         return isinstance(scale, PromptNormalization)
-    into.lacks("normalization", scale, others)
+    into.add_missing("normalization", scale, others)
     return None
 
 
@@ -455,9 +461,9 @@ def kl_term(run: Run, into: Translation, aggregation: type[Aggregation], average
     """
     kl, beta = run.choices.kl, distance(run)
     if beta is None:
-        into.lacks("kl", kl, "one coefficient for all tokens, in the loss, k3: kl=fixed is translated")
+        into.add_missing("kl", kl, "one coefficient for all tokens, in the loss, k3: kl=fixed is translated")
     elif beta and run.aggregation_of(kl) is not aggregation:
-        into.lacks("kl.aggregation", kl, averaged)
+        into.add_missing("kl.aggregation", kl, averaged)
     return beta
 
 
@@ -465,7 +471,9 @@ def evaluated(run: Run, into: Translation) -> int:
     """Return the number of batches of `run.k` steps between evaluations; 0 for none, or if it is not a whole number."""
     every, _ = run.evaluation
     if every % run.k:
-        into.lacks("evaluation.every_n_steps", every, f"evaluations are counted in batches of {run.k} steps there")
+        into.add_missing(
+            "evaluation.every_n_steps", every, f"evaluations are counted in batches of {run.k} steps there"
+        )
         return 0
     return every // run.k
 
@@ -473,7 +481,7 @@ def evaluated(run: Run, into: Translation) -> int:
 def no_adapter(run: Run, into: Translation, name: str) -> None:
     """Add LoRA to `missing`; `name` is the trainer's own setting for an adapter."""
     if not isinstance(run.choices.adapter, NoAdapter):
-        into.lacks("adapter", run.choices.adapter, f"how its adapter begins is not compared with ours ({name})")
+        into.add_missing("adapter", run.choices.adapter, f"how its adapter begins is not compared with ours ({name})")
 
 
 def lasting(run: Run, into: Translation, by_step: bool) -> tuple[bool, bool]:
@@ -487,9 +495,9 @@ def lasting(run: Run, into: Translation, by_step: bool) -> tuple[bool, bool]:
     schedule = run.recipe.schedule
     warms, falls = bool(schedule.warmup_steps), run.cosine is not None
     if type(schedule) not in (ConstantSchedule, CosineSchedule, SqrtBatchSchedule):
-        into.lacks("schedule", type(schedule).__name__, "a schedule of your own")
+        into.add_missing("schedule", type(schedule).__name__, "a schedule of your own")
         return False, False
     if (warms or falls) and not by_step:
-        into.lacks("schedule", type(schedule).__name__, "the schedule advances at other times there")
+        into.add_missing("schedule", type(schedule).__name__, "the schedule advances at other times there")
         return False, False
     return warms, falls

@@ -28,41 +28,45 @@ def to_prime_rl(run: Run) -> Translation:
     into = Translation("prime-rl", VERSION, "toml")
     common(run, into)
     choices, recipe = run.choices, run.recipe
-    into.lacks("loss", choices.loss, "its losses mask by differences of probabilities; trainer.loss.type is your own")
+    into.add_missing(
+        "loss", choices.loss, "its losses mask by differences of probabilities; trainer.loss.type is your own"
+    )
     tokens = isinstance(choices.aggregation, TokenAggregation)
-    into.says_if(
+    into.express_if(
         tokens, "aggregation", choices.aggregation, "all tokens of a batch count the same there; aggregation=token"
     )
-    into.says_if(
+    into.express_if(
         distance(run) == 0,
         "kl",
         choices.kl,
         "kl_tau is the squared log-ratio to the engine, not a distance from a reference",
     )
-    into.says_if(not choices.entropy.acts, "entropy", choices.entropy, "there is no bonus")
+    into.express_if(not choices.entropy.acts, "entropy", choices.entropy, "there is no bonus")
     grouped = isinstance(choices.advantage, GroupAdvantage)
     if grouped:
         into.under("orchestrator.algo", "advantage", type="grpo")
     if not isinstance(choices.normalization, NoNormalization):
-        into.lacks("normalization", choices.normalization, "advantages are not divided there; normalization=none")
+        into.add_missing("normalization", choices.normalization, "advantages are not divided there; normalization=none")
     else:
-        into.says("normalization", *(["orchestrator.algo.type"] if grouped else []))
+        into.express("normalization", *(["orchestrator.algo.type"] if grouped else []))
     if isinstance(choices.filter, ZeroVariance | NoFilter):
         into.under("orchestrator.train", "filter", filter_zero_advantages=isinstance(choices.filter, ZeroVariance))
         if isinstance(choices.filter, ZeroVariance):
             into.note("filter: what is left out there is a rollout with an advantage of 0, whatever its group")
     else:
-        into.lacks("filter", choices.filter, "its gates sample others by rules that are not compared with ours")
+        into.add_missing("filter", choices.filter, "its gates sample others by rules that are not compared with ours")
     masks, trained_on = isinstance(choices.truncated, MaskTruncated), "truncated completions are trained on there"
-    into.says_if(not masks, "truncated", choices.truncated, f"{trained_on}; truncated=keep")
+    into.express_if(not masks, "truncated", choices.truncated, f"{trained_on}; truncated=keep")
     if isinstance(choices.length_control, Penalty):
-        into.lacks("length_control", choices.length_control, "length_penalty there is linear in all tokens, no buffer")
+        into.add_missing(
+            "length_control", choices.length_control, "length_penalty there is linear in all tokens, no buffer"
+        )
     engine = isinstance(choices.correction, Behaviour)
-    into.says_if(engine, "correction", choices.correction, "the ratio is to the engine there; correction=behaviour")
+    into.express_if(engine, "correction", choices.correction, "the ratio is to the engine there; correction=behaviour")
     epochs = choices.epochs.count
-    into.says_if(epochs == 1, "epochs", epochs, "a batch is gone over once there")
+    into.express_if(epochs == 1, "epochs", epochs, "a batch is gone over once there")
     if run.k > 1:
-        into.lacks(
+        into.add_missing(
             "async_mode", choices.async_mode, "it trains while it samples; phases of several steps are no setting"
         )
     elif on_policy(run):
@@ -84,8 +88,8 @@ def _settings(run: Run, into: Translation) -> None:
     every = int(recipe.evaluation.get("every_n_steps", 0))
     if every:
         into.under("orchestrator.eval", interval=every, group_size=int(recipe.evaluation.get("samples", 1)))
-    into.lacks("seed", run.seed, "there is none of sampling")
-    into.stores("fp32", "fp32", ADAM_EPS)  # `trainer.model.optimization_dtype` is float32 by default
+    into.add_missing("seed", run.seed, "there is none of sampling")
+    into.set_optimizer("fp32", "fp32", ADAM_EPS)  # `trainer.model.optimization_dtype` is float32 by default
     into.under(
         "trainer.optim",
         type="adamw",
@@ -95,17 +99,21 @@ def _settings(run: Run, into: Translation) -> None:
         weight_decay=optimizer.weight_decay,
     )
     if optimizer.clip_norm is None:
-        into.lacks("optimizer.clip_norm", None, "trainer.optim.max_norm is left out by None, which TOML cannot say")
+        into.add_missing(
+            "optimizer.clip_norm", None, "trainer.optim.max_norm is left out by None, which TOML cannot say"
+        )
     else:
         into.under("trainer.optim", max_norm=optimizer.clip_norm)
     if optimizer.eps != ADAM_EPS:
-        into.lacks("optimizer.eps", optimizer.eps, f"it is torch's there; optimizer.eps={ADAM_EPS:g} is translated")
+        into.add_missing(
+            "optimizer.eps", optimizer.eps, f"it is torch's there; optimizer.eps={ADAM_EPS:g} is translated"
+        )
     if optimizer.dropout:
-        into.lacks("optimizer.dropout", True, "the model's dropout is off there")
+        into.add_missing("optimizer.dropout", True, "the model's dropout is off there")
     warms, falls = lasting(run, into, by_step=run.choices.epochs.count == 1)
     warmup = recipe.schedule.warmup_steps
     if falls:
-        into.lacks("schedule", "cosine", "its shape is not compared with ours (trainer.scheduler.type)")
+        into.add_missing("schedule", "cosine", "its shape is not compared with ours (trainer.scheduler.type)")
     elif warms:
         # The rate rises from min_lr at the first step: (s + 1) / (warmup_steps + 1) of the whole at step s, as here.
         into.under(
@@ -123,4 +131,6 @@ def _settings(run: Run, into: Translation) -> None:
         "inference", "precision", enable_fp32_lm_head=precision.policy == "bf16" and precision.fp32_head_generator
     )
     if precision.policy != "bf16" or precision.fp32_head_trainer:
-        into.lacks("precision", precision, "the trainer computes in BF16; in which type its head does is no setting")
+        into.add_missing(
+            "precision", precision, "the trainer computes in BF16; in which type its head does is no setting"
+        )

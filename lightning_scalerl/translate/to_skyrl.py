@@ -30,7 +30,7 @@ from lightning_scalerl.axes.length_control import Penalty
 from lightning_scalerl.axes.loss import CISPO, DPPO, GSPO, SAPO, ClipCov, KLCov, Reinforce
 from lightning_scalerl.axes.truncated import MaskTruncated
 from lightning_scalerl.translate.record import (
-    NEVER,
+    NO_BOUND,
     Run,
     Translation,
     by_deviation,
@@ -71,7 +71,7 @@ def _loss(run: Run, into: Translation) -> None:
     loss, aggregation = run.choices.loss, run.choices.aggregation
     by_name = _BY_AGGREGATION.get(type(aggregation))
     if by_name is None:
-        into.lacks("aggregation", aggregation, f"loss_reduction knows {', '.join(_BY_AGGREGATION.values())}")
+        into.add_missing("aggregation", aggregation, f"loss_reduction knows {', '.join(_BY_AGGREGATION.values())}")
     else:
         into.under(ALGORITHM, "aggregation", loss_reduction=by_name)
     if isinstance(aggregation, ConstantAggregation):
@@ -87,13 +87,13 @@ def _loss(run: Run, into: Translation) -> None:
     elif isinstance(loss, SAPO):
         into.under(ALGORITHM, "loss", policy_loss_type="sapo", sapo__tau_pos=loss.tau_pos, sapo__tau_neg=loss.tau_neg)
     elif isinstance(loss, DPPO):
-        into.lacks("loss", loss, "the ratio of dppo has no cap there")
+        into.add_missing("loss", loss, "the ratio of dppo has no cap there")
     elif isinstance(loss, ClipCov | KLCov):
-        into.lacks("loss", loss, "tokens are selected in every micro-batch and pass there, by the current policy")
+        into.add_missing("loss", loss, "tokens are selected in every micro-batch and pass there, by the current policy")
     elif isinstance(loss, Reinforce):
-        into.lacks("loss", loss, "importance_sampling has a ratio as its weight")
+        into.add_missing("loss", loss, "importance_sampling has a ratio as its weight")
     elif (clips := run.clips) is None:
-        into.lacks("loss", loss, "no policy_loss_type is known to be it")
+        into.add_missing("loss", loss, "no policy_loss_type is known to be it")
     else:
         name = "gspo" if isinstance(loss, GSPO) else "regular"
         into.under(ALGORITHM, "loss", policy_loss_type=name, eps_clip_low=clips[0], eps_clip_high=clips[1])
@@ -105,7 +105,7 @@ def _loss(run: Run, into: Translation) -> None:
         if beta:
             into.note("kl: k3 is bounded at 10 there, with no gradient beyond")
     if run.choices.entropy.acts:
-        into.lacks("entropy", run.choices.entropy, "the bonus is averaged within each micro-batch there")
+        into.add_missing("entropy", run.choices.entropy, "the bonus is averaged within each micro-batch there")
     else:
         into.under(ALGORITHM, "entropy", use_entropy_loss=False)
 
@@ -140,26 +140,26 @@ def _credit(run: Run, into: Translation) -> None:
     elif isinstance(choices.filter, NoFilter):
         into.under(ALGORITHM, "filter", zero_variance_filter=False)
     elif isinstance(choices.filter, ZeroVariance) and by_token and isinstance(choices.truncated, MaskTruncated):
-        into.lacks("filter", choices.filter, "a group varies there if its unmasked rollouts do; truncated=keep")
+        into.add_missing("filter", choices.filter, "a group varies there if its unmasked rollouts do; truncated=keep")
     elif isinstance(choices.filter, ZeroVariance) and by_token:
         into.under(ALGORITHM, "filter", zero_variance_filter=True, zero_variance_filter_tol=0.0)
     else:
-        into.lacks("filter", choices.filter, stays)
+        into.add_missing("filter", choices.filter, stays)
     masks = isinstance(choices.truncated, MaskTruncated)
     if masks and not by_token:
-        into.lacks("truncated", choices.truncated, f"{stays}, or truncated=keep")
+        into.add_missing("truncated", choices.truncated, f"{stays}, or truncated=keep")
     else:
         into.under("generator", "truncated", apply_overlong_filtering=masks, zero_reward_on_non_stop=False)
     if isinstance(choices.length_control, Penalty):
-        into.lacks("length_control", choices.length_control, "a penalty of length is the environment's there")
+        into.add_missing("length_control", choices.length_control, "a penalty of length is the environment's there")
 
 
 def _data(run: Run, into: Translation) -> None:
     recipe, epochs, k = run.recipe, run.choices.epochs.count, run.k
     if epochs > 1 and not on_policy(run):
-        into.lacks("epochs", epochs, "a batch is gone over as a whole before it is begun with anew there")
+        into.add_missing("epochs", epochs, "a batch is gone over as a whole before it is begun with anew there")
     if run.steps % k:
-        into.lacks("budget.steps", run.steps, f"steps are counted in batches of {k} there; give a multiple")
+        into.add_missing("budget.steps", run.steps, f"steps are counted in batches of {k} there; give a multiple")
     limits = recipe.context
     into.under("trainer", "async_mode", train_batch_size=recipe.batch.prompts * k)
     into.under("trainer", "async_mode", policy_mini_batch_size=recipe.batch.prompts)
@@ -196,23 +196,27 @@ def _data(run: Run, into: Translation) -> None:
 
 def _optimizer(run: Run, into: Translation) -> None:
     optimizer = run.recipe.optimizer
-    into.stores("fp32", "fp32", ADAM_EPS)  # workers/fsdp/fsdp_worker.py loads a policy that is trained in FP32
+    into.set_optimizer("fp32", "fp32", ADAM_EPS)  # workers/fsdp/fsdp_worker.py loads a policy that is trained in FP32
     into.under(
         "trainer.policy.optimizer_config",
         lr=run.lr,
         adam_betas=[optimizer.beta1, optimizer.beta2],
         weight_decay=optimizer.weight_decay,
-        max_grad_norm=optimizer.clip_norm or NEVER,
+        max_grad_norm=optimizer.clip_norm or NO_BOUND,
     )
     if optimizer.eps != ADAM_EPS:
-        into.lacks("optimizer.eps", optimizer.eps, f"it is torch's there; optimizer.eps={ADAM_EPS:g} is translated")
+        into.add_missing(
+            "optimizer.eps", optimizer.eps, f"it is torch's there; optimizer.eps={ADAM_EPS:g} is translated"
+        )
     if optimizer.dropout:
-        into.lacks("optimizer.dropout", True, "the model's dropout is not compared with ours")
+        into.add_missing("optimizer.dropout", True, "the model's dropout is not compared with ours")
     warms, falls = lasting(run, into, by_step=run.choices.epochs.count == 1)
     if warms:
-        into.lacks("schedule.warmup_steps", run.recipe.schedule.warmup_steps, "warm-up begins at a rate of 0 there")
+        into.add_missing(
+            "schedule.warmup_steps", run.recipe.schedule.warmup_steps, "warm-up begins at a rate of 0 there"
+        )
     elif falls:
-        into.lacks("schedule", "cosine", "its end is counted in epochs of the data there")
+        into.add_missing("schedule", "cosine", "its end is counted in epochs of the data there")
     elif run.cosine is None:
         into.under("trainer.policy.optimizer_config", scheduler="constant_with_warmup", num_warmup_steps=0)
     no_adapter(run, into, "policy.model.lora")
@@ -222,18 +226,20 @@ def _ratio(run: Run, into: Translation) -> None:
     """Add precision and the anchor of the importance ratio: the engine's log-probabilities or the trainer's."""
     correction, precision, loss = run.choices.correction, run.choices.precision, run.choices.loss
     if precision.policy == "fp32":
-        into.lacks("precision", precision, "workers compute under autocast of BF16 there; precision=bf16 is nearest")
+        into.add_missing(
+            "precision", precision, "workers compute under autocast of BF16 there; precision=bf16 is nearest"
+        )
     into.set("precision", trainer__bf16=precision.policy == "bf16")
     into.under("generator.inference_engine", "precision", model_dtype=run.dtype)
     if run.head is None or run.head:
-        into.lacks("precision.fp32_head", "true", "a head in FP32 beside a 16-bit policy is no setting there")
+        into.add_missing("precision.fp32_head", "true", "a head in FP32 beside a 16-bit policy is no setting there")
     under = f"{ALGORITHM}.off_policy_correction"
     if not isinstance(correction, Proximal):
         if isinstance(loss, CISPO):
             into.under(ALGORITHM, "correction", cispo__cispo_anchor="rollout")
             into.under(under, "correction", tis_ratio_type=None)
         else:
-            into.lacks(
+            into.add_missing(
                 "correction",
                 correction,
                 "the engine's log-probabilities are the anchor of cispo alone there; correction=proximal with "
@@ -243,11 +249,15 @@ def _ratio(run: Run, into: Translation) -> None:
     if isinstance(loss, CISPO):
         into.under(ALGORITHM, "correction", cispo__cispo_anchor="old")
     if not on_policy(run):
-        into.lacks("correction", correction, "the anchor there is of when tokens were sampled, not of before the step")
+        into.add_missing(
+            "correction", correction, "the anchor there is of when tokens were sampled, not of before the step"
+        )
     elif correction.mode == "none":
         into.under(under, "correction", tis_ratio_type=None)
     elif correction.mode == "truncate" and correction.min_weight == 0:
         into.under(under, "correction", tis_ratio_type=correction.level)
         into.under(under, "correction", **{f"{correction.level}_tis_ratio_clip_high": correction.max_weight})
     else:
-        into.lacks("correction", correction, "weights have an upper bound alone; its masks are not compared with ours")
+        into.add_missing(
+            "correction", correction, "weights have an upper bound alone; its masks are not compared with ours"
+        )

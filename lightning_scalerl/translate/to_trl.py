@@ -55,16 +55,16 @@ def _loss(run: Run, into: Translation) -> None:
     if isinstance(loss, SAPO):
         if not isinstance(aggregation, SampleAggregation):
             why = "loss_type=sapo averages over samples; aggregation=sample is translated"
-            into.lacks("aggregation", aggregation, why)
+            into.add_missing("aggregation", aggregation, why)
     elif by_name is None:
-        into.lacks(
+        into.add_missing(
             "aggregation",
             aggregation,
             "no loss_type averages so (grpo: samples, dapo and cispo: tokens, dr_grpo: a constant; luspo divides sums "
             "by the number of rows); the one that is written is the loss's, and averages over tokens",
         )
     elif isinstance(aggregation, TokenAggregation) and not on_policy(run):
-        into.lacks(
+        into.add_missing(
             "aggregation",
             aggregation,
             "the tokens that dapo and cispo divide by are those of the whole generation batch, an average over its "
@@ -74,7 +74,9 @@ def _loss(run: Run, into: Translation) -> None:
         into.set("loss", "aggregation", loss_type="cispo")
         into.set("loss", epsilon_high=loss.max_ratio)  # the cap itself, not 1 + epsilon
         if by_name is not None and not isinstance(aggregation, TokenAggregation):
-            into.lacks("aggregation", aggregation, "loss_type=cispo divides by tokens; aggregation=token is translated")
+            into.add_missing(
+                "aggregation", aggregation, "loss_type=cispo divides by tokens; aggregation=token is translated"
+            )
     elif isinstance(loss, SAPO):
         into.set("loss", "aggregation", loss_type="sapo")
         into.set("loss", sapo_temperature_pos=loss.tau_pos, sapo_temperature_neg=loss.tau_neg)
@@ -82,11 +84,11 @@ def _loss(run: Run, into: Translation) -> None:
         # Losses with a clip have the same surrogate under grpo, dapo and dr_grpo.
         into.set("loss", "aggregation", loss_type=by_name or "dapo")
         if isinstance(loss, Reinforce):
-            into.lacks("loss", loss, "every loss_type has a ratio")
+            into.add_missing("loss", loss, "every loss_type has a ratio")
         elif isinstance(loss, GMPO):
-            into.lacks("loss", loss, "a trainer of its own there, trl.experimental.gmpo, and no loss_type")
+            into.add_missing("loss", loss, "a trainer of its own there, trl.experimental.gmpo, and no loss_type")
         elif (clips := run.clips) is None:
-            into.lacks("loss", loss, "no loss_type is known to be it")
+            into.add_missing("loss", loss, "no loss_type is known to be it")
         else:
             into.set("loss", epsilon=clips[0], epsilon_high=clips[1])
     into.set(router_aux_loss_coef=0.0)  # the default would add the load-balancing loss of a model with experts
@@ -101,24 +103,24 @@ def _loss(run: Run, into: Translation) -> None:
         if whole:
             into.set("entropy", entropy_coef=entropy.coefficient)
         else:
-            into.lacks(
+            into.add_missing(
                 "entropy",
                 entropy,
                 "the bonus is the token average of each micro-batch; entropy.aggregation=token with a step in one "
                 "micro-batch is translated",
             )
     elif entropy.acts:
-        into.lacks("entropy", entropy, "one coefficient for all tokens there")
+        into.add_missing("entropy", entropy, "one coefficient for all tokens there")
     else:
         into.set("entropy", entropy_coef=0.0)
 
 
 def _credit(run: Run, into: Translation) -> None:
     choices = run.choices
-    into.says("advantage")
+    into.express("advantage")
     scale = choices.normalization
     if isinstance(scale, PromptNormalization | BatchRewardNormalization) and (scale.ddof, scale.eps) != (1, EPS):
-        into.lacks(
+        into.add_missing(
             "normalization", scale, f"the deviation is unbiased, plus {EPS:g}: normalization.ddof=1 and eps={EPS:g}"
         )
     elif isinstance(scale, PromptNormalization):
@@ -128,14 +130,16 @@ def _credit(run: Run, into: Translation) -> None:
     elif isinstance(scale, NoNormalization):
         into.set("normalization", scale_rewards="none")
     elif isinstance(scale, BatchRewardNormalization):
-        into.lacks("normalization", scale, "the batch of scale_rewards=batch is all that was sampled, several steps")
+        into.add_missing(
+            "normalization", scale, "the batch of scale_rewards=batch is all that was sampled, several steps"
+        )
     else:
-        into.lacks(
+        into.add_missing(
             "normalization",
             scale,
             "scale_rewards=batch is the deviation of raw rewards (normalization=batch_reward_std), not of advantages",
         )
-    into.says_if(
+    into.express_if(
         isinstance(choices.filter, NoFilter),
         "filter",
         choices.filter,
@@ -144,7 +148,7 @@ def _credit(run: Run, into: Translation) -> None:
     )
     masks = isinstance(choices.truncated, MaskTruncated)
     if masks and isinstance(choices.aggregation, SampleAggregation):
-        into.lacks(
+        into.add_missing(
             "truncated",
             choices.truncated,
             "a masked completion still counts in the average over samples; truncated=keep is translated, or another "
@@ -155,9 +159,11 @@ def _credit(run: Run, into: Translation) -> None:
     control = choices.length_control
     if isinstance(control, Penalty):
         if control.only_correct:
-            into.lacks("length_control", control, "its penalty spares no completion; only_correct=false is translated")
+            into.add_missing(
+                "length_control", control, "its penalty spares no completion; only_correct=false is translated"
+            )
         else:
-            into.says("length_control", "reward_funcs")
+            into.express("length_control", "reward_funcs")
             into.note(
                 "length_control: add trl.rewards.get_soft_overlong_punishment(max_completion_len="
                 f"{control.limit}, soft_punish_cache={control.buffer}) to reward_funcs"
@@ -168,7 +174,7 @@ def _data(run: Run, into: Translation) -> None:
     recipe, epochs = run.recipe, run.choices.epochs.count
     accumulation = run.rollouts // run.micro_batch
     if epochs > 1 and not on_policy(run):
-        into.lacks(
+        into.add_missing(
             "epochs", epochs, "num_iterations goes over all steps of a generation batch before it begins with them anew"
         )
     into.set("async_mode", steps_per_generation=accumulation * run.k)
@@ -187,7 +193,9 @@ def _data(run: Run, into: Translation) -> None:
         seed=run.seed,
     )
     if recipe.context.too_long == "drop":
-        into.lacks("context.too_long", "drop", "prompts are of any length there; leave the long ones out of the data")
+        into.add_missing(
+            "context.too_long", "drop", "prompts are of any length there; leave the long ones out of the data"
+        )
     else:
         into.note(f"context: nothing there refuses prompts above {recipe.context.max_prompt_tokens} tokens")
     if recipe.batch.prompts > 1 and run.k > 1:
@@ -208,7 +216,7 @@ def _optimizer(run: Run, into: Translation) -> None:
     optimizer, epochs = run.recipe.optimizer, run.choices.epochs.count
     eight_bit = isinstance(optimizer, AdamW8bit)
     # A model that is named by its path is loaded in FP32 unless model_init_kwargs says otherwise.
-    into.stores("fp32", "8 bits, blocks of 256" if eight_bit else "fp32", optimizer.eps)
+    into.set_optimizer("fp32", "8 bits, blocks of 256" if eight_bit else "fp32", optimizer.eps)
     into.set(
         optim="adamw_torch_8bit" if eight_bit else "adamw_torch",
         learning_rate=run.lr,
@@ -219,7 +227,7 @@ def _optimizer(run: Run, into: Translation) -> None:
         disable_dropout=not optimizer.dropout,
     )
     if optimizer.weight_decay:
-        into.lacks(
+        into.add_missing(
             "optimizer.weight_decay",
             optimizer.weight_decay,
             "norms and biases are spared from it there; optimizer.weight_decay=0 is translated",
@@ -231,7 +239,7 @@ def _optimizer(run: Run, into: Translation) -> None:
     cosine = run.cosine
     if cosine is not None and falls:
         if warms or cosine.total_steps != run.steps:
-            into.lacks(
+            into.add_missing(
                 "schedule", "cosine", "it ends where training ends there: schedule.total_steps=budget.steps, no warm-up"
             )
         else:
@@ -247,7 +255,7 @@ def _optimizer(run: Run, into: Translation) -> None:
         into.set(lr_scheduler_type="constant")
     adapter = run.choices.adapter
     if isinstance(adapter, LoRA):
-        into.lacks(
+        into.add_missing(
             "adapter",
             adapter,
             "no field of GRPOConfig: peft_config of GRPOTrainer, or --use_peft of its command",
@@ -265,7 +273,7 @@ def _ratio(run: Run, into: Translation) -> None:
     into.set(use_vllm=run.vllm)
     into.set("precision", bf16=precision.policy == "bf16", fp16=False, model_init_kwargs={"dtype": "float32"})
     if run.head is None or (run.head and run.vllm):
-        into.lacks(
+        into.add_missing(
             "precision.fp32_head",
             f"trainer {precision.fp32_head_trainer}, generator {precision.fp32_head_generator}",
             "cast_lm_head_to_fp32 is of the trainer's model, which samples too unless an engine does",
@@ -276,20 +284,22 @@ def _ratio(run: Run, into: Translation) -> None:
         into.note("precision: sampling is the trainer's autocast forward there, a copy in the policy's type here")
     if not isinstance(correction, Proximal):
         if run.vllm or not exact:
-            into.lacks(
+            into.add_missing(
                 "correction",
                 correction,
                 "the ratio there is to the trainer's own log-probabilities, which are not the generator's here; "
                 "precision=fp32 with generator=torch is translated, or correction=proximal",
             )
-        into.says("correction", "use_vllm")  # the trainer samples: its log-probabilities are the generator's
+        into.express("correction", "use_vllm")  # the trainer samples: its log-probabilities are the generator's
         return
     if not on_policy(run):
-        into.lacks("correction", correction, "the anchor there is of when tokens were sampled, not of before the step")
+        into.add_missing(
+            "correction", correction, "the anchor there is of when tokens were sampled, not of before the step"
+        )
     elif correction.mode == "none":
         into.set("correction", vllm_importance_sampling_correction=False)
     elif not run.vllm:
-        into.lacks("correction", correction, "weights are an engine's there; correction.mode=none is translated")
+        into.add_missing("correction", correction, "weights are an engine's there; correction.mode=none is translated")
     else:
         into.set(
             "correction",

@@ -34,7 +34,7 @@ from lightning_scalerl.axes.length_control import Penalty
 from lightning_scalerl.axes.loss import CISPO, DPPO, GMPO, GSPO, SAPO, ClipCov, KLCov, Reinforce
 from lightning_scalerl.axes.truncated import MaskTruncated
 from lightning_scalerl.translate.record import (
-    NEVER,
+    NO_BOUND,
     Run,
     Translation,
     by_deviation,
@@ -76,7 +76,7 @@ def _loss(run: Run, into: Translation) -> None:
     loss, aggregation = run.choices.loss, run.choices.aggregation
     by_name = _BY_AGGREGATION.get(type(aggregation))
     if by_name is None:
-        into.lacks("aggregation", aggregation, f"loss_agg_mode knows {', '.join(_BY_AGGREGATION.values())}")
+        into.add_missing("aggregation", aggregation, f"loss_agg_mode knows {', '.join(_BY_AGGREGATION.values())}")
     else:
         into.under(ACTOR, "aggregation", loss_agg_mode=by_name)
     if isinstance(aggregation, ConstantAggregation):
@@ -88,7 +88,7 @@ def _loss(run: Run, into: Translation) -> None:
     elif isinstance(loss, SAPO):
         into.under(ACTOR, "loss", policy_loss__loss_mode="sapo", tau_pos=loss.tau_pos, tau_neg=loss.tau_neg)
         if by_name is not None and not isinstance(aggregation, SampleAggregation):
-            into.lacks(
+            into.add_missing(
                 "aggregation", aggregation, "loss_mode=sapo averages over samples; aggregation=sample is translated"
             )
     elif isinstance(loss, DPPO):
@@ -105,14 +105,14 @@ def _loss(run: Run, into: Translation) -> None:
     elif isinstance(loss, ClipCov | KLCov):
         _covariance(run, into, loss)
     elif isinstance(loss, Reinforce):
-        into.lacks("loss", loss, "reinforce is a loss of bypass_mode there, with a ratio as its weight")
+        into.add_missing("loss", loss, "reinforce is a loss of bypass_mode there, with a ratio as its weight")
     elif (clips := run.clips) is None:
-        into.lacks("loss", loss, "no loss_mode is known to be it")
+        into.add_missing("loss", loss, "no loss_mode is known to be it")
     else:
         mode = "gspo" if isinstance(loss, GSPO) else "vanilla"
         into.under(ACTOR, "loss", policy_loss__loss_mode=mode, clip_ratio_low=clips[0], clip_ratio_high=clips[1])
         if mode == "vanilla":
-            into.under(ACTOR, "loss", clip_ratio_c=NEVER)  # turns off the dual clip
+            into.under(ACTOR, "loss", clip_ratio_c=NO_BOUND)  # turns off the dual clip
     beta = kl_term(run, into, type(aggregation), "the distance is averaged as the loss is there")
     if beta is not None:
         into.under(ACTOR, "kl", use_kl_loss=bool(beta), kl_loss_coef=beta, kl_loss_type="low_var_kl")
@@ -123,7 +123,7 @@ def _loss(run: Run, into: Translation) -> None:
     if isinstance(entropy, FixedEntropy) and run.aggregation_of(entropy) is type(aggregation):
         into.under(ACTOR, "entropy", entropy_coeff=entropy.coefficient)
     elif entropy.acts:
-        into.lacks("entropy", entropy, "one coefficient for all tokens there, averaged as the loss is")
+        into.add_missing("entropy", entropy, "one coefficient for all tokens there, averaged as the loss is")
     else:
         into.under(ACTOR, "entropy", entropy_coeff=0)
 
@@ -136,7 +136,7 @@ def _gmpo(run: Run, into: Translation, loss: GMPO) -> None:
         into.under(ACTOR, "loss", policy_loss__loss_mode="geo_mean")
         into.under(ACTOR, "loss", clip_ratio_low=loss.clip_low, clip_ratio_high=loss.clip_high)
     else:
-        into.lacks(
+        into.add_missing(
             "loss",
             loss,
             "geo_mean averages over the samples of a micro-batch, and weights by the geometric mean of a sample's; "
@@ -147,7 +147,7 @@ def _gmpo(run: Run, into: Translation, loss: GMPO) -> None:
 def _covariance(run: Run, into: Translation, loss: ClipCov | KLCov) -> None:
     one = run.micro_batch == run.rollouts and run.choices.epochs.count == 1
     if not one or not isinstance(run.choices.correction, Proximal):
-        into.lacks(
+        into.add_missing(
             "loss",
             loss,
             "tokens are selected in every micro-batch and pass, by the current policy; a step of one pass in one "
@@ -175,21 +175,21 @@ def _credit(run: Run, into: Translation) -> None:
     elif isinstance(choices.filter, NoFilter):
         into.under("algorithm.filter_groups", "filter", enable=False)
     else:
-        into.lacks("filter", choices.filter, "a dropped group is replaced there; filter=dynamic_sampling or none")
+        into.add_missing("filter", choices.filter, "a dropped group is replaced there; filter=dynamic_sampling or none")
     masks, trained_on = isinstance(choices.truncated, MaskTruncated), "truncated completions are trained on there"
-    into.says_if(not masks, "truncated", choices.truncated, f"{trained_on}; truncated=keep")
+    into.express_if(not masks, "truncated", choices.truncated, f"{trained_on}; truncated=keep")
     if isinstance(choices.length_control, Penalty):
-        into.lacks("length_control", choices.length_control, "a penalty of length is a reward function's there")
+        into.add_missing("length_control", choices.length_control, "a penalty of length is a reward function's there")
 
 
 def _data(run: Run, into: Translation) -> None:
     recipe, epochs, k = run.recipe, run.choices.epochs.count, run.k
     if epochs > 1 and not on_policy(run):
-        into.lacks(
+        into.add_missing(
             "epochs", epochs, "ppo_epochs goes over all steps of a generation batch before it begins with them anew"
         )
     if run.steps % k:
-        into.lacks("budget.steps", run.steps, f"steps are counted in batches of {k} there; give a multiple")
+        into.add_missing("budget.steps", run.steps, f"steps are counted in batches of {k} there; give a multiple")
     limits = recipe.context
     into.under("data", "async_mode", train_batch_size=recipe.batch.prompts * k)
     into.under(ACTOR, "async_mode", ppo_mini_batch_size=recipe.batch.prompts)
@@ -224,24 +224,28 @@ def _data(run: Run, into: Translation) -> None:
 
 def _optimizer(run: Run, into: Translation) -> None:
     optimizer = run.recipe.optimizer
-    into.stores("fp32", "fp32", optimizer.eps)  # `fsdp_config.model_dtype` is written, and eps is overridden
+    into.set_optimizer("fp32", "fp32", optimizer.eps)  # `fsdp_config.model_dtype` is written, and eps is overridden
     into.under(
         f"{ACTOR}.optim",
         lr=run.lr,
         betas=[optimizer.beta1, optimizer.beta2],
         weight_decay=optimizer.weight_decay,
-        clip_grad=optimizer.clip_norm or NEVER,
+        clip_grad=optimizer.clip_norm or NO_BOUND,
         override_optimizer_config={"eps": optimizer.eps},
     )
     if optimizer.dropout:
-        into.lacks("optimizer.dropout", True, "the model's dropout is off there")
+        into.add_missing("optimizer.dropout", True, "the model's dropout is off there")
     warms, falls = lasting(run, into, by_step=run.k == 1)
     cosine = run.cosine
     if warms:
-        into.lacks("schedule.warmup_steps", run.recipe.schedule.warmup_steps, "warm-up begins at a rate of 0 there")
+        into.add_missing(
+            "schedule.warmup_steps", run.recipe.schedule.warmup_steps, "warm-up begins at a rate of 0 there"
+        )
     elif cosine is not None and falls:
         if cosine.total_steps != run.steps:
-            into.lacks("schedule", "cosine", "it ends where training ends there: schedule.total_steps=budget.steps")
+            into.add_missing(
+                "schedule", "cosine", "it ends where training ends there: schedule.total_steps=budget.steps"
+            )
         into.under(f"{ACTOR}.optim", lr_scheduler_type="cosine", min_lr_ratio=cosine.final, num_cycles=0.5)
     elif cosine is None:
         into.under(f"{ACTOR}.optim", lr_scheduler_type="constant")
@@ -260,14 +264,16 @@ def _ratio(run: Run, into: Translation) -> None:
     if precision.policy == "fp32":
         into.note("precision: flash attention, the default there, knows no FP32 (model.override_config)")
     if run.head is None or run.head:
-        into.lacks("precision.fp32_head", "true", "a head in FP32 beside a 16-bit policy is no setting there")
+        into.add_missing("precision.fp32_head", "true", "a head in FP32 beside a 16-bit policy is no setting there")
     under = "algorithm.rollout_correction"
     if not isinstance(correction, Proximal):
         into.under(under, "correction", bypass_mode=True, loss_type="ppo_clip", rollout_is=None)
         return
     into.under(under, "correction", bypass_mode=False)
     if not on_policy(run):
-        into.lacks("correction", correction, "the anchor there is of when tokens were sampled, not of before the step")
+        into.add_missing(
+            "correction", correction, "the anchor there is of when tokens were sampled, not of before the step"
+        )
     elif correction.mode == "none":
         into.under(under, "correction", rollout_is=None)
     elif correction.mode == "truncate" and correction.min_weight == 0:
@@ -276,4 +282,6 @@ def _ratio(run: Run, into: Translation) -> None:
         bounds = f"{correction.min_weight}_{correction.max_weight}"
         into.under(under, "correction", rollout_is=correction.level, rollout_is_threshold=bounds)
     else:
-        into.lacks("correction", correction, "truncation has no lower bound there, and a mask must have one above 0")
+        into.add_missing(
+            "correction", correction, "truncation has no lower bound there, and a mask must have one above 0"
+        )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_scalerl.checks import said
+from lightning_scalerl.checks import error_line
 from lightning_scalerl.rollouts.grade import Grade, Grader, Outcome, Sample, charges_of
 
 
@@ -50,7 +50,7 @@ _NOTE_PREFIX = "in reward function "
 
 def _raised(error: Exception, seconds: float) -> Outcome:
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE_PREFIX)]
-    why = f"raised {said(error)}{f' ({notes[0]})' if notes else ''}"
+    why = f"raised {error_line(error)}{f' ({notes[0]})' if notes else ''}"
     return Outcome("error", why=why, seconds=seconds, charges=charges_of(error))
 
 

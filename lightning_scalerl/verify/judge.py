@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from lightning_scalerl.cache import cache_dir
-from lightning_scalerl.checks import ConfigurationError, not_negative, positive, said, whole_number
+from lightning_scalerl.checks import ConfigurationError, error_line, not_negative, positive, whole_number
 from lightning_scalerl.rollouts.grade import Charge, Grade, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.verify.judge_client import Answer, AnswerCache, Endpoint, JudgeError, question_key
@@ -45,7 +45,7 @@ _FIELDS = re.compile(r"\{(prompt|question|answer|completion)\}")
 # Settings that change neither a verdict nor its cost.
 OPERATIONAL = frozenset({"url", "key_env", "cache", "timeout_s", "retries", "concurrency"})
 # Number of characters at the end of a judge's answer that are searched for a verdict.
-_LAST = 20_000
+_MAX_CHARACTERS = 20_000
 # Seconds that a worker may need beyond the limit on an answer, to start a request and to write the cache.
 _OVERHEAD_S = 2.0
 
@@ -191,7 +191,7 @@ class Judge:
         if missing:
             # Each answer is stored at once: if the process dies before the last one, the others are not paid again.
             new = self.endpoint.ask(
-                [bodies[key] for key in missing], lambda number, answer: self._kept(missing[number], answer)
+                [bodies[key] for key in missing], lambda number, answer: self._store_answer(missing[number], answer)
             )
             answers |= zip(missing, new, strict=True)
         paid = {key: keys.index(key) for key in missing}  # first completion with each question
@@ -202,7 +202,7 @@ class Judge:
         answer = None if self.answers is None else self.answers.get(key)
         return None if answer is None or self._verdict(answer.text) is None else answer
 
-    def _kept(self, key: str, answer: Answer | JudgeError) -> Answer | JudgeError:
+    def _store_answer(self, key: str, answer: Answer | JudgeError) -> Answer | JudgeError:
         """Store a new answer and return the stored one, or an error if it has no verdict."""
         if isinstance(answer, JudgeError):
             return answer
@@ -217,7 +217,7 @@ class Judge:
             # A stored answer without a verdict under the current pattern is replaced.
             return stored if self._verdict(stored.text) is not None else self.answers.put(key, answer, replace=True)
         except OSError as error:
-            log.warning("judge: an answer is not in the cache and will be paid again (%s)", said(error))
+            log.warning("judge: an answer is not in the cache and will be paid again (%s)", error_line(error))
             return answer
 
     def _grade(self, key: str, answer: Answer | JudgeError, paid: bool) -> Grade | Exception:
@@ -264,7 +264,7 @@ class Judge:
 
     def _verdict(self, text: str) -> float | None:
         """Return the reward that a judge's answer states, or None if it states none."""
-        found = list(re.finditer(self.pattern, text[-_LAST:]))
+        found = list(re.finditer(self.pattern, text[-_MAX_CHARACTERS:]))
         word = ((found[-1][1] or "") if found else "").strip().lower()
         if word in _WORDS:
             return _WORDS[word]

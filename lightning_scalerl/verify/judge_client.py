@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from lightning_scalerl.checks import said
+from lightning_scalerl.checks import error_line
 from lightning_scalerl.rollouts.grade import Charge
 from sweeps.redact import MASK, redact
 from sweeps.run.files import read_json, write_atomically
@@ -68,7 +68,7 @@ class JudgeError(RuntimeError):
     @classmethod
     def of(cls, error: Exception, charges: tuple[Charge, ...]) -> JudgeError:
         """Return the error of another reward, notes included, with the charges of the judges in the same sum."""
-        judged = cls(said(error), charges)
+        judged = cls(error_line(error), charges)
         for note in getattr(error, "__notes__", ()):
             judged.add_note(note)
         return judged

@@ -44,7 +44,7 @@ QUICK = (ExactMatch, Choice, QuestionAnswer, TruthfulAnswer)
 Reward = Mapping[str, Any] | str | Callable[..., Any]
 
 
-def named(field: str, given: Reward) -> Weighted:
+def build_weighted(field: str, given: Reward) -> Weighted:
     """Build a weighted grader from its configuration.
 
     Args:
@@ -96,12 +96,12 @@ def reward_sum(field: str, given: Sequence[Reward] | Reward) -> RewardSum:
     """Build the weighted sum of one or more rewards.
 
     Raises:
-        ConfigurationError: see `named`; or two rewards have the same name.
+        ConfigurationError: see `build_weighted`; or two rewards have the same name.
     """
     entries = listed(given)
     if not entries:
         raise ConfigurationError(f"{field}: give at least one of {', '.join(VERIFIERS)}, or file.py:function")
-    rewards = tuple(named(field, entry) for entry in entries)
+    rewards = tuple(build_weighted(field, entry) for entry in entries)
     names = [reward.name for reward in rewards]
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:

@@ -29,7 +29,7 @@ _ALONE = re.compile(r"(?<![A-Za-z'])([B-HJ-Z]|A(?!\s+[a-z]))(?![A-Za-z'])")
 # Phrases that are followed by the answer, up to the end of the line.
 _FINAL = re.compile(r"\b(?:final answer|the answer|answer)\b\s*+(?:is\b)?\s*+:?", re.IGNORECASE)
 # Number of characters at the end of a completion that are searched for its answer.
-_LAST = 20_000
+_MAX_CHARACTERS = 20_000
 
 
 def normalized(text: str) -> str:
@@ -40,7 +40,7 @@ def normalized(text: str) -> str:
 
 def final_answer(text: str) -> str:
     """Return a completion's answer: the line after the last "answer is" or "answer:", else its last line."""
-    text = text[-_LAST:]
+    text = text[-_MAX_CHARACTERS:]
     phrases = [found for found in _FINAL.finditer(text) if found[0].rstrip().lower().endswith((":", "is"))]
     after = text[phrases[-1].end() :].strip() if phrases else ""
     lines = [line.strip() for line in (after or text).splitlines() if line.strip()]
@@ -145,7 +145,7 @@ class Choice:
 def chosen_letter(text: str) -> str | None:
     """Return the letter that a text chooses, or None."""
     for pattern in (_BOXED, _SAID, _NAMED, _IN_BRACKETS, _ALONE):
-        found = pattern.findall(text[-_LAST:])
+        found = pattern.findall(text[-_MAX_CHARACTERS:])
         if found:
             return str(found[-1]).upper()
     return None

@@ -193,10 +193,10 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         Raises:
             UserError: the launch takes more device hours, or a setting is invalid.
         """
-        from sweeps.launch.adopted import stood_for
+        from sweeps.launch.adopted import replaced_members
         from sweeps.launch.price import check_hours, launch_of
 
-        elsewhere = stood_for(directory, specs)
+        elsewhere = replaced_members(directory, specs)
         launch = launch_of(specs, directory, settings.get("like"), settings.get("rate"), elsewhere)
         check_hours(launch, settings.get("max_device_hours"))
         if (form := settings.get("design")) is None:
@@ -245,15 +245,15 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         trials = [replace(spec, run=f"{spec.run}/{n}") for n in range(len(study.specs), checked.n_trials)]
         if self._designed(trials, directory, spec.config["launch"]):
             return
-        from sweeps.launch.adopted import count_adopted, stand_ins
+        from sweeps.launch.adopted import count_adopted, find_substitutes
 
         require("optuna", "hydra/sweeper: a search")
         from sweeps.search.optuna_search import Search  # Optuna takes a second to import
 
-        stand = None
+        find = None
         if "command" in spec.config and any(state.adopted for state in study.ledger.fold().values()):
             count_adopted(directory, [spec], _measured)  # trials measure compute as the adopted runs do, or are refused
-            stand = partial(stand_ins, directory, measured=_measured)
+            find = partial(find_substitutes, directory, measured=_measured)
         with self._search_planner() as planned:
             search = Search(
                 study=study,
@@ -262,7 +262,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
                 base=lists[0],
                 planned=planned,
                 sampler=sampler,
-                stand=stand,
+                find_substitutes=find,
             )
             states = self._run(study, plan, search)
         if any(state.state == "finished" for state in states.values()):

@@ -69,9 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if (told := of_the_system(error)) is None:
+        if (reason := of_the_system(error)) is None:
             raise
-        print(f"scalerl: {told}", file=sys.stderr)
+        print(f"scalerl: {reason}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("scalerl: interrupted", file=sys.stderr)

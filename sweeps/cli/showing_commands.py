@@ -31,7 +31,7 @@ from sweeps.terminal import on_screen
 
 if TYPE_CHECKING:
     from sweeps.decide.watch import News
-    from sweeps.report.page import Beside
+    from sweeps.report.page import OtherStudy
 
 
 def report_command(options: argparse.Namespace) -> None:
@@ -61,7 +61,7 @@ def report_command(options: argparse.Namespace) -> None:
         mapping=study.mapping,
         histories=histories(fits) if options.history else None,
         workers=workers,
-        beside=None if options.beside is None else _beside(options),
+        beside=None if options.beside is None else _other_study(options),
         at_k=compared_at_k(options, study, ranking),
         signal=signal,
         aggregate=aggregate,
@@ -75,14 +75,14 @@ def report_command(options: argparse.Namespace) -> None:
         print(path)
 
 
-def _beside(options: argparse.Namespace) -> Beside:
+def _other_study(options: argparse.Namespace) -> OtherStudy:
     """Load, fit and rank the study of `--beside` with the options of the report's own study."""
     from sweeps.decide.rank import rank
-    from sweeps.report.page import Beside
+    from sweeps.report.page import OtherStudy
 
     study, fits = fitted(argparse.Namespace(**vars(options) | {"sources": [options.beside]}))
     ranking = rank(fits, margin=margin(options), budget=options.budget, workers=cores())
-    return Beside(Place(options.beside).title, study.curves, fits, ranking)
+    return OtherStudy(Place(options.beside).title, study.curves, fits, ranking)
 
 
 def watch_command(options: argparse.Namespace) -> None:

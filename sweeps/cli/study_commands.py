@@ -134,8 +134,8 @@ def adopt_command(options: argparse.Namespace) -> None:
         print_json(done.to_json())
         return
     count = Counter(each.what for each in done.runs)
-    said = ", ".join(f"{count[what]} {what}" for what in ("adopted", "grown", "unchanged", "skipped") if count[what])
-    print(f"{options.study}: {said}; compute is {done.axis}, reward {done.metric}\n")
+    counts = ", ".join(f"{count[what]} {what}" for what in ("adopted", "grown", "unchanged", "skipped") if count[what])
+    print(f"{options.study}: {counts}; compute is {done.axis}, reward {done.metric}\n")
     rows = [
         [
             each.what,
@@ -156,20 +156,26 @@ def clean_command(options: argparse.Namespace) -> None:
 
     study = Path(options.study)
     kinds = [kind for kind in KINDS if getattr(options, kind)] or [*USUAL]
-    told = clean(study, kinds, options.keep) if options.yes else inventory(study, options.keep)
-    at_work = f", {told.at_work} at work" if told.at_work else ""
-    print(f"{study}: {told.finished} of {told.finished + told.others} members finished{at_work}\n")
+    result = clean(study, kinds, options.keep) if options.yes else inventory(study, options.keep)
+    at_work = f", {result.at_work} at work" if result.at_work else ""
+    print(f"{study}: {result.finished} of {result.finished + result.others} members finished{at_work}\n")
     rows = [
-        [kind, str(len(told.found[kind])), shown_size(told.size(kind)), "" if kind in kinds else f"with --{kind}", what]
+        [
+            kind,
+            str(len(result.found[kind])),
+            shown_size(result.size(kind)),
+            "" if kind in kinds else f"with --{kind}",
+            what,
+        ]
         for kind, what in KINDS.items()
         if kind in kinds or not options.yes
     ]
     print(table(["removed" if options.yes else "would go", "files", "size", "", ""], rows))
     kept = "a member that is not finished keeps all that it needs to go on"
     print(f"\nJournals, specifications, configurations, the ledger and launch.json stay; {kept}.")
-    if told.linked:
-        warn([f"{path} is a symbolic link: what it leads to stays" for path in told.linked])
-    if told.found["checkpoints"] and "checkpoints" in kinds and not options.keep:
+    if result.linked:
+        warn([f"{path} is a symbolic link: what it leads to stays" for path in result.linked])
+    if result.found["checkpoints"] and "checkpoints" in kinds and not options.keep:
         print(
             "A run without a checkpoint cannot be continued with a larger budget, exported or evaluated again; "
             "--keep 1 leaves the newest of each."

@@ -21,7 +21,7 @@ def translate_command(options: argparse.Namespace) -> None:
     translated = load_entry("lightning_scalerl.translate.command:translated")
     found = translated(options.overrides, options.to, options.config_dir)
     if options.json:
-        written = {name: value for name, value in vars(found).items() if name != "said"}
+        written = {name: value for name, value in vars(found).items() if name != "settings_by_axis"}
         print_json({**written, "missing": [vars(each) for each in found.missing], "axes": found.axes})
     if options.output is not None:
         write_atomically(Path(options.output), found.text())

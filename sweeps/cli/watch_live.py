@@ -51,7 +51,7 @@ class _Reader:
         self._views: list[MemberView] = []
         self._viewed = float("-inf")
         self.margin = None if self._folder is None else LaunchSettings.margin_of(self._folder)
-        self._left, self._running = TimeLeft(), set[str]()
+        self._remaining, self._running = TimeLeft(), set[str]()
         self._state: object = None
         self._loaded = float("-inf")
         self.study = LoadedStudy()
@@ -110,15 +110,15 @@ class _Reader:
         running = {view.run: view for view in views if view.state == "running" and view.run in left}
         for run, view in running.items():
             if run not in self._running:
-                self._left.started(run, view.recipe, view.step or 0, view.steps or 0, now)
-            self._left.saw(run, view.step or 0, now)
+                self._remaining.started(run, view.recipe, view.step or 0, view.steps or 0, now)
+            self._remaining.saw(run, view.step or 0, now)
         for view in views:
             if view.run in self._running - running.keys():
-                self._left.ended(view.run, view.step or 0, now)
+                self._remaining.ended(view.run, view.step or 0, now)
         self._running = set(running)
         waits = [view for view in views if view.state in ("queued", "waiting") and view.run in left]
         to_come = [(view.recipe, float(left[view.run])) for view in waits]
-        return self._left.left_s({run: left[run] for run in running}, to_come, now) if running else None
+        return self._remaining.left_s({run: left[run] for run in running}, to_come, now) if running else None
 
 
 def watch_live(options: argparse.Namespace, path: Path | None) -> None:

@@ -118,14 +118,14 @@ class Follower:
         self._holes = [] if earlier is None else list(earlier.holes)
         self._resume_facts = dict(resume or {})
         self.last_step = max(self._spent, default=-1)
-        # State of this attempt. `_before`: columns in the source before it started. `_goes_on`: the last recorded step
-        # before it. `_begin`: step, compute and clock at which it starts to count. `_seen`: step and clock at the last
-        # poll. `_taken`: the recorded values by step.
+        # State of this attempt. `_before`: columns in the source before it started. `_last_before`: the last recorded
+        # step before it. `_begin`: step, compute and clock at which it starts to count. `_seen`: step and clock at the
+        # last poll. `_recorded`: the recorded values by step.
         self._before: dict[str, Column] = {}
-        self._goes_on: int | None = None
+        self._last_before: int | None = None
         self._begin = 0.0, 0.0, 0.0
         self._seen = 0.0, 0.0
-        self._taken: dict[int, dict[str, float]] = {}
+        self._recorded: dict[int, dict[str, float]] = {}
         self._lowest = 0  # smallest recorded step
         # Metrics that this attempt has logged, number of rows read of each column, and the source's version for both.
         self._fresh = _Fresh()
@@ -138,7 +138,7 @@ class Follower:
     @property
     def has_logged(self) -> bool:
         """Return True if this attempt has logged a step."""
-        return bool(self._taken)
+        return bool(self._recorded)
 
     def catch_up(self) -> None:
         """Record metrics that an earlier attempt logged but its killed member did not record; then begin this attempt.
@@ -172,7 +172,7 @@ class Follower:
             self._record_ended(behind, False)
         self._before, self._rows_before = {name: list(column) for name, column in found.columns.items()}, found.rows
         self._known = {}
-        self._goes_on = max(self._spent, default=None)
+        self._last_before = max(self._spent, default=None)
         self._start(self.last_step)
 
     def _differing(self, columns: Mapping[str, Column]) -> set[int]:
@@ -210,7 +210,7 @@ class Follower:
         now = self._clock()
         self._begin = float(max(step, 0)), self._spent.get(step, 0.0), now
         self._seen = self._begin[0], now
-        self._taken = {}
+        self._recorded = {}
 
     def update(self, ending: Ending = Ending.OPEN) -> bool:
         """Record the steps that are complete now; return whether there were any.
@@ -296,16 +296,16 @@ class Follower:
                 newest = fresh.newest_compute
             whole = [step for step in whole if step < newest]
         # A recorded step is recorded again if its values have changed: they were logged late, or again.
-        new = sorted(step for step in whole if self._taken.get(step) != fresh.at(step))
-        first = not ended and not self._taken
+        new = sorted(step for step in whole if self._recorded.get(step) != fresh.at(step))
+        first = not ended and not self._recorded
         if first and self.again and not final and len(new) == 1 and self._is_far(new):
             return False  # wait for one more step, which shows the distance between logged steps
         fresh.waiting.difference_update(whole)
         if not new:
             return False
         if first:
-            self._go_on(new)
-        elif not ended and len(self._taken) > 1 and new[0] < self._lowest:
+            self._record_start(new)
+        elif not ended and len(self._recorded) > 1 and new[0] < self._lowest:
             raise _not_resumed(new[0], self.last_step)
         spent = [self._spent_by(step) for step in new] if late else self._compute_at(new, newest, fresh, ended)
         first_set = next(iter(self._command.rewards.values()))
@@ -325,16 +325,16 @@ class Follower:
                 self._journal.record("eval", step, {**rewards, **amounts})
                 self._eval_steps.add(step)
             self._spent[step] = compute_then
-            self._lowest = min(self._lowest, step) if self._taken else step
-            self._taken[step] = values
+            self._lowest = min(self._lowest, step) if self._recorded else step
+            self._recorded[step] = values
             self.last_step = max(self.last_step, step)
         activity.note(f"{self._source.title}: step {new[-1]}")
         return True
 
-    def _go_on(self, new: Sequence[int]) -> None:
+    def _record_start(self, new: Sequence[int]) -> None:
         """Record the step from which this attempt continues, derived from the first steps that it has logged."""
-        if self._goes_on is not None:
-            self._go_back(new[0], self._goes_on, new)
+        if self._last_before is not None:
+            self._go_back(new[0], self._last_before, new)
         elif self.again and (end := self._end_of_hole(-1, new)) is not None:
             self._journal.resume(end, **self._resume_facts)
             self._leave_hole(-1, end)

@@ -83,7 +83,7 @@ class Rows:
     def __init__(self, wanted: Sequence[str], step: str | None) -> None:
         self._step = step
         self._wanted = tuple(wanted)
-        self._kept = frozenset([*(STEP_COLUMNS if step is None else [step]), *wanted])
+        self._kept_columns = frozenset([*(STEP_COLUMNS if step is None else [step]), *wanted])
         self._column: str | None = None  # name of the step column
         # Row number and value, for the possible step columns and the wanted ones.
         self._cells: dict[str, list[tuple[int, float]]] = {}
@@ -96,7 +96,7 @@ class Rows:
         """Add the next row of the log."""
         at, self.count = self.count, self.count + 1
         found = {}
-        for name in self._kept & row.keys():
+        for name in self._kept_columns & row.keys():
             value = number(row[name])
             if math.isfinite(value):
                 found[name] = value

@@ -47,14 +47,14 @@ class Source:
         self._stdout = command.source == STDOUT
         self._path = str(run_dir / STDOUT_FILE) if self._stdout else command.source
         self._stamp: object = None
-        self._found = Found({})
+        self._latest = Found({})
         self._log: GrowingLog | None = None
         # the file of `_log`, and the version of its rows that was returned last
         self._log_of, self._log_version = "", -1
         self._unfit = ""  # a file that cannot be read line by line
         self.ending = Ending.OPEN
         wanted = [*command.rewards.values(), *command.keep, command.compute.column or ""]
-        self._wanted = [name for name in dict.fromkeys(wanted) if name]
+        self._columns = [name for name in dict.fromkeys(wanted) if name]
 
     @property
     def title(self) -> str:
@@ -64,7 +64,7 @@ class Source:
     @property
     def left_out(self) -> int:
         """Number of damaged lines that were skipped."""
-        return self._found.left_out
+        return self._latest.left_out
 
     def seal(self) -> Cut | None:
         """Terminate half a line that a killed process left, so that the next process appends a new line.
@@ -94,15 +94,15 @@ class Source:
             UserError: the source exists but cannot be read.
         """
         if self._command.remote:
-            self._found = self._of(read_logs(self._command.source, self._command.step))
-            return self._found
+            self._latest = self._of(read_logs(self._command.source, self._command.step))
+            return self._latest
         place = newest(self._path) if self._command.is_pattern else self._path
         stamp = None if place is None else (place, self.ending, *_stamps(Path(place)))
         if place is None or not Path(place).exists() or stamp == self._stamp:
-            return self._found
-        self._found = self._by_line(place) or self._of(self._of_files(place))
+            return self._latest
+        self._latest = self._by_line(place) or self._of(self._of_files(place))
         self._stamp = stamp
-        return self._found
+        return self._latest
 
     def _by_line(self, place: str) -> Found | None:
         """Return the metrics of a log that is read line by line; None for other files."""
@@ -111,18 +111,18 @@ class Source:
             return None
         if self._log is None or self._log_of != place:
             self._log_of = place
-            self._log = GrowingLog(path, lambda: Rows(self._wanted, self._command.step), self._stdout, self._cuts)
+            self._log = GrowingLog(path, lambda: Rows(self._columns, self._command.step), self._stdout, self._cuts)
         try:
             self._log.update(self.ending)
         except UnfitError:
             self._unfit = place
             return None
         except OSError:  # deleted since the check above
-            return self._found
+            return self._latest
         rows = self._log.rows
         if rows.count and not rows.has_steps:
             raise no_steps(self.title, list(rows.names), self._command.step)
-        version = self._found.version + (self._log.version != self._log_version)
+        version = self._latest.version + (self._log.version != self._log_version)
         self._log_version = self._log.version
         return Found(rows.columns, list(rows.names), rows.count, version, self._log.left_out)
 
@@ -135,13 +135,13 @@ class Source:
     def _of(self, logs: Sequence[Log]) -> Found:
         columns: dict[str, Column] = {}
         for log in logs:
-            for name in self._wanted:
+            for name in self._columns:
                 if name in log.names:
                     series = log.series(name)
                     pairs = zip(series.steps.tolist(), series.values.tolist(), strict=True)
                     columns.setdefault(name, []).extend(pairs)
         names = list(dict.fromkeys(name for log in logs for name in log.names))
-        return Found(columns, names, sum(log.rows for log in logs), self._found.version + 1)
+        return Found(columns, names, sum(log.rows for log in logs), self._latest.version + 1)
 
 
 def _stamps(path: Path) -> list[tuple[str, int, int]]:

@@ -222,9 +222,9 @@ def _check_form(name: str, text: str) -> None:
 
             yaml.safe_load(text)
     except Exception as error:  # each parser has its own exceptions
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise UserError(
-            f"command.files.{name}: with its values filled in it is not {name.rpartition('.')[2]} ({said})"
+            f"command.files.{name}: with its values filled in it is not {name.rpartition('.')[2]} ({reason})"
         ) from error
 
 

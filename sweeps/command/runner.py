@@ -24,7 +24,7 @@ from sweeps.run.job import current
 from sweeps.run.journal import CONFIG_FILE, LOG_FILE, SEMANTICS_FILE, Journal, JournalView
 from sweeps.run.lease import Lease
 from sweeps.run.progress import check_own, is_done, journal_or_none
-from sweeps.run.provenance import code_changes, code_facts, said, versions
+from sweeps.run.provenance import changes_line, code_changes, code_facts, versions
 from sweeps.run.repair import find_break, mend
 from sweeps.run.spec import RunSpec
 from sweeps.run.writer import sole_writer
@@ -86,7 +86,7 @@ class _Member:
         self._attempts = 0  # number of attempts before this one
         self._cuts: list[Cut] = []
         self._source = Source(self._command, run_dir, self._cuts)
-        self._asked: str | None = None  # the reason for which the command was asked to stop
+        self._stop_reason: str | None = None  # the reason for which the command was asked to stop
         self._log_at = 0
         self._went_on_from: str | None = None  # path of the checkpoint from which the command was resumed
         # Newest recorded checkpoint: its path and modification time, and the last step that it covers.
@@ -121,13 +121,13 @@ class _Member:
             there = follower.last_step >= 0
             if checkpoint is not None and not self._command.anew and not there:
                 self._check_begun(earlier, checkpoint)
-            goes_on = not self._command.anew and (
+            resumes = not self._command.anew and (
                 checkpoint is not None or (there and self._command.checkpoints is None)
             )
-            follower.began_anew, follower.again = not goes_on, bool(self._attempts)
+            follower.began_anew, follower.again = not resumes, bool(self._attempts)
             if (cut := self._source.seal()) is not None:
                 self._cuts.append(cut)
-            self._start_and_follow(goes_on, checkpoint, lock)
+            self._start_and_follow(resumes, checkpoint, lock)
         finally:
             self._journal.close()
 
@@ -162,11 +162,11 @@ class _Member:
         The journal has both. Earlier versions wrote them only to the file of the newest attempt (command.json). That
         file also shows that there was an attempt if the journal is lost.
         """
-        told = read_json(self._run_dir / ATTEMPT_FILE)
+        newest = read_json(self._run_dir / ATTEMPT_FILE)
         noted = [] if earlier is None else earlier.attempts
-        number = told.get("attempts")
-        self._attempts = max(len(noted), int(earlier is not None), number if isinstance(number, int) else bool(told))
-        for entry in (told, *noted):
+        number = newest.get("attempts")
+        self._attempts = max(len(noted), int(earlier is not None), number if isinstance(number, int) else bool(newest))
+        for entry in (newest, *noted):
             found = entry.get("cuts")
             for each in found if isinstance(found, list) else ():
                 match each:
@@ -208,19 +208,19 @@ class _Member:
             notes += [] if changed or not before else list(code_changes(before[0], facts))
         if notes and self._spec.config["launch"].get("strict_code"):
             raise UserError(
-                f"launch.strict_code: {said(notes)}; go back to that, launch what you want under its own identity, or "
-                "go on with launch.strict_code=false"
+                f"launch.strict_code: {changes_line(notes)}; go back to that, launch what you want under its own "
+                "identity, or go on with launch.strict_code=false"
             )
         if notes:
-            print(f"warning: {said(notes)}", flush=True)
+            print(f"warning: {changes_line(notes)}", flush=True)
         return facts
 
     # --- while it runs -------------------------------------------------------------------------------------------
 
-    def _start_and_follow(self, goes_on: bool, checkpoint: str | None, lock: int | None) -> None:
+    def _start_and_follow(self, resumes: bool, checkpoint: str | None, lock: int | None) -> None:
         command, run_dir = self._command, self._run_dir
         words = [*command.words]
-        if goes_on:
+        if resumes:
             self._went_on_from = checkpoint
             words += [word.replace("{checkpoint}", checkpoint or "") for word in command.add]
         for name, text in command.files.items():
@@ -233,7 +233,7 @@ class _Member:
         # Written before the start: after a power cut the next attempt needs to know where this one began.
         cuts = {"cuts": [[cut.at, cut.before] for cut in self._cuts]} if self._cuts else {}
         self._journal.attempt(self._follower.last_step, **cuts)
-        attempt = {"attempts": self._attempts, "words": words, "folder": str(command.folder), "goes_on": goes_on}
+        attempt = {"attempts": self._attempts, "words": words, "folder": str(command.folder), "goes_on": resumes}
         write_json(run_dir / ATTEMPT_FILE, attempt)
         self._write_semantics(words)
         print(f"  {' '.join(words)}\n  compute is {command.compute.text}", flush=True)
@@ -257,8 +257,8 @@ class _Member:
         wait_s, before = _LOOK_S, 0.0
         looked = time.monotonic()
         while (ended := tree.wait(min(wait_s, _HEED_S))) is None:
-            if self._asked is None and (reason := interruption.reason) is not None:
-                self._asked = reason
+            if self._stop_reason is None and (reason := interruption.reason) is not None:
+                self._stop_reason = reason
                 self._ask_to_stop(tree, reason)
             if time.monotonic() - looked < wait_s:
                 continue
@@ -327,10 +327,10 @@ class _Member:
             journal.checkpoint(steps)
             journal.end(steps if last < steps else last, "finished")
             return
-        if self._asked is not None:
+        if self._stop_reason is not None:
             how = f" (it did not end within {self._command.stop_within_s:g} s: killed with all that it started)"
             raise RunInterruptedError(
-                f"{self._asked} at step {last}; the command ended with {ended.how}{how if ended.killed else ''}"
+                f"{self._stop_reason} at step {last}; the command ended with {ended.how}{how if ended.killed else ''}"
             )
         if ended.code != 0:
             words = self._last_words()

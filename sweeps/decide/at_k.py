@@ -80,8 +80,8 @@ def at_k(by_one: Ranking, by_k: Ranking, metric: str) -> AtK | None:
     recipes |= dict.fromkeys(entry.recipe for entry in by_one.ranking)
     rows = tuple(Places(recipe, _place(by_one, recipe), _place(by_k, recipe)) for recipe in recipes)
     both = [row for row in rows if row.at_1.place is not None and row.at_k.place is not None]
-    named = [row for row in rows if row.at_1.rank is not None and row.at_k.rank is not None]
-    differs = _order(both, "place") or _order(named, "rank")
+    ranked = [row for row in rows if row.at_1.rank is not None and row.at_k.rank is not None]
+    differs = _order(both, "place") or _order(ranked, "rank")
     k = int(metric.rpartition("@")[2])
     firsts = by_one.rewards.rows[0], by_k.rewards.rows[0]
     sentence = _sentence(k, firsts, differs)
@@ -110,13 +110,13 @@ def _place(ranking: Ranking, recipe: str) -> PlaceBy:
     rows = () if ranking.rewards is None else ranking.rewards.rows
     place, row = next(((at, row) for at, row in enumerate(rows, 1) if row.recipe == recipe), (None, None))
     entry = next((entry for entry in ranking.ranking if entry.recipe == recipe), None)
-    named = entry is not None and entry.rank is not None
+    ranked = entry is not None and entry.rank is not None
     return PlaceBy(
         place=place,
         R=None if row is None else row.R,
         p_best=None if row is None else row.p_best,
-        rank=entry.rank if entry is not None and named else None,
-        A=entry.A if entry is not None and named else None,
+        rank=entry.rank if entry is not None and ranked else None,
+        A=entry.A if entry is not None and ranked else None,
     )
 
 

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from sweeps.as_json import AsJson
 from sweeps.curve import Array
 from sweeps.decide.reach import check_budget
-from sweeps.decide.standing import Standing, stand
+from sweeps.decide.standing import Standing, find_standing
 from sweeps.decide.wording import outcome_sentence
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import reward_at, spacing
@@ -45,7 +45,7 @@ _SAMPLES = 256
 # Effective number of draws that an outcome must leave, on average.
 _ENOUGH = 20.0
 # Smallest gain, as a share of the reward's scale, that exceeds the error of the simulation.
-_WORTH = 0.0005
+_LEAST_GAIN = 0.0005
 # An extension with at least this share of the recipe's largest gain is chosen if its gain per compute is higher.
 _CHEAPER = 0.5
 # An extension's evaluations are thinned to at most this many points.
@@ -158,7 +158,7 @@ class _Future:
         # megabytes.
         self._after: dict[tuple[int, str, float], NDArray[np.uint16]] = {}
         self.loss = float(self._losses(list(self._prior.values())).mean(axis=(1, 2)).min())
-        self.worth = _WORTH * max(fit.curve.scale for fit in fits)
+        self.worth = _LEAST_GAIN * max(fit.curve.scale for fit in fits)
 
     def _losses(self, samples: Sequence[Array]) -> Array:
         """Return the loss of choosing each recipe: the best A minus its own. Shapes: (J, L) each -> (R, J, L)."""
@@ -292,7 +292,7 @@ def choice_of(fits: Sequence[Fit], margin: float | None = None) -> Choice:
     Raises:
         UserError: margin is negative or not a number.
     """
-    return Choice(fits, stand(fits, margin))
+    return Choice(fits, find_standing(fits, margin))
 
 
 def settle(choice: Choice, limit: float | None = None) -> Settlement:

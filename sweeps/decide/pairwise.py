@@ -167,7 +167,7 @@ def compare(
             seeds=seeds,
             paired=draws.paired,
             seeds_needed=seeds_needed(draws.reward, seeds, margin),
-            told=_told(rewards[n], margin),
+            told=_verdict(rewards[n], margin),
             sentence="",
             p_neither=None if draws.ratio is None else draws.ratio.p_neither,
         )
@@ -405,7 +405,7 @@ def _tail(draws: Sequence[Array]) -> float:
 HIGHER, LOWER, SAME, UNTOLD = "higher", "lower", "same", "not told apart"
 
 
-def _told(difference: Interval, margin: float) -> str:
+def _verdict(difference: Interval, margin: float) -> str:
     """Classify a difference by its bounds: higher, lower, same (within the margin), or not told apart."""
     low = -math.inf if difference.low is None else difference.low
     high = math.inf if difference.high is None else difference.high

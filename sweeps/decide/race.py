@@ -203,7 +203,7 @@ def run_race(
     looks: list[Look] = []
     while isinstance(found := next_look(curves, rules, reached, looks, options, workers, failed), Look):
         looks.append(found)
-    return _told(curves, rules, looks, found)
+    return _race_of(curves, rules, looks, found)
 
 
 @dataclass(frozen=True)
@@ -398,7 +398,7 @@ def _affordable(draws: Sequence[Array], due: Sequence[int], scale: float, limit:
     return number, float(losses[number - 1]) if number else 0.0
 
 
-def _told(curves: Sequence[Curve], rules: Rules, looks: Sequence[Look], waits_for: tuple[str, ...]) -> Race:
+def _race_of(curves: Sequence[Curve], rules: Rules, looks: Sequence[Look], waits_for: tuple[str, ...]) -> Race:
     """Assemble the race from its looks: every recipe's state, the compute saved, and a summary sentence."""
     stopped = {name: look for look in looks for name in look.stopped}
     runners = [_runner(curve, rules, looks, stopped.get(curve.recipe)) for curve in curves]

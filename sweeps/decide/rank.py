@@ -25,7 +25,16 @@ from sweeps.decide.efficiency import Ratio, efficiencies
 from sweeps.decide.reach import check_budget
 from sweeps.decide.resolution import Resolution, resolve
 from sweeps.decide.reward import Rewards, rewards
-from sweeps.decide.standing import Horizon, Outcome, Standing, margin_of, named_a, shared_asymptote, spreads_of, stand
+from sweeps.decide.standing import (
+    Horizon,
+    Outcome,
+    Standing,
+    asymptote_of,
+    find_standing,
+    margin_of,
+    shared_asymptote,
+    spreads_of,
+)
 from sweeps.decide.wording import contrast_reason, horizon_sentence, outcome_sentence, place_reason
 from sweeps.errors import UserError
 from sweeps.fit.compare import Comparison, compare
@@ -176,14 +185,14 @@ def rank(
     sets = sorted({fit.curve.factors["set"] for fit in fits if "set" in fit.curve.factors})
     if len(sets) > 1:
         raise UserError(f"evaluation sets {', '.join(sets)} have asymptotes of their own; choose one with --metric")
-    standing = stand(fits, margin, budget)
+    standing = find_standing(fits, margin, budget)
     by_recipe = {fit.recipe: fit for fit in fits}
     ordered = [by_recipe[recipe] for recipe in standing.ranked]
     refused = sorted((fit for fit in fits if not fit.identifiable), key=lambda fit: fit.recipe)
     comparisons: tuple[Comparison, ...] = ()
     if not brief:
         comparisons = tuple(mapped(_compared, [(fit.curve, fit.options) for fit in ordered], workers))
-    best = max((named_a(fit) for fit in ordered), default=0.0)
+    best = max((asymptote_of(fit) for fit in ordered), default=0.0)
     entries = [_ranked(fit, place, best, standing, budget) for place, fit in enumerate(ordered, start=1)]
     entries += [_ranked(fit, None, best, standing, budget) for fit in refused]
     baseline = baseline_of(fits, baseline)
@@ -230,7 +239,7 @@ def _ranked(fit: Fit, place: int | None, best: float, standing: Standing, budget
         C_mid_at_shared_A=None if efficient is None else quantiles(efficient.C_mid),
         R_at_budget=None if budget is None else reward_at(fit, budget),
         verdict=fit.verdict,
-        reason=fit.reason if place is None else place_reason(best - named_a(fit), fit.recipe, standing),
+        reason=fit.reason if place is None else place_reason(best - asymptote_of(fit), fit.recipe, standing),
     )
 
 
@@ -250,9 +259,9 @@ def baseline_of(fits: Sequence[Fit], asked: str | None = None) -> str | None:
 
 def named_baseline(curves: Sequence[Curve]) -> str | None:
     """Return the recipe among the curves that most of them name as their baseline; None if none is named."""
-    named = Counter(curve.baseline for curve in curves)
-    recipes = sorted(curve.recipe for curve in curves if named[curve.recipe])
-    return max(recipes, key=lambda recipe: named[recipe], default=None)
+    counts = Counter(curve.baseline for curve in curves)
+    recipes = sorted(curve.recipe for curve in curves if counts[curve.recipe])
+    return max(recipes, key=lambda recipe: counts[recipe], default=None)
 
 
 def _leave_one_out(
@@ -268,16 +277,16 @@ def _leave_one_out(
     if baseline not in between:
         why = f"the baseline's A is not identifiable ({base.verdict})"
         return [Contrast(recipe=fit.recipe, delta_a=None, ratio=None, delta_b=None, reason=why) for fit in variants]
-    named = [fit for fit in variants if fit.recipe in between]
+    identifiable = [fit for fit in variants if fit.recipe in between]
     # A small tolerance: rounding must not decide about a difference of exactly the margin.
-    close = [fit for fit in named if abs(named_a(fit) - named_a(base)) <= margin + 1e-12]
+    close = [fit for fit in identifiable if abs(asymptote_of(fit) - asymptote_of(base)) <= margin + 1e-12]
     # The mean A of the baseline and the recipes close to it; it may differ from the A of the ranking's tie.
     shared_a = shared_asymptote([base, *close])
     efficient = {} if shared_a is None else efficiencies([base, *close], shared_a, between)
     contrasts = []
     for fit in variants:
         delta_a = ratio = delta_b = None
-        if fit in named:
+        if fit in identifiable:
             variant_a, base_a = (total_draws(one, spread=between[one.recipe]) for one in (fit, base))
             delta_a = quantiles(variant_a - base_a)
         if fit in close:

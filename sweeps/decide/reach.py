@@ -104,7 +104,7 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
     new_times = first_above(ahead + seed_offsets(fit, new_run=True)[:, None] * apart(grid / end), grid, target)
     p_never = float(np.isinf(times).mean())
     raw = quantiles(times)
-    compute, reached = named(raw), raw.high is not None and raw.high <= end
+    compute, reached = if_reached(raw), raw.high is not None and raw.high <= end
     if raw.value == 0.0:
         compute, reached = Interval(0.0, 0.0, raw.high), True
         reason = f"met before training (R0 {float(np.median(ahead[:, 0])):.3f})"
@@ -114,7 +114,7 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
         reason = f"never: {chance(p_never)} that its runs do not reach it within {limit / end:g} x their compute"
     else:
         reason = f"unlikely ({chance(1 - p_never)}) that its runs reach it within {limit / end:g} x their compute"
-    return Reach(fit.recipe, target, compute, reason, named(quantiles(new_times)), p_never, reached)
+    return Reach(fit.recipe, target, compute, reason, if_reached(quantiles(new_times)), p_never, reached)
 
 
 def first_above(ahead: Array, grid: Array, target: float) -> Array:
@@ -146,7 +146,7 @@ def _check_target(target: float, bounds: tuple[float, float]) -> None:
         raise UserError(f"--target {target:g}: outside the reward's range {bounds[0]:g}..{bounds[1]:g}; give a reward")
 
 
-def named(interval: Interval | None) -> Interval | None:
+def if_reached(interval: Interval | None) -> Interval | None:
     """Return an interval of computes; None where its median is never reached, or there is none."""
     return None if interval is None or interval.value is None else interval
 

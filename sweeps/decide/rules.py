@@ -69,7 +69,7 @@ class Rules(AsJson):
             (fields.whole if name == "looks" else fields.number)(values, name)
         return cls(**values)
 
-    def going_on(self, begun: Rules) -> Rules:
+    def resumed_from(self, begun: Rules) -> Rules:
         """Return these rules for continuing a race that began with `begun`: no limit on the loss if it had none."""
         return replace(self, loss=NO_LIMIT) if begun.loss == NO_LIMIT and self.loss == Rules.loss else self
 

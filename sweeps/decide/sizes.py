@@ -17,7 +17,7 @@ from sweeps.as_json import AsJson
 from sweeps.curve import Array
 from sweeps.decide.across_sizes import AcrossSizes, Frontier, fit_across
 from sweeps.decide.power_law import PowerLaw, fit_power_law
-from sweeps.decide.reach import check_budget, check_target, first_above, named
+from sweeps.decide.reach import check_budget, check_target, first_above, if_reached
 from sweeps.decide.standing import CONFIDENCE
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval, fit_curve
@@ -209,8 +209,8 @@ def crossovers(law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float,
                 Crossover(
                     smaller=smaller,
                     larger=larger,
-                    power_law=named(power_law),
-                    sigmoid=named(by_sigmoid),
+                    power_law=if_reached(power_law),
+                    sigmoid=if_reached(by_sigmoid),
                     reason=_crossing_reason(power_law, by_sigmoid, grid),
                 )
             )
@@ -348,7 +348,7 @@ def _reach(
         by_law = quantiles(np.where(times > far, np.inf, times))
         curves = None if joint is None else joint.curve(size, grid)
         by_sigmoid = None if curves is None else quantiles(first_above(curves, grid, target))
-        rows.append(SizeReach(size, size not in by_size, named(by_law), named(by_sigmoid)))
+        rows.append(SizeReach(size, size not in by_size, if_reached(by_law), if_reached(by_sigmoid)))
     return tuple(rows)
 
 

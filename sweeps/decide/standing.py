@@ -191,7 +191,7 @@ def joint(fits: Sequence[Fit]) -> list[Drawn]:
     pairing = pairing_of([fit for fit in fits if fit.identifiable])
     laws = _laws(fits)
     width = _scatter(fits)
-    named = {fit.recipe: named_a(fit) for fit in fits if fit.identifiable}
+    asymptotes = {fit.recipe: asymptote_of(fit) for fit in fits if fit.identifiable}
     result = []
     for fit in fits:
         rng = generator(fit.recipe, "asymptote")
@@ -200,7 +200,7 @@ def joint(fits: Sequence[Fit]) -> list[Drawn]:
             continue
         values, weight = asymptote_draws(fit), np.ones(DRAWS)
         if fit.identifiable and width is not None:
-            others = float(np.mean([value for recipe, value in named.items() if recipe != fit.recipe]))
+            others = float(np.mean([value for recipe, value in asymptotes.items() if recipe != fit.recipe]))
             # Weights of a Student t density: with its heavy tails, a recipe that is truly different hardly moves.
             weight = (1 + (values - others) ** 2 / (_TAIL * width)) ** (-0.5 * (_TAIL + 1))
         rows = _under_laws(fit, laws, weight, rng)
@@ -243,13 +243,13 @@ def _laws(fits: Sequence[Fit]) -> list[str]:
 
 def _scatter(fits: Sequence[Fit]) -> float | None:
     """Return the variance of identifiable asymptotes between recipes, beyond their errors; None if under `_FEW`."""
-    named = [fit for fit in fits if fit.identifiable]
-    if len(named) < _FEW:
+    identifiable = [fit for fit in fits if fit.identifiable]
+    if len(identifiable) < _FEW:
         return None
-    error = float(np.mean([asymptote_draws(fit).var() for fit in named]))
-    least = (_APART * max(fit.curve.scale for fit in named)) ** 2
+    error = float(np.mean([asymptote_draws(fit).var() for fit in identifiable]))
+    least = (_APART * max(fit.curve.scale for fit in identifiable)) ** 2
     # Method of moments: the variance of the estimates is the variance of the true values plus that of the errors.
-    return max(float(np.var([named_a(fit) for fit in named], ddof=1)) - error, least)
+    return max(float(np.var([asymptote_of(fit) for fit in identifiable], ddof=1)) - error, least)
 
 
 def _under_laws(fit: Fit, laws: Sequence[str], weight: Array, rng: np.random.Generator) -> NDArray[np.intp]:
@@ -296,7 +296,7 @@ def horizon_of(fits: Sequence[Fit], margin: float, compute: float | None = None)
     )
 
 
-def stand(fits: Sequence[Fit], margin: float | None = None, budget: float | None = None) -> Standing:
+def find_standing(fits: Sequence[Fit], margin: float | None = None, budget: float | None = None) -> Standing:
     """Choose the recipe with the smallest expected loss, and judge whether the data decide the choice.
 
     Args:
@@ -312,7 +312,7 @@ def stand(fits: Sequence[Fit], margin: float | None = None, budget: float | None
     recipes = [fit.recipe for fit in fits]
     p_best = dict(zip(recipes, best_chances([one.asymptote() for one in drawn]), strict=True))
     ranked = [fit for fit in fits if fit.identifiable]
-    names = {fit.recipe: named_a(fit) for fit in ranked}
+    names = {fit.recipe: asymptote_of(fit) for fit in ranked}
     best = max(names.values(), default=0.0)
     losses = dict(zip(recipes, _shortfalls(drawn).mean(axis=1).tolist(), strict=True))
     least = min((losses[fit.recipe] for fit in ranked), default=0.0)
@@ -387,7 +387,7 @@ def _outcome(fits: Sequence[Fit], leader: Fit | None, p_wrong: float | None, cho
     return Outcome.MOST_EFFICIENT if choices == 1 else Outcome.TIED
 
 
-def named_a(fit: Fit) -> float:
+def asymptote_of(fit: Fit) -> float:
     """Return the A of an identifiable fit, which is never None."""
     assert fit.A.value is not None
     return fit.A.value
@@ -425,4 +425,4 @@ def spreads_of(fits: Sequence[Fit], pairing: Pairing | None) -> dict[str, SeedSp
 
 def shared_asymptote(tied: Sequence[Fit]) -> float | None:
     """Return the mean A of tied recipes; None without a tie."""
-    return None if len(tied) < 2 else float(np.mean([named_a(fit) for fit in tied]))
+    return None if len(tied) < 2 else float(np.mean([asymptote_of(fit) for fit in tied]))

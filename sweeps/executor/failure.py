@@ -61,7 +61,7 @@ def retries(given: Mapping[str, int | None] | None = None) -> dict[str, int | No
     return policy
 
 
-NEVER: dict[str, int | None] = dict.fromkeys(KINDS, 0)
+NO_RETRIES: dict[str, int | None] = dict.fromkeys(KINDS, 0)
 
 
 def may_retry(policy: Mapping[str, int | None], kind: str, spent: Mapping[str, int], excused: int = 0) -> bool:

@@ -62,7 +62,7 @@ def disagreeing(curve: Curve) -> BadSeed | None:
 
 def _beyond(curve: Curve) -> list[tuple[BadSeed, float]]:
     """Return each seed whose gap to the median of the others exceeds its limit, with that limit."""
-    gaps = [gap for label in np.unique(curve.seed) if (gap := _off(curve, str(label))) is not None]
+    gaps = [gap for label in np.unique(curve.seed) if (gap := _gap_and_limit(curve, str(label))) is not None]
     return [(gap, limit) for gap, limit in gaps if abs(gap.by) > limit]
 
 
@@ -70,7 +70,7 @@ def _worst(curve: Curve) -> BadSeed | None:
     return max(_beyond(curve), key=lambda pair: abs(pair[0].by) / pair[1], default=(None, 0.0))[0]
 
 
-def _off(curve: Curve, label: str) -> tuple[BadSeed, float] | None:
+def _gap_and_limit(curve: Curve, label: str) -> tuple[BadSeed, float] | None:
     """Return a seed's gap to the median of the others and its limit; None with fewer than 3 comparable evaluations."""
     of_seed = curve.seed == label
     others = [str(other) for other in np.unique(curve.seed) if other != label]

@@ -378,9 +378,9 @@ class Posterior:
         parts = [self._draw(i, count if i == 0 else int(counts[i])) for i in range(len(self._laws))]
         p, died = death(self._seen)
         order = self._rng.permutation(count)
-        named = [values[order] for values in parts[0]]
-        alone = self._futures(np.zeros(count, dtype=np.intp), named, p, died)
-        some = [[values[: counts[0]] for values in named], *parts[1:]]
+        first_law = [values[order] for values in parts[0]]
+        alone = self._futures(np.zeros(count, dtype=np.intp), first_law, p, died)
+        some = [[values[: counts[0]] for values in first_law], *parts[1:]]
         order = self._rng.permutation(count)
         law = np.repeat(np.arange(len(self._laws)), counts)
         joined = [np.concatenate([part[i] for part in some])[order] for i in range(7)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.errors import UserError, naming
-from sweeps.launch.ledger import RUNS_DIR, Ledger, named
+from sweeps.launch.ledger import RUNS_DIR, Ledger, member_fields
 from sweeps.launch.members import LEASE_NAME, take_lease
 from sweeps.run.files import make_private
 from sweeps.run.journal import Journal, JournalView, read_journal
@@ -97,7 +97,7 @@ def count_adopted(
     if not cells or not any(state.adopted for state in Ledger(directory).fold().values()):
         return list(specs), []
     with held(directory):
-        taken, notes = stand_ins(directory, cells, measured)
+        taken, notes = find_substitutes(directory, cells, measured)
     count = sum(spec is not None for spec in taken.values())
     if count:
         notes.insert(0, f"{count} of {len(specs)} members ran elsewhere and were adopted; they are not started")
@@ -105,7 +105,7 @@ def count_adopted(
     return [spec for spec in members if spec is not None], notes
 
 
-def stand_ins(
+def find_substitutes(
     directory: Path, cells: Sequence[RunSpec], measured: Callable[[RunSpec], tuple[str, str, str]]
 ) -> tuple[dict[str, RunSpec | None], list[str]]:
     """Return, for each member that is not started, the adopted run that replaces it (None if it runs elsewhere), and
@@ -134,13 +134,13 @@ def stand_ins(
                 f"{directory}: its adopted runs have no {metric}, by which this launch is compared; adopt them "
                 f"with --set {name} into a study of their own, or name the set so in command.metrics.reward"
             )
-        alike = _alike(spec, cells)
-        if len({cell.curve for cell in alike}) > 1:
-            names = ", ".join(dict.fromkeys(cell.recipe for cell in alike))
+        matching = _with_same_values(spec, cells)
+        if len({cell.curve for cell in matching}) > 1:
+            names = ", ".join(dict.fromkeys(cell.recipe for cell in matching))
             notes.append(f"{spec.title} may be {names}: it stands for none; adopt by all values that these differ in")
-            alike = []
-        spec = _relabelled(directory, spec, alike[0] if alike else spec, view, text)
-        cell = next((candidate for candidate in alike if candidate.seed == spec.seed), None)
+            matching = []
+        spec = _relabelled(directory, spec, matching[0] if matching else spec, view, text)
+        cell = next((candidate for candidate in matching if candidate.seed == spec.seed), None)
         if cell is None or cell.run in taken or state.state == "failed":
             continue
         if state.state != "finished":
@@ -153,7 +153,7 @@ def stand_ins(
     return taken, notes
 
 
-def stood_for(directory: Path, specs: Sequence[RunSpec]) -> set[str]:
+def replaced_members(directory: Path, specs: Sequence[RunSpec]) -> set[str]:
     """Return the members that adopted runs will replace, or that run elsewhere. Writes nothing."""
     cells = [spec for spec in specs if "command" in spec.config]
     replaced = set()
@@ -161,15 +161,15 @@ def stood_for(directory: Path, specs: Sequence[RunSpec]) -> set[str]:
         if not state.adopted or state.state == "failed":
             continue
         spec = RunSpec.read(directory / RUNS_DIR / run)
-        alike = _alike(spec, cells)
-        cell = next((candidate for candidate in alike if candidate.seed == spec.seed), None)
-        if cell is not None and len({candidate.curve for candidate in alike}) == 1:
+        matching = _with_same_values(spec, cells)
+        cell = next((candidate for candidate in matching if candidate.seed == spec.seed), None)
+        if cell is not None and len({candidate.curve for candidate in matching}) == 1:
             whole = _whole(spec, cell) or why_final(directory / RUNS_DIR / run)
             replaced |= {cell.run} if state.state != "finished" or whole else set()
     return replaced
 
 
-def _alike(spec: RunSpec, cells: Sequence[RunSpec]) -> list[RunSpec]:
+def _with_same_values(spec: RunSpec, cells: Sequence[RunSpec]) -> list[RunSpec]:
     return [cell for cell in cells if agree(values_of(spec), values_of(cell))]
 
 
@@ -202,5 +202,5 @@ def _relabelled(directory: Path, spec: RunSpec, like: RunSpec, view: JournalView
     new.write(run_dir)
     state = Ledger(directory).fold()[spec.run]
     entry = {"state": state.state, "reason": state.reason}
-    Ledger(directory).append("adopted", **{**named(new, new.checksum()), **entry})
+    Ledger(directory).append("adopted", **{**member_fields(new, new.checksum()), **entry})
     return new

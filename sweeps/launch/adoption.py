@@ -19,7 +19,7 @@ from sweeps.as_json import AsJson
 from sweeps.errors import UserError, naming
 from sweeps.launch.adopted import agree, fields_of, held, values_of
 from sweeps.launch.labels import check_labels
-from sweeps.launch.ledger import LEDGER_FILE, RUNS_DIR, Ledger, adopted, named
+from sweeps.launch.ledger import LEDGER_FILE, RUNS_DIR, Ledger, adopted, member_fields
 from sweeps.launch.members import LEASE_NAME
 from sweeps.redact import redact
 from sweeps.run.files import write_atomically
@@ -325,7 +325,7 @@ def _record(folder: _Folder, spec: RunSpec, status: str, about: Mapping[str, Any
     write_atomically(run_dir / CONFIG_FILE, json.dumps({**spec.config["values"], **spec.config}, indent=1))
     reason = {"failed": "failed where it ran", "running": "still running where it was adopted from"}.get(status)
     entry = {
-        **named(spec, spec.checksum()),
+        **member_fields(spec, spec.checksum()),
         **{"state": {"running": "stopped"}.get(status, status), "reason": reason},
         **{key: about[key] for key in ("source", "digest")},
         "points": points,

@@ -23,7 +23,7 @@ from sweeps.launch.ledger import RUNS_DIR, Ledger, MemberState
 from sweeps.launch.members import LEASE_NAME, take_lease
 from sweeps.run.checkpoint_names import CHECKPOINT, step_of
 from sweeps.run.journal import LOG_FILE
-from sweeps.run.lease import Lease, beating
+from sweeps.run.lease import Lease, held_leases
 from sweeps.run.progress import is_done
 from sweeps.run.rollouts import ROLLOUTS_FILE
 from sweeps.run.spec import budget_of, kept_steps_of
@@ -103,7 +103,7 @@ def inventory(study: Path, keep: int = 0, sleep: Callable[[float], None] = time.
         result.linked.append(study / RUNS_DIR)
         return result
     run_dirs = [member.run_dir for member in members if not member.run_dir.is_symlink()]
-    busy = beating(run_dirs, "writer", _LOOK_S, sleep)
+    busy = held_leases(run_dirs, "writer", _LOOK_S, sleep)
     for member in members:
         result.finished += member.done
         result.others += not member.done

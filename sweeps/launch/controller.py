@@ -22,7 +22,7 @@ from sweeps.launch import decisions
 from sweeps.launch.decider import Decider, Wish
 from sweeps.launch.decisions import Action, Adopt, Ended, Finish, GiveUp, Hold, Policy, Retry, Stop, Submit
 from sweeps.launch.labels import check_labels
-from sweeps.launch.ledger import RUNS_DIR, MemberState, after, named, read_frozen
+from sweeps.launch.ledger import RUNS_DIR, MemberState, after, member_fields, read_frozen
 from sweeps.launch.members import Members
 from sweeps.launch.node_blacklist import NodeBlacklist
 from sweeps.launch.observer import Observer
@@ -60,7 +60,7 @@ class Controller:
             self._blacklist.note(entry)
         self._waiting: list[str] = []  # members to submit, in this order
         self._held: list[str] = []  # members that the decider does not want to run now
-        self._asked: dict[str, str] = {}  # members asked to stop, with the reason
+        self._stop_reasons: dict[str, str] = {}  # members asked to stop, with the reason
         self._before: dict[str, tuple[int, int]] = {}  # sizes of journal and log when it was submitted
 
     def commit(self, files: Mapping[Path, str] | None = None, detach: bool = False) -> dict[str, MemberState]:
@@ -127,7 +127,7 @@ class Controller:
             self._before[run] = (0, 0)
             # An earlier process's decider asked it to stop: ending for that reason is not a failure.
             if (why := stop_asked(self.records.run_dir(run))) is not None:
-                self._asked[run] = why
+                self._stop_reasons[run] = why
         waiting = {*self._waiting, *runs} - jobs.keys()
         self._waiting = [run for run in self.records.specs if run in waiting]
 
@@ -208,7 +208,7 @@ class Controller:
     def _read(self, outcome: Outcome) -> Ended:
         """Determine how an attempt ended, from the executor, its journal and log, and the history of its node."""
         run, run_dir, now = outcome.run, self.records.run_dir(outcome.run), self.records.study.ledger.now()
-        was_asked = self._asked.pop(run, None) is not None or outcome.earlier
+        was_asked = self._stop_reasons.pop(run, None) is not None or outcome.earlier
         if self.records.is_done(run) and (outcome.exit_code == 0 or self._executor.outlives):
             self._blacklist.note({"run": run, "event": "finished", "time": now, "node": outcome.node})
             return Ended(run, done=True, reason=self.records.why_final(run) or "", node=outcome.node)
@@ -247,14 +247,16 @@ class Controller:
         self._wish(self._decider)  # a decider looks at the members first, and then adds some
         self._add(self._decider.members(self.records.states))
         wish = self._wish(self._decider)
-        actions = decisions.wished_actions(self.records.states, wish, at_work, self._asked, self._waiting, self._held)
+        actions = decisions.wished_actions(
+            self.records.states, wish, at_work, self._stop_reasons, self._waiting, self._held
+        )
         self._waiting, self._held = [], []
         self._carry_out(actions)
 
     def _wish(self, decider: Decider) -> Wish:
         queued = self._executor.queued()
         wish = decider.wish(self.records.states, set(self._executor.running()) - queued, queued)
-        for line in wish.said:
+        for line in wish.messages:
             for observer in self._audience.observers:
                 observer.say(line)
         return wish
@@ -292,7 +294,7 @@ class Controller:
                     self._held.append(run)
                 case Stop(run):
                     self.records.check_lease()
-                    self._asked[run] = action.reason
+                    self._stop_reasons[run] = action.reason
                     self._executor.stop([run], action.reason)
         self._audience.tell(actions)
 
@@ -450,7 +452,7 @@ class Records:
         checksums = {spec.run: spec.checksum() for spec in (*new, *frozen)}
         known = [spec for spec in frozen if spec.run in self.states]
         changed = [spec for spec in known if self.states[spec.run].checksum != checksums[spec.run]]
-        self.note("planned", [named(spec, checksums[spec.run]) for spec in (*new, *changed)])
+        self.note("planned", [member_fields(spec, checksums[spec.run]) for spec in (*new, *changed)])
 
     def _freeze(self, specs: Sequence[RunSpec]) -> None:
         """Write specifications in parallel threads, because each waits for an fsync on a remote file system."""

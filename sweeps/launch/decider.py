@@ -18,13 +18,13 @@ class Wish:
         go_on: identities of members that should run, the most urgent first.
         later: members that should save, stop and wait for a later decision, each with the reason.
         over: members that should not be resumed, each with the reason.
-        said: new lines to print since the last call.
+        messages: new lines to print since the last call.
     """
 
     go_on: Sequence[str] = ()
     later: Mapping[str, str] = field(default_factory=dict)
     over: Mapping[str, str] = field(default_factory=dict)
-    said: Sequence[str] = ()
+    messages: Sequence[str] = ()
 
 
 class Decider(Protocol):

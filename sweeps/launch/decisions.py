@@ -179,7 +179,7 @@ def _next(state: MemberState, ended: Ended, policy: Policy) -> Action:
     # The member ended, or was asked to stop, before this command began: the command runs it again.
     if policy.again and (ended.earlier or stopped):
         return Retry(run, event, failure, ended.reason)
-    return GiveUp(run, event, failure, _told(event, ended.kind), ended.reason)
+    return GiveUp(run, event, failure, _reported_end(event, ended.kind), ended.reason)
 
 
 def _finish(run: str, fields: Mapping[str, Any], reason: str | None, known: bool = False) -> Finish:
@@ -188,7 +188,7 @@ def _finish(run: str, fields: Mapping[str, Any], reason: str | None, known: bool
     return Finish(run, None if known else "finished", fields, reason)
 
 
-def _told(state: str, kind: str | None) -> str:
+def _reported_end(state: str, kind: str | None) -> str:
     """Return the end of a member that was given up, as reported to observers."""
     return "cancelled" if state == "failed" and kind in ("cancelled", "stopped") else state
 
@@ -197,7 +197,7 @@ def wished_actions(
     states: Mapping[str, MemberState],
     wish: Wish,
     at_work: Collection[str],
-    asked: Mapping[str, str],
+    stop_reasons: Mapping[str, str],
     waiting: Sequence[str],
     held: Sequence[str],
 ) -> list[Action]:
@@ -207,7 +207,7 @@ def wished_actions(
         states: states by the ledger.
         wish: the decider's decision.
         at_work: members whose processes or jobs have not ended.
-        asked: by running member, the reason for which it was already asked to stop.
+        stop_reasons: by running member, the reason for which it was already asked to stop.
         waiting, held: members that do not run: those queued for submission, and those held back by an earlier wish.
 
     Returns:
@@ -215,7 +215,9 @@ def wished_actions(
         back. Each member in `waiting` or `held` gets one of the last three.
     """
     unwanted = {**wish.later, **wish.over}
-    stop = [Stop(run, reason=unwanted[run]) for run in at_work if run in unwanted and asked.get(run) != unwanted[run]]
+    stop = [
+        Stop(run, reason=unwanted[run]) for run in at_work if run in unwanted and stop_reasons.get(run) != unwanted[run]
+    ]
     idle = dict.fromkeys([*held, *waiting])
     submit = [Submit(run) for run in dict.fromkeys(wish.go_on) if run in idle and run not in wish.over]
     wanted, kept = {action.run for action in submit}, set(held)
@@ -242,4 +244,4 @@ def _over(member: MemberState, reason: str) -> GiveUp:
 
 
 def _given_up_before(member: MemberState) -> GiveUp:
-    return GiveUp(member.run, state=_told(member.state, member.kind), reason=member.reason)
+    return GiveUp(member.run, state=_reported_end(member.state, member.kind), reason=member.reason)

@@ -209,7 +209,7 @@ def read_frozen(run_dir: Path, state: MemberState, known: dict[str, Any] | None 
     return spec
 
 
-def named(spec: RunSpec, checksum: str) -> dict[str, Any]:
+def member_fields(spec: RunSpec, checksum: str) -> dict[str, Any]:
     """Return the fields that identify a member in a ledger entry; `checksum` is that of its specification."""
     return {"run": spec.run, "recipe": spec.recipe, "seed": spec.seed, "curve": spec.curve, "checksum": checksum}
 

@@ -53,7 +53,7 @@ class NodeBlacklist:
         self._finished: dict[str, float] = {}
         self._serial = 0
         self._ended: dict[str, int] = {}
-        self._said: set[str] = set()
+        self._announced: set[str] = set()
 
     def note(self, entry: Mapping[str, Any]) -> None:
         """Update the history by one ledger entry."""
@@ -63,7 +63,7 @@ class NodeBlacklist:
             self._finished[node] = time
         elif isinstance(node, str) and event in ("retried", "failed"):
             kind = str(entry.get("kind"))
-            cause = f"{kind}: {_alike(str(entry.get('reason')), node)}"
+            cause = f"{kind}: {_masked(str(entry.get('reason')), node)}"
             self._blames[node].append(Blame(time, entry["run"], node, kind, cause, self._serial))
         if event in ("finished", "failed"):
             self.over(entry["run"])
@@ -80,10 +80,10 @@ class NodeBlacklist:
             since = [blame.time for blame in blames if self._is_bad(blame, universal)]
             if since and now < max(since) + OUT_S:
                 excluded.append(node)
-        for node in set(excluded) - self._said:
+        for node in set(excluded) - self._announced:
             last = self._blames[node][-1]
             _log.warning("%s is kept off for an hour: it has failed several members (%s)", node, last.cause)
-        self._said = set(excluded)
+        self._announced = set(excluded)
         return tuple(excluded)
 
     def excused(self, run: str, now: float) -> dict[str, int]:
@@ -119,7 +119,7 @@ class NodeBlacklist:
         return {cause for cause, nodes in widespread.items() if nodes >= known}
 
 
-def _alike(reason: str, node: str) -> str:
+def _masked(reason: str, node: str) -> str:
     """Normalize a reason by masking the parts that differ between attempts: node, paths, numbers, identities."""
     reason = re.sub(rf"(?<![\w.-]){re.escape(node)}(?![\w-])", "NODE", reason)
     reason = re.sub(r"'[^']*'|\"[^\"]*\"|(?<![\w.])/\S+", "...", reason)

@@ -103,7 +103,7 @@ class Progress(Observer):
         self._steps = steps
         self._specs = {spec.run: spec for spec in specs}
         self._over: set[str] = set()  # members that have ended in any way
-        self._left = TimeLeft()
+        self._remaining = TimeLeft()
         self._live = _live_display() if write is None and on_screen(sys.stderr) else None
         self._write = write or NeverBlocking(sys.stderr).write
         self._every_s = every_s if every_s is not None else (2.0 if self._live else 10.0)
@@ -114,7 +114,7 @@ class Progress(Observer):
         self._latest: dict[str, dict[str, float]] = {}  # metrics of members that this process has seen running
         self._turn = 0
         self._stopped: set[str] = set()
-        self._told = False  # whether anything was reported
+        self._has_reported = False  # whether anything was reported
 
     def accepted(self) -> None:
         """Print the preface, line by line."""
@@ -133,7 +133,7 @@ class Progress(Observer):
         self._directories[spec.run] = run_dir
         self._over.discard(spec.run)
         self._latest[spec.run] = last_metrics(run_dir)
-        self._left.started(spec.run, spec.recipe, self._step(spec), spec.steps, time.monotonic())
+        self._remaining.started(spec.run, spec.recipe, self._step(spec), spec.steps, time.monotonic())
 
     def retried(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
         """Print a line on the retry with its reason."""
@@ -145,13 +145,13 @@ class Progress(Observer):
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
         """Print a line about the member's end, with the reason or its last metrics."""
-        self._told = True
+        self._has_reported = True
         if state == "stopped":
             self._stopped.add(spec.run)
         latest = last_metrics(run_dir)
         if spec.run in self._latest:
             self._latest[spec.run] = latest = {**self._latest[spec.run], **latest}
-            self._left.ended(spec.run, self._step(spec), time.monotonic())
+            self._remaining.ended(spec.run, self._step(spec), time.monotonic())
         self._over.add(spec.run)
         described = _described(spec, latest, self._metric)
         self._event(state, spec, f"{described}; {reason}" if reason and state == "finished" else reason or described)
@@ -162,7 +162,7 @@ class Progress(Observer):
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
         """Read the journals and show the progress, at most every `every_s` seconds."""
-        self._told = True
+        self._has_reported = True
         if time.monotonic() - self._last < self._every_s:
             return
         self._last = time.monotonic()
@@ -181,7 +181,7 @@ class Progress(Observer):
 
     def close(self, failed: int, left: int) -> None:
         """Print the final counts and remove the live table from the terminal."""
-        if self._told:  # nothing to report for a refused launch
+        if self._has_reported:  # nothing to report for a refused launch
             stopped = len(self._stopped)
             counts = ((left, "under way"), (stopped, "stopped"), (failed, "not done"))
             others = [f", {count} {what}" for count, what in counts if count]
@@ -206,7 +206,7 @@ class Progress(Observer):
         """Estimate the seconds left at the pace observed by this process; None before any member's first step."""
         now = time.monotonic()
         for spec in running:
-            self._left.saw(spec.run, self._step(spec), now)
+            self._remaining.saw(spec.run, self._step(spec), now)
         at_work = {spec.run: max(0, spec.steps - self._step(spec)) for spec in running}
         waiting = [
             (spec.recipe, float(spec.steps - spec.first_step))
@@ -215,7 +215,7 @@ class Progress(Observer):
         ]
         if len(waiting) != open_members - len(running):  # not all waiting members are known by name
             waiting = [("", self._steps)] * (open_members - len(running))
-        return self._left.left_s(at_work, waiting, now)
+        return self._remaining.left_s(at_work, waiting, now)
 
     def _row(self, spec: RunSpec) -> list[Cell]:
         """Return a running member's row of the live table."""

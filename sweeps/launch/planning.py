@@ -146,12 +146,12 @@ def _answer(planner: str, override_lists: list[list[str]], folders: list[str]) -
     except KeyboardInterrupt:  # the parent process reports it
         os._exit(EXIT_CTRL_C)
     except BaseException as error:
-        told = "in the planner's process:\n" + traceback.format_exc()
+        note = "in the planner's process:\n" + traceback.format_exc()
         try:
             pickle.loads(pickle.dumps(error))
         except Exception:
             error = RuntimeError(f"{type(error).__name__}: {error}")
-        error.add_note(told)
+        error.add_note(note)
         return error
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

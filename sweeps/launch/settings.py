@@ -14,7 +14,7 @@ from typing import Any
 from sweeps.errors import UserError
 from sweeps.executor.base import Executor
 from sweeps.executor.clusters import CLUSTERS, Cluster, Scheduler, cluster_class
-from sweeps.executor.failure import NEVER
+from sweeps.executor.failure import NO_RETRIES
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.local import InProcessExecutor, LocalExecutor
 from sweeps.launch.controller import Controller
@@ -58,7 +58,7 @@ class LaunchSettings:
     tracking: str | None
     axis: str
     cluster: Cluster | None = None
-    retries: Mapping[str, int | None] = field(default_factory=lambda: dict(NEVER))
+    retries: Mapping[str, int | None] = field(default_factory=lambda: dict(NO_RETRIES))
     race: Mapping[str, Any] = field(default_factory=dict)
     margin: float | None = None
 

@@ -22,9 +22,9 @@ from sweeps.launch.members import LEASE_NAME
 from sweeps.redact import redact
 from sweeps.run.files import end_of
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, find_runs
-from sweeps.run.lease import BEAT_S, alive, beaten_at, beating
+from sweeps.run.lease import BEAT_S, alive, heartbeat_time, held_leases
 from sweeps.run.progress import is_done, journal_or_none, last_metrics, looks_whole, trouble, why_final
-from sweeps.run.provenance import said
+from sweeps.run.provenance import changes_line
 from sweeps.run.spec import budget_of
 
 # States of members, the most important for readers first.
@@ -111,7 +111,7 @@ def overview(study: Path, scheduler: Scheduler | None = None) -> list[MemberView
     states = Ledger(study).fold().values()
     # Watch for a controller's heartbeat only if some member's state depends on it: on another machine this takes time.
     uncertain = any(state.job is None and state.state in ("submitting", "started") for state in states)
-    controlled = uncertain and bool(beating([study], LEASE_NAME, _LOOK_S))
+    controlled = uncertain and bool(held_leases([study], LEASE_NAME, _LOOK_S))
     views = [_view(study, state, queue, controlled) for state in states]
     # Runs that report themselves (`sweeps.stopping`) may share the folder.
     launched = {state.run for state in states}
@@ -227,7 +227,7 @@ def _last_sign(run_dir: Path, facts: Mapping[str, Any]) -> tuple[str | None, flo
     if "idle_s" not in facts:
         return None, None
     # Compares two clocks, the file server's and this machine's; only for display.
-    age_s = max(0.0, time.time() - beaten_at(run_dir))
+    age_s = max(0.0, time.time() - heartbeat_time(run_dir))
     return str(facts.get("doing")), float(facts["idle_s"]) + age_s
 
 
@@ -245,7 +245,7 @@ def _since_resumed(run_dir: Path) -> tuple[str | None, str | None]:
     view = journal_or_none(run_dir) if b'"kind":"resume"' in raw else None
     if view is None:
         return None, None
-    changes = [f"from step {max(0, change.step)}: {said(change.what)}" for change in view.code_changes]
+    changes = [f"from step {max(0, change.step)}: {changes_line(change.what)}" for change in view.code_changes]
     return "; ".join(changes) or None, view.missing
 
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from sweeps.errors import UserError, naming
 from sweeps.executor.base import Executor
-from sweeps.executor.failure import NEVER
+from sweeps.executor.failure import NO_RETRIES
 from sweeps.launch.controller import Audience, Controller, Records
 from sweeps.launch.decider import Decider
 from sweeps.launch.decisions import Policy
@@ -37,7 +37,7 @@ class Study(Members):
         self,
         executor: Executor,
         observers: Sequence[Observer] = (),
-        retries: Mapping[str, int | None] = NEVER,
+        retries: Mapping[str, int | None] = NO_RETRIES,
         detach: bool = False,
         again: bool = True,
         decider: Decider | None = None,
@@ -51,7 +51,7 @@ class Study(Members):
         self,
         executor: Executor,
         observers: Sequence[Observer] = (),
-        retries: Mapping[str, int | None] = NEVER,
+        retries: Mapping[str, int | None] = NO_RETRIES,
         again: bool = True,
         decider: Decider | None = None,
     ) -> Iterator[Controller]:

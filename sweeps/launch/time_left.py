@@ -56,7 +56,7 @@ class TimeLeft:
         self._members: dict[str, _Member] = {}
         self._beyond: list[float] = []  # seconds that members took besides their steps: start, last evaluation
         self._slots: list[int] = []
-        self._told: tuple[float, float] | None = None  # (time, value) of the last estimate
+        self._last_estimate: tuple[float, float] | None = None  # (time, value) of the last estimate
         self._work = 0.0  # steps of all members, done and remaining
 
     def started(self, run: str, recipe: str, step: int, steps: int, now: float) -> None:
@@ -97,12 +97,12 @@ class TimeLeft:
             member.last[1] - member.begin[1] for member in self._members.values() if member.last is not None
         )
         work = steps_done + sum(running.values()) + sum(steps for _, steps in waiting)
-        if self._told is not None and abs(work - self._work) <= SAME_WORK * self._work:
-            elapsed = now - self._told[0]
-            expected = max(0.0, self._told[1] - elapsed)
+        if self._last_estimate is not None and abs(work - self._work) <= SAME_WORK * self._work:
+            elapsed = now - self._last_estimate[0]
+            expected = max(0.0, self._last_estimate[1] - elapsed)
             reach = max(expected, SETTLES_S) * STEADY * elapsed / SETTLES_S
             estimate = min(max(estimate, expected - reach), expected + reach)
-        self._told, self._work = (now, estimate), work
+        self._last_estimate, self._work = (now, estimate), work
         return estimate
 
     def _estimate(self, running: Mapping[str, int], waiting: Sequence[tuple[str, float]]) -> float | None:

@@ -74,7 +74,7 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Beside:
+class OtherStudy:
     """Another study shown next to the report's own, with the fits and the ranking of its curves."""
 
     title: str
@@ -94,7 +94,7 @@ def render(
     findings: Findings | None = None,
     dots: Mapping[str, int] | None = None,
     panels: Mapping[str, Panels] | None = None,
-    beside: Beside | None = None,
+    beside: OtherStudy | None = None,
 ) -> str:
     """Render the whole page. Other arguments are as for `report.write_report`.
 

@@ -112,8 +112,8 @@ class Screen:
         states = Counter(member.state for member in self.members)
         counts = [f"{states[state]} {state}" for state in STATES if state and states[state]]
         left = [f"about {duration(self.left_s)} left"] if self.left_s and self.left_s >= 1 else []
-        told = ", ".join([*left, *(counts or [counted(len(self.members), "run")])])
-        return Text.assemble((one_line(self.title), "bold"), "  ", told)
+        summary = ", ".join([*left, *(counts or [counted(len(self.members), "run")])])
+        return Text.assemble((one_line(self.title), "bold"), "  ", summary)
 
     def _age(self) -> list[Text]:
         """Return the ranking's age, and the compute of its rewards."""

@@ -30,7 +30,7 @@ from sweeps.source.held_out import prompt_shares
 if TYPE_CHECKING:
     from sweeps.decide.aggregate import Aggregate
     from sweeps.decide.signal import Signal
-    from sweeps.report.page import Beside
+    from sweeps.report.page import OtherStudy
 
 # Approximate number of fits per recipe in `histories`, which take most of a report's time.
 _PREFIXES = 12
@@ -51,7 +51,7 @@ def write_report(
     mapping: Sequence[str] = (),
     histories: Mapping[str, Sequence[Snapshot]] | None = None,
     workers: int = 1,
-    beside: Beside | None = None,
+    beside: OtherStudy | None = None,
     at_k: AtK | None = None,
     signal: Signal | None = None,
     aggregate: Aggregate | None = None,

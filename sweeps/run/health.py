@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from sweeps.run.journal import SEMANTICS_FILE, JournalView, finite
-from sweeps.run.provenance import said
+from sweeps.run.provenance import changes_line
 
 
 def mechanism_counters(runs: Sequence[JournalView]) -> dict[str, dict[str, float]]:
@@ -62,8 +62,8 @@ def optimizer_differences(runs: Sequence[JournalView]) -> list[str]:
     for name in _STORED:
         values = {trainer: sorted(stated[name]) for trainer, stated in by_trainer.items() if name in stated}
         if len({tuple(each) for each in values.values()}) > 1:
-            told = (f"{', '.join(each)} in {trainer}" for trainer, each in sorted(values.items()))
-            differences.append(f"{name} is {' and '.join(told)}")
+            parts = (f"{', '.join(each)} in {trainer}" for trainer, each in sorted(values.items()))
+            differences.append(f"{name} is {' and '.join(parts)}")
     if not differences:
         return []
     return [f"optimizers differ between trainers, which can matter as much as recipes: {'; '.join(differences)}"]
@@ -119,7 +119,7 @@ def code_changes(runs: Sequence[JournalView]) -> list[str]:
     """Return a warning for each code change between a run's valid records."""
     return [
         f"{view.header.get('recipe')} seed {view.header.get('seed')}: from step {max(0, change.step)} on with other "
-        f"code: {said(change.what)}"
+        f"code: {changes_line(change.what)}"
         for view in runs
         for change in view.code_changes
     ]

@@ -190,7 +190,7 @@ class Reading:
         self.lines = 0
         self.passed: dict[str, int] = {}
         self._view = JournalView(path=path, header={})
-        self._kept: dict[tuple[str, int], Record] = {}
+        self._records: dict[tuple[str, int], Record] = {}
         self._reached = 0  # newest step of a valid record
 
     def view(self) -> JournalView:
@@ -202,7 +202,7 @@ class Reading:
         view = self._view
         if not view.header:
             raise JournalError(f"{view.path}: the journal has no header record yet; the run has not started writing")
-        return replace(view, records=list(self._kept.values()))
+        return replace(view, records=list(self._records.values()))
 
     def take(self, entry: Mapping[str, Any] | None) -> None:
         """Take the entry of the next line; None for a damaged line.
@@ -235,9 +235,9 @@ class Reading:
             record = Record(kind, fields.whole(entry, "step", least=-1), fields.number(entry, "time"), metrics)
             self._reached = max(self._reached, record.step)
             # Remove the key first: a dict keeps an existing key's position, but records are in the order written.
-            self._kept.pop((kind, record.step), None)
+            self._records.pop((kind, record.step), None)
             if record.step > self.passed.get(kind, record.step - 1):
-                self._kept[kind, record.step] = record
+                self._records[kind, record.step] = record
         elif kind == "checkpoint":
             view.checkpoint_step = fields.whole(entry, "step", least=-1)
             view.checkpoint_name = None if entry.get("name") is None else fields.text(entry, "name")
@@ -246,7 +246,7 @@ class Reading:
             view.status, view.reason, view.final = "running", None, False
         elif kind == "resume":
             step = fields.whole(entry, "step", least=-1)
-            self._kept = {key: r for key, r in self._kept.items() if r.step <= step}
+            self._records = {key: r for key, r in self._records.items() if r.step <= step}
             view.checkpoint_step = step if step >= 0 else None
             view.status, view.reason, view.final, view.mended = "running", None, False, None
             self._note_hole(step)
@@ -276,7 +276,7 @@ class Reading:
     def forget(self, steps: Mapping[str, int]) -> None:
         """Keep no records up to these steps, by kind: neither those taken already nor later ones."""
         self.passed = {kind: max(step, self.passed.get(kind, step)) for kind, step in {**self.passed, **steps}.items()}
-        self._kept = {key: r for key, r in self._kept.items() if r.step > self.passed.get(r.kind, r.step - 1)}
+        self._records = {key: r for key, r in self._records.items() if r.step > self.passed.get(r.kind, r.step - 1)}
 
 
 def _check_header(entry: Mapping[str, Any]) -> None:

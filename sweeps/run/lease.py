@@ -446,7 +446,7 @@ def alive(directory: Path, name: str = "writer") -> dict[str, Any] | None:
     return None
 
 
-def beaten_at(directory: Path, name: str = "writer") -> float:
+def heartbeat_time(directory: Path, name: str = "writer") -> float:
     """Return the time of the last heartbeat, in seconds of the file system's clock; 0 if there is no lease."""
     try:
         return (directory / f".{name}.json").stat().st_mtime
@@ -455,7 +455,7 @@ def beaten_at(directory: Path, name: str = "writer") -> float:
 
 
 def held(directory: Path, name: str) -> bool | None:
-    """Return whether a lease is held, if the operating system can tell; None if only heartbeats can (`beating`)."""
+    """Return whether a lease is held, if the operating system can tell; None if only heartbeats can (`held_leases`)."""
     facts = alive(directory, name)
     if facts is None:
         return False
@@ -465,7 +465,7 @@ def held(directory: Path, name: str) -> bool | None:
     return False if taken is None and _ended(facts) else taken
 
 
-def beating(
+def held_leases(
     directories: Iterable[Path], name: str, look_s: float, sleep: Callable[[float], None] = time.sleep
 ) -> set[Path]:
     """Return the directories whose lease is held, watching for heartbeats where the operating system cannot tell.

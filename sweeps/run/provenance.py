@@ -94,7 +94,7 @@ def code_changes(before: Mapping[str, Any] | None, after: Mapping[str, Any] | No
     return tuple(changes)
 
 
-def said(changes: Sequence[str]) -> str:
+def changes_line(changes: Sequence[str]) -> str:
     """Join changes into one line; only the first six are listed."""
     shown = [str(change) for change in changes[:6]]
     return ", ".join([*shown, *([f"and {len(changes) - 6} more"] if len(changes) > 6 else [])])

@@ -66,7 +66,7 @@ class Looks:
                 begun = Rules.of_json(line["rules"])
             except (KeyError, TypeError, ValueError, UserError):  # written by another version
                 begun = None
-            self._rules = rules if begun is None else rules.going_on(begun)
+            self._rules = rules if begun is None else rules.resumed_from(begun)
             if self._rules != begun:
                 raise UserError(f"{self._path}: looked by other rules; go on with {line.get('rules')}, or remove it")
             try:

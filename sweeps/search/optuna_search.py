@@ -48,7 +48,7 @@ class Search:
         base: command-line overrides that all trials share.
         planned: makes members' specifications from lists of overrides.
         sampler: makes Optuna's sampler from a seed.
-        stand: finds runs of another study to adopt: the run for each member, or None, and lines to print.
+        find_substitutes: finds runs of another study to adopt: the run for each member, or None, and lines to print.
     """
 
     files: tuple[str, ...] = (TRIALS_FILE, RACE_FILE)
@@ -61,18 +61,18 @@ class Search:
         base: Sequence[str],
         planned: Planner,
         sampler: Callable[[int], optuna.samplers.BaseSampler],
-        stand: Callable[[Sequence[RunSpec]], tuple[Mapping[str, RunSpec | None], list[str]]] | None = None,
+        find_substitutes: Callable[[Sequence[RunSpec]], tuple[Mapping[str, RunSpec | None], list[str]]] | None = None,
     ) -> None:
-        self._stand = stand
+        self._find_substitutes = find_substitutes
         self._study, self._settings, self._base, self._planned = study, settings, list(base), planned
         self.trials = Trials(study.directory, list(space), settings, self._base, planned, sampler)
         self._journals = Journals(study.directory / RUNS_DIR)
         self._looked: dict[str, float] = {}
         self._pruned: dict[str, str] | None = None
-        self._said: list[str] = []
+        self._messages: list[str] = []
         self._refused = 0
         self._trouble = ""
-        self._said_of_strangers = False
+        self._checked_strangers = False
 
     # --- members to run ------------------------------------------------------------------------------------------
 
@@ -80,21 +80,21 @@ class Search:
         """Report results of ended members to Optuna and return members for new trials. See `Decider.members`."""
         while True:
             self._tell(states)
-            asked, found = self._asked(states)
+            had_trials, members = self._ask(states)
             # A trial that was refused, or that proposes a known run, frees its slot for another trial.
-            if found or not asked:
-                return found
+            if members or not had_trials:
+                return members
 
-    def _asked(self, states: Mapping[str, MemberState]) -> tuple[bool, list[RunSpec]]:
+    def _ask(self, states: Mapping[str, MemberState]) -> tuple[bool, list[RunSpec]]:
         """Ask Optuna for trials up to the free slots; return whether any was asked for, and their new members."""
         open_trials = self.trials.unfinished()
         lost = [each for each in open_trials if each.user_attrs.get("run") not in states]
-        asked = len(self.trials.study.get_trials(deepcopy=False))
+        trial_count = len(self.trials.study.get_trials(deepcopy=False))
         places = self._settings.n_jobs - (len(open_trials) - len(lost))
-        if not self._said_of_strangers and (strangers := self._strangers(states)):
-            self._said.append(strangers)
-        self._said_of_strangers = True
-        new = 0 if self.trials.exhausted else min(max(0, places - len(lost)), self._settings.n_trials - asked)
+        if not self._checked_strangers and (strangers := self._strangers(states)):
+            self._messages.append(strangers)
+        self._checked_strangers = True
+        new = 0 if self.trials.exhausted else min(max(0, places - len(lost)), self._settings.n_trials - trial_count)
         # Trials recovered after a kill, and new ones. A trial gets its number before it gets its parameters.
         trials = [Trial(self.trials.study, each._trial_id) for each in lost]
         with sampling():
@@ -117,39 +117,39 @@ class Search:
             "this search has made them, the file has lost lines, and other trials may take their place"
         )
 
-    def _specs(self, asked: Sequence[tuple[Trial, list[str]]]) -> list[RunSpec]:
+    def _specs(self, suggested: Sequence[tuple[Trial, list[str]]]) -> list[RunSpec]:
         """Plan trials as members; a refused trial is recorded as failed in Optuna's journal, with its reason."""
         try:
             # The base alone comes first, so that labels show how each trial differs from it.
-            specs = self._planned([self._base, *([*self._base, *overrides] for _, overrides in asked)])[1:]
+            specs = self._planned([self._base, *([*self._base, *overrides] for _, overrides in suggested)])[1:]
         except (OSError, PlannerLostError):
             raise  # not the trial's fault: the next process plans it again
         except Exception as error:  # also Hydra's errors, for an unknown key or choice
-            if len(asked) > 1:
-                return [spec for each in asked for spec in self._specs([each])]
-            ((trial, overrides),) = asked
-            said = message_of(error)
+            if len(suggested) > 1:
+                return [spec for each in suggested for spec in self._specs([each])]
+            ((trial, overrides),) = suggested
+            reason = message_of(error)
             self._refused += 1
             if self._refused >= _REFUSED:
-                raise UserError(f"{said} ({self._refused} trials in a row were refused)") from error
-            trial.set_user_attr("refused", said)
+                raise UserError(f"{reason} ({self._refused} trials in a row were refused)") from error
+            trial.set_user_attr("refused", reason)
             self.trials.study.tell(trial, state=TrialState.FAIL)
-            self._said.append(f"trial {trial.number} refused ({' '.join(overrides)}): {said}")
+            self._messages.append(f"trial {trial.number} refused ({' '.join(overrides)}): {reason}")
             return []
         self._refused = 0
-        if self._stand is not None:
-            specs = self._adopted(asked, specs)
-        for (trial, _), spec in zip(asked, specs, strict=True):
+        if self._find_substitutes is not None:
+            specs = self._adopted(suggested, specs)
+        for (trial, _), spec in zip(suggested, specs, strict=True):
             trial.set_user_attr("run", spec.run)
         return specs
 
-    def _adopted(self, asked: Sequence[tuple[Trial, list[str]]], specs: Sequence[RunSpec]) -> list[RunSpec]:
+    def _adopted(self, suggested: Sequence[tuple[Trial, list[str]]], specs: Sequence[RunSpec]) -> list[RunSpec]:
         """Replace members that have finished in another study by the adopted runs."""
-        assert self._stand is not None
-        found, _ = self._stand(specs)
-        for (trial, _), spec in zip(asked, specs, strict=True):
+        assert self._find_substitutes is not None
+        found, _ = self._find_substitutes(specs)
+        for (trial, _), spec in zip(suggested, specs, strict=True):
             if found.get(spec.run) is not None:
-                self._said.append(
+                self._messages.append(
                     f"trial {trial.number} ({spec.title}) ran elsewhere and was adopted; it is not started"
                 )
         return [found.get(spec.run) or spec for spec in specs]
@@ -172,13 +172,13 @@ class Search:
             except UserError as error:  # an unreadable evaluation fails its trial, not the search
                 value = None
                 self.trials.study._storage.set_trial_user_attr(trial._trial_id, "unreadable", str(error))
-                self._said.append(f"trial {trial.number} has no value: {error}")
+                self._messages.append(f"trial {trial.number} has no value: {error}")
             if value is None:
                 pruned = TrialState.PRUNED if state == "stopped" else TrialState.FAIL
                 self.trials.study.tell(trial.number, state=pruned)
                 continue
             self.trials.study.tell(trial.number, value)
-            self._said.append(
+            self._messages.append(
                 f"trial {trial.number}: {self._settings.objective} at least {value:.3f}; {self.trials.sentence()}"
             )
 
@@ -203,12 +203,13 @@ class Search:
         if self._settings.prune == "race":
             self._race(states, at_work)
         over = {run: why for run, why in self._stopped().items() if run in states and states[run].state != "finished"}
-        said, self._said = self._said, []
+        messages, self._messages = self._messages, []
         # A new launch does not retry trials that Optuna has recorded as failed.
         open_runs = {each.user_attrs.get("run") for each in self.trials.unfinished()}
         wanted = [run for run in states if run in open_runs and run not in over]
         wanted.sort(key=lambda run: (run not in at_work, states[run].state not in ("submitting", "started")))
-        return Wish(wanted[: self._settings.n_jobs], over=over, said=said)  # an earlier launch may have had more slots
+        # An earlier launch may have had more slots.
+        return Wish(wanted[: self._settings.n_jobs], over=over, messages=messages)
 
     # --- pruning -------------------------------------------------------------------------------------------------
 
@@ -216,7 +217,7 @@ class Search:
         """Reasons for pruning by run, read from the race record at first use."""
         if self._pruned is None:
             record = RaceRecord.read(self._study.directory)
-            self._said += [] if record.trouble is None else [f"search: {record.trouble}"]
+            self._messages += [] if record.trouble is None else [f"search: {record.trouble}"]
             self._pruned = dict(record.pruned)
         return self._pruned
 
@@ -227,7 +228,7 @@ class Search:
         try:
             curves = self._journals.curves([run for run in states if states[run].state != "failed"]) if fresh else []
         except UserError as error:  # curves cannot be compared, so nothing is pruned
-            self._said += [f"nothing is pruned: {error}"] if str(error) != self._trouble else []
+            self._messages += [f"nothing is pruned: {error}"] if str(error) != self._trouble else []
             self._trouble = str(error)
             return
         if not curves:

@@ -87,11 +87,11 @@ class LiveRace:
         begun = self._record.rules
         if begun is None:
             return
-        asked = self._settings.rules(self._settings.budget or begun.budget).going_on(begun)
+        wanted = self._settings.rules(self._settings.budget or begun.budget).resumed_from(begun)
         for name in ("budget", "p_ahead", "looks", "first", "growth", "loss"):
-            if getattr(asked, name) != getattr(begun, name):
+            if getattr(wanted, name) != getattr(begun, name):
                 raise UserError(
-                    f"race.{name}: {getattr(asked, name):g}, and the race in {self._study.directory} was begun with "
+                    f"race.{name}: {getattr(wanted, name):g}, and the race in {self._study.directory} was begun with "
                     f"{getattr(begun, name):g}; go on with that, or move {RACE_FILE} away to race anew"
                 )
 
@@ -112,24 +112,24 @@ class LiveRace:
         fresh = self._journals.watch(states, at_work)
         seen = (frozenset(ended), frozenset(at_work), frozenset(due), tuple(everybody))
         if not fresh and seen == self._seen:
-            return replace(self._wish, said=())
+            return replace(self._wish, messages=())
         self._seen = seen
-        said, self._lost = [*self._lost, *self._look(states, ended)], []
-        go_on, later, over = self._wanted(states, ended, {*at_work, *due})
-        said += self._end(states, over, at_work)
+        messages, self._lost = [*self._lost, *self._look(states, ended)], []
+        go_on, later, over = self._sort_members(states, ended, {*at_work, *due})
+        messages += self._end(states, over, at_work)
         others = {
             spec.run: everybody[spec.run] for spec in self._study.specs if spec.run in everybody.keys() - states.keys()
         }
         go_on += [run for run, state in others.items() if state.state not in ("finished", "stopped")]
         over |= {run: state.reason or "stopped" for run, state in others.items() if state.state == "stopped"}
-        self._wish = Wish(go_on, later, over, said=tuple(said))
+        self._wish = Wish(go_on, later, over, messages=tuple(messages))
         return self._wish
 
     def _own(self, states: Mapping[str, MemberState]) -> dict[str, MemberState]:
         """Select the states of racing members: other members may share the folder."""
         return {run: states[run] for run in self._members if run in states}
 
-    def _wanted(
+    def _sort_members(
         self,
         states: Mapping[str, MemberState],
         ended: Collection[str],
@@ -202,18 +202,18 @@ class LiveRace:
             curves = self._curves()
         # an evaluation lacks the metric or the axis: no look is taken, but the study continues
         except UserError as error:
-            said, self._trouble = [] if str(error) == self._trouble else [f"race: no look: {error}"], str(error)
-            return said
+            messages, self._trouble = [] if str(error) == self._trouble else [f"race: no look: {error}"], str(error)
+            return messages
         if not curves:
             return []
         axis = curves[0].axis
         if self._record.axis is None:
             self._record = replace(self._record, axis=axis, metric=curves[0].metric)
         self._reached = {run: self._journals.compute(run, axis) for run in states}
-        said = [] if self._record.rules is not None else self._begin(states, ended, curves)
+        messages = [] if self._record.rules is not None else self._begin(states, ended, curves)
         rules = self._record.rules
         if rules is None:
-            return said
+            return messages
         reached, failed = how_far(
             (state.recipe, state.state, self._reached.get(run, 0.0)) for run, state in states.items()
         )
@@ -222,9 +222,9 @@ class LiveRace:
             taken = (*self._record.taken, (at, self._settings.mode))
             self._record = replace(self._record, looks=(*self._record.looks, found), taken=taken)
             if not self._live:
-                said += [f"would be {found.why(name, rules)} ({name})" for name in found.stopped]
+                messages += [f"would be {found.why(name, rules)} ({name})" for name in found.stopped]
         self._over = found == ()
-        return [f"race: {line}" for line in said]
+        return [f"race: {line}" for line in messages]
 
     def _begin(self, states: Mapping[str, MemberState], ended: Collection[str], curves: Sequence[Curve]) -> list[str]:
         """Fix and record the race's budget and rules once the budget is known; return a line to print."""
@@ -273,12 +273,12 @@ class LiveRace:
         spared = self._spared(states)
         full = rules.budget * sum(run in states for run in self._members)
         stopped = self._record.stopped if self._live else {}
-        said = result([each for each in curves if each.recipe not in stopped], rules, stopped)
+        messages = result([each for each in curves if each.recipe not in stopped], rules, stopped)
         verb = "spared" if self._live else "a race that stops would have spared"
-        said.append(f"{verb} {spared:.4g} of the {full:.4g} that all runs to the budget take ({spared / full:.0%})")
-        said = [f"race: {line}" for line in said]
-        before, self._ended = self._ended, said
-        return said if said != before else []
+        messages.append(f"{verb} {spared:.4g} of the {full:.4g} that all runs to the budget take ({spared / full:.0%})")
+        messages = [f"race: {line}" for line in messages]
+        before, self._ended = self._ended, messages
+        return messages if messages != before else []
 
     def members(self, states: Mapping[str, MemberState]) -> list[RunSpec]:
         """Return no members: a race adds none. See `Decider.members`."""

@@ -173,15 +173,15 @@ class Trials:
         trials = self.study.get_trials(deepcopy=False)
         count = {state: sum(each.state is state for each in trials) for state in TrialState}
         done = [each for each in trials if each.state is TrialState.COMPLETE and each.value is not None]
-        said = f"{count[TrialState.COMPLETE]} of {self._settings.n_trials} trials finished"
+        text = f"{count[TrialState.COMPLETE]} of {self._settings.n_trials} trials finished"
         for state, what in ((TrialState.PRUNED, "pruned"), (TrialState.FAIL, "failed")):
-            said += f", {count[state]} {what}" if count[state] else ""
-        said += ", and the sampler has no more to propose" if self.exhausted else ""
+            text += f", {count[state]} {what}" if count[state] else ""
+        text += ", and the sampler has no more to propose" if self.exhausted else ""
         if not done:
-            return said
+            return text
         best = max(done, key=lambda each: (each.value or 0.0, -each.number))
         proposed = " ".join(f"{key}={_shown(chosen)}" for key, chosen in best.params.items())
-        return f"{said}; the best is trial {best.number} with {best.value:.3f} ({proposed})"
+        return f"{text}; the best is trial {best.number} with {best.value:.3f} ({proposed})"
 
     def refusals(self) -> list[str]:
         """Return the reasons of refused trials, in their order."""

@@ -24,18 +24,20 @@ START = "starts_at"
 
 @dataclass(frozen=True)
 class _Line:
-    """A run with the last step that it shares with each ancestor (`left`); infinity for the run itself."""
+    """A run with the last step that it shares with each ancestor (`shared_steps`); infinity for the run itself."""
 
     view: JournalView
-    left: Mapping[str, float]
+    shared_steps: Mapping[str, float]
 
-    def parts_from(self, other: _Line) -> float | None:
+    def divergence(self, other: _Line) -> float | None:
         """Return the last step that two runs share; None if they are not related, infinity for one run twice."""
-        shared = [min(step, other.left[run]) for run, step in self.left.items() if run in other.left]
+        shared = [
+            min(step, other.shared_steps[run]) for run, step in self.shared_steps.items() if run in other.shared_steps
+        ]
         return max(shared, default=None)
 
 
-def parted_views(views: Sequence[JournalView]) -> tuple[list[JournalView], list[str]]:
+def views_from_divergence(views: Sequence[JournalView]) -> tuple[list[JournalView], list[str]]:
     """Return the runs from the step at which they diverge, with lines for the user; unchanged if none is a branch.
 
     A branch that changes nothing has the same curve as its parent: of such runs the longest is kept.
@@ -47,29 +49,29 @@ def parted_views(views: Sequence[JournalView]) -> tuple[list[JournalView], list[
         UserError: some runs are branches and others are not related to them, or two runs diverge before their first
             evaluation.
     """
-    lines = [_Line(view, _left(view)) for view in views]
-    if all(len(line.left) == 1 for line in lines):
+    lines = [_Line(view, _shared_steps(view)) for view in views]
+    if all(len(line.shared_steps) == 1 for line in lines):
         return list(views), []
     families = _families(lines)
-    alone = [line.view for family in families if len(family) == 1 for line in family if len(line.left) == 1]
+    alone = [line.view for family in families if len(family) == 1 for line in family if len(line.shared_steps) == 1]
     if alone:
         raise UserError(
             f"{short(', '.join(str(view.path.parent) for view in alone), 300)}: not related to the other runs, which "
             "branch from each other and are compared from there; give only runs of one line, or only whole runs"
         )
-    parted, notes = [], []
+    result, notes = [], []
     for family in families:
         kept, dropped = _without_copies(family)
-        parted += [_from(line.view, step) for line, step in _cut(kept)]
+        result += [_rebased(line.view, step) for line, step in _with_start(kept)]
         notes += [f"{view.path.parent}: its parent's own curve, left out beside it" for view in dropped]
-    steps = sorted({int(view.header[START]["step"]) for view in parted})
-    runs = counted(len(parted), "run")
-    told = f"{runs} of branches, from where they part (step {', '.join(map(str, steps))}): "
-    notes.insert(0, f"{told}compute is counted from there, and what they share counts once, as their common start")
-    return parted, notes
+    steps = sorted({int(view.header[START]["step"]) for view in result})
+    runs = counted(len(result), "run")
+    intro = f"{runs} of branches, from where they part (step {', '.join(map(str, steps))}): "
+    notes.insert(0, f"{intro}compute is counted from there, and what they share counts once, as their common start")
+    return result, notes
 
 
-def _left(view: JournalView) -> dict[str, float]:
+def _shared_steps(view: JournalView) -> dict[str, float]:
     branch = view.header.get("branch")
     above: Mapping[str, Any] = (branch.get("ancestors") or {}) if isinstance(branch, Mapping) else {}
     own = str(view.header.get("run"))
@@ -81,7 +83,7 @@ def _families(lines: Sequence[_Line]) -> list[list[_Line]]:
     """Group related runs, in order."""
     families: list[list[_Line]] = []
     for line in lines:
-        related = [family for family in families if any(line.parts_from(each) is not None for each in family)]
+        related = [family for family in families if any(line.divergence(each) is not None for each in family)]
         families = [family for family in families if not any(family is each for each in related)]
         families.append([*(each for family in related for each in family), line])
     return families
@@ -112,15 +114,15 @@ def _source(line: _Line, by_run: Mapping[str, _Line]) -> str:
     return _source(by_run[parent], by_run) if parent in by_run else parent
 
 
-def _cut(family: Sequence[_Line]) -> list[tuple[_Line, float]]:
+def _with_start(family: Sequence[_Line]) -> list[tuple[_Line, float]]:
     """Return each run of a family with the step from which it counts: the first at which any two of them diverge."""
-    steps = [step for one, two in combinations(family, 2) if (step := one.parts_from(two)) is not None]
+    steps = [step for one, two in combinations(family, 2) if (step := one.divergence(two)) is not None]
     # Alone, a branch counts from its own start.
-    first = min(steps, default=min(step for line in family for step in line.left.values()))
+    first = min(steps, default=min(step for line in family for step in line.shared_steps.values()))
     return [(line, first) for line in family]
 
 
-def _from(view: JournalView, step: float) -> JournalView:
+def _rebased(view: JournalView, step: float) -> JournalView:
     """Return a run from the last evaluation up to `step`: earlier records are dropped, and compute counts from it."""
     shared = [record for record in view.of_kind("eval") if record.step <= step]
     if not shared:

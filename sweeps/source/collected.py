@@ -104,7 +104,7 @@ class Asked:
     bounds: tuple[float, float] | None = None
     lower_is_better: bool = False
 
-    def parted(self, name: str) -> tuple[str, str | None]:
+    def split_seed(self, name: str) -> tuple[str, str | None]:
         """Split a name by `seed_from` into the recipe's label and the seed in its group, None without a seed."""
         match = self.seed_from.search(name) if self.seed_from is not None else None
         if match is None or match[1] is None:
@@ -181,12 +181,12 @@ class Collected:
         Raises:
             UserError: the curve already has points along another axis.
         """
-        parted = "".join(f" {name}={value}" for name, value in factors.items())
-        label = recipe + parted
+        suffix = "".join(f" {name}={value}" for name, value in factors.items())
+        label = recipe + suffix
         points = self._points.setdefault(
             label, CurvePoints(recipe=label, name=recipe, factors=dict(factors), axis=axis, metric=metric)
         )
-        points.baseline = points.baseline or (baseline and baseline + parted)
+        points.baseline = points.baseline or (baseline and baseline + suffix)
         if points.axis != axis:
             raise UserError(
                 f"{where}: recipe {label!r} has another compute axis elsewhere ({points.axis}, here {axis}); "

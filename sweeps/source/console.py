@@ -51,7 +51,7 @@ def matches(file: File, into: Collected | None = None) -> bool:
         return False
     if file.start[:1] in (b"{", b"[") and _is_json(file):
         return False
-    return any(row is not None for _, row in _found(file))
+    return any(row is not None for _, row in _entries(file))
 
 
 def _is_json(file: File) -> bool:
@@ -71,7 +71,7 @@ def read(file: File, into: Collected) -> None:
     Raises:
         UserError: no row has a reward.
     """
-    entries = list(_found(file))
+    entries = list(_entries(file))
     steps, how = _steps(entries)
     rows = [row for _, row in entries if row is not None]
     records, notes = [(step, row) for step, row in zip(steps, rows, strict=True)], [how]
@@ -85,10 +85,10 @@ def read(file: File, into: Collected) -> None:
     add_logs([log], NAME, str(file.path), into, framework, notes=notes)
 
 
-_Found = tuple[tuple[int, int] | None, dict[str, Any] | None]
+_Entry = tuple[tuple[int, int] | None, dict[str, Any] | None]
 
 
-def _found(file: File) -> Iterator[_Found]:
+def _entries(file: File) -> Iterator[_Entry]:
     """Yield the console's entries in order: (count, total) of a progress bar, or a row of metrics."""
     if "console" not in file.kept:
         # A job's output is not always UTF-8: progress bars may be cut within a character.
@@ -97,7 +97,7 @@ def _found(file: File) -> Iterator[_Found]:
     yield from file.kept["console"]
 
 
-def _in_line(line: str) -> Iterator[_Found]:
+def _in_line(line: str) -> Iterator[_Entry]:
     at = others = 0
     for match in _OBJECT.finditer(line):
         if match.start() < at or others > _MOST_OTHERS:  # inside a row, or a printed configuration
@@ -111,7 +111,7 @@ def _in_line(line: str) -> Iterator[_Found]:
     yield from _bars(line[at:])
 
 
-def _bars(text: str) -> Iterator[_Found]:
+def _bars(text: str) -> Iterator[_Entry]:
     for match in _BAR.finditer(text):
         yield (int(match[1]), int(match[2])), None
 
@@ -149,7 +149,7 @@ def _row(text: str) -> dict[str, Any] | None:
     return metrics if is_row and count > 1 else None
 
 
-def _steps(found: list[_Found]) -> tuple[list[float], str]:
+def _steps(found: list[_Entry]) -> tuple[list[float], str]:
     """Return the step of each row, and where the steps were found.
 
     A row may contain its step; otherwise the progress bar of training gives it: the bar with the total that precedes
@@ -186,7 +186,7 @@ def _steps(found: list[_Found]) -> tuple[list[float], str]:
     return [other if step is None else step for step, other in zip(own_steps, others, strict=True)], f"step <- {how}"
 
 
-def _training_total(found: list[_Found]) -> int | None:
+def _training_total(found: list[_Entry]) -> int | None:
     rows_after: Counter[int] = Counter()
     last: tuple[int, int] | None = None
     for bar, row in found:

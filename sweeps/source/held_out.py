@@ -25,16 +25,16 @@ def with_at_k(view: JournalView, metric: str) -> JournalView:
         view: the run's journal.
         metric: name of the metric, such as `eval/heldout/pass@8`; for other metrics the journal is returned unchanged.
     """
-    named = _AT_K.fullmatch(metric)
+    match = _AT_K.fullmatch(metric)
     missing = [record for record in view.of_kind("eval") if metric not in record.metrics]
-    if named is None or not missing:
+    if match is None or not missing:
         return view
-    set_name, statistic, k = named[1], STATISTICS[named[2]], int(named[3])
+    set_name, statistic, k = match[1], STATISTICS[match[2]], int(match[3])
     passes = read_passes(view.path.parent, set_name, [record.step for record in missing])
     records = []
     for record in view.records:
         found = passes.get(record.step) if record.kind == "eval" and metric not in record.metrics else None
-        if found is not None and (named[2] == "pass" or found.wrong is not None):
+        if found is not None and (match[2] == "pass" or found.wrong is not None):
             result = mean_at_k(statistic, found.votes, k)
             if result is not None:
                 record = replace(record, metrics={**record.metrics, metric: result[0], f"{metric}_se": result[1]})
@@ -49,8 +49,8 @@ def metric_at_k(runs: Sequence[JournalView], metric: str) -> str | None:
         runs: runs of the study.
         metric: the reward of the study; only a pass rate has pass@k.
     """
-    named = PASS_RATE.fullmatch(metric)
-    if named is None or not runs:
+    match = PASS_RATE.fullmatch(metric)
+    if match is None or not runs:
         return None
     most = []
     for view in runs:
@@ -61,12 +61,12 @@ def metric_at_k(runs: Sequence[JournalView], metric: str) -> str | None:
         if not records:
             continue  # a run without an evaluation so far
         recorded = [_AT_K.fullmatch(name) for name in records[-1].metrics]
-        known = [int(each[3]) for each in recorded if each and each[2] == "pass" and each[1] == named[1]]
+        known = [int(each[3]) for each in recorded if each and each[2] == "pass" and each[1] == match[1]]
         if not known:  # a journal of an earlier version
-            passes = read_passes(view.path.parent, named[1], [records[-1].step])
+            passes = read_passes(view.path.parent, match[1], [records[-1].step])
             known = [k for each in passes.values() for k in sizes(max(each.scored, default=0))]
         most.append(max(known, default=1))
-    return f"eval/{named[1]}/pass@{min(most)}" if min(most, default=1) > 1 else None
+    return f"eval/{match[1]}/pass@{min(most)}" if min(most, default=1) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,11 @@ def prompt_shares(runs: Sequence[JournalView], axis: str, metric: str) -> list[P
         axis: axis of compute, as in the curves.
         metric: the reward of the study; only a pass rate has prompts.
     """
-    named = PASS_RATE.fullmatch(metric)
+    match = PASS_RATE.fullmatch(metric)
     by_recipe: dict[str, list[dict[int, tuple[float, Passes]]]] = {}
-    for view in runs if named is not None else ():
+    for view in runs if match is not None else ():
         compute = {record.step: record.metrics.get(axis) for record in view.of_kind("eval")}
-        kept = read_passes(view.path.parent, named[1] if named else "", list(compute))
+        kept = read_passes(view.path.parent, match[1] if match else "", list(compute))
         # Prompts can be compared only between evaluations of the same prompts.
         prompts = kept[max(kept)].prompts if kept else ""
         known = {

@@ -14,7 +14,7 @@ from sweeps.errors import UserError
 from sweeps.fit.schedule import at_peak_rate
 from sweeps.run.files import parse_json, read_yaml
 from sweeps.run.journal import CONFIG_FILE, PASS_RATE, JournalError, JournalView, Record, finite, read_journal
-from sweeps.source.branches import START, parted_views
+from sweeps.source.branches import START, views_from_divergence
 from sweeps.source.collected import ALL, Asked, Collected, CurvePoints, LoadedStudy
 from sweeps.source.held_out import with_at_k
 from sweeps.source.namesakes import tell_apart
@@ -55,7 +55,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
                 raise
             study.warnings.append(str(error))
     usable = [view for view in study.runs if view.of_kind("eval")]
-    from_there, notes = parted_views(usable)
+    from_there, notes = views_from_divergence(usable)
     if notes:
         empty = [view for view in study.runs if not view.of_kind("eval")]
         usable, study.runs = from_there, [*from_there, *empty]
@@ -82,9 +82,9 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
                 if not present:
                     continue
             records = present or records
-            parted = {**factors, "set": set_name} if set_name else factors
+            grouped = {**factors, "set": set_name} if set_name else factors
             base = view.header.get("baseline")
-            points = into.points(recipe, parted, axis, name, str(view.path), None if base is None else str(base))
+            points = into.points(recipe, grouped, axis, name, str(view.path), None if base is None else str(base))
             points.own_seeds = True
             if _IS_RATE.fullmatch(name) and not view.header.get(
                 "axis"

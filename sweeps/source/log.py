@@ -290,7 +290,7 @@ def _add_reward(
             without += 1
             continue
         recipe, factors = recipe_of(log, where, into)
-        recipe, hidden = into.asked.parted(recipe)
+        recipe, hidden = into.asked.split_seed(recipe)
         if reward.set:
             factors = {**factors, "set": reward.set}
         points = into.points(recipe, factors, compute.name, reward.name, where, log.label("baseline"))

@@ -57,7 +57,7 @@ def tell_apart(runs: Sequence[tuple[JournalView, Mapping[str, str]]], study: Loa
         base = str(view.header.get("baseline"))
         if (base_entry := ambiguous.get((base, tuple(factors.items())))) is not None:
             itself = base == view.header.get("recipe")
-            changed["baseline"] = changed.get("recipe", base) if itself else _like(view, base_entry, base)
+            changed["baseline"] = changed.get("recipe", base) if itself else _baseline_label(view, base_entry, base)
         view.header = {**view.header, **changed}
     for (recipe, grouped), entry in ambiguous.items():
         where = "".join(f" {name}={value}" for name, value in grouped)
@@ -93,7 +93,7 @@ def _named(recipe: str, curves: Mapping[str, Sequence[JournalView]]) -> _Apart:
     return _Apart({curve: f"{recipe} ({text})" for curve, text in texts.items()}, keys, values)
 
 
-def _like(view: JournalView, base: _Apart, label: str) -> str:
+def _baseline_label(view: JournalView, base: _Apart, label: str) -> str:
     """Return the new label of the baseline curve that shares this run's values; the old label if none does."""
     run_values = _values(view.path.parent)
     for curve, values in base.values.items():

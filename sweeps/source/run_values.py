@@ -99,12 +99,12 @@ def read_run_values(
             valueless += state not in words
         else:
             runs.append(value)
-    told = f"{valueless} of {len(recipes)} rows have no number in {value_column}: counted as failed"
+    note = f"{valueless} of {len(recipes)} rows have no number in {value_column}: counted as failed"
     return RunTable(
         value=value_column,
         recipes=tuple(RunValues(recipe, tuple(runs), failures[recipe]) for recipe, runs in finished.items()),
         statuses=dict(Counter(states)) if status_column else {},
-        notes=(told,) if valueless else (),
+        notes=(note,) if valueless else (),
     )
 
 

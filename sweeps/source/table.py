@@ -94,10 +94,10 @@ def read(file: File, into: Collected) -> None:
     factors = [table.label(name) for name in columns.factors]
     bases = table.label(used["baseline"]) if "baseline" in used else [""] * table.count
     if asked.seed_from is not None:
-        parted = [asked.parted(recipe) for recipe in recipes]
+        labelled = [asked.split_seed(recipe) for recipe in recipes]
         recipes, seeds = (
-            [label for label, _ in parted],
-            [hidden or seed for (_, hidden), seed in zip(parted, seeds, strict=True)],
+            [label for label, _ in labelled],
+            [hidden or seed for (_, hidden), seed in zip(labelled, seeds, strict=True)],
         )
     skipped = no_compute | no_reward
     for (recipe, base, *values), rows_of in grouped([recipes, bases, *factors]).items():

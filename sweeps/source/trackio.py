@@ -49,7 +49,7 @@ def read(file: File, into: Collected) -> None:
     add_logs(logs, NAME, str(file.path), into, None, "the run's name", "step")
 
 
-def _asked(path: Path, query: str) -> list[tuple[Any, ...]]:
+def _query(path: Path, query: str) -> list[tuple[Any, ...]]:
     # In immutable mode SQLite creates no files next to the store. A run in progress has a -wal file, which must be
     # read.
     how = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
@@ -61,7 +61,7 @@ def _asked(path: Path, query: str) -> list[tuple[Any, ...]]:
 
 
 def _columns(path: Path, table: str) -> set[str]:
-    return {row[1] for row in _asked(path, f"PRAGMA table_info({table})")}
+    return {row[1] for row in _query(path, f"PRAGMA table_info({table})")}
 
 
 def _is_trackio(path: Path) -> bool:
@@ -76,11 +76,11 @@ def _logs(path: Path) -> list[Log]:
     key = "run_id" if "run_id" in _columns(path, "metrics") else "run_name"
     configs = {}
     if _columns(path, "configs"):
-        rows_of = _asked(path, f"SELECT {key}, config FROM configs ORDER BY id")
+        rows_of = _query(path, f"SELECT {key}, config FROM configs ORDER BY id")
         configs = {run: parsed(text) for run, text in rows_of}
     rows: dict[str, list[dict[str, Any]]] = {}
     names: dict[str, str] = {}
-    for run, name, step, text in _asked(path, f"SELECT {key}, run_name, step, metrics FROM metrics ORDER BY id"):
+    for run, name, step, text in _query(path, f"SELECT {key}, run_name, step, metrics FROM metrics ORDER BY id"):
         names[run] = name
         rows.setdefault(run, []).append({**parsed(text), "_step": step})
     return [

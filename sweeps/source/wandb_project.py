@@ -99,11 +99,11 @@ class _Server:
     def __init__(self, where: str) -> None:
         self._where = where
         self._base = os.environ.get("WANDB_BASE_URL", SERVER).rstrip("/")
-        key = os.environ.get("WANDB_API_KEY") or self._kept()
+        key = os.environ.get("WANDB_API_KEY") or self._stored_key()
         login = base64.b64encode(f"api:{key}".encode()).decode() if key else None
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Basic {login}"} if login else {})}
 
-    def _kept(self) -> str | None:
+    def _stored_key(self) -> str | None:
         """Return the key that `wandb login` stored for this server; None without one."""
         path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
         try:
@@ -121,7 +121,7 @@ class _Server:
         cursor = None
         while True:
             paging = {"cursor": cursor, "perPage": RUNS_PAGE, "order": "+created_at"}
-            result = self._asked(_RUNS, {"entity": entity, "project": project, **paging})["project"]
+            result = self._query(_RUNS, {"entity": entity, "project": project, **paging})["project"]
             if result is None:
                 raise UserError(f"{self._where}: no such project on {self._base}, or none that this key may read")
             yield from (edge["node"] for edge in result["runs"]["edges"])
@@ -135,10 +135,10 @@ class _Server:
         for first in range(0, last + 1, ROWS_PAGE):
             # Request no more rows than there are steps: W&B then does not sample them.
             window = {"minStep": first, "maxStep": min(first + ROWS_PAGE, last + 1), "pageSize": ROWS_PAGE}
-            page = self._asked(_HISTORY, {"entity": entity, "project": project, "run": run, **window})
+            page = self._query(_HISTORY, {"entity": entity, "project": project, "run": run, **window})
             yield from (parsed(line) for line in page["project"]["run"]["history"] or ())
 
-    def _asked(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
+    def _query(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
         """Send a query and return the data of the answer.
 
         Raises:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 NAME = "table with a column a run"
 
 # Columns that mark a table of points, even with other columns.
-_OF_POINTS = ("reward", "recipe", "seed", "sd", "baseline", *RUN_COLUMNS)
+_POINT_COLUMNS = ("reward", "recipe", "seed", "sd", "baseline", *RUN_COLUMNS)
 # Columns that are neither runs nor metrics: pandas's index, clocks, epochs.
-_BESIDE = re.compile(
+_IGNORED_COLUMNS = re.compile(
     r"|unnamed: \d+|index|_?(wall|relative)?[ _]?(time(stamp)?|runtime)( \(process\))?|date|epoch", re.IGNORECASE
 )
 # A metric's name ends in one of these words, or consists only of these and the words below.
@@ -62,13 +62,15 @@ def _table(file: File, asked: Asked) -> Table | None:
 
 def run_columns(file: File, table: Table, asked: Asked) -> list[str]:
     """Return the columns that can be runs (most filled cells are numbers); empty for a table of points."""
-    if any(table.named(name) for name in (*_OF_POINTS, asked.by or "recipe")):
+    if any(table.named(name) for name in (*_POINT_COLUMNS, asked.by or "recipe")):
         return []
     compute = _compute(file, table, asked)
     if compute is None:
         return []
     no_runs = {name.casefold() for name in (compute, *STEP_NAMES, *counters(table.names))}
-    names = [name for name in table.names if name.casefold() not in no_runs and not _BESIDE.fullmatch(name.strip())]
+    names = [
+        name for name in table.names if name.casefold() not in no_runs and not _IGNORED_COLUMNS.fullmatch(name.strip())
+    ]
     return [name for name in dict.fromkeys(names) if _has_numbers(table.column(name))]
 
 
@@ -146,7 +148,7 @@ def read(file: File, into: Collected) -> None:
         name = f"{file.run_name}/{run}" if is_bare_seed(run) else run
         log = Log(name=name, names=(), rows=table.count, series=_no_metrics, labels=tuple(labels), label=labels.get)
         recipe, factors = recipe_of(log, str(file.path), into)
-        recipe, hidden = asked.parted(recipe)
+        recipe, hidden = asked.split_seed(recipe)
         seed = labels.get("seed") or hidden
         points = into.points(recipe, factors, axis, "reward", str(file.path), labels.get("baseline"))
         points.own_seeds |= seed is not None

@@ -204,8 +204,8 @@ def _lines(fits: Sequence[FitSummary], members: Sequence[Run]) -> _Lines:
     """Return the lines of all recipes, in the colours that their members already have."""
     recipes = [run.data.tags["recipe"] for run in reversed(members)] + [fit.recipe for fit in fits]
     labels = {fit.recipe: fit.label or fit.recipe for fit in fits}
-    named = Counter(run.data.tags.get("baseline") for run in members)
-    baseline = max(filter(None, named), key=lambda recipe: named[recipe], default=None)
+    counts = Counter(run.data.tags.get("baseline") for run in members)
+    baseline = max(filter(None, counts), key=lambda recipe: counts[recipe], default=None)
     return _Lines(labels, recipe_colours(dict.fromkeys(recipes), run_colours(members), baseline))
 
 
@@ -382,8 +382,8 @@ def _views(
     fitted = [set(fit.metrics()) for fit in fits if "fit/A" in fit.metrics()] or [set()]
     order = ("fit/log10_C_mid", "fit/B", "rank/p_best", "fit/A_low", "fit/A_high", "fit/A")
     charted = [key for key in order if key in set.intersection(*fitted)]  # an open bound must not hide a recipe
-    named = (RANK_KEY, "rank/p_best", "fit/A", "fit/A_low", "fit/A_high", keys.whole, RATIO_KEY)
-    columns = [f"metrics.`{key}`" for key in named]
+    keys_shown = (RANK_KEY, "rank/p_best", "fit/A", "fit/A_low", "fit/A_high", keys.whole, RATIO_KEY)
+    columns = [f"metrics.`{key}`" for key in keys_shown]
     columns.insert(2, "tags.`fit.verdict`")
     by_recipe = [f"metrics.`{key}`" for key in (RANK_KEY, "fit/A", "fit/A_low", "fit/A_high", RATIO_KEY, "rank/p_best")]
     by_recipe.append("tags.`fit.verdict`")

@@ -203,8 +203,8 @@ class Tracker:
         members = list(members)
         ids = {r.data.tags[RUN_TAG]: str(r.info.run_id) for r in runs if RUN_TAG in r.data.tags}
         series = {r.data.tags.get("series") for r in runs}
-        named = Counter(member.baseline for member in members if member.baseline)
-        baseline = named.most_common(1)[0][0] if named else None
+        counts = Counter(member.baseline for member in members if member.baseline)
+        baseline = counts.most_common(1)[0][0] if counts else None
         colours = recipe_colours((member.recipe for member in members), run_colours(runs), baseline)
         for member in members:
             run_id = ids.get(member.run)

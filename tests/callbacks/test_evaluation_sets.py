@@ -25,7 +25,7 @@ from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
 from lightning_scalerl.callbacks.evaluate import _wrong_answers
 from lightning_scalerl.generator.base import GroupRequest, SamplingSettings
 from lightning_scalerl.generator.torch.generator import TorchGenerator
-from lightning_scalerl.task.beside import TaskWithSets
+from lightning_scalerl.task.beside import TaskWithEvaluationSets
 from lightning_scalerl.task.jsonl import read_prompts
 from sweeps.run.journal import read_journal
 from sweeps.run.passes import read_passes
@@ -156,9 +156,9 @@ def test_bad_entries(given: dict[str, Any], problem: str) -> None:
 def test_bad_sets_of_a_run(tiny_model_path: str, tmp_path: Path) -> None:
     no_rows = DatasetTask("aime", AIME, None, "math")
     with pytest.raises(ConfigurationError, match=r"evaluation.sets.a: its task has no held-out prompts; give"):
-        TaskWithSets(CountingTask(), {"a": no_rows})
+        TaskWithEvaluationSets(CountingTask(), {"a": no_rows})
     with pytest.raises(ConfigurationError, match=r"evaluation.sets.heldout: there is another held-out set heldout"):
-        TaskWithSets(CountingTask(), {"heldout": CountingTask()})
+        TaskWithEvaluationSets(CountingTask(), {"heldout": CountingTask()})
     long = {"a": EvaluationSet(CountingTask(), max_new_tokens=999)}
     with pytest.raises(
         ConfigurationError, match=r"evaluation.sets.a.max_new_tokens: 999 is above context.max_new_tokens="
@@ -197,16 +197,16 @@ def test_validate_and_predict_after_sets(tiny_model_path: str) -> None:
     rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(6)]
     task = DatasetTask("columns", rows, {"a": rows[:2]}, "exact_match", leaks="keep")
     data = RolloutDataModule(task, predict=[{"prompt": "5+5=", "answer": "10"}])
-    data.evaluate_beside({"aime": CountingTask()})
+    data.set_evaluation_sets({"aime": CountingTask()})
     assert list(data.task.eval_sets()) == ["a", "aime"] and len(data.predicted.prompts) == 1
-    data.evaluate_beside({})
+    data.set_evaluation_sets({})
     assert Evaluate().settings(data.task).keys() == {"a"}
 
 
 def test_a_mixture_is_no_entry() -> None:
     mixture = MixtureTask({"a": CountingTask(), "b": CountingTask()})
     with pytest.raises(ConfigurationError, match=r"evaluation.sets.mix: its task is a mixture; give each of its tasks"):
-        TaskWithSets(CountingTask(), {"mix": mixture})
+        TaskWithEvaluationSets(CountingTask(), {"mix": mixture})
 
 
 def test_a_checkpoint_may_follow_the_interval_of_the_set_that_it_monitors(tiny_model_path: str) -> None:
@@ -233,7 +233,7 @@ def test_prompts_that_are_trained_on_too_are_reported_and_kept() -> None:
     )
     (kept,) = trained.train_prompts()
     rows = [{"prompt": kept.text, "answer": "?"}, {"prompt": "9+9=", "answer": "18"}]
-    task = TaskWithSets(trained, {"new": DatasetTask("columns", None, {"x": rows}, "exact_match")})
+    task = TaskWithEvaluationSets(trained, {"new": DatasetTask("columns", None, {"x": rows}, "exact_match")})
     assert list(task.train_prompts()) == [kept] and list(task.eval_sets()) == ["heldout", "new"]
     assert "warning: 1 of 2 prompts of the set new are trained on" in task.notes()
     grader = task.grader()

@@ -31,7 +31,7 @@ from lightning_scalerl.callbacks.evaluate import Evaluate
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.distributed.ranks import LeaderFailedError, Ranks, check_strategy
 from lightning_scalerl.distributed.sharded import ShardedStrategy
-from lightning_scalerl.distributed.start import STRATEGIES, devices_beside, process_rank, trainer_settings
+from lightning_scalerl.distributed.start import STRATEGIES, free_devices, process_rank, trainer_settings
 from lightning_scalerl.member.identify import STRATEGIES as KNOWN
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.model.shared_prompt import sequences
@@ -584,6 +584,6 @@ def test_generators_take_the_gpus_that_no_rank_trains_on(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    assert devices_beside(ranks) == beside
+    assert free_devices(ranks) == beside
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert devices_beside(ranks) == []
+    assert free_devices(ranks) == []

@@ -53,7 +53,7 @@ class Engines(RuleBasedStateMachine):
     @rule()
     def dispatch(self) -> None:
         waiting = [entry.name for entry in self.ledger._waiting]
-        before = {engine: self.ledger.owed(engine) for engine in self.up}
+        before = {engine: self.ledger.unfinished(engine) for engine in self.up}
         given = self.ledger.assign(dict.fromkeys(self.up, SLOTS))
         assert [each.key for _, each in given] == waiting[: len(given)], "the oldest first, none passed over"
         assert waiting == sorted(waiting)
@@ -63,7 +63,7 @@ class Engines(RuleBasedStateMachine):
             before[engine] += len(entry.missing)
             assert self.names.setdefault(each.key, entry.request.key) == entry.request.key, "a name is one group's"
             self.sent.append((engine, each.key, each.completions))
-        assert not self.ledger.waiting or all(owed >= SLOTS for owed in before.values()), "nobody idles"
+        assert not self.ledger.waiting or all(count >= SLOTS for count in before.values()), "nobody idles"
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
@@ -78,7 +78,7 @@ class Engines(RuleBasedStateMachine):
         lost = data.draw(st.sampled_from(self.up))
         self.up.remove(lost)
         self.ledger.keep_only(self.up)
-        assert not self.ledger.owed(lost)
+        assert not self.ledger.unfinished(lost)
 
     @rule()
     def collect(self) -> None:
@@ -194,7 +194,7 @@ def test_rollouts_that_wait() -> None:
     for each in (first, second, first):
         ledger.waits(each, "a")
     ledger.waits(WaitingRollout(sent.key, 2, first.rollout, 5), "b")
-    assert ledger.owed("a") == 1 and ledger.in_flight == 3 and ledger.has_ended
+    assert ledger.unfinished("a") == 1 and ledger.in_flight == 3 and ledger.has_ended
     assert [(each.key, each.index) for each in ledger.all_waiting()] == [(7, 0), (7, 1)]
     with pytest.raises(ValueError, match="5 tokens do not fit into rollout 0 of group 7, which has room for 5"):
         ledger.continued(7, 0, [1] * 5)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import load_recipe
 from lightning_scalerl.distributed.sharded import own_part
-from lightning_scalerl.measure.memory import LiveBytes, Memory, advice, foretell, measure
+from lightning_scalerl.measure.memory import LiveBytes, Memory, advice, measure, predict_memory
 from lightning_scalerl.model import policy as policy_module
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.recompute import recompute
@@ -63,7 +63,7 @@ def recipe(*overrides: str) -> Recipe:
 
 
 def foretold(make: Callable[[], nn.Module], given: Recipe, *place: Any, **more: Any) -> Memory:
-    return foretell(measure(make, given), given, *place, **more)
+    return predict_memory(measure(make, given), given, *place, **more)
 
 
 def in_numpy() -> saved_tensors_hooks:
@@ -203,7 +203,7 @@ def test_states_and_shares() -> None:
     assert shards.device["layers made whole"] > 0 and "layers made whole" not in copies.device
     assert shards.host["weights on their way to the generator"] == 4 * one.parameters
     of = measure(partial(model, "Llama"), given, partners=2)
-    split = foretell(of, given, 4, "fsdp2")
+    split = predict_memory(of, given, 4, "fsdp2")
     assert one.parameters / 2 < of.trained < 0.51 * one.parameters, "norms are whole on each partner"
     assert sum(split.device[name] for name in states) == pytest.approx(16 * of.trained / 2, abs=4)
     assert split.host == shards.host and split.parameters == one.parameters

@@ -286,7 +286,7 @@ def trl_study(place: Path, *more: str) -> tuple[Path, RunSpec]:
     words = ["trainer=trl", "trainer.python=env/bin/python", *ON_TRL, "model.batches=1", "model.width=32"]
     (spec,) = plan_trl([[*words, "cluster=slurm", f"output_dir={place}/study", *more]])
     (place / "asked").unlink()
-    trl._asked.cache_clear()
+    trl._checked_interpreter.cache_clear()
     run_dir = place / "study" / "runs" / spec.run
     spec.write(run_dir)
     Ledger(place / "study").append("planned", spec.run, recipe=spec.recipe, seed=spec.seed, curve=spec.curve)

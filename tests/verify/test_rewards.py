@@ -23,7 +23,7 @@ from lightning_scalerl.rollouts.grade import Grade, Outcome, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.verify.grade_once import attempt
 from lightning_scalerl.verify.pool import VerifierPool
-from lightning_scalerl.verify.registry import content, named, reward_sum
+from lightning_scalerl.verify.registry import build_weighted, content, reward_sum
 from lightning_scalerl.verify.rewards import RewardSum, Weighted
 from tests.examples import every, examples
 from tests.paths import ROOT
@@ -179,7 +179,7 @@ def all_of_it(prompts, completions, **rest):
 
 
 def seen(folder: Path, sample: Sample) -> dict[str, Any]:
-    weighted = named("task.rewards", file_of(folder, ECHO, "all_of_it"))
+    weighted = build_weighted("task.rewards", file_of(folder, ECHO, "all_of_it"))
     assert weighted.grader.grade(sample).reward == 1
     found: dict[str, Any] = weighted.grader._function.__globals__["SEEN"]  # type: ignore[attr-defined]
     return found

@@ -158,7 +158,7 @@ class Engines:
         for engine in self:
             # Check this before reading, so that the last messages of an ended engine are still handled.
             gone = engine.transport.gone()
-            for message in engine.transport.said():
+            for message in engine.transport.received():
                 if engine in self._all:  # an earlier message may have led to its replacement
                     self._take(engine, at_start, *message)
             silent_s = time.monotonic() - (engine.transport.heard if engine.ready else engine.started)

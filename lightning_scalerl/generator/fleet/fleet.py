@@ -164,7 +164,7 @@ class Fleet:
     @_one_at_a_time
     def free_slots(self) -> int:
         """Number of further rollouts that the engines that are up could start at once."""
-        room = sum(engine.slots - self._ledger.owed(engine) for engine in self._engines.up)
+        room = sum(engine.slots - self._ledger.unfinished(engine) for engine in self._engines.up)
         return max(0, room - self._ledger.waiting)
 
     @_one_at_a_time
@@ -243,10 +243,12 @@ class Fleet:
         began = time.monotonic()
         # Store the weights before sending messages, so that an engine that comes up meanwhile gets the new ones.
         number = self._store.publish(weights, version).number
-        told = self._engines.up
-        for engine in told:
+        engines = self._engines.up
+        for engine in engines:
             engine.transport.tell("publish", self._store.current, recompute_kv)
-        self._engines.await_(lambda: all(engine.acknowledged == number for engine in told if engine in self._engines))
+        self._engines.await_(
+            lambda: all(engine.acknowledged == number for engine in engines if engine in self._engines)
+        )
         # Keep old files while a starting engine may read one, and inside `aside`, which returns to one.
         if not self._asides and all(engine.ready for engine in self._engines):
             self._store.forget_outdated()

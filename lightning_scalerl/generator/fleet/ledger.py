@@ -17,7 +17,7 @@ from lightning_scalerl.rollouts.rollout import packed, unpacked
 
 
 @dataclass(eq=False)
-class _Open:
+class _OpenGroup:
     """Group in flight: the indices of its unfinished rollouts, and the engine that samples them.
 
     `name` replaces the group's key in the engines, where keys of evaluation and training could collide. `waiting` has
@@ -40,10 +40,10 @@ class Ledger:
 
     def __init__(self, names: Names | None = None) -> None:
         self.names = names or Names()
-        self._open: dict[int, _Open] = {}
-        self._waiting: deque[_Open] = deque()
+        self._open: dict[int, _OpenGroup] = {}
+        self._waiting: deque[_OpenGroup] = deque()
         self._ended: list[FinishedRollout] = []
-        self._new_waiting: list[tuple[_Open, int]] = []
+        self._new_waiting: list[tuple[_OpenGroup, int]] = []
 
     @property
     def in_flight(self) -> int:
@@ -60,14 +60,14 @@ class Ledger:
         """Return whether there is a rollout to report: one that has ended, or waits for an insertion."""
         return bool(self._ended or self._new_waiting)
 
-    def owed(self, engine: Hashable) -> int:
+    def unfinished(self, engine: Hashable) -> int:
         """Return the number of an engine's unfinished rollouts, not counting rollouts that wait for an insertion."""
-        owed = (len(each.missing) - len(each.waiting) for each in self._open.values() if each.engine == engine)
-        return sum(owed)
+        rollouts = (len(each.missing) - len(each.waiting) for each in self._open.values() if each.engine == engine)
+        return sum(rollouts)
 
     def submit(self, request: GroupRequest) -> None:
         """Queue a group until an engine has room."""
-        entry = _Open(self.names.next(), request, set(range(request.completions)))
+        entry = _OpenGroup(self.names.next(), request, set(range(request.completions)))
         self._open[entry.name] = entry
         self._waiting.append(entry)
 
@@ -82,7 +82,7 @@ class Ledger:
         Returns:
             (engine, request) pairs to send.
         """
-        room = {engine: number - self.owed(engine) for engine, number in slots.items()}
+        room = {engine: number - self.unfinished(engine) for engine, number in slots.items()}
         given = []
         while self._waiting and room:
             best = max(room, key=room.__getitem__)
@@ -191,7 +191,7 @@ class Ledger:
             for (key, index), rollout in zip(state["finished"], rollouts, strict=True)
         ]
         self._open = {
-            name: _Open(name, request_from(request), set(missing)) for name, request, missing, _ in state["open"]
+            name: _OpenGroup(name, request_from(request), set(missing)) for name, request, missing, _ in state["open"]
         }
         self._new_waiting = []
         self._waiting = deque(self._open[name] for name in sorted(self._open))

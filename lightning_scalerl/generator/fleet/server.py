@@ -91,7 +91,7 @@ class Server:
         self._waiting: list[WaitingRollout] = []
         self._computed = nothing_computed()
         self._busy_s = 0.0
-        self._said = time.monotonic()
+        self._last_sent = time.monotonic()
 
     def serve(self) -> None:
         """Send `ready`, then handle messages and step until `stop` arrives.
@@ -133,7 +133,7 @@ class Server:
         self._computed = [before + more for before, more in zip(self._computed, report.computed, strict=True)]
 
     def _report(self, at_once: bool = False) -> None:
-        waited_s = time.monotonic() - self._said
+        waited_s = time.monotonic() - self._last_sent
         if self._finished or self._waiting or (self._busy_s and (at_once or waited_s >= REPORT_S)):
             in_flight = getattr(self._generator, "sampled_in_flight", 0)
             self._say("work", self._finished, tuple(self._computed), self._busy_s, in_flight, self._waiting)
@@ -146,7 +146,7 @@ class Server:
             send(self._connection, message)
         except OSError as error:
             raise ParentGoneError from error
-        self._said = time.monotonic()
+        self._last_sent = time.monotonic()
 
     def _handle(self, what: str, *rest: Any) -> None:
         """Handle one message of the parent, and reply if it waits for a reply."""

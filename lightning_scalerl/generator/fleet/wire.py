@@ -78,7 +78,7 @@ class Line:
         """Queue a message for sending; it is dropped if the other end has closed."""
         self._out.put(message)
 
-    def said(self) -> Iterator[tuple[Any, ...]]:
+    def received(self) -> Iterator[tuple[Any, ...]]:
         """Yield the messages that have arrived."""
         with suppress(Empty):
             while True:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.checks import ConfigurationError, error_line
 from lightning_scalerl.compat import transformers as compat
 from lightning_scalerl.generator.torch.slot_cache import SlotCache, decode, encode
 from lightning_scalerl.model.head import backbone, eval_mode, head_logits, output_head, text_config
@@ -50,7 +50,7 @@ def check_decodable(model: nn.Module, capacity: int) -> None:
         with eval_mode(model), torch.no_grad():
             difference = _largest_difference(model)
     except Exception as error:
-        raise _refusal(model, f"decoding token by token fails ({said(error)})") from error
+        raise _refusal(model, f"decoding token by token fails ({error_line(error)})") from error
     finally:
         torch.set_float32_matmul_precision(before)
     tolerance = TOLERANCE if next(model.parameters()).dtype == torch.float32 else 0.5

@@ -45,7 +45,7 @@ from lightning_scalerl.model.policy import MAX_LOGITS
 # Number of prompts prefilled in one forward pass, ahead of the slots they will need.
 PREFILL_PROMPTS = 16
 # Replaces a temperature of 0: with it, the most likely token gets all of the probability.
-COLDEST = 1e-6
+MIN_TEMPERATURE = 1e-6
 # Number of rollouts whose cache is recomputed in one forward pass.
 RECOMPUTED_ROLLOUTS = 64
 
@@ -141,7 +141,7 @@ class TorchGenerator:
         self._queue: deque[_Pending] = deque()
         self._prefilled: deque[_Prefilled] = deque()
         # Unreported work of recomputing caches: tokens, and tokens attended to.
-        self._owed = [0, 0]
+        self._unreported = [0, 0]
 
     @staticmethod
     def check_model(model: nn.Module, sampling: SamplingSettings, **_: Any) -> None:
@@ -316,7 +316,7 @@ class TorchGenerator:
         own = [occupant.request.temperature for occupant in self._slots.occupants]
         if all(temperature is None for temperature in own):
             return usual
-        chosen = [usual if temperature is None else max(temperature, COLDEST) for temperature in own]
+        chosen = [usual if temperature is None else max(temperature, MIN_TEMPERATURE) for temperature in own]
         return torch.tensor(chosen, dtype=torch.float32, device=self.device).unsqueeze(1)
 
     def _holds_stop_text(self, stop_text: StopText) -> Tensor:
@@ -340,8 +340,8 @@ class TorchGenerator:
         Returns:
             Their prefill logits; then the prefill work as tokens, tokens attended to, and prompts or insertions.
         """
-        (tokens, context), self._owed = self._owed, [0, 0]
-        logits, used, seen = self._go_on()
+        (tokens, context), self._unreported = self._unreported, [0, 0]
+        logits, used, seen = self._resume_answered()
         tokens, context, prompts = tokens + used, context + seen, len(logits)
         # Slots that are kept for waiting rollouts are not free.
         most = self._slots.most - self._between.held_slots
@@ -360,7 +360,7 @@ class TorchGenerator:
                 self._prefilled.popleft()
         return logits, tokens, context, prompts
 
-    def _go_on(self) -> tuple[list[Tensor], int, int]:
+    def _resume_answered(self) -> tuple[list[Tensor], int, int]:
         """Give slots to rollouts with an answer; return their logits, and the work as tokens and tokens attended to."""
         logits: list[Tensor] = []
         tokens = context = 0
@@ -394,7 +394,7 @@ class TorchGenerator:
             _, caches, computed = encode(self.policy.model, [self._slots.cached(slot) for slot in slots], self.device)
             for slot, keys_values in zip(slots, caches, strict=True):
                 self._slots.cache.fill(slice(slot, slot + 1), keys_values)
-            self._owed = [owed + more for owed, more in zip(self._owed, computed, strict=True)]
+            self._unreported = [total + more for total, more in zip(self._unreported, computed, strict=True)]
 
     def _draw(self, request: GroupRequest) -> Tensor:
         """Draw the uniform numbers (completions, max_new_tokens) that decide all tokens of a group."""
@@ -413,7 +413,7 @@ class TorchGenerator:
         self._prefilled.clear()
         self._slots.occupants.clear()
         self._between.clear()
-        self._owed = [0, 0]
+        self._unreported = [0, 0]
 
     def close(self) -> None:
         """Do nothing: all its memory belongs to this process."""
@@ -424,7 +424,7 @@ class TorchGenerator:
             "version": self._version,
             # Saved even with nothing in flight: the next rollouts may be sampled with these weights.
             "weights": self.policy.weights(),
-            "owed": list(self._owed),
+            "owed": list(self._unreported),
             "queue": [each.state() for each in self._queue],
             "prefilled": [
                 {
@@ -442,7 +442,7 @@ class TorchGenerator:
         """Continue exactly where `state_dict` was taken."""
         self._version = state["version"]
         self.policy.load_weights(state["weights"])
-        self._owed = list(state["owed"])
+        self._unreported = list(state["owed"])
         self._queue = deque(map(_Pending.from_state, state["queue"]))
         self._prefilled = deque()
         for entry in state["prefilled"]:

@@ -87,7 +87,7 @@ class Waiting:
 
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
         """Let a rollout continue behind these tokens."""
-        paused = self._found(key, index)
+        paused = self._paused_rollout(key, index)
         paused.insertions.answer(len(paused.rollout.tokens), tokens)
         paused.answer = tuple(tokens)
         self.answered.append(self._paused.pop((key, index)))
@@ -101,11 +101,11 @@ class Waiting:
 
     def remove(self, key: int, index: int) -> Paused:
         """Remove and return a rollout that waits for an insertion."""
-        paused = self._found(key, index)
+        paused = self._paused_rollout(key, index)
         del self._paused[key, index]
         return paused
 
-    def _found(self, key: int, index: int) -> Paused:
+    def _paused_rollout(self, key: int, index: int) -> Paused:
         if (key, index) not in self._paused:
             raise KeyError(f"rollout {index} of group {key} does not wait for an insertion")
         return self._paused[key, index]

@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
-from lightning_scalerl.checks import CannotGoOnError, ConfigurationError, said
+from lightning_scalerl.checks import CannotGoOnError, ConfigurationError, error_line
 from sweeps.run.files import write_atomically
 
 _LINE = re.compile(r"^engine: (http://\S+:\d+)$", re.MULTILINE)
@@ -120,7 +120,7 @@ class Announcement:
             except FileNotFoundError:
                 why = "no server has announced itself there"
             except (URLError, OSError) as error:
-                why = f"{address} does not answer ({said(error)})"
+                why = f"{address} does not answer ({error_line(error)})"
             if time.monotonic() > deadline:
                 raise CannotGoOnError(f"driver.engines: file:{self.path} leads to no server for {limit_s:g} s: {why}")
             time.sleep(AGAIN_S)

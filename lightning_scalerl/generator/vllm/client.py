@@ -184,7 +184,7 @@ class VLLMServerGenerator(InFlight):
         if recompute_kv:
             for stream in self._running.values():
                 if stream.received:
-                    self._owed.add(0, len(stream.each.sequence), self._windows)
+                    self._unreported.add(0, len(stream.each.sequence), self._windows)
         # Call this once per pause: vLLM does not treat a second resume as a repetition.
         self._call("POST", "/resume")
         self._streams.heard = time.monotonic()
@@ -277,7 +277,7 @@ class VLLMServerGenerator(InFlight):
         self._waiting.clear()
         self._held.clear()
         self._ahead.clear()
-        self._owed = Computed()
+        self._unreported = Computed()
 
     def _halt(self) -> None:
         """End all requests at the server; each rollout keeps the tokens it has."""
@@ -295,7 +295,7 @@ class VLLMServerGenerator(InFlight):
         while refill and not self._asleep and self._waiting and len(self._running) < self._slots:
             self._start(self._waiting.popleft())
         ended = Ended()
-        prefill, self._owed = self._owed, Computed()
+        prefill, self._unreported = self._unreported, Computed()
         decoded = Computed()
         prefilled = 0
         for event in self._arrived(wait_s):
@@ -373,7 +373,7 @@ class VLLMServerGenerator(InFlight):
         body = {
             "request_id": name,
             "token_ids": each.sequence,
-            "sampling_params": self._wanted(each),
+            "sampling_params": self._sampling_parameters(each),
             "cache_salt": self._salt(),
             # From vLLM 0.33 on, the server reports versions only on request.
             "return_weight_versions": True,
@@ -404,7 +404,7 @@ class VLLMServerGenerator(InFlight):
 
         A request without a token is dropped at once by closing its connection: the server may not have received it.
         """
-        told = []
+        names_at_server = []
         for name in names:
             stream = self._running[name]
             if not stream.received:
@@ -414,9 +414,9 @@ class VLLMServerGenerator(InFlight):
                 self._waiting.appendleft(stream.each)
             elif not stream.over:
                 stream.over = why
-                told.append(PREFIX + name)
-        if told:
-            self._call("POST", "/inference/v1/abort_requests", {"request_ids": told})
+                names_at_server.append(PREFIX + name)
+        if names_at_server:
+            self._call("POST", "/inference/v1/abort_requests", {"request_ids": names_at_server})
 
     def _call(self, method: str, path: str, body: Any = None, **query: str) -> Any:
         return self._connection.call(method, path, body, timeout_s=min(CALL_S, self._silence_s), query=query or None)

@@ -171,9 +171,9 @@ def default_cache_gib(model: nn.Module, dtype: torch.dtype, slots: int, capacity
 def save_shape(model: nn.Module, folder: str | Path) -> None:
     """Write the files that vLLM needs to start without weights: the model's configuration and class name."""
     config: Any = model.config
-    named = type(config).from_dict(config.to_dict())
-    named.architectures = [type(model).__name__]
-    named.save_pretrained(folder)
+    shape = type(config).from_dict(config.to_dict())
+    shape.architectures = [type(model).__name__]
+    shape.save_pretrained(folder)
 
 
 def shape_of(model: nn.Module) -> str:

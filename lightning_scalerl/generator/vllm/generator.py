@@ -92,7 +92,7 @@ class VLLMGenerator(InFlight):
             self._engine.reset_prefix_cache(reset_running_requests=True)
             for each in self._running.values():
                 if each.computed:
-                    self._owed.add(0, len(each.sequence), self._windows)
+                    self._unreported.add(0, len(each.sequence), self._windows)
         elif not self._running:
             self._engine.reset_prefix_cache()
 
@@ -129,7 +129,7 @@ class VLLMGenerator(InFlight):
         while self._waiting and len(self._running) < self._slots:
             self._start(self._waiting.popleft())
         ended = Ended()
-        prefill, self._owed = self._owed, Computed()
+        prefill, self._unreported = self._unreported, Computed()
         decoded = Computed()
         prefilled = 0
         for output in self._engine.step():
@@ -168,7 +168,7 @@ class VLLMGenerator(InFlight):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        wanted = SamplingParams(**self._wanted(each), output_kind=RequestOutputKind.DELTA)
+        wanted = SamplingParams(**self._sampling_parameters(each), output_kind=RequestOutputKind.DELTA)
         name = next(self._names)
         each.computed = 0
         self._running[name] = each
@@ -195,7 +195,7 @@ class VLLMGenerator(InFlight):
         self._held.clear()
         self._scored.clear()
         self._ahead.clear()
-        self._owed = Computed()
+        self._unreported = Computed()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything in flight, with the weights; keys and values are recomputed on resuming."""

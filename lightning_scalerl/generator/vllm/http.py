@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, TCPConnector
 
-from lightning_scalerl.checks import CannotGoOnError, said
+from lightning_scalerl.checks import CannotGoOnError, error_line
 from sweeps.redact import MASK, redact
 from sweeps.run.files import parse_json
 from sweeps.terminal import one_line
@@ -126,9 +126,9 @@ class Connection:
         except TimeoutError as error:
             raise self._lost(path, f"has not answered for {timeout_s:g} s") from error
         except (ClientError, OSError) as error:
-            raise self._lost(path, f"cannot be reached ({said(error)})") from error
+            raise self._lost(path, f"cannot be reached ({error_line(error)})") from error
         except ValueError as error:
-            raise self._lost(path, f"answers what is no JSON ({said(error)})") from error
+            raise self._lost(path, f"answers what is no JSON ({error_line(error)})") from error
 
     async def _read(self, path: str, answer: ClientResponse, most: int) -> bytes:
         """Return the whole answer, at most `most` bytes."""
@@ -169,9 +169,9 @@ class Connection:
                         raise self._lost(path, f"ends with {quoted(part['error'])}")
                     yield part
         except (ClientError, OSError) as error:  # TimeoutError is an OSError
-            raise self._lost(path, f"broke off ({said(error)})") from error
+            raise self._lost(path, f"broke off ({error_line(error)})") from error
         except ValueError as error:
-            raise self._lost(path, f"answers what is no JSON ({said(error)})") from error
+            raise self._lost(path, f"answers what is no JSON ({error_line(error)})") from error
         if not ended:
             raise self._lost(path, "broke off in the middle of an answer")
 

@@ -62,22 +62,26 @@ class Guard:
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
-        self._wanted = f"Bearer {os.environ[TOKEN]}".encode() if os.environ.get(TOKEN) else None
-        self._asked = time.monotonic()
+        self._authorization = f"Bearer {os.environ[TOKEN]}".encode() if os.environ.get(TOKEN) else None
+        self._last_request = time.monotonic()
         if os.environ.get(IDLE):
             threading.Thread(target=self._end_idle, args=(float(os.environ[IDLE]),), daemon=True).start()
 
     def _end_idle(self, seconds: float) -> None:
         """End the server after `seconds` without a request; a connected run requests `/health` every second."""
-        while (left := self._asked + seconds - time.monotonic()) > 0:
+        while (left := self._last_request + seconds - time.monotonic()) > 0:
             time.sleep(left)
         os.kill(os.getpid(), signal.SIGTERM)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Callable[..., Awaitable[None]]) -> None:
         """Pass a request on if it has the token, or if no token is required."""
-        self._asked = time.monotonic()
-        guarded = self._wanted is not None and scope["type"] in ("http", "websocket") and scope["path"] != "/health"
-        if guarded and not hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._wanted or b""):
+        self._last_request = time.monotonic()
+        guarded = (
+            self._authorization is not None and scope["type"] in ("http", "websocket") and scope["path"] != "/health"
+        )
+        if guarded and not hmac.compare_digest(
+            dict(scope["headers"]).get(b"authorization", b""), self._authorization or b""
+        ):
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
                 return

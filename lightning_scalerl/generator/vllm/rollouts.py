@@ -135,7 +135,7 @@ class InFlight:
         # Rollouts that wait for an insertion. They have no slot; vLLM's prefix cache may keep their keys and values.
         self._held: dict[tuple[int, int], Sampled] = {}
         # Unreported work of recomputing caches.
-        self._owed = Computed()
+        self._unreported = Computed()
         self._weights: dict[str, Tensor] = {}
         # State at the time of closing; None while the generator is open.
         self._closed: dict[str, Any] | None = None
@@ -185,7 +185,7 @@ class InFlight:
             ValueError: a token is not in the vocabulary, or there is no room for the tokens.
         """
         check_answer(tokens, self._vocabulary)
-        each = self._found(key, index)
+        each = self._held_rollout(key, index)
         each.insertions.answer(len(each.rollout.tokens), tokens)
         each.insert(tokens, self._version, Source.ENVIRONMENT)
         self._waiting.appendleft(self._held.pop((key, index)))
@@ -196,7 +196,7 @@ class InFlight:
         Raises:
             KeyError: the rollout does not wait.
         """
-        each = self._found(key, index)
+        each = self._held_rollout(key, index)
         del self._held[key, index]
         self._ahead.append(StepReport([each.finished("length" if truncated else each.rollout.finish_reason)]))
 
@@ -206,11 +206,11 @@ class InFlight:
         Raises:
             KeyError: the rollout does not wait.
         """
-        request = self._found(key, index).request
+        request = self._held_rollout(key, index).request
         del self._held[key, index]
         self._waiting.appendleft(Sampled(self._rules(request, index)))
 
-    def _found(self, key: int, index: int) -> Sampled:
+    def _held_rollout(self, key: int, index: int) -> Sampled:
         if (key, index) not in self._held:
             raise KeyError(f"rollout {index} of group {key} does not wait for an insertion")
         return self._held[key, index]
@@ -228,7 +228,7 @@ class InFlight:
     def _rules(self, request: GroupRequest, index: int) -> Insertions:
         return Insertions(request, index, self.sampling)
 
-    def _wanted(self, each: Sampled) -> dict[str, Any]:
+    def _sampling_parameters(self, each: Sampled) -> dict[str, Any]:
         """Return the sampling parameters of the request that continues a rollout to its interruption or turn's end."""
         so_far = len(each.rollout.tokens)
         until = each.insertions.turn_limit

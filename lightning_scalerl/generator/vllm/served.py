@@ -56,7 +56,7 @@ class VLLMServedGenerator(VLLMServerGenerator):
     ) -> None:
         capacity = sampling.capacity + 1  # scoring samples one token after the sequence
         token = secrets.token_hex(16)
-        asked: dict[str, Any] = {
+        options: dict[str, Any] = {
             "slots": slots + SCORING,
             "capacity": capacity,
             "cache_gib": cache_gib or default_cache_gib(model, precision.policy_dtype, slots, capacity),
@@ -65,9 +65,9 @@ class VLLMServedGenerator(VLLMServerGenerator):
             "start_s": start_s,
         }
         if node:
-            self._server = serve_on(node, model, precision, gpus=gpus, **asked)
+            self._server = serve_on(node, model, precision, gpus=gpus, **options)
         else:
-            self._server = serve(model, precision, **asked)
+            self._server = serve(model, precision, **options)
         try:
             super().__init__(
                 model, precision, sampling, address=self._server.address, token=token, slots=slots, **settings

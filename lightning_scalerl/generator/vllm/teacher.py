@@ -28,7 +28,7 @@ MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
 # Largest number of concurrent requests of a rank.
 CONCURRENT = 32
 # Statuses after which the same request may succeed: a timeout, too many requests, a server that fails or restarts.
-AGAIN = frozenset({408, 425, 429, *range(500, 600)})
+RETRIED_STATUSES = frozenset({408, 425, 429, *range(500, 600)})
 # Seconds of the first pause; each further one is twice as long, up to the longest.
 PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 
@@ -134,7 +134,7 @@ class VLLMTeacher:
             try:
                 return await self._connection.ask(method, path, body, timeout_s=max(0.1, left_s))
             except EngineLostError as error:
-                if isinstance(error, RefusedError) and error.status not in AGAIN:
+                if isinstance(error, RefusedError) and error.status not in RETRIED_STATUSES:
                     raise
                 if time.monotonic() + pause_s >= until:
                     words = f"{error}; given up after kl.timeout_s={self._timeout_s:g}"

@@ -57,7 +57,7 @@ class ScaleRLWeightTransferEngine(WeightTransferEngine[ScaleRLInitInfo, ScaleRLU
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._from = ScaleRLInitInfo()
+        self._init_info = ScaleRLInitInfo()
         self._open = False
 
     def init_transfer_engine(self, init_info: ScaleRLInitInfo) -> None:
@@ -66,7 +66,7 @@ class ScaleRLWeightTransferEngine(WeightTransferEngine[ScaleRLInitInfo, ScaleRLU
         Raises:
             ValueError: they do not; the trainer then tries another method.
         """
-        self._from = init_info
+        self._init_info = init_info
         try:
             content = Path(init_info.path).read_bytes() if init_info.path else self._fetched(init_info.url)
         except OSError as error:
@@ -109,9 +109,9 @@ class ScaleRLWeightTransferEngine(WeightTransferEngine[ScaleRLInitInfo, ScaleRLU
         """Do nothing: no file or connection stays open between buckets."""
 
     def _fetched(self, url: str) -> bytes:
-        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {self._from.key}"})
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {self._init_info.key}"})
         # Ignore proxy settings of the environment: the trainer is inside the cluster.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=self._from.timeout_s) as answer:
+        with opener.open(request, timeout=self._init_info.timeout_s) as answer:
             body: bytes = answer.read()
         return body

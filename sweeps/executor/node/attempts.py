@@ -97,10 +97,10 @@ class AttemptLog:
 
     def follower_failed(self, rank: int, kind: str, reason: str) -> None:
         """Record that a rank other than rank 0 failed, in a separate file because each file has one writer."""
-        said = {"ended": self._clock(), "outcome": "failed", "kind": kind, "reason": redact(reason)}
-        said["culprit"] = self._who["node"]
+        entry = {"ended": self._clock(), "outcome": "failed", "kind": kind, "reason": redact(reason)}
+        entry["culprit"] = self._who["node"]
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._path.with_suffix(f".rank{rank}"), said)
+        write_json(self._path.with_suffix(f".rank{rank}"), entry)
 
     def _write(self, entry: dict[str, Any]) -> None:
         append_lines(self._path, [entry], durable=True)
@@ -121,9 +121,9 @@ def attempts(run_dir: Path) -> list[Attempt]:
             lines = parse_lines(path.read_bytes())
         except OSError:
             continue
-        for said in lines:
+        for line in lines:
             # A cluster may start a job again without counting the restart: the later attempt counts.
-            entry = dict(said) if "began" in said else {**entry, **said}
+            entry = dict(line) if "began" in line else {**entry, **line}
         if entry.get("kind") in OF_A_PEER or "outcome" not in entry:
             entry |= _of_followers(path)  # the rank that failed first has the cause
         if "began" in entry:
@@ -151,6 +151,6 @@ def _in_order(found: Sequence[Attempt]) -> list[Attempt]:
 
 def _of_followers(path: Path) -> dict[str, Any]:
     for other in sorted(path.parent.glob(f"{path.stem}.rank*")):
-        if said := read_json(other):
-            return said
+        if entry := read_json(other):
+            return entry
     return {}

@@ -57,14 +57,14 @@ def last_words(logs: Sequence[Path], lines: int = 5) -> str:
 
 def end_of_logs(logs: Sequence[Path], run_dir: Path, submission: str, job: str) -> str:
     """Return the end of the logs of a job's last start: of the batch script and of every rank."""
-    said = [_tail(path)[0] for path in logs]
+    texts = [_tail(path)[0] for path in logs]
     starts = [each.restart for each in attempts(run_dir) if (each.job, each.submission) == (job, submission)]
     for path in [run_dir / LOG_FILE, *sorted(run_dir.glob("log.rank*.txt"))] if starts else []:
         text, whole = _tail(path)
         _, found, own = text.rpartition(log_mark(submission, job, max(starts)))
         # A log without this attempt's mark belongs to other attempts, unless the tail may have cut the mark off.
-        said.append(own if found or not whole else "")
-    return "\n".join(said)
+        texts.append(own if found or not whole else "")
+    return "\n".join(texts)
 
 
 def _tail(path: Path) -> tuple[str, bool]:

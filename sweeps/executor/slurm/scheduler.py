@@ -159,18 +159,18 @@ class Slurm:
         answer = _handed_over(request)
         if "job" in answer:
             return answer["job"]
-        said = " ".join("".join(answer.values()).split())
+        refusal = " ".join("".join(answer.values()).split())
         if "unclear" in answer:
-            raise RefusedError(said, later=True, uncertain=True)
-        if _ARRAY_TOO_LARGE.search(said):
-            raise RefusedError(said, later=True, too_large=True)
-        if _NEVER.search(said):
-            raise RefusedError(said)
-        if _NOT_NOW.search(said):
-            raise RefusedError(said, later=True)
-        if _NO_ANSWER.search(said):
-            raise RefusedError(said, later=True, uncertain=True)
-        raise RefusedError(said)
+            raise RefusedError(refusal, later=True, uncertain=True)
+        if _ARRAY_TOO_LARGE.search(refusal):
+            raise RefusedError(refusal, later=True, too_large=True)
+        if _NEVER.search(refusal):
+            raise RefusedError(refusal)
+        if _NOT_NOW.search(refusal):
+            raise RefusedError(refusal, later=True)
+        if _NO_ANSWER.search(refusal):
+            raise RefusedError(refusal, later=True, uncertain=True)
+        raise RefusedError(refusal)
 
     def queue(self) -> dict[str, JobInfo] | None:
         """Query squeue for this user's jobs in all states; None on a timeout or error."""
@@ -186,13 +186,13 @@ class Slurm:
         """Query squeue for exit codes, then sacct for the remaining jobs: accounting has them later, or never."""
         found = {}
         fields = ["-O", "JobArrayID:40,exit_code:20"]
-        said = ""
+        output = ""
         for first in range(0, len(jobs), _AT_A_TIME):
             ids = ",".join(jobs[first : first + _AT_A_TIME])
             command = ["squeue", *self._where, "-h", "-a", "-r", "--states=all", "-j", ids, *fields]
-            said += _run(command).stdout
+            output += _run(command).stdout
         # squeue prints a wait status: the exit code in the high byte, the signal in the low 7 bits.
-        for line in said.splitlines():
+        for line in output.splitlines():
             match line.split():
                 case [job, status] if status.isdecimal():
                     found[job] = f"{int(status) >> 8}:{int(status) & 0x7F}"
@@ -280,7 +280,7 @@ def _ignored(environment: Mapping[str, str], keys: Collection[str], options: Col
         keys: the launcher's keys that have the same name as sbatch's options.
         options: options that the batch script sets anyway; their variables are not listed.
     """
-    said = []
+    ignored = []
     for name in sorted(environment):
         if name not in _KEY_OF and (not name.startswith("SBATCH_") or name.startswith(_OF_A_JOB)):
             continue
@@ -288,8 +288,8 @@ def _ignored(environment: Mapping[str, str], keys: Collection[str], options: Col
         if option.replace("_", "-") in options and name not in _KEY_OF:
             continue
         key = _KEY_OF.get(name, option if option in keys else f"additional_parameters.{option}")
-        said.append(f"{name} (hydra.launcher.{key})" if key else f"{name} (the launcher's own)")
-    return said
+        ignored.append(f"{name} (hydra.launcher.{key})" if key else f"{name} (the launcher's own)")
+    return ignored
 
 
 def _queue_line(line: str) -> JobInfo | None:

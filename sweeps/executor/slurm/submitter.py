@@ -132,7 +132,7 @@ class Submitter:
             self._most = self._chunk = max(1, size // 2)
             return None
         if not refusal.later:
-            raise UserError(f"cluster: {said(str(refusal))}")
+            raise UserError(f"cluster: {with_remedy(str(refusal))}")
         if refusal.uncertain:
             # It may have been accepted although the answer was lost. Then the queue lists it by its name.
             queue = self.scheduler.queue()
@@ -177,7 +177,7 @@ def _remove(folder: Path) -> None:
         folder.parent.rmdir()
 
 
-def said(message: str) -> str:
+def with_remedy(message: str) -> str:
     """Return sbatch's refusal with a remedy, a specific one where the message is known."""
     low = message.lower()
     for words, remedy in _REMEDIES:

@@ -14,7 +14,7 @@ from sweeps.decide.next_run import choice_of, settle, split_budget
 from sweeps.decide.pairwise import compare
 from sweeps.decide.rank import rank
 from sweeps.decide.reward import RewardRow, Rewards, rewards
-from sweeps.decide.standing import joint, stand
+from sweeps.decide.standing import find_standing, joint
 from sweeps.decide.wording import outcome_sentence
 from sweeps.fit.fit import Interval, fit_curve, fit_curves
 from sweeps.fit.posterior import Posterior
@@ -30,12 +30,12 @@ def simulated(*recipes: Recipe, number: int = 0) -> list[Curve]:
 
 def test_a_recipe_that_could_not_be_ranked_can_still_win() -> None:
     """The slower recipe has the higher ceiling, and its window ends at 2 C_mid."""
-    found = stand(fit_curves(simulated(Recipe(0.55, 1.8, 1.0, 6.0), Recipe(0.57, 1.5, 3.0, 6.0))))
+    found = find_standing(fit_curves(simulated(Recipe(0.55, 1.8, 1.0, 6.0), Recipe(0.57, 1.5, 3.0, 6.0))))
     assert not found.decided and found.leader == "r1" and found.ranked == ("r0",)
     assert "r1 is the best choice so far, though it may not be named yet" in outcome_sentence(found)
     assert sum(found.p_best.values()) == pytest.approx(1)
     # Also where it is less likely than not.
-    found = stand(fit_curves(simulated(Recipe(0.6, 1.8, 1.0, 6.0), Recipe(0.5, 1.5, 3.0, 6.0))))
+    found = find_standing(fit_curves(simulated(Recipe(0.6, 1.8, 1.0, 6.0), Recipe(0.5, 1.5, 3.0, 6.0))))
     assert 0.06 < found.p_best["r1"] < 0.4 and found.rivals == ("r1",) and found.leader == "r0"
     assert "of these r1 (P = 0." in outcome_sentence(found) and "could be best" in outcome_sentence(found)
 
@@ -58,7 +58,7 @@ def test_the_leader_is_what_costs_the_least_and_nobody_gets_compute_whom_the_dra
 
 def test_a_level_recipe_is_no_rival() -> None:
     level = make_curve("level", np.linspace(0, 6, 31), 0.2 + 0.01 * np.random.default_rng(2).standard_normal(31))
-    found = stand(fit_curves([*simulated(Recipe(0.66, 1.8, 1.0, 8.0)), level]))
+    found = find_standing(fit_curves([*simulated(Recipe(0.66, 1.8, 1.0, 8.0)), level]))
     assert found.decided and found.rivals == () and "none of them is likely to be best" in outcome_sentence(found)
 
 
@@ -66,7 +66,7 @@ def test_a_recipe_of_which_nothing_is_known_keeps_the_whole_scale() -> None:
     fits = fit_curves([curve("a", rng=1), curve("few", points=2)])
     draws = joint(fits)[1].asymptote()
     assert draws.min() < 0.02 and draws.max() > 0.98
-    assert not stand(fits).decided
+    assert not find_standing(fits).decided
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_what_is_surely_best_is_chosen_though_its_asymptote_is_open() -> None:
 def test_only_what_could_not_be_ranked_is_said_not_to_be_named(number: int) -> None:
     """Within a tie the more efficient leads, though the other is the surer to be within the margin."""
     fits = fit_curves(simulated(Recipe(0.6, 2.2, 1.0, 9.0), Recipe(0.625, 1.5, 1.0, 9.0), number=number))
-    found = stand(fits)
+    found = find_standing(fits)
     assert all(fit.identifiable for fit in fits)
     assert found.leader == found.ranked[0] and "may not be named" not in outcome_sentence(found)
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sweeps.errors import UserError
-from sweeps.executor.failure import BLAMES_NODE, KINDS, NEVER, first_line, kind_of, may_retry, retries
+from sweeps.executor.failure import BLAMES_NODE, KINDS, NO_RETRIES, first_line, kind_of, may_retry, retries
 from sweeps.executor.node.attempts import Attempt
 from sweeps.executor.slurm.ending import why_ended
 from sweeps.executor.slurm.scheduler import ENDED, JobInfo
-from sweeps.executor.slurm.submitter import said
+from sweeps.executor.slurm.submitter import with_remedy
 
 
 class OutOfMemoryError(RuntimeError):
@@ -128,9 +128,9 @@ def test_what_was_a_nodes_fault_does_not_count_unless_nothing_is_allowed_at_all(
 
 
 def test_what_nobody_allowed_is_not_tried_again() -> None:
-    assert not any(may_retry(NEVER, kind, {}) for kind in KINDS)
+    assert not any(may_retry(NO_RETRIES, kind, {}) for kind in KINDS)
     assert not may_retry(retries(), "a kind of tomorrow", {})
-    assert set(KINDS) == set(NEVER) and set(KINDS) >= BLAMES_NODE
+    assert set(KINDS) == set(NO_RETRIES) and set(KINDS) >= BLAMES_NODE
 
 
 def test_errors_of_the_recipe_are_never_tried_again_by_default() -> None:
@@ -256,7 +256,7 @@ def test_the_log_is_read_only_if_it_can_tell_more() -> None:
     ],
 )
 def test_a_refusal_comes_with_a_remedy(message: str) -> None:
-    text = said(message)
+    text = with_remedy(message)
     assert text.startswith(message + " -- ")
     assert any(word in text for word in ("hydra.launcher.", "sinfo", "lower "))
     assert os.linesep not in text

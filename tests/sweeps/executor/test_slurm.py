@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sweeps.errors import UserError
-from sweeps.executor.failure import BLAMES_NODE, KINDS, NEVER
+from sweeps.executor.failure import BLAMES_NODE, KINDS, NO_RETRIES
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.node.attempts import attempts
 from sweeps.executor.slurm.ending import FollowedJob, JobEndings
@@ -164,7 +164,7 @@ def test_the_scheduler_is_looked_at_every_poll_and_no_more_often(tmp_path: Path)
 
 @pytest.mark.parametrize("fate", [fate for fate, kind in KIND.items() if kind is not None], ids=lambda fate: fate.state)
 def test_every_end_is_seen_for_what_it_was(tmp_path: Path, fate: Fate) -> None:
-    here, told = place(tmp_path, {0: [fate]}, members=2, retries=NEVER), Told()
+    here, told = place(tmp_path, {0: [fate]}, members=2, retries=NO_RETRIES), Told()
     states = here.run([told])
     spec, other = here.specs
     ended = "stopped" if fate is IS_STOPPED else "failed"
@@ -186,7 +186,7 @@ def test_every_end_is_seen_for_what_it_was(tmp_path: Path, fate: Fate) -> None:
 def test_an_end_that_only_accounting_saw_is_the_same_end(
     tmp_path: Path, fate: Fate, remembers_s: float, lag_s: float
 ) -> None:
-    here = place(tmp_path, {0: [fate]}, retries=NEVER, remembers_s=remembers_s, accounting_lag_s=lag_s)
+    here = place(tmp_path, {0: [fate]}, retries=NO_RETRIES, remembers_s=remembers_s, accounting_lag_s=lag_s)
     # A job that said itself how it failed need not wait for the accounting that says the same.
     assert state(here.run(), here.specs[0]) == ("stopped" if fate is IS_STOPPED else "failed", KIND[fate])
 
@@ -234,7 +234,7 @@ def test_a_job_that_was_forgotten_is_lost_only_after_its_time(tmp_path: Path) ->
 
 @pytest.mark.parametrize("fate", [RAISES, FILLS_THE_DISK, NOT_REQUEUED, RAISES_OUT_OF_MEMORY, GIVES_UP])
 def test_without_accounting_the_jobs_own_last_word_counts(tmp_path: Path, fate: Fate) -> None:
-    here = place(tmp_path, {0: [fate]}, retries=NEVER, accounting=False, remembers_s=1)
+    here = place(tmp_path, {0: [fate]}, retries=NO_RETRIES, accounting=False, remembers_s=1)
     begin = here.time.now
     assert state(here.run(), here.specs[0]) == ("failed", KIND[fate])
     assert here.time.now - begin < 120, "it was known long before it counted as lost"
@@ -501,7 +501,7 @@ def last_scripts(here: Place) -> list[tuple[Job, str]]:
     "before", [REQUEUES, PREEMPTED_AND_BACK, NODE_FAILS_AND_BACK], ids=["asked", "preempted", "node"]
 )
 def test_a_job_that_comes_back_and_does_not_begin_is_one_that_did_not_begin(tmp_path: Path, before: Fate) -> None:
-    here = place(tmp_path, {0: [before, NEVER_BEGINS]}, retries=NEVER)
+    here = place(tmp_path, {0: [before, NEVER_BEGINS]}, retries=NO_RETRIES)
     assert state(here.run(), here.specs[0]) == ("failed", "launch")
 
 

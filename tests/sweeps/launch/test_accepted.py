@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sweeps.errors import UserError
-from sweeps.executor.failure import NEVER
+from sweeps.executor.failure import NO_RETRIES
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.slurm.executor import SlurmCluster
 from sweeps.executor.slurm.scheduler import RefusedError
@@ -283,7 +283,7 @@ def test_status_after_a_refused_launch_of_this_machine(tmp_path: Path) -> None:
     launch(here, detach=True)
     here.time.sleep(100)
     study = Study(here.directory, here.specs)
-    plan = LaunchSettings("local", "a:b", (), 1, 1, None, "x", retries=NEVER)
+    plan = LaunchSettings("local", "a:b", (), 1, 1, None, "x", retries=NO_RETRIES)
     with pytest.raises(UserError, match="have jobs on a cluster"), prepare_study(study, plan) as prepared:
         prepared.commit({here.directory / LAUNCH_FILE: plan.text()})
     assert LaunchSettings.read(here.directory).kind == "slurm"

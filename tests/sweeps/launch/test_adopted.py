@@ -15,7 +15,7 @@ from lightning_scalerl.member.command import plan_commands
 from sweeps.cli.launchers import _measured
 from sweeps.errors import UserError
 from sweeps.executor.local import InProcessExecutor
-from sweeps.launch.adopted import count_adopted, stood_for
+from sweeps.launch.adopted import count_adopted, replaced_members
 from sweeps.launch.adoption import adopt
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.price import launch_of
@@ -112,7 +112,7 @@ def test_what_adopted_runs_stand_for_takes_nothing(place: Path) -> None:
     adopt(place / "study", [str(place / "logs")], ["loss,lr,seed"], x="tokens")
     before = {path: path.read_bytes() for path in (place / "study").rglob("*") if path.is_file()}
     members = cells(place)
-    found = stood_for(place / "study", members)
+    found = replaced_members(place / "study", members)
     assert found == {members[0].run}, "one has too few steps, one is of no seed that is asked for"
     assert launch_of(members, place / "study", elsewhere=found).sentences()[0] == (
         "4 members (2 recipes, 2 seeds), 80 steps, of which 60 are left"
@@ -142,7 +142,7 @@ def test_an_adopted_run_that_ended_for_good_stands_for_a_member_of_any_budget(pl
     journal.close()
     adopt(place / "study", [str(place / "elsewhere")], ["loss,lr,seed"], x="compute/tokens")
     members = cells(place)
-    assert stood_for(place / "study", members) == {members[0].run}
+    assert replaced_members(place / "study", members) == {members[0].run}
     specs, notes = count_adopted(place / "study", members, _measured)
     assert notes == ["1 of 4 members ran elsewhere and were adopted; they are not started"]
     assert why_final(place / "study" / "runs" / specs[0].run) == "dry"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sweeps.executor.failure import KINDS, NEVER
+from sweeps.executor.failure import KINDS, NO_RETRIES
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.launch.decider import Wish
 from sweeps.launch.decisions import (
@@ -64,16 +64,16 @@ def decided(ended: Ended, policy: Policy, now: MemberState | None = None) -> Act
 )
 def test_who_is_run_when_a_launch_begins(event: str, again: bool, by_decider: bool, expected: Action) -> None:
     members = [state(event=event, reason="no")]
-    assert first_actions(members, {}, Policy(NEVER, again, by_decider)) == [expected]
+    assert first_actions(members, {}, Policy(NO_RETRIES, again, by_decider)) == [expected]
     recorded = None if event == "finished" else "finished"
-    assert first_actions(members, {"a": None}, Policy(NEVER, again, by_decider)) == [Finish("a", recorded)]
+    assert first_actions(members, {"a": None}, Policy(NO_RETRIES, again, by_decider)) == [Finish("a", recorded)]
     early = Finish("a", recorded, {"reason": "dry"}, "dry")
-    assert first_actions(members, {"a": "dry"}, Policy(NEVER, again, by_decider)) == [early]
+    assert first_actions(members, {"a": "dry"}, Policy(NO_RETRIES, again, by_decider)) == [early]
 
 
 @pytest.mark.parametrize("kind", ["cancelled", "stopped"])
 def test_what_was_cancelled_is_told_as_cancelled(kind: str) -> None:
-    (action,) = first_actions([state(event="failed", kind=kind, reason="why")], {}, Policy(NEVER, again=False))
+    (action,) = first_actions([state(event="failed", kind=kind, reason="why")], {}, Policy(NO_RETRIES, again=False))
     assert action == GiveUp("a", state="cancelled", reason="why")
 
 
@@ -81,7 +81,7 @@ def test_what_was_cancelled_is_told_as_cancelled(kind: str) -> None:
 
 
 def test_done_is_done_and_its_node_is_written_down() -> None:
-    assert decided(Ended("a", done=True, node="n1"), Policy(NEVER)) == Finish("a", "finished", {"node": "n1"})
+    assert decided(Ended("a", done=True, node="n1"), Policy(NO_RETRIES)) == Finish("a", "finished", {"node": "n1"})
     early = decided(Ended("a", done=True, reason="dry", node="n1"), Policy(RETRIES))
     assert early == Finish("a", "finished", {"node": "n1", "reason": "dry"}, "dry")
 
@@ -91,16 +91,16 @@ def test_done_is_done_and_its_node_is_written_down() -> None:
     [
         (("killed", {}), Policy(RETRIES), Retry("a", "retried", {"kind": "killed", "reason": "why"}, "why")),
         (("error", {}), Policy(RETRIES), GiveUp("a", "failed", {"kind": "error", "reason": "why"}, "failed", "why")),
-        (("cancelled", {}), Policy(NEVER), "cancelled"),
+        (("cancelled", {}), Policy(NO_RETRIES), "cancelled"),
         # Over before this command was given, which wants it.
-        (("cancelled", {"earlier": True, "asked": True}), Policy(NEVER), "failed, then another chance"),
-        (("cancelled", {"earlier": True, "asked": True}), Policy(NEVER, again=False), "cancelled"),
+        (("cancelled", {"earlier": True, "asked": True}), Policy(NO_RETRIES), "failed, then another chance"),
+        (("cancelled", {"earlier": True, "asked": True}), Policy(NO_RETRIES, again=False), "cancelled"),
         # Stopped by itself, because it was asked to, and although its decider did not ask.
-        (("stopped", {}), Policy(NEVER), "stopped"),
-        (("stopped", {"asked": True}), Policy(NEVER), "stopped, then another chance"),
-        (("stopped", {"asked": True}), Policy(NEVER, again=False), "stopped"),
-        (("stopped", {"asked": True}), Policy(NEVER, decided=True), "stopped, for the decider"),
-        (("stopped", {}), Policy(NEVER, decided=True), "cancelled"),
+        (("stopped", {}), Policy(NO_RETRIES), "stopped"),
+        (("stopped", {"asked": True}), Policy(NO_RETRIES), "stopped, then another chance"),
+        (("stopped", {"asked": True}), Policy(NO_RETRIES, again=False), "stopped"),
+        (("stopped", {"asked": True}), Policy(NO_RETRIES, decided=True), "stopped, for the decider"),
+        (("stopped", {}), Policy(NO_RETRIES, decided=True), "cancelled"),
     ],
 )
 def test_what_follows_an_end(ended: tuple[str, Mapping[str, bool]], policy: Policy, expected: Action | str) -> None:

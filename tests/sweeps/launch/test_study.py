@@ -16,7 +16,7 @@ import pytest
 
 from sweeps.errors import UserError
 from sweeps.executor.base import Launch, Outcome
-from sweeps.executor.failure import NEVER
+from sweeps.executor.failure import NO_RETRIES
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.members import LEASE_NAME
 from sweeps.launch.observer import LOOKS, SHOWN, Observer, Progress
@@ -452,7 +452,7 @@ def test_a_member_that_has_ended_for_good_is_done_under_any_budget(tmp_path: Pat
         study = Study(tmp_path, specs)
         executor = ScriptedExecutor({dry.run: [runs_dry]} if steps == 4 else {})
         progress = Progress(1, steps, every_s=0, write=said.append)
-        (state,) = study.run(executor, [progress], retries=dict.fromkeys(NEVER, 5)).values()
+        (state,) = study.run(executor, [progress], retries=dict.fromkeys(NO_RETRIES, 5)).values()
         assert (state.state, state.reason, executor.submitted) == ("finished", "dry", [dry.run] if steps == 4 else [])
         assert f"step 2/{steps}, pass rate 0.500; dry" in "".join(said)
         (view,) = overview(tmp_path)

@@ -225,7 +225,7 @@ def test_two_studies_stand_side_by_side(tmp_path: Path) -> None:
 
     ours, theirs = curves("a", "b"), curves("b", "<c>")
     fits, others = fit_curves(ours), fit_curves(theirs)
-    beside = report_page.Beside("their <study>", theirs, others, rank(others))
+    beside = report_page.OtherStudy("their <study>", theirs, others, rank(others))
     written = write_report(tmp_path / "x.html", ours, fits, rank(fits), title="mine", beside=beside)
     text = written[0].read_text(encoding="utf-8")
     assert "How does it compare with their &lt;study&gt;?" in text and tmp_path / "x_beside.pdf" in written

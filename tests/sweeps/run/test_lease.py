@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from sweeps.errors import UserError
-from sweeps.run.lease import Lease, LeaseHeldError, LeaseLostError, alive, beating, held
+from sweeps.run.lease import Lease, LeaseHeldError, LeaseLostError, alive, held, held_leases
 from sweeps.run.slurm_job import node_name
 from tests.paths import ROOT
 
@@ -117,7 +117,7 @@ class Elsewhere:
 
 
 def is_beating(directory: Path) -> bool:
-    return bool(beating([directory], "writer", EXPIRY_S))
+    return bool(held_leases([directory], "writer", EXPIRY_S))
 
 
 def refused(directory: Path, by: str) -> None:
@@ -321,11 +321,11 @@ def test_all_are_watched_at_once_and_no_longer_than_needed(tmp_path: Path) -> No
 
     with Elsewhere(one), Elsewhere(other), lease(own) as mine:
         mine.acquire()
-        assert beating([own, tmp_path / "nowhere"], "writer", 10.0, sleep) == {own} and not slept
-        assert beating([one, other, own], "writer", 10.0, sleep) == {one, other, own}
+        assert held_leases([own, tmp_path / "nowhere"], "writer", 10.0, sleep) == {own} and not slept
+        assert held_leases([one, other, own], "writer", 10.0, sleep) == {one, other, own}
         assert 0 < sum(slept) < 10
         slept.clear()
-        assert beating([one, gone], "writer", 10.0, sleep) == {one}
+        assert held_leases([one, gone], "writer", 10.0, sleep) == {one}
         assert sum(slept) == pytest.approx(10.0)
 
 

@@ -14,7 +14,7 @@ import pytest
 from sweeps.run import provenance
 from sweeps.run.health import code_changes as warnings_of
 from sweeps.run.journal import Journal, read_journal
-from sweeps.run.provenance import TOO_MANY, code_changes, code_facts, files_named, said
+from sweeps.run.provenance import TOO_MANY, changes_line, code_changes, code_facts, files_named
 from tests.paths import ROOT
 
 
@@ -200,7 +200,9 @@ def test_facts_that_nobody_can_read_change_nothing(checkout: Path, damaged: Any)
 
 
 def test_many_changes_are_one_line() -> None:
-    assert said([f"p{n} 1 -> 2" for n in range(9)]) == ", ".join(f"p{n} 1 -> 2" for n in range(6)) + ", and 3 more"
+    assert (
+        changes_line([f"p{n} 1 -> 2" for n in range(9)]) == ", ".join(f"p{n} 1 -> 2" for n in range(6)) + ", and 3 more"
+    )
 
 
 # --- in a journal -----------------------------------------------------------------------------------------------
@@ -244,7 +246,9 @@ def test_a_journal_knows_where_the_code_of_its_records_changed(
     tmp_path: Path, header: str | None, resumes: list[tuple[int, str | None]], expected: list[tuple[int, str]]
 ) -> None:
     view = written(tmp_path, header, *resumes)
-    assert [(change.step, said(change.what).removeprefix("commit ")) for change in view.code_changes] == expected
+    assert [
+        (change.step, changes_line(change.what).removeprefix("commit ")) for change in view.code_changes
+    ] == expected
     noted = [f"scalerl seed 3: from step {step} on with other code: commit {what}" for step, what in expected]
     assert warnings_of([view]) == noted
 
