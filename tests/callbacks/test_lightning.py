@@ -217,6 +217,20 @@ def test_early_stopping_looks_at_every_evaluation(tiny_model_path: str, tmp_path
     assert view.checkpoint_step == 6
 
 
+class _Counts(Callback):
+    """Logs a metric of its own in every step."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.log("mine/steps", float(batch_idx))
+
+
+def test_early_stopping_on_a_users_own_metric_waits_for_the_first_step(tiny_model_path: str) -> None:
+    """The evaluation before training comes before the metric; Lightning would raise an error there."""
+    stopping = EarlyStopping("mine/steps", mode="max", patience=5)
+    module = fit(tiny_model_path, steps=4, callbacks=[_Counts(), stopping])
+    assert module.completed_steps == 4 and stopping.strict and float(stopping.best_score) > 0
+
+
 @pytest.mark.slow
 def test_early_stopping_on_training_metrics_looks_at_every_step(tiny_model_path: str) -> None:
     stopping = EarlyStopping("train/reward", mode="max", patience=3, min_delta=10.0)
