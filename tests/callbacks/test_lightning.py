@@ -227,7 +227,7 @@ class _Counts(Callback):
 def test_early_stopping_on_a_users_own_metric_waits_for_the_first_step(tiny_model_path: str) -> None:
     """The evaluation before training comes before the metric; Lightning would raise an error there."""
     stopping = EarlyStopping("mine/steps", mode="max", patience=5)
-    module = fit(tiny_model_path, steps=4, callbacks=[_Counts(), stopping])
+    module = fit(tiny_model_path, steps=4, callbacks=[_Counts(), stopping, Evaluate(2, 1)])
     assert module.completed_steps == 4 and stopping.strict and float(stopping.best_score) > 0
 
 
