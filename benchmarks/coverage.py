@@ -5,7 +5,7 @@ AR(1) noise of correlation 0.7. R0 is observed once, with the same noise, at com
 when it is told the noise's covariance. A second table adds runs' own asymptotes, drawn with a spread
 between seeds, and asks how often `A_total` holds the mean of all seeds.
 
-    python benchmarks/coverage.py --repeats 1000 --out docs/measured/coverage.md
+    python -m benchmarks.coverage --repeats 1000 --out docs/measured/coverage.md
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.marks import rewrite, wrapped
 from sweeps.curve import Curve, make_curve
 from sweeps.fit.fit import Fit, fit_curve, fit_curves
 from sweeps.fit.posterior import LAWS, by_weight
@@ -154,6 +155,31 @@ def spread(pool: ProcessPoolExecutor, work: Callable[[int], object], repeats: in
     return list(pool.map(work, range(repeats), chunksize=max(repeats // 20, 1)))
 
 
+def set_up(repeats: int) -> list[str]:
+    """What the tables show."""
+    return wrapped(
+        f"- **Runs**: {repeats} simulated runs per row. The truth is A {A}, B {B}, C_mid {C_MID:g} and R0 {R0}, which "
+        f"is observed once. The noise has a standard deviation of {SD}: white, or AR(1) with the correlation in "
+        "brackets.",
+        "- **Rows**: n is the number of evaluations. The window ends at so many C_mid.",
+        "- **Cells**: coverage of the nominal 95% interval / fraction of intervals with an open end / median width of "
+        "the closed intervals / that width relative to the known-noise interval.",
+        "- **The known-noise interval** is computed for the same sigmoid, given the true noise and without a random "
+        "walk. The additional width is the price of the random walk: without it, intervals on real curves contain the "
+        "truth in only 0.60 of cases ([real_curves.md](real_curves.md)).",
+        f"- **Error of a cell**: with {repeats} runs, a true coverage of 0.95 is measured with a standard error of "
+        f"{np.sqrt(0.95 * 0.05 / repeats):.2f}.",
+    )
+
+
+def seeds_set_up() -> list[str]:
+    """What the table of `A_total` shows."""
+    return wrapped(
+        f"Runs of one recipe differ in A with sd {BORROWED_SEED_SD}; windows to 8 C_mid, 40 evaluations a run, "
+        "AR(0.5). With one seed the spread is borrowed, otherwise pooled over the study's recipes."
+    )
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -166,21 +192,7 @@ def main() -> None:
     parser.add_argument("--no-seeds", action="store_true", help="leave the table of A_total out")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    lines = [
-        "# Coverage of the intervals",
-        "",
-        "Simulated runs: how often the 95% intervals of A, B and C_mid contain the true value, and how wide the "
-        "intervals are.",
-        "",
-        f"Written by `python benchmarks/coverage.py --repeats {options.repeats}`: truth A {A}, B {B}, C_mid {C_MID:g}, "
-        f"R0 {R0} observed once, noise sd {SD}. A cell reads: coverage of the nominal 95% interval / fraction of "
-        "intervals with an open end / median width of the closed intervals / that width relative to the known-noise "
-        "interval.",
-        "",
-        "The known-noise interval is computed for the same sigmoid, given the true noise and without a random walk. "
-        "The additional width is the price of the random walk: without it, intervals on real curves contain the truth "
-        "in only 0.60 of cases ([real_curves.md](real_curves.md)).",
-    ]
+    lines = set_up(options.repeats)
     with ProcessPoolExecutor(options.processes) as pool:
         for spacing in options.spacing:
             lines += ["", f"## {'Log-spaced' if spacing == 'log' else 'Evenly spaced'} evaluations", ""]
@@ -199,8 +211,7 @@ def main() -> None:
         if not options.no_seeds:
             lines += ["", "## A_total: the mean over all seeds, from few", ""]
             lines += [
-                f"Runs of one recipe differ in A with sd {BORROWED_SEED_SD}; windows to 8 C_mid, 40 evaluations a run, "
-                "AR(0.5). With one seed the spread is borrowed, otherwise pooled over the study's recipes.",
+                *seeds_set_up(),
                 "",
                 "| seeds | recipes | coverage | open |",
                 "|---|---|---|---|",
@@ -213,7 +224,7 @@ def main() -> None:
                     lines.append(f"| {seeds} | {recipes} | {held / total:.3f} | {opened / total:.2f} |")
                     print(lines[-1], flush=True)
     if options.out:
-        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        rewrite(options.out, "measured", lines)
 
 
 if __name__ == "__main__":

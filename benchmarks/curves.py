@@ -12,8 +12,9 @@ import csv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.marks import between
 from benchmarks.real_model import FOLDER as REAL_MODEL
-from benchmarks.real_model import between, finished
+from benchmarks.real_model import finished
 from benchmarks.replication import CURVES as REPLICATION
 from benchmarks.replication import POINT, points, write_table
 

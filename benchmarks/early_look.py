@@ -21,7 +21,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from benchmarks.real_model import between
+from benchmarks.marks import between
 from benchmarks.replication import BASE, CURVES
 from sweeps.curve import Array, Curve
 from sweeps.decide.margin import MARGIN

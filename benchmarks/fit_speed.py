@@ -4,7 +4,7 @@ Simulates 300 recipes of 40 evaluations each (parameters around arXiv 2510.13786
 then times, on one core and one thread: the command from start to exit, its parts in one process, and for a few of
 the curves our fit and the published grid in turn. Fails if a recipe comes back without an interval for A.
 
-    python benchmarks/fit_speed.py --out docs/measured/fit_speed.md
+    python -m benchmarks.fit_speed --out docs/measured/fit_speed.md
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.marks import rewrite, wrapped
 
 SCALERL = str(Path(sys.executable).with_name("scalerl"))
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB_MAXIMUM", "BLIS")}
@@ -154,6 +156,16 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def set_up(recipes: int, points: int, repeats: int, verdicts: dict[str, int]) -> list[str]:
+    """What the table shows."""
+    counted = ", ".join(f"{n} {name}" for name, n in verdicts.items())
+    return wrapped(
+        f"{recipes} simulated recipes of {points} evaluations, one core, one thread, medians of {repeats} runs in "
+        f"turn. All {recipes} have an interval for A; verdicts: {counted}. All rows but the first are CPU time, so "
+        "other work on the machine does not count."
+    )
+
+
 def main() -> int:
     """Measure, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -172,7 +184,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "curves.csv"
         simulate(path, options.recipes, options.points, options.seed)
-        child = [sys.executable, __file__, "--parts", str(path), "--compared", str(options.compared)]
+        child = [sys.executable, "-m", "benchmarks.fit_speed"]
+        child += ["--parts", str(path), "--compared", str(options.compared)]
         for _ in range(options.repeats):
             printed, seconds, used = on_one_core([SCALERL, "fit", str(path), "--json"])
             verdicts = check(printed, options.recipes)
@@ -186,14 +199,7 @@ def main() -> int:
     batched = [float(np.median(part["theirs"])) / each for part, each in zip(inside, batch, strict=True)]
     text = "\n".join(
         [
-            "# Speed of a fit",
-            "",
-            "Time of a fit, including start-up and reading, compared with the published procedure.",
-            "",
-            f"Written by `python benchmarks/fit_speed.py`: {options.recipes} simulated recipes of {options.points} "
-            f"evaluations, one core, one thread, medians of {options.repeats} runs in turn. All {options.recipes} "
-            f"have an interval for A; verdicts: {', '.join(f'{n} {name}' for name, n in verdicts.items())}.",
-            "All rows but the first are CPU time, so other work on the machine does not count.",
+            *set_up(options.recipes, options.points, options.repeats, verdicts),
             "",
             f"{processor()}, {os.cpu_count()} cores; Python {platform.python_version()}, NumPy {np.__version__}.",
             "",
@@ -214,8 +220,7 @@ def main() -> int:
     )
     print(text)
     if options.out:
-        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.out).write_text(text + "\n")
+        rewrite(Path(options.out), "measured", text.splitlines())
     return 0
 
 

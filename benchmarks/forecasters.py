@@ -6,7 +6,8 @@ Each CSV of the folders (columns recipe, seed, compute, reward) is a source; its
 that has `forecast(x, z, ahead, bounds) -> (median, low, high, ...)`. Differences are means over the cuts of a curve,
 then over curves, with their standard error; below zero, ours is better.
 
-    python -m benchmarks.forecasters FOLDER... [--reference FILE] [--most 40] [--out PAGE]
+    python -m benchmarks.forecasters FOLDER... [--reference FILE] [--most 40]
+        [--out docs/measured/forecasters.md --part tuned]
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.marks import rewrite
 from benchmarks.real_curves import MISS
 from sweeps.curve import Array, Curve, make_curve
 from sweeps.fit.fit import fit_curve
@@ -31,6 +33,8 @@ CUTS = (0.3, 0.4, 0.5, 0.6, 0.7)
 LEAST_POINTS, LEAST_COMPUTES = 6, 5
 SMOOTHING = 0.3
 OURS, LAST, SMOOTH, REFERENCE = "ours", "last value", "smoothing", "reference"
+# Sections of the page: sources on which nothing was tuned, and the others.
+PARTS = ("not_tuned", "tuned")
 Rival = Callable[..., Any]
 
 
@@ -152,6 +156,7 @@ def main() -> None:
     parser.add_argument("--reference", type=Path, help="module with `forecast`")
     parser.add_argument("--most", type=int, default=40, help="curves of a file, at most")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--part", choices=PARTS, default=PARTS[0], help="section of the page that is written")
     options = parser.parse_args()
     rival: Rival | None = None
     if options.reference is not None:
@@ -165,18 +170,7 @@ def main() -> None:
     lines = rows(found, rival is not None)
     print("\n".join(lines))
     if options.out:
-        head = [
-            "# Forecasts beside other forecasters",
-            "",
-            "How forecasts of real curves compare with those of simpler methods, paired by curve.",
-            "",
-            f"Written by `python -m benchmarks.forecasters` on {len(files)} files: every curve is cut at "
-            f"{', '.join(f'{share:.0%}' for share in CUTS)} of its compute and the mean of its last quarter is "
-            "forecast. Errors are shares of the reward's scale. Differences are ours less the other's, by curve, with "
-            "their standard error; below zero ours is better.",
-            "",
-        ]
-        options.out.write_text("\n".join([*head, *lines]) + "\n", encoding="utf-8")
+        rewrite(options.out, options.part, lines)
 
 
 if __name__ == "__main__":

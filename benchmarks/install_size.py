@@ -18,7 +18,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from benchmarks.real_model import between
+from benchmarks.marks import between
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "measured" / "install_size.md"

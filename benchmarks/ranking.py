@@ -1,6 +1,6 @@
 """Are rankings right when they are sure? Studies are simulated whose best recipe is known, and ranked and planned.
 
-python benchmarks/ranking.py [--studies 60] [--out docs/measured/ranking.md]
+python -m benchmarks.ranking [--studies 60] [--out docs/measured/ranking.md]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.marks import rewrite, wrapped
 from sweeps.curve import Array, Curve, make_curve
 from sweeps.decide.next_run import choice_of, settle
 from sweeps.decide.rank import rank
@@ -174,6 +175,26 @@ def row(name: str, outcomes: Sequence[Outcome]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def set_up(studies: int) -> list[str]:
+    """What the table shows."""
+    return wrapped(
+        f"{studies} simulated studies per row, with 30 evaluations of 300 prompts per seed and a standard deviation of "
+        f"{SEED_SD} between seeds of a recipe. Ranking and plan agreed on every study (asserted). The studies:",
+        "",
+        *(f"- *{kind.__name__.replace('_', ' ')}*: {kind.__doc__}" for kind in KINDS),
+        "",
+        "The columns:",
+        "",
+        "- **best refused**: the ranking gives the truly best recipe no rank, because its curve does not show its A.",
+        "- **P(best) > 0.9 said**: the ranking gives a recipe more than 0.9; **and true**: in these studies it is the "
+        "best.",
+        f"- **decided**: the ranking names a recipe; **and within the margin**: in these studies its A is within "
+        f"{MARGIN} of the best.",
+        "- **regret**: the best asymptote minus that of the recipe picked, on average.",
+        "",
+    )
+
+
 def main() -> None:
     """Print the table, and write it if asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -184,16 +205,7 @@ def main() -> None:
     outcomes = mapped(partial(study), every, cores())
     assert all(outcome.agreed for outcome in outcomes), "ranking and plan contradict each other"
     lines = [
-        "# Rankings that are sure, and whether they are right",
-        "",
-        "Simulated studies: how often a ranking names the right recipe if it is decided, or if P(best) is above 0.9.",
-        "",
-        f"Written by `python benchmarks/ranking.py`: {options.studies} simulated studies per row, evaluations of 300 "
-        "prompts, a standard deviation of 0.015 between seeds of a recipe. Ranking and plan agreed on every study "
-        "(asserted).",
-        "",
-        "Regret: the best asymptote minus that of the recipe picked, on average.",
-        "",
+        *set_up(options.studies),
         "| studies | best refused | P(best) > 0.9 said | and true | decided | and within the margin "
         "| regret of the leader | of the highest P(best) | of the highest last value |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -203,7 +215,7 @@ def main() -> None:
     lines.append(row("**all**", outcomes))
     print("\n".join(lines))
     if options.out:
-        options.out.write_text("\n".join(lines) + "\n")
+        rewrite(options.out, "measured", lines)
 
 
 if __name__ == "__main__":

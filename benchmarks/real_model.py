@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +27,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks.marks import between
 from sweeps.curve import FLOPS
 from sweeps.run.journal import JournalView, read_journal
 
@@ -179,15 +179,6 @@ def draw(members: Sequence[Member], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "real_model"
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
-
-
-def between(page: str, mark: str, lines: Iterable[str]) -> str:
-    """Return the page with these lines between the marks of a part."""
-    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
-    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    if not pattern.search(page):
-        raise SystemExit(f"{PAGE}: lacks the marks of {mark}")
-    return pattern.sub(lambda _: "\n".join([begin, *lines, end]), page)
 
 
 def increasing(member: Member) -> bool:

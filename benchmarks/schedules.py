@@ -3,7 +3,7 @@
 Every run of `experiment=schedules` is cut at 0.4, 0.55 and 0.7 of its compute; its last quarter's mean is foretold.
 
     scalerl train --multirun experiment=schedules
-    python benchmarks/schedules.py --out docs/measured/schedules.md
+    python -m benchmarks.schedules --out docs/measured/schedules.md
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.marks import rewrite, wrapped
 from sweeps.curve import Curve
 from sweeps.fit.fit import fit_curve
 from sweeps.fit.predict import predict_mean
@@ -22,6 +23,16 @@ from sweeps.source.load import load
 
 CUTS = (0.4, 0.55, 0.7)
 LATE = 0.75
+SET_UP = wrapped(
+    "The runs of `experiment=schedules`: three seeds per recipe on the arithmetic task. Each is cut at 0.4, 0.55 and "
+    "0.7 of its compute, and the mean of the last quarter is forecast. The columns have mean absolute errors:",
+    "",
+    "- **with the rate**: forecast over compute that counts less at a low learning rate (`sweeps/fit/schedule.py`).",
+    "- **by compute alone**: forecast over compute.",
+    "- **the last value**: the last evaluation before the cut.",
+    "- **held with the rate**: how many 95% intervals of the forecasts with the rate contain the truth.",
+    "",
+)
 
 
 def cut(run: Curve, share: float) -> dict[str, tuple[float, bool]]:
@@ -54,16 +65,7 @@ def main() -> None:
                     rules[name].append(each)
     names = ["with the rate", "by compute alone", "the last value"]
     lines = [
-        "# Forecasts where the learning rate decays",
-        "",
-        "Test whether forecasts improve if they use a logged, decaying learning rate.",
-        "",
-        "Written by `python benchmarks/schedules.py` from `experiment=schedules`: three seeds per recipe on the",
-        "arithmetic task, cut at 0.4, 0.55 and 0.7 of their compute; the mean of the last quarter is forecast. The",
-        "table has the mean absolute error, and the number of 95% intervals that contain the truth. The rule that",
-        "compute counts in full down to half of the peak rate (`sweeps/fit/schedule.py`) was chosen on these runs:",
-        "they do not validate it.",
-        "",
+        *SET_UP,
         f"| recipe | {' | '.join(names)} | held with the rate |",
         "|---|---|---|---|---|",
     ]
@@ -75,7 +77,8 @@ def main() -> None:
         )
     every = {name: [abs(error) for rules in found.values() for error, _ in rules[name]] for name in names}
     lines.append(f"| all | {' | '.join(f'{np.mean(every[name]):.4f}' for name in names)} | |")
-    options.out.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    rewrite(options.out, "measured", lines)
 
 
 if __name__ == "__main__":

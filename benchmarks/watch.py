@@ -3,7 +3,7 @@
 Simulated runs (sampling error, a policy that wanders with lag-1 correlation 0.6) are looked at after every evaluation;
 one that falls does so by 0.1 after half its compute, at once or over a seventh of it.
 
-    python benchmarks/watch.py [--good 150] [--falls 50] [--out docs/measured/watch.md]
+    python -m benchmarks.watch [--good 150] [--falls 50] [--out docs/measured/watch.md]
 """
 
 from __future__ import annotations
@@ -16,11 +16,18 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.marks import rewrite, wrapped
 from sweeps.curve import Curve, make_curve
 from sweeps.fit.history import departure, history
 from sweeps.parallel import cores, mapped
 
 FALL, RAMP, RHO = 0.1, 0.15, 0.6
+SET_UP = wrapped(
+    "Shares of simulated runs for which a departure is ever reported, checked after every evaluation. The number of "
+    f"runs is in brackets. Runs that fall lose {FALL:g} after half of their compute, at once or over {RAMP:.0%} of it. "
+    "*Small sets*: noise of 0.015 instead of 0.006.",
+    "",
+)
 
 
 @dataclass(frozen=True)
@@ -99,15 +106,7 @@ def main() -> None:
         return f"{np.mean(mapped(ring, [(place, number) for number in range(count)], cores())):.2f}"
 
     lines = [
-        "# When a watch rings",
-        "",
-        "Simulated runs: how often `scalerl watch` warns about a run that follows its law, and how often it "
-        "misses a run that falls.",
-        "",
-        f"Written by `python benchmarks/watch.py --good {options.good} --falls {options.falls}`: shares of simulated "
-        f"runs for which a departure is ever reported, checked after every evaluation. Runs that fall lose "
-        f"{FALL:g} after half of their compute, at once or over {RAMP:.0%} of it.",
-        "",
+        *SET_UP,
         f"| runs | follow the law ({options.good}) | fall at once ({options.falls}) | fall slowly ({options.falls}) |",
         "|---|---|---|---|",
     ]
@@ -116,7 +115,7 @@ def main() -> None:
         lines.append(f"| {run.name} | {share(good, place, options.good)} | {at_once} | {slowly} |")
     print("\n".join(lines))
     if options.out:
-        options.out.write_text("\n".join(lines) + "\n")
+        rewrite(options.out, "measured", lines)
 
 
 if __name__ == "__main__":

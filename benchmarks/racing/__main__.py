@@ -15,7 +15,8 @@ so that some settings may have more of them than others. Syne Tune's last versio
 these methods asks for an old NumPy, so it has an environment of its own:
 
     python -m venv syne && syne/bin/pip install "syne-tune[gpsearchers]==0.13.0" "numpy<2"
-    python -m benchmarks.racing [--studies 2000] [--settings NAME ...] [--syne syne/bin/python] [--out racing.md]
+    python -m benchmarks.racing [--studies 2000] [--settings NAME ...] [--syne syne/bin/python]
+        [--out docs/measured/racing.md]
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.marks import rewrite, wrapped
 from benchmarks.racing import ours, rivals
 from benchmarks.racing.simulate import SYNE_STUDIES, of_syne_tune, simulate, together
 from benchmarks.racing.studies import (
@@ -86,48 +88,48 @@ def beside(found: Mapping[str, Array], names: Sequence[str]) -> Iterator[str]:
     yield from (_row(name, found[name]) for name in sorted(names, key=lambda name: float(found[name][:, 1].mean())))
 
 
-def page(studies: int, settings: Sequence[Setting], work: Path, syne: str | None) -> str:
-    """Simulate what is not there yet, and tell of all."""
-    lines = [
-        "# Racing against halving, Hyperband, the median, signed ranks and the last value",
-        "",
-        "Compute and regret of races, compared with other early-stopping rules at the same compute.",
-        "",
-        "Written by `python -m benchmarks.racing`.",
-        "",
-        f"- **Studies**: simulated, of {RECIPES} recipes with one run each. A run has {EVALUATIONS} evaluations of "
-        f"{PROMPTS} held-out prompts with {SAMPLES} samples; all runs have the same prompts.",
-        "- **Differences**: recipes differ in A (its standard deviation is the spread in the headings), B and "
-        f"C_mid. Runs of one recipe differ by {SEED_SD} in A. A policy wanders about its curve by {WANDER}.",
-        "- **Compute**: all compute that was observed, as a share of the compute of running every recipe to the "
-        "budget.",
-        "- **Regret**: the best recipe's true reward at the budget minus that of the recipe that the method names.",
-        "- **False kills**: stopped recipes whose true reward at the budget exceeds that of every remaining recipe "
-        f"by more than {MARGIN}.",
-        "- **On the frontier**: no other method has both less regret and less compute.",
-        "- **Listed**: the methods on the frontier, and all races and Hyperband variants. Halving was tried with "
-        "three rates and ten grace periods, synchronously and as Optuna's ASHA, and the median and signed ranks "
-        "with as many. So the frontier is one of tuned competitors.",
-        "- **`loss`**: for races, the limit on the expected cost of all stops together. Rows without it have no "
-        f"limit; the default is {ours.RACING.loss:g}.",
-        "",
-    ]
+SET_UP = wrapped(
+    f"- **Studies**: simulated, of {RECIPES} recipes with one run each. A run has {EVALUATIONS} evaluations of "
+    f"{PROMPTS} held-out prompts with {SAMPLES} samples; all runs have the same prompts.",
+    "- **Differences**: recipes differ in A (its standard deviation is the spread in the headings), B and C_mid. Runs "
+    f"of one recipe differ by {SEED_SD} in A. A policy wanders about its curve by {WANDER}.",
+    "- **Compute**: all compute that was observed, as a share of the compute of running every recipe to the budget.",
+    "- **Regret**: the best recipe's true reward at the budget minus that of the recipe that the method names; mean "
+    "and standard error over studies.",
+    "- **False kills**: stopped recipes whose true reward at the budget exceeds that of every remaining recipe by more "
+    f"than {MARGIN}.",
+    "- **On the frontier**: no other method has both less regret and less compute.",
+    "- **Listed**: the methods on the frontier, and all races and Hyperband variants. Halving was tried with three "
+    "rates and ten grace periods, synchronously and as Optuna's ASHA, and the median and signed ranks with as many. So "
+    "the frontier is one of tuned competitors.",
+    "- **`loss`**: for races, the limit on the expected cost of all stops together. Rows without it have no limit; the "
+    f"default is {ours.RACING.loss:g}, in `{ours.DEFAULT.split(', loss')[0]}`.",
+)
+
+
+def page(studies: int, settings: Sequence[Setting], work: Path, syne: str | None) -> dict[str, list[str]]:
+    """Simulate what is missing. Returns the page's sections: all methods, and Syne Tune's if they are asked for."""
+    lines: list[str] = list(SET_UP)
+    few_lines: list[str] = []
     for setting in settings:
         others = simulate("rivals", rivals.outcomes, setting, studies, work)
         racing = simulate("ours", ours.outcomes, setting, studies, work)
         found = together(others, racing)
-        lines += [f"## {setting.name}", "", f"{len(found[NO_STOPPING])} studies.", "", *table(found), ""]
+        lines += ["", f"## {setting.name}", "", f"{len(found[NO_STOPPING])} studies.", "", *table(found)]
         if syne is not None:
             few = simulate("syne", partial(of_syne_tune, syne), setting, min(studies, SYNE_STUDIES), work)
             same = together(others, racing, few)
-            names = [*few[0], ours.DEFAULT, NO_STOPPING]
-            lines += [
-                f"Syne Tune's, on the first {len(same[NO_STOPPING])} of them, and others on the same:",
-                "",
-                *beside(same, names),
-                "",
-            ]
-    return "\n".join(lines)
+            few_lines += syne_section(setting.name, same, [*few[0], ours.DEFAULT, NO_STOPPING])
+    return {"measured": lines, **({"syne": few_lines[1:]} if syne is not None else {})}
+
+
+def syne_section(name: str, same: Mapping[str, Array], names: Sequence[str]) -> list[str]:
+    """Syne Tune's methods and others on the first studies of a setting."""
+    few = len(same[NO_STOPPING])
+    return [
+        *("", f"### {name}", "", f"Syne Tune's, on the first {few} of them, and others on the same:", ""),
+        *beside(same, names),
+    ]
 
 
 def main() -> None:
@@ -140,11 +142,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     chosen = [each for each in SETTINGS if options.settings is None or each.name in options.settings]
-    text = page(options.studies, chosen, options.work, options.syne)
-    if options.out is None:
-        print(text)
-    else:
-        options.out.write_text(text)
+    for mark, lines in page(options.studies, chosen, options.work, options.syne).items():
+        print("\n".join(lines))
+        if options.out is not None:
+            rewrite(options.out, mark, lines)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ although it lies above all that were left by more than 0.02. Beside it, at the s
 (half are kept at a quarter and at half of the budget), and the best so far at a fifth of the budget, which a race's
 first look has.
 
-    python -m benchmarks.racing.real [--also FILE:BUDGET ...] [--out racing_real.md]
+    python -m benchmarks.racing.real [--also FILE:BUDGET ...] [--out docs/measured/real_races.md]
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.marks import rewrite, wrapped
 from sweeps.curve import Curve
 from sweeps.decide.race import run_race
 from sweeps.decide.rules import NO_LIMIT, Rules
@@ -93,13 +94,6 @@ def rows(study: tuple[str, float]) -> list[str]:
     return lines
 
 
-TITLE = """# Races on real studies
-
-Compute that races would have saved, and their regret, on studies that were run to the end, compared with halving.
-
-"""
-
-
 def means_of(lines: Sequence[str], title: str) -> list[str]:
     """A table of the means of each method's rows."""
     cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
@@ -111,23 +105,33 @@ def means_of(lines: Sequence[str], title: str) -> list[str]:
     return table
 
 
-def page(studies: Sequence[tuple[str, float]], held_out: Sequence[tuple[str, float]]) -> str:
-    """The table of all studies and budgets."""
+SET_UP = wrapped(
+    "Studies that were really run. Each was raced to several budgets with the default rules, with a tighter limit on "
+    "the expected loss, and without a limit (`--loss 1`).",
+    "",
+    "- **regret**: what is true at a budget is the mean reward over the last tenth before it. The regret is the best "
+    "recipe's minus that of the recipe that is named. A race names the best of the recipes that it did not stop.",
+    f"- **false**: stopped recipes that are more than {MARGIN} above all that were left.",
+    "- **compute**: a share of that of running all recipes to the budget.",
+    "- **halving** keeps half of the recipes at a quarter and at half of the budget; **the best at a fifth** stops all "
+    "others there.",
+    "- **set on, held out**: the limit was set on the first five files. Nothing was set on the others: the current "
+    "replication, and files given by `--also`, whose licences do not allow copying them into the repository.",
+    "",
+)
+
+
+def page(studies: Sequence[tuple[str, float]], held_out: Sequence[tuple[str, float]]) -> list[str]:
+    """Set-up, and the tables of all studies and budgets."""
     head = [
-        "Written by `python -m benchmarks.racing.real`: studies that were really run. Each was raced to several",
-        "budgets with the default rules, with a tighter limit on the expected loss, and without a limit. Regret and",
-        "false kills are measured by the mean reward over the last tenth before the budget. A race names the best of",
-        "the recipes that it did not stop. The limit was set on the first five files. Nothing was set on the others:",
-        "the current replication, and files given by `--also`, whose licences do not allow copying them into the",
-        "repository.",
-        "",
+        *SET_UP,
         "| study | recipes | budget | method | compute | regret | stopped | false |",
         "|---|---|---|---|---|---|---|---|",
     ]
     found = [[line for lines in mapped(rows, part, cores()) for line in lines] for part in (studies, held_out)]
     told = zip(found, (studies, held_out), ("set on", "held out"), strict=True)
     means = [line for lines, part, which in told for line in means_of(lines, f"mean of {len(part)}, {which}")]
-    return "\n".join([*head, *found[0], *found[1], *means]) + "\n"
+    return [*head, *found[0], *found[1], *means]
 
 
 def main() -> None:
@@ -140,11 +144,10 @@ def main() -> None:
         [(source, budget) for source, budgets in part for budget in budgets] for part in (STUDIES, HELD_OUT)
     )
     held_out += [(text.rpartition(":")[0], float(text.rpartition(":")[2])) for text in options.also]
-    text = page(studies, held_out)
-    if options.out is None:
-        print(text)
-    else:
-        options.out.write_text(TITLE + text)
+    lines = page(studies, held_out)
+    print("\n".join(lines))
+    if options.out is not None:
+        rewrite(options.out, "measured", lines)
 
 
 if __name__ == "__main__":

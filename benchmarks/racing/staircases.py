@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.marks import rewrite, wrapped
 from benchmarks.racing import rivals
 from benchmarks.racing.studies import COMPUTE, MARGIN, SETTINGS, Setting, Study, make_study
 from sweeps.curve import Array, make_curve
@@ -66,19 +67,24 @@ def wilson(share: float, n: int) -> tuple[float, float]:
     return float((middle - half) / (1 + z**2 / n)), float((middle + half) / (1 + z**2 / n))
 
 
-def page(settings: list[Setting], studies: int) -> str:
+def set_up(studies: int) -> list[str]:
+    """What the table shows."""
+    return wrapped(
+        f"{studies} simulated studies per setting, in which the recipe with the highest true reward at the budget has "
+        "the lowest at a quarter. Evaluations are as in [racing.md](racing.md).",
+        "",
+        "- *Curves that cross* are sigmoids that rise later if their asymptote is higher.",
+        "- *Stairs* rise twice: part of the way early, the rest in a steep step between 0.25 and 0.9 of the budget.",
+        "- *Mean lost*: the winner's reward minus that of the best recipe that is left.",
+        "- *Compute*: a share of that of running all recipes to the budget. Intervals are Wilson's at 95%.",
+        "",
+    )
+
+
+def page(settings: list[Setting], studies: int) -> list[str]:
     """Race so many studies of each setting."""
     lines = [
-        "# Races whose winner is last at first",
-        "",
-        "How often a race keeps the best recipe, if that recipe is the last of eight at a quarter of the budget.",
-        "",
-        f"Written by `python -m benchmarks.racing.staircases`: {studies} simulated studies per setting, in which",
-        "the recipe with the highest true reward at the budget has the lowest at a quarter. Evaluations are as in",
-        "[racing.md](racing.md). *Curves that cross* are sigmoids that rise later if their asymptote is higher.",
-        "*Stairs* rise twice: part of the way early, the rest in a steep step between 0.25 and 0.9 of the budget.",
-        "Intervals are Wilson's at 95%. *Lost*: the winner's reward minus that of the best recipe that is left.",
-        "",
+        *set_up(studies),
         f"| studies | method | winner survives | or one within {MARGIN:g} of it | mean lost | compute |",
         "|---|---|---|---|---|---|",
     ]
@@ -92,7 +98,7 @@ def page(settings: list[Setting], studies: int) -> str:
                 for low, high in [wilson(share, studies)]
             )
             lines.append(f"| {setting.name} | {name} | {shares} | {lost:.4f} | {compute:.2f} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main() -> None:
@@ -103,11 +109,10 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", choices=list(known), default=list(known), metavar="NAME")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    text = page([known[name] for name in options.settings], options.studies)
-    if options.out is None:
-        print(text)
-    else:
-        options.out.write_text(text)
+    lines = page([known[name] for name in options.settings], options.studies)
+    print("\n".join(lines))
+    if options.out is not None:
+        rewrite(options.out, "measured", lines)
 
 
 if __name__ == "__main__":

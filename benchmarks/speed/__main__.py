@@ -1,4 +1,4 @@
-"""Measure what is named, or all of it, and write docs/measured/speed.md from the records in benchmarks/results/.
+"""Measure what is named, or all of it, and write the tables of docs/measured/speed.md from benchmarks/results/.
 
     make bench                                          all of it, about twenty minutes on two idle cores
     python -m benchmarks.speed generation --rounds 3    one comparison
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.marks import rewrite
 from benchmarks.speed import breakdown, fits, generation, head, packing, sweeps, training
 from benchmarks.speed.pairs import Record, machine, seconds
 
@@ -35,30 +36,6 @@ APART: dict[str, tuple[Callable[[int], Any], Callable[[Any], list[str]]]] = {
     "sweeps": (lambda rounds: sweeps.measure(), sweeps.section),
     "profile": (lambda rounds: breakdown.measure(), breakdown.section),
 }
-HEAD = """# Speed
-
-Written by `make bench` (`python -m benchmarks.speed`) from the records in
-[benchmarks/results](../../benchmarks/results). Everything runs on one thread, and the two sides of a comparison
-alternate. "Times ours" is the other side's time divided by this project's time in the same round: the median over
-rounds, with the smallest and the largest value. Above 1 this project is faster.
-
-- **Where the time is saved**: a prompt goes through the model once per group, in sampling and in training. With prompts
-  of 8 tokens this saves little, and on both sides a batch is limited by products of small matrices.
-- **Decoding single rollouts** is limited by reading keys and values, where transformers' own cache is as fast, and by
-  products of a few rows with a layer's weights. At 10M parameters vLLM's CPU kernels take two thirds of this project's
-  time for these products; `generator=vllm` uses them.
-- **Left out**: transformers' `generate_batch`, if the prompts have more than 10,000 tokens in all. It takes minutes for
-  them on a CPU.
-
-Packing (`batch.packed`) saves the cost of padding:
-
-- Even without packing, a pass has rows of similar length. So the saving is small for small passes, and grows with them.
-  With one or two rows per pass it is nothing; if all rows fit into two passes, padded rows take half as long again as
-  packed rows.
-- Eager attention, and rows longer than a model's window, need one mask for the whole pass. Attention then costs the
-  square of the pass, and packing is slower from two or three rows per pass on.
-- Times of packing are CPU seconds of the thread. Times on a GPU are on a [separate page](gpu.md).
-"""
 
 
 def rows(records: list[Record]) -> list[str]:
@@ -72,9 +49,9 @@ def rows(records: list[Record]) -> list[str]:
     return lines
 
 
-def page() -> str:
-    """The page, from all records there are."""
-    parts = [HEAD]
+def page() -> list[str]:
+    """The sections of the page, from all records there are."""
+    parts: list[str] = []
     for name in COMPARISONS:
         path = RESULTS / f"{name}.json"
         if path.exists():
@@ -89,7 +66,7 @@ def page() -> str:
         path = RESULTS / f"{name}.json"
         if path.exists():
             parts += section(json.loads(path.read_text()))
-    return "\n".join(parts).rstrip() + "\n"
+    return "\n".join(parts).rstrip().split("\n")
 
 
 def main() -> int:
@@ -98,7 +75,7 @@ def main() -> int:
     names = (*COMPARISONS, *APART)
     parser.add_argument("what", nargs="*", metavar="WHAT", help=f"of {', '.join(names)}; all if none is named")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--page-only", action="store_true", help="write the page from what was measured before")
+    parser.add_argument("--page-only", action="store_true", help="write the tables from what was measured before")
     given = parser.parse_args()
     unknown = set(given.what) - set(names)
     if unknown:
@@ -112,7 +89,7 @@ def main() -> int:
         if name in COMPARISONS:
             print("\n".join(rows(records)), flush=True)
     PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(page())
+    rewrite(PAGE, "measured", page())
     print(f"written: {PAGE.relative_to(ROOT)}")
     return 0
 
