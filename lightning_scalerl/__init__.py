@@ -141,6 +141,7 @@ _HOME_OF = {
     "CISPO": "axes.loss.cispo",
     "DAPO": "axes.loss.dapo",
     "ClipCov": "axes.loss.clip_cov",
+    "CovarianceLoss": "axes.loss.covariance",
     "DPPO": "axes.loss.dppo",
     "GMPO": "axes.loss.gmpo",
     "GSPO": "axes.loss.gspo",
