@@ -64,6 +64,24 @@ _NO_NEWS = ("full_key", "object_type", "reference_type", "Set the env")
 _OURS = ("train", "scalerl_axes", "hydra/config")
 # Settings of Lightning's Trainer that a user may try here, with the place where they are set instead.
 ELSEWHERE = dict.fromkeys(("accelerator", "device", "devices", "gpus", "num_gpus"), _DEVICE)
+# Fields of TRL's GRPOConfig that a user may try here, with what is set instead; docs/guide/from_trl.md has all.
+FROM_TRL = {
+    "beta": "kl=fixed kl.coefficient=",
+    "epsilon": "loss.clip_low=",
+    "epsilon_high": "loss.clip_high=",
+    "gradient_accumulation_steps": "batch.prompts=",
+    "learning_rate": "optimizer.lr=",
+    "loss_type": "loss= and aggregation=",
+    "max_completion_length": "context.max_new_tokens=",
+    "max_grad_norm": "optimizer.clip_norm=",
+    "max_steps": "budget.steps=",
+    "num_generations": "batch.completions=",
+    "per_device_train_batch_size": "batch.micro_batch=",
+    "reward_funcs": "task=dataset task.rewards=",
+    "scale_rewards": "normalization=",
+    "steps_per_generation": "async_mode.k=",
+    "temperature": "context.temperature=",
+}
 # Removed keys, each with the neutral value that recorded overrides may contain, and the advice in the error.
 REMOVED = {"race.freed": ("nothing", "ask `scalerl plan` what spared compute is best spent on")}
 # Groups for studies of other trainers; `scalerl train --help` lists them next to ours.
@@ -375,6 +393,8 @@ def explain(error: Exception, folders: Folders = (), overrides: Sequence[str] = 
         return _removed(unknown)
     if (hint := ELSEWHERE.get(unknown.rpartition(".")[2])) is not None:
         return f"{unknown}: no setting of a run; {hint}"
+    if unknown in FROM_TRL:
+        return f"{unknown}: TRL's name; here {FROM_TRL[unknown]} (docs/guide/from_trl.md)"
     if (group := re.split(r"[./@]", unknown)[0]) in _OTHER_STUDIES:
         return (
             f"{group}: another trainer's command is a file of yours, which begins with member: command; copy one of "

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from lightning_scalerl import RolloutDataModule, train
 from lightning_scalerl.checks import ConfigurationError, check_arguments
 from lightning_scalerl.choices import AXES, NEUTRAL
-from lightning_scalerl.composition import build_recipe, compose, conf_dir, load_recipe, plain_variants
+from lightning_scalerl.composition import FROM_TRL, build_recipe, compose, conf_dir, load_recipe, plain_variants
 from lightning_scalerl.member.identify import plan_members
 from sweeps.decide.resolution import NULL
 from sweeps.run.spec import science
@@ -415,9 +415,20 @@ def test_the_leave_one_out_is_the_papers() -> None:
 def test_a_refusal_names_the_choices_that_have_the_setting_and_the_users_own(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"kl\.coefficient: the chosen kl has no such setting; .*fixed"):
         compose(["kl.coefficient=0.1"])
+    with pytest.raises(ConfigurationError, match=r"beta: TRL's name; here kl=fixed kl\.coefficient="):
+        compose(["beta=0.04"])
     with pytest.raises(ConfigurationError, match=r"loss=mine: no such choice; .*of your own needs --config-dir FOLDER"):
         compose(["loss=mine"])
     (tmp_path / "loss").mkdir()
     (tmp_path / "loss" / "mine.yaml").write_text("_target_: lightning_scalerl.axes.loss.DAPO\n")
     with pytest.raises(ConfigurationError, match=r"no such choice; use loss=mine, or write variant/loss_mine\.yaml"):
         compose(["variant=loss_mine"], [str(tmp_path)])
+
+
+@pytest.mark.parametrize("here", FROM_TRL.values(), ids=FROM_TRL.keys())
+def test_the_place_of_a_field_of_trl_exists(here: str) -> None:
+    config = compose(
+        ["kl=fixed", "loss=dapo", "async_mode=ppo_off_policy", "task=dataset", "task.train=x", "task.heldout=y"]
+    )
+    for group, _, key in (found.rpartition(".") for found in re.findall(r"([\w.]+)=", here)):
+        assert key in (OmegaConf.select(config, group) if group else config)
