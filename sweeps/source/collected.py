@@ -118,8 +118,9 @@ class CurvePoints:
     """Points of one curve while its sources are read, one list per column.
 
     recipe: the curve's label. name: the part of it that comes from the source. own_seeds: whether the source names some
-    of its seeds. bounds: lowest and highest possible value of the metric, where the source knows them. origins: of each
-    run, the compute at which its points begin (`Curve.origin`).
+    of its seeds. names_run: whether `name` is the name of a run, for want of a recipe. bounds: lowest and highest
+    possible value of the metric, where the source knows them. origins: of each run, the compute at which its points
+    begin (`Curve.origin`).
     """
 
     recipe: str
@@ -135,6 +136,7 @@ class CurvePoints:
     warnings: list[str] = field(default_factory=list)
     baseline: str | None = None
     own_seeds: bool = False
+    names_run: bool = False
     ended: bool = False
     bounds: tuple[float, float] | None = None
     origins: list[float] = field(default_factory=list)
@@ -232,6 +234,7 @@ class Collected:
         if len(axes) > 1:
             raise UserError(f"sources differ in their compute axis ({short(', '.join(axes))}); choose one with --x")
         self._say_bounds()
+        self._say_single_runs()
         curves = []
         for label in sorted(self._points):
             points = self._points[label]
@@ -282,6 +285,21 @@ class Collected:
             for metric, (low, high) in own.items()
             if self.asked.bounds not in (None, (low, high))
         ]
+
+    def _say_single_runs(self) -> None:
+        """Note how to name the seeds if every run of several has become a recipe of its own, by its name."""
+        all_points = self._points.values()
+        recipes = {points.name for points in all_points}
+        are_single = all(
+            points.names_run and not points.own_seeds and len(set(points.seed)) == 1 for points in all_points
+        )
+        if len(recipes) > 2 and are_single:
+            self.study.note(
+                f"each of the {len(recipes)} runs is a recipe of its own: if some are seeds of one recipe, give "
+                "--seed-from REGEX, or --by with what names the recipe (a column, a value of the configuration, or a "
+                "key in the runs' names), or put the seed into the runs' names (grpo-seed1)",
+                shown=True,
+            )
 
     def _take_seeds_from_names(self) -> None:
         """Merge runs whose names show that they are seeds of one recipe, if no field gives a seed; note it.

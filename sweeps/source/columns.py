@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,14 @@ from sweeps.source.cells import is_blank, is_numeric, mixed_percent, numbers
 from sweeps.source.frame import Table
 from sweeps.source.text import File, short
 from sweeps.source.vocabulary import STEP_NAMES, counters
+
+# The column that pandas writes for the rows of a table.
+_INDEX = re.compile(r"|unnamed: \d+|index", re.IGNORECASE)
+
+
+def is_index(name: str) -> bool:
+    """Return whether a column's name is that of a table's row numbers, as pandas writes them."""
+    return _INDEX.fullmatch(name.strip()) is not None
 
 
 def column_named(file: File, table: Table, wanted: str, option: str, asked: bool = False) -> str | None:

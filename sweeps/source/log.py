@@ -265,11 +265,12 @@ def _add_reward(
 ) -> None:
     counts = {"points": 0, "absent": 0, "superseded": 0, "bad": 0, "start": 0, "between": 0, "rows": 0}
     without = with_sd = used = decays = 0
+    empty: list[str] = []  # runs without a value
     seeds_named = recipes_named = False
     for log in logs:
         counts["rows"] += log.rows
         if reward.name not in log.names:
-            without += 1
+            empty.append(log.name)
             counts["absent"] += log.rows
             continue
         series = log.series(reward.name)
@@ -278,7 +279,7 @@ def _add_reward(
         counts["bad"] += series.bad
         counts["superseded"] += superseded
         if not len(steps):
-            without += 1
+            empty.append(log.name)
             continue
         try:
             _check_steps(series, reward.name, steps, where)
@@ -286,7 +287,8 @@ def _add_reward(
         except UserError as error:
             if len(logs) == 1:
                 raise
-            into.study.warnings.append(str(error))  # one run without compute must not hide the others
+            # One run without compute must not hide the others.
+            into.study.warnings.append(f"run {short(log.name, 60)} is left out: {error}")
             without += 1
             continue
         recipe, factors = recipe_of(log, where, into)
@@ -310,6 +312,7 @@ def _add_reward(
         seed = log.label("seed") or hidden
         seeds_named = seeds_named or seed is not None
         points.own_seeds |= seed is not None
+        points.names_run |= len(logs) > 1 and into.asked.by is None and log.label("recipe") is None
         recipes_named = recipes_named or log.label("recipe") is not None
         sd = _standard_error(log, reward.name, steps)
         with_sd += sd is not None
@@ -330,6 +333,11 @@ def _add_reward(
             f"{where}: no usable value of {short(reward.name)} in {counts['rows']} rows{bad}{reasons}; "
             "choose another with --metric"
         )
+    if empty:
+        into.study.warnings.append(
+            f"{where}: {len(empty)} of {counted(len(logs), 'run')} left out, without a value of {short(reward.name)}: "
+            f"{listed(map(short, empty))}"
+        )
     amounts = [f"{used} of {len(logs)} runs"] if len(logs) > 1 else []
     if counts["rows"]:
         amounts.append(counted(counts["rows"], "row"))
@@ -342,7 +350,7 @@ def _add_reward(
         (counts["start"], "points before the first step, at compute 0"),
         (counts["between"], "points whose compute is interpolated between logged steps"),
         (decays, "runs whose compute counts less as the learning rate decays"),
-        (without if len(logs) > 1 else 0, "runs left out"),
+        (without + len(empty), "runs left out"),
     ):
         if number:
             parts.append(f"{description}: {number}")

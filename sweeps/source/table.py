@@ -164,18 +164,20 @@ def _columns(file: File, table: Table, asked: Asked) -> Columns:
     }
     factors = [column_named(file, table, name, "--group", asked=True) for name in asked.factors]
     fallback = False
-    if chosen["reward"] is not None and chosen["compute"] is None and asked.x is None:
+    if chosen["compute"] is None and asked.x is None:
         chosen["compute"] = counter_named(file, table)
         fallback = chosen["compute"] is not None
-    needed = [(named[role] or role, chosen[role]) for role in ("compute", "reward")]
-    needed += [(asked.by, chosen["recipe"])] if asked.by is not None else []
-    needed += list(zip(asked.factors, factors, strict=True))
-    missing = sorted({name for name, column in needed if column is None})
+    roles = ["compute", "reward"] if asked.by is None else ["compute", "reward", "recipe"]
+    needed = [(named[role] or role, options[role], chosen[role]) for role in roles]
+    needed += [(name, "--group", column) for name, column in zip(asked.factors, factors, strict=True)]
+    missing = {name: option for name, option, column in needed if column is None}
     if missing:
-        hint = how_wide(file, table, asked)
+        remedies = list(dict.fromkeys(missing.values()))
+        order = f" (--x {ORDER} numbers the rows)" if "--x" in remedies else ""
         raise NoTableError(
-            f"{file.path}: no column {', '.join(short(m) for m in missing)}; found {listed(table.names)}; "
-            f"name them with --x, --y, --by{' or --group' if asked.factors else ''}{hint}"
+            f"{file.path}: no column {', '.join(map(short, missing))}; found {listed(table.names)}; "
+            f"name {'it' if len(missing) == 1 else 'them'} with {', '.join(remedies)}{order}"
+            f"{how_wide(file, table, asked)}"
         )
     used = {role: name for role, name in chosen.items() if name is not None}
     return Columns(used, [name for name in factors if name is not None], fallback)

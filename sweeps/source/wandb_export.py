@@ -1,21 +1,23 @@
 """Exports of W&B: the CSV of a chart, and the history of runs as CSV, JSON, JSONL or Parquet.
 
-A chart's CSV has its x axis first, then `<run> - <metric>` with `__MIN` and `__MAX` for each run. A history has W&B's
-`_step` (or a framework's own step) and one column per metric, most cells empty. Logs of prime-rl, open-instruct and
-other programs that report to W&B are available as files in this form. A framework's own JSONL with the same rows
-(prime-rl's file monitor) is read too.
+A chart's CSV has its x axis, as a rule first, and `<run> - <metric>` with `__MIN` and `__MAX` for each run. A history
+has W&B's `_step` (or a framework's own step) and one column per metric, most cells empty. Logs of prime-rl,
+open-instruct and other programs that report to W&B are available as files in this form. A framework's own JSONL with
+the same rows (prime-rl's file monitor) is read too.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sweeps.errors import UserError
 from sweeps.source.cells import numbers
-from sweeps.source.collected import Collected
+from sweeps.source.collected import ALL, Collected
+from sweeps.source.columns import is_index
 from sweeps.source.frame import Table, read_table
 from sweeps.source.log import Column, Log, Series, add_logs, logs_of_rows, series_of
 from sweeps.source.run_names import hidden_seed, labels_in, pairs_in
@@ -26,6 +28,10 @@ from sweeps.source.vocabulary import ORDER, step_column, vocabulary_of
 CHART, HISTORY = "W&B chart export", "W&B history export"
 NAME = HISTORY
 _EXTREME = ("__MIN", "__MAX")
+_MEANS = (
+    "points whose __MIN and __MAX differ are means over steps or over the runs of a group; ungroup the chart to keep "
+    "the seeds"
+)
 
 
 def matches(file: File, into: Collected) -> bool:
@@ -33,19 +39,76 @@ def matches(file: File, into: Collected) -> bool:
     table = read_table(file, into.asked)
     if table is None or is_table(table, into):
         return False
-    if _is_chart(table):
+    if _chart_of(table, _asked_metric(into)) is not None:
         return True
     return ("_step" in table.names or vocabulary_of(table.names) is not None) and step_column(table.names) is not None
 
 
-def _is_chart(table: Table) -> bool:
-    pairs = [name.removesuffix("__MIN") for name in table.names if name.endswith("__MIN")]
-    if any(" - " in name and name in table.names for name in pairs):
-        return True
-    # A table without ranges (a chart of points, or made by hand) is a chart if all runs have the same metric.
-    parts = [name.rpartition(" - ") for name in table.names[1:]]
-    metrics = {metric for _, _, metric in parts}
-    return len(parts) > 1 and len(metrics) == 1 and all(run for run, _, _ in parts) and hidden_seed(parts[0][2]) is None
+@dataclass(frozen=True)
+class _Chart:
+    """Columns of a chart: the runs' columns, the others, and the metrics of each run."""
+
+    columns: Collection[str]
+    others: Sequence[str]
+    runs: Mapping[str, Sequence[str]]
+
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics of all runs, in the order of the columns."""
+        return list(dict.fromkeys(metric for metrics in self.runs.values() for metric in metrics))
+
+
+def _asked_metric(into: Collected) -> str | None:
+    """Return the one metric that the user asked for; None if none or all."""
+    return None if into.asked.y == ALL else into.asked.y
+
+
+def _chart_of(table: Table, asked: str | None) -> _Chart | None:
+    """Split the columns of a chart; None if the table is not a chart.
+
+    A column `<run> - <metric>` belongs to a run if another column shares its run or its metric, or if its metric is the
+    one that the user asked for. So an x axis with a dash in its name is not taken for a run.
+    """
+    parts = {name: part for name in table.names if (part := _run_and_metric(name, asked)) is not None}
+    per_run, per_metric = (Counter(part[side] for part in parts.values()) for side in (0, 1))
+    columns = {
+        name: (run, metric)
+        for name, (run, metric) in parts.items()
+        if per_run[run] > 1 or per_metric[metric] > 1 or metric == asked
+    }
+    runs: dict[str, list[str]] = {}
+    for name, (run, metric) in columns.items():
+        if not name.endswith(_EXTREME) and not metric.startswith("_"):
+            runs.setdefault(run, []).append(metric)
+    chart = _Chart(columns, [name for name in table.names if name not in columns], runs)
+    has_ranges = any(f"{name}__MIN" in columns for name in columns)
+    was_asked = asked not in table.names and asked in chart.metrics
+    return chart if has_ranges or was_asked or _is_bare_chart(chart) else None
+
+
+def _run_and_metric(name: str, asked: str | None) -> tuple[str, str] | None:
+    """Split a column's name `<run> - <metric>`, without `__MIN` or `__MAX`; None if it has another form.
+
+    The metric that the user asked for may contain a dash.
+    """
+    for extreme in _EXTREME:
+        name = name.removesuffix(extreme)
+    if asked is not None and name.endswith(f" - {asked}"):
+        return name.removesuffix(f" - {asked}"), asked
+    run, _, metric = name.rpartition(" - ")
+    return (run, metric) if run else None
+
+
+def _is_bare_chart(chart: _Chart) -> bool:
+    """Return whether columns without ranges (a chart of points, or made by hand) are a chart.
+
+    They are if all runs have the same metric, or if all metrics have a slash: other names may be parts of a run's name.
+    """
+    axes = [name for name in chart.others if not is_index(name)]
+    if len(axes) > 1 or len(chart.runs) < 2:
+        return False
+    metrics = chart.metrics
+    return hidden_seed(metrics[0]) is None if len(metrics) == 1 else all("/" in metric for metric in metrics)
 
 
 def read(file: File, into: Collected) -> None:
@@ -60,8 +123,9 @@ def read(file: File, into: Collected) -> None:
     twice = [name for name, count in Counter(table.names).items() if count > 1]
     if twice:
         raise UserError(f"{file.path}: column {listed(twice)} occurs more than once; rename one")
-    if _is_chart(table):
-        _read_chart(file, table, into)
+    chart = _chart_of(table, _asked_metric(into))
+    if chart is not None:
+        _read_chart(file, table, chart, into)
         return
     step = step_column(table.names) or ""
     labels = [name for name in (into.asked.by, *into.asked.factors) if name is not None]
@@ -79,36 +143,59 @@ def read(file: File, into: Collected) -> None:
     add_logs(logs, reader, str(file.path), into, framework, run_column or "the file's name", step, notes)
 
 
-def _read_chart(file: File, table: Table, into: Collected) -> None:
-    """Add the runs of a chart, which share one x axis; a cell with a range averages several steps."""
-    x = table.names[0]
-    if into.asked.x not in (None, x, ORDER):
+def _read_chart(file: File, table: Table, chart: _Chart, into: Collected) -> None:
+    """Add the runs of a chart, which share one x axis; a cell with a range is a mean.
+
+    Raises:
+        UserError: the chart has no x axis, or another than the user asked for.
+    """
+    x = _axis(file, chart, table.names[0], into.asked.x)
+    steps = numbers(table.column(x)) if x is not None else np.arange(1, table.count + 1, dtype=np.float64)
+    series = series_of(table, steps)
+    metrics = chart.metrics
+    only = Column(metrics[0], "the chart's metric") if len(metrics) == 1 and into.asked.y is None else None
+    wanted = only.name if only is not None else into.asked.y
+    axes = [] if x is None else [x]
+    logs = []
+    averaged = 0
+    for run, logged in chart.runs.items():
+        candidates = [metric for metric in logged if wanted in (None, ALL, metric)]
+        is_averaged = any(_is_average(table, f"{run} - {metric}") for metric in candidates)
+        averaged += is_averaged
+        labels = labels_in(run)
+        log = Log(run, [*axes, *logged], table.count, _of_run(series, run, x), tuple(labels), labels.get)
+        logs.append(replace(log, warnings=[_MEANS]) if is_averaged else log)
+    notes = [f"rows without {short(str(x))}: {int(np.isnan(steps).sum())}"] if np.isnan(steps).any() else []
+    if averaged:
+        notes.append(f"runs whose points are means (their __MIN and __MAX differ): {averaged}")
+    compute = None if x is None or into.asked.x == ORDER else Column(x, "the chart's x axis")
+    add_logs(logs, CHART, str(file.path), into, None, "the run's name", x or ORDER, notes, reward=only, compute=compute)
+
+
+def _axis(file: File, chart: _Chart, first: str, asked: str | None) -> str | None:
+    """Return the column of a chart's x axis; None if there is none and rows are numbered. first: the first column.
+
+    Raises:
+        UserError: there is none, or another than the user asked for.
+    """
+    if asked in chart.others:
+        return asked
+    x = next((name for name in chart.others if not is_index(name)), None)
+    if x is None and asked != ORDER:
+        what = "is a run" if first in chart.columns else "numbers the rows"
         raise UserError(
-            f"{file.path}: the chart was exported along {short(x)}, without {short(str(into.asked.x))}; export it "
+            f"{file.path}: no column of steps: the first column, {short(first)!r}, {what}; export the chart with its "
+            f"Step column, or give --x {ORDER}"
+        )
+    if asked not in (None, ORDER):
+        raise UserError(
+            f"{file.path}: the chart was exported along {short(str(x))}, without {short(str(asked))}; export it "
             "again along that axis, or leave out --x"
         )
-    steps = numbers(table.column(x))
-    series = series_of(table, steps)
-    runs: dict[str, list[str]] = {}
-    for name in table.names[1:]:
-        run, dash, metric = name.rpartition(" - ")
-        if dash and not metric.endswith(_EXTREME) and not metric.startswith("_"):
-            runs.setdefault(run, []).append(metric)
-    logs = []
-    for run, metrics in runs.items():
-        labels = labels_in(run)
-        logs.append(Log(run, [x, *metrics], table.count, _of_run(series, run, x), tuple(labels), labels.get))
-    metrics = list(dict.fromkeys(metric for names in runs.values() for metric in names))
-    notes = [f"rows without {short(x)}: {int(np.isnan(steps).sum())}"] if np.isnan(steps).any() else []
-    averaged = sum(any(_is_average(table, f"{run} - {metric}") for metric in names) for run, names in runs.items())
-    if averaged:
-        notes.append(f"runs with points averaged over steps (their __MIN and __MAX differ): {averaged}")
-    only = Column(metrics[0], "the chart's metric") if len(metrics) == 1 and into.asked.y is None else None
-    axis = None if into.asked.x == ORDER else Column(x, "the chart's x axis")
-    add_logs(logs, CHART, str(file.path), into, None, "the run's name", x, notes, reward=only, compute=axis)
+    return x
 
 
-def _of_run(series: Callable[[str], Series], run: str, x: str) -> Callable[[str], Series]:
+def _of_run(series: Callable[[str], Series], run: str, x: str | None) -> Callable[[str], Series]:
     """Return a function that reads one run's metrics in a chart, by their names without the run's."""
     return lambda name: series(name if name == x else f"{run} - {name}")
 

@@ -16,7 +16,7 @@ import numpy as np
 from sweeps.errors import UserError
 from sweeps.source.cells import is_blank, numbers
 from sweeps.source.collected import ALL, Asked, Collected, ForeignRun, described
-from sweeps.source.columns import check_columns, column_named, counter_named, not_negative, strict_numbers
+from sweeps.source.columns import check_columns, column_named, counter_named, is_index, not_negative, strict_numbers
 from sweeps.source.frame import Table, read_table, with_order
 from sweeps.source.log import Log, Series, recipe_of
 from sweeps.source.run_names import is_bare_seed, labels_in
@@ -31,10 +31,8 @@ NAME = "table with a column a run"
 
 # Columns that mark a table of points, even with other columns.
 _POINT_COLUMNS = ("reward", "recipe", "seed", "sd", "baseline", *RUN_COLUMNS)
-# Columns that are neither runs nor metrics: pandas's index, clocks, epochs.
-_IGNORED_COLUMNS = re.compile(
-    r"|unnamed: \d+|index|_?(wall|relative)?[ _]?(time(stamp)?|runtime)( \(process\))?|date|epoch", re.IGNORECASE
-)
+# Columns that are neither runs nor metrics, besides row numbers: clocks, epochs.
+_IGNORED_COLUMNS = re.compile(r"_?(wall|relative)?[ _]?(time(stamp)?|runtime)( \(process\))?|date|epoch", re.IGNORECASE)
 # A metric's name ends in one of these words, or consists only of these and the words below.
 _ENDS = re.compile(r"loss|rewards?|scores?|acc|accuracy|rate|norm|f1|mse|rmse|ppl")
 _WORDS = re.compile(
@@ -69,7 +67,9 @@ def run_columns(file: File, table: Table, asked: Asked) -> list[str]:
         return []
     no_runs = {name.casefold() for name in (compute, *STEP_NAMES, *counters(table.names))}
     names = [
-        name for name in table.names if name.casefold() not in no_runs and not _IGNORED_COLUMNS.fullmatch(name.strip())
+        name
+        for name in table.names
+        if name.casefold() not in no_runs and not is_index(name) and not _IGNORED_COLUMNS.fullmatch(name.strip())
     ]
     return [name for name in dict.fromkeys(names) if _has_numbers(table.column(name))]
 
@@ -152,6 +152,7 @@ def read(file: File, into: Collected) -> None:
         seed = labels.get("seed") or hidden
         points = into.points(recipe, factors, axis, "reward", str(file.path), labels.get("baseline"))
         points.own_seeds |= seed is not None
+        points.names_run |= asked.by is None and "recipe" not in labels
         seeds_named = seeds_named or seed is not None
         if note is not None and note not in points.warnings:
             points.warnings.append(note)

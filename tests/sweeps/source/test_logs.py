@@ -236,9 +236,8 @@ def test_a_chart_of_steps_groups_and_averages(tmp_path: Path) -> None:
     (curve,) = study.curves
     assert curve.recipe == "cispo" and curve.seed.tolist() == ["1", "1", "2", "2"]
     assert any("Step is an order of steps" in note for note in curve.warnings)
-    assert "averaged over steps (their __MIN and __MAX differ): 1" in line(study) and "values not finite: 1" in line(
-        study
-    )
+    assert "whose points are means (their __MIN and __MAX differ): 1" in line(study)
+    assert "values not finite: 1" in line(study)
     with pytest.raises(UserError, match=r"nothing named nope.*found algo, seed"):
         load([tmp_path / "chart.csv"], by="nope")
 
