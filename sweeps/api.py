@@ -113,7 +113,7 @@ class Study(Result):
 
     def remarks(self) -> Sequence[str]:
         """Return how columns were read, and warnings."""
-        return [*self.study.shown, *self.study.warnings]
+        return [*self.study.shown, *self.study.all_warnings]
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the points of every recipe over compute; return the axes."""
@@ -148,8 +148,10 @@ class Fits(Result):
         return [fit.to_json() for fit in self.fits]
 
     def remarks(self) -> Sequence[str]:
-        """Return the warnings of the sources and of each fit."""
-        return [*self.study.remarks(), *(f"{fit.recipe}: {note}" for fit in self.fits for note in fit.warnings)]
+        """Return how columns were read, and the warnings of the sources and of each fit."""
+        from sweeps.fit.fit import warnings_of
+
+        return [*self.study.study.shown, *self.study.study.warnings, *warnings_of(self.fits)]
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw points, curves and 95% bands of every recipe over compute; return the axes."""
@@ -181,8 +183,8 @@ class Decision(Result):
         return dict(self.json)
 
     def remarks(self) -> Sequence[str]:
-        """Return the outcome in words, and the warnings of the sources."""
-        return [*self.said, *self.fits.study.remarks()]
+        """Return the outcome in words, and the warnings of the sources and of each fit."""
+        return [*self.said, *self.fits.remarks()]
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the first interval of each row, or the fitted curves if the rows have none; return the axes."""

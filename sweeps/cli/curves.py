@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sweeps.cli.output import warn
 from sweeps.errors import UserError
 from sweeps.fit.names import METHOD
 from sweeps.report.plain import one_line
@@ -115,6 +116,23 @@ def load_sources(
     )
 
 
+def reading_words(options: argparse.Namespace) -> list[str]:
+    """Return the words of a command line that name the sources, how to read and fit them, and the margin.
+
+    `--size` becomes `--group`, which splits the points into the same curves and asks for nothing else.
+    """
+    words = [*options.sources]
+    for name in ("metric", "x", "y", "by", "seed_from", "r0", "min_compute", "max_compute", "margin"):
+        value = getattr(options, name)
+        if value is not None and (name, value) != ("r0", "first"):
+            words.append(f"--{name.replace('_', '-')}={value if isinstance(value, str) else f'{value:.12g}'}")
+    words += [f"--group={column}" for column in (options.size, *options.group) if column is not None]
+    words += [f"--{name.replace('_', '-')}" for name in ("robust", "lower_is_better") if getattr(options, name)]
+    if options.bounds is not None:
+        words += ["--bounds", *(f"{end:.12g}" for end in options.bounds)]
+    return words
+
+
 def shown_study(options: argparse.Namespace) -> LoadedStudy:
     """Check the window, read the sources, and print how sources of other programs were interpreted."""
     check_window(options)
@@ -138,10 +156,19 @@ def fit_all(curves: Sequence[Curve], options: argparse.Namespace, workers: int |
     return fit_curves(curves, fit_options(options), workers=cores() if workers is None else workers)
 
 
+def fit_study(options: argparse.Namespace, study: LoadedStudy) -> list[Fit]:
+    """Fit every recipe of the sources that were read, and print the warnings of the sources and of each fit."""
+    fits = fit_all(study.curves, options)
+    from sweeps.fit.fit import warnings_of
+
+    warn([*study.warnings, *warnings_of(fits)])
+    return fits
+
+
 def fitted(options: argparse.Namespace) -> tuple[LoadedStudy, list[Fit]]:
-    """Read the sources and fit every recipe once, for all results of the command."""
+    """Read the sources and fit every recipe once, for all results of the command. Prints warnings to stderr."""
     study = shown_study(options)
-    return study, fit_all(study.curves, options)
+    return study, fit_study(options, study)
 
 
 def compared_at_k(options: argparse.Namespace, study: LoadedStudy, ranking: Ranking) -> AtK | None:

@@ -7,6 +7,7 @@ text made by `sweeps.report`. `decide` reads final values and fits nothing.
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,14 +18,18 @@ from sweeps.cli.curves import (
     compared_at_k,
     fit_all,
     fit_options,
+    fit_study,
     fitted,
     load_sources,
     margin,
     over_sets,
+    reading_words,
     shown_study,
 )
 from sweeps.cli.output import print_json, warn
 from sweeps.errors import UserError
+from sweeps.redact import redact
+from sweeps.report.plain import one_line
 from sweeps.source import LoadedStudy
 from sweeps.source.places import Kind, Place
 
@@ -44,7 +49,7 @@ def rank_command(options: argparse.Namespace) -> None:
     check_sets(options)
     study = shown_study(options)
     signal, aggregate = over_sets(options, study)
-    fits = fit_all(study.curves, options)
+    fits = fit_study(options, study)
     from sweeps.parallel import cores
     from sweeps.report.ranking_text import rank_text
     from sweeps.run.health import code_changes, idle_variants, optimizer_differences
@@ -53,12 +58,13 @@ def rank_command(options: argparse.Namespace) -> None:
     ranking = ranked(options, fits, cores())
     ranks_by_axis = None if axes is None else _by_axis(options, axes, fits)
     at_k = compared_at_k(options, study, ranking)
-    warn([*study.warnings, *code_changes(study.runs), *optimizer_differences(study.runs)])
+    warn([*code_changes(study.runs), *optimizer_differences(study.runs), *idle_variants(study.runs)])
     if options.json:
         print_json(rank_json(ranking, ranks_by_axis, at_k, signal, aggregate))
         return
     print(rank_text(ranking, ranks_by_axis, at_k, signal, aggregate))
-    warn(idle_variants(study.runs))
+    if ranking.undecided:
+        print(f"\nnext: scalerl plan {one_line(redact(shlex.join(reading_words(options))))}")
 
 
 def ranked(options: argparse.Namespace, fits: Sequence[Fit], workers: int) -> Ranking:
@@ -133,7 +139,7 @@ def plan_command(options: argparse.Namespace) -> None:
     options.group = [name for name in (options.rollouts, options.difficulty, *options.group) if name is not None]
     study, fits = fitted(options)
     plan, commands = planned(options, study, fits)
-    warn(study.warnings)
+    warn([f"{sizes.recipe}: {note}" for sizes in plan.sizes for note in sizes.warnings])
     if figure is not None:
         from sweeps.report.frontier import write_frontier
 
@@ -144,8 +150,6 @@ def plan_command(options: argparse.Namespace) -> None:
     from sweeps.report.plan_text import plan_text
 
     print(plan_text(plan, commands))
-    for sizes in plan.sizes:
-        warn([f"{sizes.recipe}: {note}" for note in sizes.warnings])
 
 
 def planned(options: argparse.Namespace, study: LoadedStudy, fits: Sequence[Fit]) -> tuple[Plan, list[str | None]]:
@@ -197,12 +201,11 @@ def compare_command(options: argparse.Namespace) -> None:
     from sweeps.report.comparison_text import comparisons_text
 
     comparisons = compared(options, study, fits, named)
-    warn(study.warnings)
+    warn(comparisons.notes)
     if options.json:
         print_json(comparisons.to_json())
         return
     print(comparisons_text(comparisons, fits[0].curve))
-    warn(comparisons.notes)
 
 
 def compared(
@@ -257,13 +260,13 @@ def _pairs(named: Sequence[str], fits: Sequence[Fit]) -> list[tuple[str, str]]:
 def decide_command(options: argparse.Namespace) -> None:
     """Print whether a change is kept, by the final values of its runs (`scalerl decide`)."""
     choice = decided(options)
+    warn(choice.notes)
     if options.json:
         print_json(choice.to_json())
         return
     from sweeps.report.comparison_text import choice_text
 
     print(choice_text(choice))
-    warn(choice.notes)
 
 
 def decided(options: argparse.Namespace) -> Choice:
@@ -282,11 +285,12 @@ def decided(options: argparse.Namespace) -> Choice:
 def effects_command(options: argparse.Namespace) -> None:
     """Print the effect of each axis of a grid on asymptote and compute, over the whole grid (`scalerl effects`)."""
     figure = check_figure(options)
-    study, fits = fitted(options)
+    _, fits = fitted(options)
     from sweeps.decide.effects import effects
 
     grid = effects(fits, options.interaction)
-    warn(study.warnings)
+    notes = grid.notes if grid.effects else ()  # else the notes are the answer and are printed
+    warn([*notes, *(f"{recipe}: nothing can be read off it; left out" for recipe in grid.left)])
     if figure is not None:
         if not grid.effects:
             raise UserError(f"-o {figure}: nothing to draw; {grid.notes[0]}")
@@ -300,8 +304,6 @@ def effects_command(options: argparse.Namespace) -> None:
     from sweeps.report.comparison_text import effects_text
 
     print(effects_text(grid))
-    notes = grid.notes if grid.effects else ()  # else the notes are the answer and are printed
-    warn([*notes, *(f"{recipe}: nothing can be read off it; left out" for recipe in grid.left)])
 
 
 def race_command(options: argparse.Namespace) -> None:
@@ -330,7 +332,7 @@ def race_command(options: argparse.Namespace) -> None:
         failed=states.failed,
         lost=states.lost,
     )
-    warn(study.warnings)
+    warn(study.all_warnings)
     if options.json:
         print_json(race.to_json())
         return

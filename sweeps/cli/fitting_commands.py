@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from sweeps.cli.curves import fitted
-from sweeps.cli.output import print_json, warn
+from sweeps.cli.output import print_json
 from sweeps.errors import UserError
 from sweeps.fit.names import METHOD
 
@@ -14,12 +14,11 @@ def fit_command(options: argparse.Namespace) -> None:
     """Fit a curve per recipe and print its parameters, intervals and verdict (`scalerl fit`)."""
     if options.sensitivity and options.method == METHOD:
         raise UserError(f"--sensitivity: refits with intervals; leave out --method {METHOD}")
-    study, fits = fitted(options)
+    _, fits = fitted(options)
     from sweeps.fit.compare import compare
     from sweeps.fit.sensitivity import sensitivity
     from sweeps.report.fit_text import families_text, fits_table, sensitivity_text, units_line, verdict_line
 
-    warn(study.warnings)
     comparisons = [compare(fit.curve, fit.options) for fit in fits] if options.family == "all" else []
     refits = [sensitivity(fit) for fit in fits] if options.sensitivity else []
     if options.json:
@@ -35,7 +34,6 @@ def fit_command(options: argparse.Namespace) -> None:
     print(f"\n{units_line(fits[0], bounds)}")
     for fit in fits:
         print(verdict_line(fit))
-        warn([f"{fit.recipe}: {note}" for note in fit.warnings])
     for comparison in comparisons:
         print(f"\n{families_text(comparison)}")
     for fit, rows in zip(fits, refits, strict=False):

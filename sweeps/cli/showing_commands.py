@@ -13,8 +13,8 @@ from sweeps.cli.curves import (
     check_sets,
     check_window,
     compared_at_k,
-    fit_all,
     fit_options,
+    fit_study,
     fitted,
     load_sources,
     margin,
@@ -41,7 +41,7 @@ def report_command(options: argparse.Namespace) -> None:
     check_sets(options)
     study = shown_study(options)
     signal, aggregate = over_sets(options, study)
-    fits = fit_all(study.curves, options)
+    fits = fit_study(options, study)
     # Import Matplotlib only if something is drawn: it takes a second.
     from sweeps.decide.rank import rank
     from sweeps.report.interactive import library
@@ -67,7 +67,6 @@ def report_command(options: argparse.Namespace) -> None:
         aggregate=aggregate,
     )
     written.append(write_ranking_csv(page.with_name("ranking.csv"), fits, ranking))
-    warn(study.warnings)
     if library() is None:
         print("the page's first figure is static; pip install vl-convert-python makes it interactive", file=sys.stderr)
     print(one_line(ranking.sentence))

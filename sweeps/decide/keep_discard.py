@@ -94,6 +94,11 @@ class Choice(AsJson):
 
     JSON: ClassVar = {"sides": "recipes"}
 
+    @property
+    def difference_to_tell(self) -> str:
+        """The margin in words; empty if it is unknown."""
+        return "" if self.margin is None else _difference_to_tell(self.margin, self.noise_floor)
+
 
 @dataclass(frozen=True)
 class _Estimate:
@@ -160,7 +165,7 @@ def keep_or_discard(
     return Choice(
         verdict=verdict,
         sentence=sentence,
-        remedy=_remedy(kept, changed, values, degrees, margin, needed, doubt) if verdict == UNDECIDED else None,
+        remedy=_remedy(kept, changed, values, floor, margin, needed, doubt) if verdict == UNDECIDED else None,
         baseline=baseline,
         candidate=candidate,
         value=table.value,
@@ -307,7 +312,7 @@ def _remedy(
     kept: RunValues,
     changed: RunValues,
     values: Mapping[str, tuple[float, ...]],
-    degrees: int,
+    floor: Interval | None,
     margin: float | None,
     needed: int | None,
     doubt: str,
@@ -315,18 +320,29 @@ def _remedy(
     for runs in (kept, changed):
         if not runs.values:
             return f"mend and repeat {runs.recipe}, or leave it out: what did not run cannot be kept"
-    if not degrees:
+    if floor is None or margin is None:
         again = f"run {kept.recipe} {counted(_REPEATS, 'time')}, each with another seed"
         return f"{again}, and give every run its own row"
     if doubt:
         return "repeat the failed runs with other seeds, or find out why they failed"
-    if needed is None or margin is None:
+    if needed is None:
         return f"a difference of {margin:.4g} takes more runs than anybody makes; look for a larger one"
     more = {runs.recipe: needed - len(values[runs.recipe]) for runs in (kept, changed)}
     missing = [f"{name} {counted(count, 'more time')}" for name, count in more.items() if count > 0]
+    told = f"to tell {_difference_to_tell(margin, floor)}"
     if not missing:
-        return f"the runs suffice to tell {margin:.4g}: take the simpler one, or give a smaller --margin"
-    return f"to tell {margin:.4g} takes {needed} runs of each: run {' and '.join(missing)}, each with another seed"
+        return f"the runs suffice {told}: take the simpler one, or give a smaller --margin"
+    text = f"{told} takes {needed} runs of each: run {' and '.join(missing)}, each with another seed"
+    return f"{text}; or give the difference that matters to you with --margin" if _is_floor(margin, floor) else text
+
+
+def _difference_to_tell(margin: float, floor: Interval | None) -> str:
+    """Return the margin in words, which say if it is the noise floor: the default, or given as exactly that number."""
+    return f"a difference as large as the noise floor ({margin:.4g})" if _is_floor(margin, floor) else f"{margin:.4g}"
+
+
+def _is_floor(margin: float, floor: Interval | None) -> bool:
+    return floor is not None and margin == floor.value
 
 
 def _notes(by_name: Mapping[str, RunValues], values: Mapping[str, tuple[float, ...]]) -> list[str]:

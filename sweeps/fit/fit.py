@@ -423,6 +423,20 @@ def with_shared(fits: Sequence[Fit], curves: Sequence[Curve]) -> list[Fit]:
     return result
 
 
+def warnings_of(fits: Sequence[Fit]) -> list[str]:
+    """Return the warnings of fits: one if the spread between seeds is assumed, then those of each recipe by its name.
+
+    Fits without draws, such as those of the published procedure, use no spread between seeds.
+    """
+    assumed = [fit for fit in fits if fit.draws is not None and fit.seed_spread.assumed]
+    notes = [f"{fit.recipe}: {note}" for fit in fits for note in fit.warnings]
+    if not assumed:
+        return notes
+    seeds = "one seed per recipe" if all(fit.seeds == 1 for fit in assumed) else "too few seeds"
+    spread = ", ".join(dict.fromkeys(f"{fit.seed_spread.sd:.3g}" for fit in assumed))
+    return [f"{seeds}: the spread between seeds is assumed ({spread}), not measured; add seeds", *notes]
+
+
 def _pooled(fits: Sequence[Fit]) -> list[Fit]:
     """Reweight each fit's draws by the walks of the other recipes, and recompute its estimates."""
     known = sorted((i for i, fit in enumerate(fits) if fit.draws is not None), key=lambda i: fits[i].recipe)

@@ -17,6 +17,8 @@ from sweeps.fit.forecast import Outlook
 from sweeps.fit.points import Points
 
 BORROWED_SEED_SD = SEED_SD
+# Source of a spread that is taken from the paper.
+_BORROWED = "borrowed"
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,13 @@ class SeedSpread:
     """Spread of A between seeds: sd, its source, and its degrees of freedom (infinite if taken as known)."""
 
     sd: float = BORROWED_SEED_SD
-    source: str = "borrowed"
+    source: str = _BORROWED
     dof: float = float("inf")
+
+    @property
+    def assumed(self) -> bool:
+        """Return whether the spread is the published one, because there were too few seeds to measure it."""
+        return self.source == _BORROWED
 
     def quantile(self) -> float:
         """Return the 97.5% quantile of Student's t with these degrees of freedom; normal if they are infinite."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sweeps.curve import Curve
 from sweeps.decide.effects import Effects
-from sweeps.decide.keep_discard import Choice
+from sweeps.decide.keep_discard import UNDECIDED, Choice
 from sweeps.decide.pairwise import Comparisons
 from sweeps.decide.race import Race
 from sweeps.fit.fit import shown
@@ -43,7 +43,7 @@ def comparisons_text(comparisons: Comparisons, curve: Curve) -> str:
 
 
 def choice_text(choice: Choice) -> str:
-    """Format whether a change is kept: both recipes, difference, noise floor, runs needed, verdict and remedy."""
+    """Format whether a change is kept: both recipes, difference, noise floor, verdict; if undecided, also a remedy."""
 
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.6g}"
@@ -54,12 +54,14 @@ def choice_text(choice: Choice) -> str:
         for role, side in zip(("A", "B"), choice.sides, strict=True)
     ]
     better = "lower is better" if choice.lower_is_better else "higher is better"
-    needed = "unknown" if choice.runs_needed is None else f"{choice.runs_needed} of each"
     facts = [
         ["noise floor", shown(choice.noise_floor, ".4g"), f"{choice.degrees} degrees of freedom"],
         ["gain of B over A", shown(choice.difference, "+.4g"), better + _spread_of(choice.spread)],
-        ["runs needed", needed, "" if choice.margin is None else f"to tell {choice.margin:.4g} at 5% with 80% power"],
     ]
+    if choice.verdict == UNDECIDED:
+        needed = "unknown" if choice.runs_needed is None else f"{choice.runs_needed} of each"
+        told = choice.difference_to_tell and f"to tell {choice.difference_to_tell} at 5% with 80% power"
+        facts.append(["runs needed", needed, told])
     width = max(len(fact[1]) for fact in facts)
     lines = [f"{name:16}  {value:{width}}  {more}".rstrip() for name, value, more in facts]
     blocks = [table(head, rows), "\n".join(lines), one_line(choice.sentence)]

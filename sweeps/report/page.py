@@ -21,7 +21,7 @@ from sweeps.decide.signal import Signal
 from sweeps.decide.wording import headline
 from sweeps.fit.compare import Comparison
 from sweeps.fit.family import FAMILIES
-from sweeps.fit.fit import Fit
+from sweeps.fit.fit import Fit, warnings_of
 from sweeps.fit.history import Snapshot, departure
 from sweeps.fit.sensitivity import MAIN, Row, signed, summary
 from sweeps.report.drawing import Panels, colours, inline_svg
@@ -113,7 +113,7 @@ def render(
         *truncation_alarms(runs),
         *code_changes(runs),
         *warnings,
-        *(f"{fit.recipe}: {note}" for fit in fits for note in fit.warnings),
+        *warnings_of(fits),
         *(f"{recipe}: {note}" for recipe, note in departed.items() if note),
     ]
     return _templates().get_template("page.html").render(

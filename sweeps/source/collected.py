@@ -79,6 +79,11 @@ class LoadedStudy:
     shown: list[str] = field(default_factory=list)
     foreign: list[ForeignRun] = field(default_factory=list)
 
+    @property
+    def all_warnings(self) -> list[str]:
+        """`warnings`, followed by those of each curve. Fits repeat the latter and add their own."""
+        return [*self.warnings, *(f"{curve.recipe}: {note}" for curve in self.curves for note in curve.notes)]
+
     def note(self, line: str, shown: bool) -> None:
         """Add a line to the mapping; if `shown`, also to the lines that the user must see."""
         self.mapping.append(line)

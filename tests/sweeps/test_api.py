@@ -80,6 +80,18 @@ def test_frames_have_an_interval_in_three_columns(fits: api.Fits) -> None:
     assert set(api.rank(fits).to_frame()) >= {"recipe", "rank", "p_best", "A", "A_low", "verdict"}
 
 
+def test_results_have_the_warnings_that_commands_print() -> None:
+    one_seed = pd.DataFrame(
+        {"step": range(100, 1300, 100), "reward": np.linspace(0.2, 0.5, 12), "recipe": ["a", "b"] * 6}
+    )
+    study = api.load(one_seed)
+    told = [f"{name}: step is an order of steps, not compute: recipes differ in what a step costs" for name in "ab"]
+    assert study.remarks()[-2:] == told
+    fits = api.fit(study)
+    for result in (fits, api.rank(fits)):
+        assert all(result.remarks().count(each) == 1 for each in told)
+
+
 @pytest.mark.slow
 def test_plots_are_drawn_where_they_are_told_to(fits: api.Fits) -> None:
     _, ax = pyplot.subplots()

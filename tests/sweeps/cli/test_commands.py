@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from sweeps.api import READING
 from sweeps.cli import main as cli
 from sweeps.cli import showing_commands
+from sweeps.cli.curves import reading_words
 from sweeps.fit.family import FAMILIES
 from sweeps.fit.names import FAMILY_NAMES
 from sweeps.run.rollouts import write_groups
@@ -385,3 +387,79 @@ def test_of_losses_the_least_is_best(tmp_path: Path, capsys: pytest.CaptureFixtu
         name, *more = command
         code, _, err = run(capsys, name, path, "--y", "loss", "--lower-is-better", *more)
         assert code == 1 and said in err
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Path:
+    """Write a table of short runs over steps, one seed of each of three recipes; two rewards at one step are a pair."""
+    lines = ["recipe,step,reward", "base,100,0.9"]
+    for recipe, ceiling in (("base", 0.6), ("base+loss=x", 0.7), ("base+lr=y", 0.65)):
+        lines += [f"{recipe},{c}00,{0.2 + (ceiling - 0.2) / (1 + (9 / c) ** 2):.4f}" for c in range(1, 9)]
+    path = tmp_path / "steps.csv"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "fit --json",
+        "rank",
+        "rank --json",
+        "plan",
+        "plan --json",
+        "compare --json",
+        "effects",
+        pytest.param("report", marks=pytest.mark.slow),
+    ],
+)
+def test_every_command_that_decides_prints_the_warnings_of_fit(
+    command: str, steps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warned(err: str) -> list[str]:
+        return [line for line in err.splitlines() if line.startswith("warning: ")]
+
+    code, _, err = run(capsys, "fit", steps)
+    warnings = warned(err)
+    assert code == 0 and warnings[0] == (
+        "warning: one seed per recipe: the spread between seeds is assumed (0.015), not measured; add seeds"
+    )
+    for recipe in ("base", "base+loss=x", "base+lr=y"):
+        assert (
+            f"warning: {recipe}: step is an order of steps, not compute: recipes differ in what a step costs"
+            in warnings
+        )
+    assert any("two runs under one name" in line for line in warnings)
+    name, *words = command.split()
+    output: list[str | Path] = ["-o", steps.with_name("report.html")] if name == "report" else []
+    code, out, err = run(capsys, name, steps, *words, *output)
+    assert code == 0 and warned(err)[: len(warnings)] == warnings
+    assert all(err.count(f"{line}\n") == 1 for line in warnings)
+    if words:
+        json.loads(out)
+
+
+def test_a_race_prints_the_warnings_of_its_curves(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "race", steps, "--budget", "1000", "--json")
+    assert code == 0 and json.loads(out)
+    assert err.count(": step is an order of steps") == 3 and "two runs under one name" in err
+
+
+def test_an_undecided_ranking_ends_with_the_command_that_says_what_to_run(
+    steps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--x=step", "--y=reward", "--by=recipe", "--bounds", "-1", "1", "--r0", "0.2", "--max-compute", "1e3",
+        "--robust", "--margin", "0.05", r"--seed-from=-s(\d+)", "--size", "recipe", "--group", "step",
+    ]  # fmt: skip
+    given = cli.make_parser().parse_args(["rank", str(steps), *words])
+    parsed = vars(cli.make_parser().parse_args(["plan", *reading_words(given)]))
+    assert parsed["group"] == ["recipe", "step"] and parsed["size"] is None
+    for name in ("sources", "margin", *READING, "r0", "robust", "min_compute", "max_compute"):
+        assert name in ("size", "group") or parsed[name] == getattr(given, name), name
+    code, out, _ = run(capsys, "rank", steps, *words[:8])
+    assert code == 0 and out.startswith("undecided: ")
+    last = out.splitlines()[-1]
+    assert last == f"next: scalerl plan {steps} --x=step --y=reward --by=recipe --r0=0.2 --bounds -1 1"
+    code, out, _ = run(capsys, *last.removeprefix("next: scalerl ").split())
+    assert code == 0 and out.startswith("not settled: ")

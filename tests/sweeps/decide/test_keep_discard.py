@@ -16,6 +16,7 @@ from scipy import stats
 from sweeps import api
 from sweeps.cli.main import main
 from sweeps.decide.keep_discard import DISCARD, KEEP, UNDECIDED, Choice, keep_or_discard, runs_needed
+from sweeps.report.comparison_text import choice_text
 from sweeps.source.run_values import RunTable, RunValues
 from tests.paths import ROOT
 
@@ -23,13 +24,13 @@ EXAMPLE = ROOT / "examples" / "results.tsv"
 HEAD = "commit\tval_bpb\tmemory_gb\tstatus\tdescription\n"
 
 
-def choice(**runs: Any) -> Choice:
+def choice(margin: float | None = None, /, **runs: Any) -> Choice:
     """Decide between `a` and `b`; runs are values, None for a run that failed."""
     recipes = [
         RunValues(name, tuple(v for v in values if v is not None), sum(v is None for v in values))
         for name, values in runs.items()
     ]
-    return keep_or_discard(RunTable("value", tuple(recipes), {}, ()), "a", "b")
+    return keep_or_discard(RunTable("value", tuple(recipes), {}, ()), "a", "b", margin)
 
 
 def verdicts(pairs: int, apart: float, runs: tuple[int, int], spread: float = 1.0, repeats: int = 0) -> Counter[str]:
@@ -100,6 +101,24 @@ def test_single_runs_decide_nothing_and_name_the_remedy() -> None:
     assert found.verdict == UNDECIDED and found.difference is None and found.noise_floor is None
     assert found.sentence.startswith("undecided: nothing was repeated")
     assert found.remedy == "run a 5 times, each with another seed, and give every run its own row"
+
+
+def test_the_default_margin_is_named_as_the_noise_floor_and_runs_needed_are_for_the_undecided() -> None:
+    """Without --margin the number needed is the same for every table, so the output names what it is the number of."""
+    base, near, far = [1.0, 1.2, 0.9, 1.1, 1.05], [1.1, 1.2, 1.0], [3.0, 3.2, 2.9]
+    by_default, given = choice(a=base, b=near), choice(0.5, a=base, b=near)
+    assert by_default.verdict == given.verdict == UNDECIDED and by_default.runs_needed == 17
+    told = f"to tell a difference as large as the noise floor ({by_default.margin:.4g})"
+    assert by_default.remedy is not None and by_default.remedy.startswith(
+        f"{told} takes 17 runs of each: run a 12 more"
+    )
+    assert by_default.remedy.endswith("; or give the difference that matters to you with --margin")
+    (row,) = [line for line in choice_text(by_default).splitlines() if line.startswith("runs needed")]
+    assert row.startswith("runs needed       17 of each ") and row.endswith(f" {told} at 5% with 80% power")
+    assert "noise floor (" not in choice_text(given) and "to tell 0.5 at 5% with 80% power" in choice_text(given)
+    for decided in (choice(a=base, b=far), choice(a=far, b=base)):
+        assert decided.verdict in (KEEP, DISCARD) and decided.to_json()["runs_needed"] == 17
+        assert "runs needed" not in choice_text(decided)
 
 
 def test_identical_runs_show_no_spread() -> None:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from benchmarks import coverage
 from sweeps.curve import Curve, make_curve
 from sweeps.errors import UserError
-from sweeps.fit.fit import FitOptions, fit_curve, fit_curves
+from sweeps.fit.fit import FitOptions, fit_curve, fit_curves, warnings_of
 from sweeps.fit.predict import predict, predict_mean
+from sweeps.fit.published import fit_literal
 from sweeps.source import load
 from tests.examples import every, examples
 from tests.paths import CURVES
@@ -180,6 +181,21 @@ def test_seed_spread_is_borrowed_pooled_or_measured() -> None:
     assert {fit.seed_spread.source for fit in pooled} == {"pooled"}
     own = fit_curves([curve(seeds=6, seed_sd=0.03, rng=1)])[0]
     assert own.seed_spread.source == "measured" and 0.012 < own.seed_spread.sd < 0.06
+
+
+def test_a_spread_between_seeds_that_is_assumed_is_a_warning() -> None:
+    alone = curve(seeds=1, rng=3)
+    percent = make_curve("b", alone.compute, 100 * alone.reward, alone.seed)
+    for curves, said in (
+        ([alone], "one seed per recipe: the spread between seeds is assumed (0.015), not measured; add seeds"),
+        ([percent], "one seed per recipe: the spread between seeds is assumed (1.5), not measured; add seeds"),
+        ([curve(seeds=2)], "too few seeds: the spread between seeds is assumed (0.015), not measured; add seeds"),
+    ):
+        fits = fit_curves(curves)
+        assert warnings_of(fits) == [said, *(f"{fit.recipe}: {note}" for fit in fits for note in fit.warnings)]
+    measured = fit_curves([curve(name, seeds=2, rng=i) for i, name in enumerate("ab")])
+    assert not any("assumed" in note for note in warnings_of(measured))
+    assert not any("assumed" in note for note in warnings_of([fit_literal(alone, FitOptions())])), "it has no interval"
 
 
 def test_a_seed_that_ended_early_lends_its_points_and_no_asymptote() -> None:
