@@ -79,14 +79,7 @@ class FunctionGrader:
 
     def missing(self, row: Mapping[str, Any]) -> list[str]:
         """Return the arguments that the function must be given and a row cannot give it, in TRL's form."""
-        if self._form != "trl":
-            return []
-        required = [
-            parameter.name
-            for parameter in inspect.signature(self._function).parameters.values()
-            if parameter.default is parameter.empty and parameter.kind not in _COLLECTS
-        ]
-        return [name for name in required if name not in _OF_TRL and (name in _NOT_PASSED or name not in row)]
+        return [name for name in self._columns if name in _NOT_PASSED or name not in row]
 
     def needs_group(self, prompt: Prompt) -> bool:
         """Return whether the function is called once per group: True for TRL's form."""
@@ -117,6 +110,13 @@ class FunctionGrader:
     @cached_property
     def _form(self) -> Form:
         return form_of(self.field, self._function)
+
+    @cached_property
+    def _columns(self) -> list[str]:
+        """Columns that a call in TRL's form must pass: parameters without a default."""
+        parameters = inspect.signature(self._function).parameters.values() if self._form == "trl" else ()
+        required = [each for each in parameters if each.default is each.empty and each.kind not in _COLLECTS]
+        return [parameter.name for parameter in required if parameter.name not in _OF_TRL]
 
     def check(self) -> None:
         """Load the function in this process, so that errors in it are reported before anything starts.
