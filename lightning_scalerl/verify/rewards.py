@@ -74,7 +74,7 @@ class FunctionGrader:
 
     @property
     def takes_answer(self) -> bool:
-        """Whether the function is called with the row's answer, in the forms that have an argument for it."""
+        """True if the function is called with the row's answer, in the forms that have an argument for it."""
         return self._form in ("verl", "answer")
 
     def missing(self, row: Mapping[str, Any]) -> list[str]:
