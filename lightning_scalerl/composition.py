@@ -11,6 +11,7 @@ import pickle
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from string import Template
@@ -422,6 +423,16 @@ def axes_of(config: Mapping[str, Any]) -> list[str]:
     return [*(axis for axis in AXES if axis in config), *own]
 
 
+def group_of(override: str) -> str:
+    """Return the configuration group of an override, the first word of its key."""
+    return override.lstrip("+~").split("=")[0].split(".")[0].split("@")[0]
+
+
+def departing(overrides: Sequence[str], axes: Sequence[str]) -> list[str]:
+    """Return the overrides that may change a recipe's choices: those of an axis, and variants."""
+    return [entry for entry in overrides if group_of(entry) in (*axes, "variant")]
+
+
 def chosen(config: Any, group: str) -> Any:
     """Return a group of a composed configuration.
 
@@ -497,7 +508,7 @@ def build_recipe(config: Any, name: str, build: Callable[[Any, str], Any] = buil
 
     return Recipe(
         name=name,
-        choices=Choices.of(build(config, axis) for axis in axes_of(config)),
+        choices=_choices_of(config, build),
         optimizer=build(config, "optimizer"),
         schedule=build(config, "schedule"),
         batch=build(config, "batch"),
@@ -511,8 +522,14 @@ def build_recipe(config: Any, name: str, build: Callable[[Any, str], Any] = buil
     )
 
 
+def _choices_of(config: Any, build: Callable[[Any, str], Any] = build) -> Choices:
+    return Choices.of(build(config, axis) for axis in axes_of(config))
+
+
 def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ()) -> Recipe:
     """Build the recipe `recipe/<name>.yaml` of `conf/` or a user folder.
+
+    Its attribute `named` has the choices without those overrides that change an axis.
 
     Args:
         name: name of the recipe's file.
@@ -523,4 +540,15 @@ def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ())
         ConfigurationError: a recipe, key or value is unknown.
     """
     folders = use_folders(folders)
-    return build_recipe(composer_of(folders).config([f"recipe={name}", *overrides]), name)
+    composer, chosen_recipe = composer_of(folders), f"recipe={name}"
+    config = composer.config([chosen_recipe, *overrides])
+    recipe = build_recipe(config, name)
+    departures = departing(overrides, axes_of(config))
+    if not departures:
+        return recipe
+    kept = [entry for entry in overrides if entry not in departures]
+    try:
+        named = _choices_of(composer.config([chosen_recipe, *kept]))
+    except ConfigurationError:
+        return recipe  # the recipe is incomplete without these overrides, so it has no choices of its own
+    return replace(recipe, named=named)

@@ -81,6 +81,7 @@ from lightning_scalerl.update.terms import Term, terms, with_selection
 from lightning_scalerl.update.token_credit import token_credit
 from lightning_scalerl.verify.verification import Verifiers
 from sweeps.run.interruption import RunInterruptedError, interruption
+from sweeps.run.journal import LABEL
 
 
 class ScaleRL(LightningModule):
@@ -378,7 +379,7 @@ class ScaleRL(LightningModule):
         self.sigterm_handler = signal.getsignal(signal.SIGTERM)
         self.choices = resolve_choices(self.trainer, self.recipe, stage)
         settings = {**resolved_choices(self.recipe, self.choices), **self.arguments, "seed": self.seed}
-        self.save_hyperparameters(settings)
+        self.save_hyperparameters({**settings, LABEL: identity_of(self.trainer, self)["title"]})
         self.memory = place_models(self.models, self.recipe, self.choices, self.trainer)
         devices = self.ranks.count + self.recipe.driver.engine_devices + self.choices.kl.devices
         self.meter = ComputeMeter(FlopModel.of(self.policy.model), devices=devices, axes=self.recipe.compute)

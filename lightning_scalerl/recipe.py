@@ -135,6 +135,7 @@ class Recipe:
     """Named set of choices with the settings that go with them.
 
     `scaled_for` is the model that the settings were made for. `evaluation` has default arguments for `Evaluate`.
+    `named` has the choices of the recipe's file where overrides have changed some of them, else None.
     """
 
     name: str
@@ -154,6 +155,7 @@ class Recipe:
     environment: EnvironmentSettings = EnvironmentSettings()  # noqa: RUF009  # frozen
     scaled_for: str | None = None
     evaluation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    named: Choices | None = None
 
     def check_scale(self, made_for_it: bool) -> None:
         """Refuse settings that were made for another model, unless the user set `scaled_for=null`.

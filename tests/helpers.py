@@ -58,6 +58,8 @@ SMALL = (
     "optimizer.lr=3e-3",
     "async_mode.k=3",
 )
+# Label of a run of recipe scalerl_core with these overrides: only the last is on an axis.
+SMALL_CORE = "scalerl_core+async_mode.k=3"
 
 
 def row(*given: DesignChoice) -> Choices:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -38,7 +39,7 @@ from lightning_scalerl.stream.random_streams import EVALUATION_STREAM
 from lightning_scalerl.verify.verification import RewardError
 from sweeps.run.journal import read_journal
 from tests.examples import every
-from tests.helpers import SMALL, CountingTask, fit, quiet
+from tests.helpers import SMALL, SMALL_CORE, CountingTask, fit, quiet
 from tests.measure.test_compute_meter import check_hours
 
 
@@ -503,7 +504,7 @@ def test_journal_semantics_and_compute(tiny_model_path: str, tmp_path: Path) -> 
     fit(tiny_model_path, tmp_path, steps=4, callbacks=[DAPO(clip_low=0.2, clip_high=0.26)])
     view = read_journal(tmp_path)
     assert view.status == "finished"
-    assert view.header["recipe"] == "scalerl_core+loss=DAPO"
+    assert view.header["recipe"] == f"{SMALL_CORE}+loss=DAPO"
     assert view.header["parameters"] == sum(p.numel() for p in load_model(tiny_model_path).parameters())
     assert [record.step for record in view.of_kind("eval")] == [0, 2, 4]
     assert [record.step for record in view.of_kind("train")] == [1, 2, 3, 4]
@@ -518,7 +519,7 @@ def test_journal_semantics_and_compute(tiny_model_path: str, tmp_path: Path) -> 
     semantics = json.loads((tmp_path / "semantics.json").read_text())
     assert semantics["choices"]["loss"]["ratio_interval"] == [0.8, 1.26]
     assert semantics["choices"]["normalization"]["ddof"] == 1
-    assert semantics["departs_from_recipe_on"] == ["loss"]
+    assert semantics["departs_from_recipe_on"] == ["async_mode", "loss"]
     assert all(math.isfinite(value) for record in view.records for value in record.metrics.values())
 
 
@@ -529,7 +530,7 @@ def test_nothing_recorded_is_written_over(tiny_model_path: str, tmp_path: Path) 
         fit(tiny_model_path, tmp_path, steps=2)
     with pytest.raises(ConfigurationError, match="holds a run with seed 0, this one has 1"):
         fit(tiny_model_path, tmp_path, steps=2, seed=1)
-    with pytest.raises(ConfigurationError, match="holds a run with recipe 'scalerl_core', this one has"):
+    with pytest.raises(ConfigurationError, match=re.escape(f"holds a run with recipe {SMALL_CORE!r}, this one has")):
         fit(tiny_model_path, tmp_path, steps=2, callbacks=[OnPolicy()])
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 

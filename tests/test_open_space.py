@@ -76,8 +76,8 @@ def test_the_same_in_a_script(place: Path) -> None:
     assert done.returncode == 0, done.stderr
     (run_dir,) = find_runs(place / "outputs" / "script")
     view = read_journal(run_dir)
-    assert view.header["departures"] == {"loss": "RootLoss", "decay": "GeometricDecay"}
-    assert view.header["recipe"] == "mine+loss=RootLoss+decay=GeometricDecay"
+    assert view.header["departures"] == {"loss": "RootLoss, power=0.5", "decay": "GeometricDecay, factor=0.9"}
+    assert view.header["recipe"] == "mine+loss=RootLoss+loss.power=0.5+decay=GeometricDecay+decay.factor=0.9"
     assert len(view.of_kind("train")) == 4
     semantics = json.loads((run_dir / "semantics.json").read_text())
     assert semantics["choices"]["decay"] == {"choice": "GeometricDecay", "factor": 0.9}

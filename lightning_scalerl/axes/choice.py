@@ -106,6 +106,19 @@ class DesignChoice(Callback):
         """Return whether both choices have the same semantics; their classes may differ."""
         return self.semantics() == other.semantics()
 
+    def changes_from(self, other: DesignChoice) -> list[str]:
+        """Return what this choice changes of another one on its axis, as the parts of a label.
+
+        The parts are the choice's name, unless both have the same, and its parameters as `name=value`: those that
+        differ from the other's, or from their defaults if the names differ.
+        """
+        name, other_name = (str(choice.semantics()["choice"]) for choice in (self, other))
+        signature = inspect.signature(type(self)).parameters
+        usual = other.parameters() if name == other_name else {key: each.default for key, each in signature.items()}
+        texts = {key: (_text(value), _text(usual.get(key))) for key, value in self.parameters().items()}
+        changed = [f"{key}={text}" for key, (text, usual_text) in texts.items() if text != usual_text]
+        return changed if changed and name == other_name else [name, *changed]
+
     @classmethod
     def neutral_choice(cls: type[C]) -> C | None:
         """Build the axis's neutral choice; return None if it has none.
@@ -163,6 +176,21 @@ class DesignChoice(Callback):
                 f"callbacks: {type(self).__name__} (axis {self.axis}) needs a ScaleRL module, "
                 f"got {type(pl_module).__name__}"
             )
+
+
+def _text(value: Any) -> str:
+    """Return a parameter's value as it would be given on the command line; an object by its name."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, str | int | float):
+        return str(value)
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{_text(item)}' for key, item in value.items())}}}"
+    if isinstance(value, Sequence):
+        return f"[{','.join(map(_text, value))}]"
+    return str(getattr(value, "__name__", type(value).__name__))
 
 
 def _descendants(root: type[Any]) -> list[type[Any]]:

@@ -17,6 +17,7 @@ from lightning_scalerl.task.base import NoReward, RewardScale
 from lightning_scalerl.update.terms import terms
 from sweeps.run import provenance
 from sweeps.run.journal import SEMANTICS_FILE
+from sweeps.run.spec import digest
 
 # Order in which credit is computed. The ScaleRL paper leaves open whether its filter comes before its normalization.
 ORDER = ["reward", "length control", "filter", "advantage", "normalization", "truncated"]
@@ -27,7 +28,7 @@ def resolved_semantics(module: Any) -> dict[str, Any]:
     """Return everything that the names in a recipe resolve to, as plain values for `semantics.json`."""
     return {
         **resolved_choices(module.recipe, module.choices),
-        "departs_from_recipe_on": module.mechanism.axes,
+        "departs_from_recipe_on": list(_departures(module)),
         "context": {
             **asdict(module.recipe.context),
             "top_p": 1.0,
@@ -35,6 +36,8 @@ def resolved_semantics(module: Any) -> dict[str, Any]:
             "stop_tokens": module.stop_tokens,
         },
         "seed": module.seed,
+        "task": _task_of(module),
+        "model": _model_of(module),
         "parameters": parameter_count(module),
         **adapter_of(module),
         **({"teacher": module.models.teacher} if module.models.teacher else {}),
@@ -131,14 +134,13 @@ def header_fields(module: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
 
     Fields of `identity`, which a study assigns to its members, take precedence over those of a run on its own.
     """
-    departs = _departures(module)
     local = {
         "run": "local",
         "curve": "local",
         "recipe": own_label(module),
         "seed": module.seed,
         "baseline": module.recipe.name,
-        "departures": departs,
+        "departures": {axis: ", ".join(changes) for axis, changes in _departures(module).items()},
         "settings": {},
         "parameters": parameter_count(module),
         "device": module.device.type,
@@ -150,12 +152,34 @@ def header_fields(module: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_label(module: Any) -> str:
-    """Return the default name of a run: its recipe plus the choices that depart from it."""
-    return "+".join([module.recipe.name, *(f"{axis}={choice}" for axis, choice in _departures(module).items())])
+    """Return the default name of a run: its recipe plus what it changes in it, as in the labels of a study's members.
+
+    Examples: `scalerl+loss=DAPO+loss.clip_high=0.5`, `scalerl+loss.max_ratio=4`.
+    """
+    parts = [
+        f"{axis}.{part}" if "=" in part else f"{axis}={part}"
+        for axis, changes in _departures(module).items()
+        for part in changes
+    ]
+    return "+".join([module.recipe.name, *parts])
 
 
-def _departures(module: Any) -> dict[str, str]:
-    return {ours.axis: ours.semantics()["choice"] for ours, _ in departures(module.choices, module.recipe.choices)}
+def _departures(module: Any) -> dict[str, list[str]]:
+    """Return what a run changes in its recipe, by axis: by callbacks, or by overrides of the recipe."""
+    named = module.recipe.named or module.recipe.choices
+    return {ours.axis: ours.changes_from(theirs) for ours, theirs in departures(module.choices, named)}
+
+
+def _task_of(module: Any) -> dict[str, Any]:
+    """Return the task's class, its number of training prompts, and a digest of these and of its identity."""
+    name, prompts, identity = module.continuation.meaning["task"]
+    return {"name": name, "prompts": len(prompts), "digest": digest(repr((prompts, identity)))}
+
+
+def _model_of(module: Any) -> str | None:
+    """Return the model's folder or hub id; None for a model that was given as an object."""
+    path = module.models.path
+    return str(Path(path).resolve()) if path is not None and Path(path).is_dir() else path
 
 
 def parameter_count(module: Any) -> int:

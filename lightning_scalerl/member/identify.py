@@ -22,6 +22,8 @@ from lightning_scalerl.composition import (
     chosen,
     compose,
     composer_of,
+    departing,
+    group_of,
     use_folders,
 )
 from lightning_scalerl.member.branch import (
@@ -267,12 +269,12 @@ def _draft(overrides: list[str], everywhere: set[str], composed: Composer, paren
     _check_numbers(values)
     axes = axes_of(values)
     _check_keys(values, overrides, axes)
-    departing = [entry for entry in own if group_of(entry) in (*axes, "variant")]
+    departures = departing(own, axes)
     reference = values
-    if departing:
-        reference = {**composed.resolved(with_parent([each for each in own if each not in departing])), **branch}
+    if departures:
+        reference = {**composed.resolved(with_parent([each for each in own if each not in departures])), **branch}
     by_hand: dict[str, list[str]] = {}
-    for entry in departing:
+    for entry in departures:
         if group_of(entry) != "variant":
             by_hand.setdefault(group_of(entry), []).append(entry.lstrip("+"))
     unlabelled = UNLABELLED | set(axes)
@@ -389,11 +391,6 @@ def _identified(
         folders=folders,
         clean=clean,
     )
-
-
-def group_of(override: str) -> str:
-    """Return the configuration group of an override, the first word of its key."""
-    return override.lstrip("+~").split("=")[0].split(".")[0].split("@")[0]
 
 
 def _value(overrides: Sequence[str], key: str) -> str | None:

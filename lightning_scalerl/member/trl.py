@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.composition import Folders, use_folders
+from lightning_scalerl.composition import Folders, group_of, use_folders
 from lightning_scalerl.member.branch import GROUP as BRANCH
-from lightning_scalerl.member.identify import group_of, plan_members
+from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.identity import identity_of
 from lightning_scalerl.translate.record import Run
 from lightning_scalerl.translate.to_trl import VERSION

@@ -31,9 +31,8 @@ from omegaconf import OmegaConf
 from lightning_scalerl import axis_names
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.compat.hydra import locate
-from lightning_scalerl.composition import compose, conf_dir, use_folders
+from lightning_scalerl.composition import compose, conf_dir, group_of, use_folders
 from lightning_scalerl.member.command import plan_commands
-from lightning_scalerl.member.identify import group_of
 from lightning_scalerl.member.identity import content_of, identity_of
 from sweeps.errors import UserError
 from sweeps.run.progress import is_done

@@ -116,14 +116,17 @@ def steps_of(checkpoint: Mapping[str, Any]) -> int:
 
 
 def identity_of(trainer: Any, run: Run) -> dict[str, Any]:
-    """Return the identity stored in checkpoints: the run's name in its study (if any), recipe, seed and choices."""
+    """Return the identity stored in checkpoints: the run's name in its study (if any), title, recipe, seed, choices.
+
+    The title is the label in the run's journal.
+    """
     logs = [callback for callback in trainer.callbacks if isinstance(callback, RunLog)]
     given = logs[0].identity if logs else {}
     choices = {axis: str(choice.semantics()["choice"]) for axis, choice in run.choices.items()}
     named = {"run": given.get("run"), "title": str(given.get("recipe", own_label(run)))}
     if "branch" in given:
         named["branch"] = given["branch"]
-    return {**named, "recipe": own_label(run), "seed": run.seed, "choices": choices}
+    return {**named, "recipe": run.recipe.name, "seed": run.seed, "choices": choices}
 
 
 def branches_from(own: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -137,6 +140,12 @@ def branches_from(own: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> Mapp
     if branch is None or not isinstance(theirs, dict) or theirs.get("run") != branch["run"]:
         return None
     return dict(branch) if steps_of(checkpoint) == branch["step"] else None
+
+
+def _compared(identity: Mapping[str, Any], key: str) -> Any:
+    """Return a value of an identity. Earlier versions stored `+axis=choice` after the recipe, which choices repeat."""
+    value = identity.get(key)
+    return str(value).partition("+")[0] if key == "recipe" else value
 
 
 def check_run(own: dict[str, Any], checkpoint: Mapping[str, Any], ckpt_path: Any) -> None:
@@ -165,7 +174,7 @@ def check_run(own: dict[str, Any], checkpoint: Mapping[str, Any], ckpt_path: Any
     keys = ("run",) if named else ("recipe", "seed", "choices")
     # For an axis that is newer than the checkpoint, assume the neutral choice.
     theirs = {**theirs, "choices": {**_neutral(), **(theirs.get("choices") or {})}}
-    if all(own[key] == theirs.get(key) for key in keys):
+    if all(_compared(own, key) == _compared(theirs, key) for key in keys):
         return
     both = [f"{each.get('title')} seed {each.get('seed')}" for each in (theirs, own)]
     if named:

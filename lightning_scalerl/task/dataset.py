@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from lightning_scalerl.checks import ConfigurationError, error_line
@@ -39,7 +39,7 @@ class DatasetTask(PoolTask):
             which a study does not allow.
         rewards: graders: functions, names, locations (`file.py:function`), or mappings with `use`, `weight`, `name`.
         fields: for format "columns", a mapping of prompt, answer, difficulty and id to column names. By default the
-            columns are `prompt` and `answer`; the answer is optional if only functions grade.
+            columns are `prompt` and `answer`; the column `answer` is optional if only functions grade.
         instruction: appended to every question after a line break; empty for nothing.
         prefix: prepended to every question.
         right, wrong: templates of a completion known to be right, or wrong, with the row's columns as fields, such as
@@ -87,8 +87,11 @@ class DatasetTask(PoolTask):
         self._keeps_columns = keep_columns or with_function
         only_functions = all(isinstance(grader, FunctionGrader) or _needs_none(grader) for grader in graders)
         self._reads_all_rows = with_function or all(map(_needs_none, graders))
-        default_columns = format == "columns" and not fields
-        self._read = _OptionalAnswer() if default_columns and only_functions else _reader(format, fields)
+        read = _reader(format, fields)
+        # A configuration always names the columns, so a function that takes the answer gets none only in a script.
+        takes_answer = any(isinstance(grader, FunctionGrader) and grader.takes_answer for grader in graders)
+        optional = only_functions and not (fields and takes_answer)
+        self._read = _OptionalAnswer(read) if optional and isinstance(read, Columns) else read
         self._identity = rewards
         self._prefix, self._instruction = prefix, instruction
         self._templates = right, wrong
@@ -157,15 +160,16 @@ class DatasetTask(PoolTask):
         Raises:
             ConfigurationError: a row cannot be read.
         """
-        return self._prompts("predict", list(rows))
+        return self._prompts("predict", list(rows), complete=False)
 
-    def _prompts(self, field: str, location: Any, remember: bool = False) -> list[Prompt]:
+    def _prompts(self, field: str, location: Any, remember: bool = False, complete: bool = True) -> list[Prompt]:
         """Read the rows of one set as prompts. Rows that cannot be graded are left out and reported in `notes`.
 
         Args:
             field: the field of the configuration, for errors.
             location: the rows, or where they are.
             remember: whether to collect completions for `known` from these rows.
+            complete: whether to refuse a row without the columns that a reward function takes.
         """
         source = source_of(field, location)
         rows = source.read()
@@ -188,6 +192,8 @@ class DatasetTask(PoolTask):
             if (reason := self._unjudgeable(problem.answer)) is not None:
                 refused.append(f"row {number}: {reason}")
                 continue
+            if complete:
+                self._check_arguments(row, "the rows have" if number == 0 else f"row {number} of {field} has")
             prompts.append(self._prompt(problem, row, number))
         if unanswered:
             self._notes.append(
@@ -204,6 +210,15 @@ class DatasetTask(PoolTask):
         if remember:
             self._collect_known(prompts)
         return prompts if self._keeps_columns else [replace(prompt, columns={}) for prompt in prompts]
+
+    def _check_arguments(self, row: Row, columns: str) -> None:
+        """Check that a row has all columns that the reward functions take; `columns` introduces them in the error."""
+        for reward in self._rewards.rewards:
+            if isinstance(reward.grader, FunctionGrader) and (missing := reward.grader.missing(row)):
+                raise ConfigurationError(
+                    f"task.rewards: {reward.grader.source.function} needs {', '.join(missing)}; {columns}: "
+                    f"{fields_of([dict(row)])}"
+                )
 
     def _unjudgeable(self, answer: Any) -> str | None:
         """Return the reason why a reward cannot grade with this answer, or None if all can."""
@@ -301,11 +316,15 @@ def _rewards_content(rewards: Any) -> Any:
     return content_of(rewards, lambda path: file_digest("task.rewards", path))
 
 
+@dataclass(frozen=True)
 class _OptionalAnswer:
-    """Reader of rows whose graders need no answer: the column `prompt` is required, `answer` is optional."""
+    """Reader of rows whose graders need no answer: a column `answer` is optional, one of another name is not."""
+
+    columns: Columns
 
     def __call__(self, row: Row) -> Problem:
-        return Columns(answer="answer" if "answer" in row else None)(row)
+        absent = self.columns.answer == Columns.answer and Columns.answer not in row
+        return (replace(self.columns, answer=None) if absent else self.columns)(row)
 
 
 def _reader(format: str, fields: Mapping[str, str] | None) -> Any:

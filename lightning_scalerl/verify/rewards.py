@@ -23,6 +23,12 @@ from lightning_scalerl.verify.judge_client import JudgeError
 
 Form = Literal["trl", "verl", "sample", "answer"]
 
+# Arguments of TRL's form beside the row's columns, and columns that are not passed.
+_OF_TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+_NOT_PASSED = ("prompt", "completion")
+# Parameters without a default that need no argument: *args and **kwargs.
+_COLLECTS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 
 def form_of(field: str, function: Callable[..., Any]) -> Form:
     """Return the form of a reward function, by the names of its parameters.
@@ -66,6 +72,15 @@ class FunctionGrader:
         """Load the function before the first grade, as its imports may take long."""
         _ = self._form
 
+    @property
+    def takes_answer(self) -> bool:
+        """True if the function is called with the row's answer, in the forms that have an argument for it."""
+        return self._form in ("verl", "answer")
+
+    def missing(self, row: Mapping[str, Any]) -> list[str]:
+        """Return the arguments that the function must be given and a row cannot give it, in TRL's form."""
+        return [name for name in self._columns if name in _NOT_PASSED or name not in row]
+
     def needs_group(self, prompt: Prompt) -> bool:
         """Return whether the function is called once per group: True for TRL's form."""
         return self._form == "trl"
@@ -95,6 +110,13 @@ class FunctionGrader:
     @cached_property
     def _form(self) -> Form:
         return form_of(self.field, self._function)
+
+    @cached_property
+    def _columns(self) -> list[str]:
+        """Columns that a call in TRL's form must pass: parameters without a default."""
+        parameters = inspect.signature(self._function).parameters.values() if self._form == "trl" else ()
+        required = [each for each in parameters if each.default is each.empty and each.kind not in _COLLECTS]
+        return [parameter.name for parameter in required if parameter.name not in _OF_TRL]
 
     def check(self) -> None:
         """Load the function in this process, so that errors in it are reported before anything starts.
@@ -136,21 +158,17 @@ def _call_trl(function: Callable[..., Any], samples: Sequence[Sample]) -> list[G
         per_sample = list(values) if isinstance(values, list | tuple) and len(values) == count else [values] * count
         extra[str(column)] = [str(value) for value in per_sample]
 
-    arguments: dict[str, Any] = {
-        "prompts": [[dict(message) for message in prompt.messages] if conversational else prompt.text for _ in samples],
-        "completions": [
-            [{"role": "assistant", "content": sample.completion}] if conversational else sample.completion
-            for sample in samples
-        ],
-        "completion_ids": [list(sample.tokens) for sample in samples],
-        "trainer_state": SimpleNamespace(global_step=max(sample.step for sample in samples)),
-        "log_extra": log_extra,
-        "log_metric": log_metric,
-    }
+    texts = [[dict(message) for message in prompt.messages] if conversational else prompt.text for _ in samples]
+    completions = [
+        [{"role": "assistant", "content": sample.completion}] if conversational else sample.completion
+        for sample in samples
+    ]
+    tokens = [list(sample.tokens) for sample in samples]
+    state = SimpleNamespace(global_step=max(sample.step for sample in samples))
+    given = (texts, completions, tokens, state, log_extra, log_metric)
+    arguments: dict[str, Any] = dict(zip(_OF_TRL, given, strict=True))
     arguments |= {
-        name: [value] * count
-        for name, value in prompt.columns.items()
-        if name not in ("prompt", "completion", *arguments)
+        name: [value] * count for name, value in prompt.columns.items() if name not in (*_NOT_PASSED, *_OF_TRL)
     }
     rewards = _called(function, arguments)
     # `__len__` admits arrays and tensors of any library.

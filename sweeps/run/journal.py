@@ -52,6 +52,8 @@ JOURNAL_FILE = "metrics.jsonl"
 PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
 CONFIG_FILE = "config.yaml"
 SEMANTICS_FILE = "semantics.json"
+# Hyper-parameter of our runs, in any logger, that has the label of the journal; `recipe` is the recipe's name alone.
+LABEL = "recipe_label"
 
 # Metrics that depend on the wall clock. In a deterministic mode all others must repeat bit for bit.
 WALL_CLOCK_PREFIXES = (

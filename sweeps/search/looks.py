@@ -20,6 +20,7 @@ from sweeps.run.files import append_lines, numbered_lines
 from sweeps.run.journal import JOURNAL_FILE, JournalView, find_runs
 from sweeps.search.journals import Journals, how_far
 from sweeps.search.race_log import RACE_FILE
+from sweeps.source.namesakes import NAME_RUNS
 
 
 class Looks:
@@ -121,5 +122,5 @@ class Looks:
         if len(seeds) > 1 and (len(seeds) == len(views) or seeds.count(views[mine].header.get("seed")) > 1):
             self.warn(
                 f"{len(seeds)} runs in {self._study} have the label {labels[mine]!r}, and do not race each other: runs "
-                "of one label are seeds of one recipe; give each recipe its own, RunLog(run_dir, {'recipe': NAME})"
+                f"of one label are seeds of one recipe; {NAME_RUNS}"
             )

@@ -17,7 +17,7 @@ from sweeps.run.journal import CONFIG_FILE, PASS_RATE, JournalError, JournalView
 from sweeps.source.branches import START, views_from_divergence
 from sweeps.source.collected import ALL, Asked, Collected, CurvePoints, LoadedStudy
 from sweeps.source.held_out import with_at_k
-from sweeps.source.namesakes import tell_apart
+from sweeps.source.namesakes import tell_apart, unlike_scripts
 from sweeps.source.text import listed, short
 from sweeps.source.vocabulary import ORDER, order_warning
 from sweeps.terminal import counted
@@ -68,7 +68,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
     axis = asked.x or _default_axis(usable)
     names = _sets(usable) if asked.metric == ALL else {asked.metric or _default_metric(usable): ""}
     seeds = _seed_labels(usable)
-    identities: dict[str, tuple[CurvePoints, set[str]]] = {}
+    runs_of: dict[str, tuple[CurvePoints, list[JournalView]]] = {}
     count = 0
     for view, seed in zip(usable, seeds, strict=True):
         recipe, factors = _labels(view, into)
@@ -90,7 +90,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
                 "axis"
             ):  # the metric of another trainer may be any reward
                 points.bounds = (0.0, 1.0)
-            identities.setdefault(points.recipe, (points, set()))[1].add(str(view.header.get("curve", "")))
+            runs_of.setdefault(points.recipe, (points, []))[1].append(view)
             if view.status == "failed":
                 reason = f": {short(str(view.reason))}" if view.reason else ""
                 points.warnings.append(f"run {view.path.parent.name} (seed {seed}) failed{reason}; its points are used")
@@ -123,7 +123,10 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
                 count += 1
             points.at_peak.extend(_at_peak(view, axis, spent))
             points.origins.append(float(view.header.get(START, {}).get(axis, 0.0)))
-    for label, (points, curves) in identities.items():
+    for label, (points, views) in runs_of.items():
+        if (differences := unlike_scripts(label, views)) is not None:
+            points.warnings.append(differences)
+        curves = {str(view.header.get("curve", "")) for view in views}
         if len(curves) > 1:  # only some of the runs record their configuration's identity
             points.warnings.append(
                 f"{len(curves)} different configurations share the label {label!r} and are fitted together"

@@ -15,6 +15,7 @@ import numpy as np
 from sweeps.curve import DEVICE_HOURS, VIRTUAL_HOURS, Array
 from sweeps.errors import UserError
 from sweeps.fit.schedule import at_peak_rate
+from sweeps.run.journal import LABEL
 from sweeps.source.cells import is_empty, numbers
 from sweeps.source.collected import ALL, Collected, ForeignRun, described
 from sweeps.source.frame import Table, grouped, table_of
@@ -312,8 +313,9 @@ def _add_reward(
         seed = log.label("seed") or hidden
         seeds_named = seeds_named or seed is not None
         points.own_seeds |= seed is not None
-        points.names_run |= len(logs) > 1 and into.asked.by is None and log.label("recipe") is None
-        recipes_named = recipes_named or log.label("recipe") is not None
+        own = own_recipe(log)
+        points.names_run |= len(logs) > 1 and into.asked.by is None and own is None
+        recipes_named = recipes_named or own is not None
         sd = _standard_error(log, reward.name, steps)
         with_sd += sd is not None
         label = into.run_label(points, seed)
@@ -383,6 +385,11 @@ def _check_steps(read: Series, name: str, steps: Array, where: str) -> None:
         )
 
 
+def own_recipe(log: Log) -> str | None:
+    """Return the recipe that a run's labels name, with what it changes in it where our trainer logged that."""
+    return log.label(LABEL) or log.label("recipe")
+
+
 def recipe_of(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str]]:
     """Return a run's recipe and factors, by the labels that the user groups by.
 
@@ -403,7 +410,7 @@ def recipe_of(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str
                 f"found {listed(log.labels)}; choose with {option}"
             )
         values[name] = value
-    recipe = values[into.asked.by] if into.asked.by is not None else log.label("recipe") or log.name
+    recipe = values[into.asked.by] if into.asked.by is not None else own_recipe(log) or log.name
     return recipe, {factor: values[factor] for factor in into.asked.factors}
 
 

@@ -1,7 +1,8 @@
 """Disambiguation of runs with the same label but different curves, by the differences in their configurations.
 
 A label is made from a command line, so two grids with the same study name (the second with another learning rate) may
-produce the same label. The header's `curve` identifies a run's curve.
+produce the same label. The header's `curve` identifies a run's curve. Runs of scripts have no such identity: their
+resolved settings are compared, and a difference is a warning.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.run.files import parse_json
-from sweeps.run.journal import JournalView
+from sweeps.run.journal import SEMANTICS_FILE, JournalView
 from sweeps.run.spec import SPEC_FILE, leaves, science
 from sweeps.source.collected import LoadedStudy
 from sweeps.source.text import short
@@ -20,6 +21,10 @@ from sweeps.source.text import short
 _SHOWN = 3  # keys in a label
 # Identities in the headers of scripts that do not name one.
 _UNKNOWN = frozenset({"", "local", "None"})
+# Advice on runs of scripts that share a label.
+NAME_RUNS = "give each recipe its own, RunLog(run_dir, {'recipe': NAME})"
+# Keys of `semantics.json` that may differ between runs of one recipe, or that follow from others.
+_OF_A_RUN = ("seed", "versions", "commit", "departs_from_recipe_on")
 _NO_KEY = object()
 
 # A recipe's label, and the (name, value) pairs of the factors that the curves are grouped by.
@@ -65,6 +70,35 @@ def tell_apart(runs: Sequence[tuple[JournalView, Mapping[str, str]]], study: Loa
             f"{len(entry.labels)} different configurations share the label {recipe!r}{where}; each is a curve of its "
             f"own: {short(', '.join(entry.labels.values()), 400)}"
         )
+
+
+def unlike_scripts(label: str, views: Sequence[JournalView]) -> str | None:
+    """Return a warning if runs of scripts under one label differ in their resolved settings, else None.
+
+    Runs that name their curve, and runs without `semantics.json`, are left out.
+    """
+    read = (_semantics(view.path.parent) for view in views if str(view.header.get("curve", "")) in _UNKNOWN)
+    settings = [values for values in read if values]
+    differing = {
+        key: texts
+        for key in dict.fromkeys(key for values in settings for key in values)
+        if len(texts := dict.fromkeys(str(values.get(key, "none")) for values in settings)) > 1
+    }
+    if not differing:
+        return None
+    shown = "; ".join(f"{key}: {short(', '.join(texts), 80)}" for key, texts in list(differing.items())[:_SHOWN])
+    more = f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+    return f"runs of {label} differ in {shown}{more}; they are fitted together as seeds of one recipe; {NAME_RUNS}"
+
+
+def _semantics(run_dir: Path) -> dict[str, Any]:
+    """Return a run's resolved choices and settings by dotted key, choices first; empty on errors."""
+    try:
+        values = parse_json((run_dir / SEMANTICS_FILE).read_text())
+        kept = {key: value for key, value in values.items() if key not in (*_OF_A_RUN, "choices")}
+        return {**leaves(values.get("choices", {})), **leaves(kept)}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
 
 
 def _label(view: JournalView, factors: Mapping[str, str]) -> _Label:

@@ -29,8 +29,10 @@ from lightning_scalerl.state import StateRegistry
 from sweeps.run.activity import activity
 from sweeps.run.journal import JOURNAL_FILE, read_journal
 from tests.examples import every
-from tests.helpers import SMALL, CountingTask, fit, quiet
+from tests.helpers import SMALL, SMALL_CORE, CountingTask, fit, quiet
 from tests.paths import ROOT
+
+CORE = re.escape(SMALL_CORE)
 
 
 def lines_of(run_dir: Path, kind: str) -> list[dict[str, Any]]:
@@ -403,17 +405,17 @@ def go_on(model: str, path: Path, seed: int = 0, recipe: str = "scalerl_core", *
         every(
             5,
             [
-                ({"seed": 1}, "scalerl_core seed 0, and this one is scalerl_core seed 1;"),
-                ({"recipe": "scalerl"}, "scalerl_core seed 0, and this one is scalerl seed 0 "),
+                ({"seed": 1}, f"{CORE} seed 0, and this one is {CORE} seed 1;"),
+                ({"recipe": "scalerl"}, rf"{CORE} seed 0, and this one is scalerl\+async_mode\.k=3 seed 0 "),
                 (
                     {"overrides": ["advantage=gae", "critic=value_network", "filter=none"]},
-                    "scalerl_core seed 0, and this one is .*critic ",
+                    f"{CORE} seed 0, and this one is .*critic ",
                 ),
                 (
                     {"callbacks": [DAPO()]},
-                    r"scalerl_core seed 0, and this one is scalerl_core\+loss=DAPO seed 0 \(loss CISPO, not DAPO\);",
+                    rf"{CORE} seed 0, and this one is {CORE}\+loss=DAPO seed 0 \(loss CISPO, not DAPO\);",
                 ),
-                ({"overrides": ["kl=fixed"]}, r"scalerl_core seed 0, and this one is .* \(kl "),
+                ({"overrides": ["kl=fixed"]}, rf"{CORE} seed 0, and this one is .* \(kl "),
             ],
             pytest.mark.full,
         ),
@@ -437,6 +439,7 @@ def test_another_budget_and_a_checkpoint_that_says_nothing_are_gone_on_from(
     assert go_on(tiny_model_path, path, steps=5).completed_steps == 5
     saved = torch.load(path, weights_only=True)
     del saved[IDENTITY]["choices"]["adapter"]  # an axis of a later version
+    saved[IDENTITY]["recipe"] += "+loss=CISPO"  # as an earlier version stored it
     torch.save(saved, tmp_path / path.name)
     assert go_on(tiny_model_path, tmp_path / path.name).completed_steps == 6
     del saved[IDENTITY]

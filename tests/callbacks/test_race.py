@@ -15,7 +15,7 @@ from sweeps.decide.rules import Rules
 from sweeps.errors import UserError
 from sweeps.run.journal import Journal, read_journal
 from sweeps.search.looks import Looks
-from tests.helpers import fit
+from tests.helpers import SMALL_CORE, fit
 from tests.sweeps.search.runners import EVERY, STEPS, evaluation, member
 
 RATE = "eval/heldout/pass_rate"
@@ -61,7 +61,7 @@ def test_a_run_that_will_not_be_best_ends_is_saved_and_goes_on_without_the_race(
     assert stopped.reason == "stopped before max_steps by a callback of the Trainer"
     assert "of ending ahead of rival" in caplog.text
     looks = [json.loads(line)["look"] for line in (run_dir / "race.jsonl").read_text().splitlines()]
-    assert looks[-1]["stopped"] == ["scalerl_core"] and all(not look["stopped"] for look in looks[:-1])
+    assert looks[-1]["stopped"] == [SMALL_CORE] and all(not look["stopped"] for look in looks[:-1])
     # Continued without the callback it is the run that was never stopped.
     fit(tiny_model_path, run_dir, BUDGET_STEPS, resume=True)
     assert read_journal(run_dir).deterministic() == read_journal(folder / "whole").deterministic()
@@ -108,11 +108,11 @@ def test_scripts_that_share_a_label_do_not_race_and_are_told_once(
     tiny_model_path: str, study: tuple[Path, float], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, budget = study
-    rival(tmp_path, folder / "whole", "scalerl_core", 0.9)
+    rival(tmp_path, folder / "whole", SMALL_CORE, 0.9)
     with caplog.at_level(logging.WARNING):
         fit(tiny_model_path, tmp_path / "mine", 12, [Race(tmp_path, budget)])
     (said,) = [record.message for record in caplog.records if record.message.startswith("race: ")]
-    assert said.startswith(f"race: 2 runs in {tmp_path.resolve()} have the label 'scalerl_core', and do not race")
+    assert said.startswith(f"race: 2 runs in {tmp_path.resolve()} have the label {SMALL_CORE!r}, and do not race")
     assert said.endswith("give each recipe its own, RunLog(run_dir, {'recipe': NAME})")
 
 

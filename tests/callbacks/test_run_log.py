@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 
+from lightning_scalerl import CISPO, DAPO
 from sweeps.errors import UserError
-from sweeps.run.journal import Journal, read_journal
+from sweeps.run.journal import SEMANTICS_FILE, Journal, read_journal
 from sweeps.run.passes import PASSES_FILE, Passes, digest, read_passes, write_passes
+from sweeps.source import load
 from sweeps.source.held_out import passes_by
 from tests.helpers import fit
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "departures"),
+    [
+        ({"overrides": ["loss=dapo"]}, "loss=DAPO", "DAPO"),
+        ({"overrides": ["loss=gspo"]}, "loss=GSPO", "GSPO"),
+        ({"callbacks": [DAPO(clip_low=0.2, clip_high=0.5)]}, "loss=DAPO+loss.clip_high=0.5", "DAPO, clip_high=0.5"),
+        ({"callbacks": [CISPO(max_ratio=4.0)]}, "loss.max_ratio=4", "max_ratio=4"),
+    ],
+)
+def test_the_label_of_a_script_has_all_choices_that_depart(
+    tiny_model_path: str, tmp_path: Path, options: dict[str, Any], changes: str, departures: str
+) -> None:
+    logger = CSVLogger(str(tmp_path), name="csv")
+    fit(tiny_model_path, tmp_path, 1, recipe="scalerl", logger=logger, **options)
+    header = read_journal(tmp_path).header
+    label = f"scalerl+async_mode.k=3+{changes}"
+    assert (header["curve"], header["baseline"], header["recipe"]) == ("local", "scalerl", label)
+    assert header["departures"]["loss"] == departures
+    semantics = json.loads((tmp_path / SEMANTICS_FILE).read_text())
+    assert semantics["departs_from_recipe_on"] == list(header["departures"])
+    assert semantics["model"] == str(Path(tiny_model_path).resolve()) and semantics["task"]["name"] == "CountingTask"
+    # Lightning's logs alone are read under the same label.
+    (curve,) = load([tmp_path / "csv"]).curves
+    assert curve.recipe == label
 
 
 @pytest.mark.slow
@@ -49,8 +80,6 @@ def test_passes_by_prompt_are_those_of_the_journal_across_a_resume(tiny_model_pa
 
 
 def test_journals_of_earlier_versions_have_pass_at_k_from_their_passes(tmp_path: Path) -> None:
-    from sweeps.source import load
-
     run = tmp_path / "run"
     journal = Journal(run)
     journal.header(run="run", curve="c", recipe="scalerl", seed=0)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_scalerl import CISPO, DAPO, LoRA
+from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.choices import AXES
-from lightning_scalerl.composition import build_recipe, compose
+from lightning_scalerl.composition import build_recipe, compose, load_recipe
+from lightning_scalerl.measure.mechanism import departures
 from lightning_scalerl.measure.semantics import effective, resolved_choices
 
 # Axes that a run of ScaleRL has a line for; all others are neutral.
@@ -59,3 +62,37 @@ def test_terms_and_their_aggregations_are_stored(recipe: str) -> None:
         token = "TokenAggregation"
         expected = [("policy", token), ("value", token), ("kl", "SampleAggregation"), ("entropy", token)]
     assert [(term["name"], term["aggregation"]) for term in terms] == expected
+
+
+@pytest.mark.parametrize(
+    ("choice", "other", "changes"),
+    [
+        (DAPO(), CISPO(), ["DAPO"]),
+        (DAPO(clip_high=0.5), CISPO(), ["DAPO", "clip_high=0.5"]),
+        (DAPO(clip_low=0.2, clip_high=0.5), DAPO(clip_low=0.2, clip_high=0.28), ["clip_high=0.5"]),
+        (CISPO(max_ratio=4.0), CISPO(), ["max_ratio=4"]),
+        (LoRA(targets=["q", "v"]), LoRA(), ["targets=[q,v]"]),
+    ],
+)
+def test_a_label_has_what_a_choice_changes(choice: DesignChoice, other: DesignChoice, changes: list[str]) -> None:
+    assert choice.changes_from(other) == changes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes"),
+    [
+        (["loss=dapo", "scale=tiny"], {"loss": ["DAPO"]}),
+        (["loss=gspo", "loss.clip_high=0.5"], {"loss": ["GSPO", "clip_high=0.5"]}),
+        (["variant=loss_dapo"], {"loss": ["DAPO"]}),
+        (["filter=zero_variance"], {}),
+    ],
+)
+def test_overrides_of_an_axis_depart_from_the_recipe(overrides: list[str], changes: dict[str, list[str]]) -> None:
+    recipe = load_recipe("scalerl", overrides)
+    assert recipe.named is not None
+    pairs = departures(recipe.choices, recipe.named)
+    assert {ours.axis: ours.changes_from(theirs) for ours, theirs in pairs} == changes
+
+
+def test_overrides_of_settings_do_not_depart_from_the_recipe() -> None:
+    assert load_recipe("scalerl", ["scale=tiny", "optimizer.lr=1e-3"]).named is None

@@ -382,3 +382,54 @@ def test_a_verifier_that_does_not_know_its_rows_is_found(tmp_path: Path) -> None
 )
 def test_only_what_cannot_hang_is_trusted(rewards: Any, trusted: bool, tmp_path: Path) -> None:
     assert task_of(tmp_path, rows("a"), rows("x"), rewards=rewards).trusted is trusted
+
+
+# --- columns that rewards take -------------------------------------------------------------------------------
+
+SOLVED = [{"prompt": f"{n}+{n}=", "solution": str(2 * n)} for n in range(20)]
+
+
+def configured(folder: Path, *overrides: str) -> DatasetTask:
+    """A task as a configuration makes it, of rows with a prompt and a solution."""
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in SOLVED))
+    (folder / "my_rewards.py").write_text(
+        "def reward(completions, **kwargs):\n    return [0.0 for _ in completions]\n"
+        "def vowels(completions, answer, **kwargs):\n    return [0.0 for _ in completions]\n"
+        "def ours(completion, answer):\n    return 0.0\n"
+    )
+    given = ["task=dataset", f"task.train={path}", "task.heldout=0.2", *overrides]
+    built: DatasetTask = build(compose(given), "task")
+    return built
+
+
+def test_a_configured_task_needs_an_answer_only_if_a_reward_takes_it(tmp_path: Path) -> None:
+    rewards = f"task.rewards={tmp_path}/my_rewards.py"
+    task = configured(tmp_path, f"{rewards}:reward")
+    assert len(task.train_prompts()) + len(task.eval_sets()["heldout"]) == 20
+    named = configured(tmp_path, f"{rewards}:ours", "task.fields.answer=solution")
+    assert {prompt.answer for prompt in named.train_prompts()} <= {row["solution"] for row in SOLVED}
+    for verifier in ("task.rewards=exact_match", f"{rewards}:ours"):
+        with pytest.raises(ConfigurationError, match=r"no column answer; .* name yours with .*task\.fields="):
+            configured(tmp_path, verifier)
+    with pytest.raises(ConfigurationError, match="no column gold"):
+        configured(tmp_path, f"{rewards}:reward", "task.fields.answer=gold")
+
+
+def test_a_reward_function_that_takes_another_column_is_refused_at_once(tmp_path: Path) -> None:
+    said = r"^task\.rewards: vowels needs answer; the rows have: prompt, solution$"
+    with pytest.raises(ConfigurationError, match=said):
+        configured(tmp_path, f"task.rewards={tmp_path}/my_rewards.py:vowels")
+
+
+def test_every_row_has_the_columns_that_a_function_takes() -> None:
+    def reward(completions: list[str], solution: list[str], weight: float = 1.0, *more: Any) -> list[float]:
+        return [0.0 for _ in completions]
+
+    complete, rewards = SOLVED[:3], [reward]
+    with pytest.raises(ConfigurationError, match=r"reward needs solution; row 3 of task\.train has: prompt$"):
+        DatasetTask(train=[*complete, {"prompt": "x"}], rewards=rewards)
+    task = DatasetTask(train=complete, rewards=rewards)
+    assert [prompt.text for prompt in task.read([{"prompt": "x"}])] == ["x"], "sampled, whether or not it is graded"
+    with pytest.raises(ConfigurationError, match=r"<lambda> needs prompt|reward needs prompt"):
+        DatasetTask(train=complete, rewards=lambda completions, prompt: [0.0 for _ in completions])

@@ -600,3 +600,22 @@ def test_the_page_from_trl_has_every_field_that_is_translated_and_keys_that_exis
     keys = {key for _, ours, _ in rows for key in re.findall(r"`([^`]+)`", ours)}
     assert [key for key in sorted(keys) if not exists(key)] == []
     assert not exists("loss=nothing") and not exists("loss.nothing") and not exists("nothing")
+
+
+# Defaults of GRPOConfig and of transformers' TrainingArguments (trl 1.16.0). Its epsilon_high is None, which means
+# epsilon. Settings of a scale are left out, and so are those that only matter with a beta.
+TRL_DEFAULTS = {
+    "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.2, "importance_sampling_level": "token", "beta": 0.0,
+    "scale_rewards": "group", "mask_truncated_completions": False, "num_iterations": 1, "temperature": 1.0,
+    "optim": "adamw_torch", "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0,
+    "max_grad_norm": 1.0, "use_vllm": False, "cast_lm_head_to_fp32": False,
+}  # fmt: skip
+
+
+def test_the_command_of_the_page_from_trl_has_trls_defaults() -> None:
+    page = (ROOT / "docs" / "guide" / "from_trl.md").read_text()
+    (command,) = re.findall(r"^scalerl train (.*?)\n```", page, flags=re.DOTALL | re.MULTILINE)
+    found = said("trl", *command.replace("\\\n", " ").split())
+    assert found.missing == []
+    assert {name: found.settings[name] for name in TRL_DEFAULTS} == TRL_DEFAULTS
+    assert found.settings["steps_per_generation"] == found.settings["gradient_accumulation_steps"], "on-policy"

@@ -11,7 +11,7 @@ import pytest
 from sweeps.cli import main as cli
 from sweeps.errors import UserError
 from sweeps.run.health import mechanism_counters
-from sweeps.run.journal import Journal
+from sweeps.run.journal import SEMANTICS_FILE, Journal
 from sweeps.run.spec import RunSpec, make_spec
 from sweeps.source import load
 
@@ -147,6 +147,39 @@ def test_runs_that_do_not_say_which_they_are_stay_together(tmp_path: Path, unkno
     study = load([str(tmp_path)])
     assert [curve.recipe for curve in study.curves] == ["mine"]
     assert any("fitted together" in note for note in study.curves[0].warnings)
+
+
+def script(run_dir: Path, seed: int = 0, **semantics: Any) -> None:
+    """A run of a script, whose header does not name its curve, with its resolved settings."""
+    journal = Journal(run_dir, clock=lambda: 0.0)
+    journal.header(run="local", curve="local", recipe="scalerl", seed=seed)
+    for step in range(3):
+        journal.record(
+            "eval", step, {"eval/heldout/pass_rate": 0.1 * step, "compute/virtual_device_hours": float(step)}
+        )
+    journal.close()
+    (run_dir / SEMANTICS_FILE).write_text(json.dumps({**semantics, "seed": seed, "commit": f"commit of {seed}"}))
+
+
+def test_runs_of_scripts_that_differ_in_their_settings_say_so(tmp_path: Path) -> None:
+    for seed, clip in enumerate((0.2, 0.5)):
+        loss = {"choice": "DAPO", "clip_high": clip}
+        script(tmp_path / str(seed), seed, choices={"loss": loss}, batch={"prompts": 2 + seed}, model="mine")
+    (curve,) = load([str(tmp_path)]).curves
+    assert curve.warnings == (
+        "runs of scalerl differ in loss.clip_high: 0.2, 0.5; batch.prompts: 2, 3; they are fitted together as seeds of "
+        "one recipe; give each recipe its own, RunLog(run_dir, {'recipe': NAME})",
+    )
+
+
+def test_runs_of_scripts_that_differ_in_seed_only_are_seeds(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        script(tmp_path / str(seed), seed, choices={"loss": {"choice": "DAPO"}})
+    (tmp_path / "old").mkdir()
+    script(tmp_path / "old", 2)  # of a version that stored nothing more
+    (tmp_path / "old" / SEMANTICS_FILE).unlink()
+    (curve,) = load([str(tmp_path)]).curves
+    assert not curve.warnings and set(curve.seed.tolist()) == {"0", "1", "2"}
 
 
 def test_rank_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
