@@ -237,8 +237,7 @@ compared on other random draws before these were chosen. Each form that improved
 {left_out}
 - The runs of `real_model` have one completion per prompt. The share at 0 is then one minus the pass rate, and adds
   no information. At half of their compute these runs have three evaluations, too few for a forecast.
-- The replication's committed curves have no passes per prompt.
-- No real run here rises late, so real data only show whether a correction does harm.
+- The study `replication` is that of seeds 0 and 1, run by `python benchmarks/replication.py --run --seeds 0,1`.
 
 ## Why
 

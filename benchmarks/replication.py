@@ -2,9 +2,9 @@
 
 The page is docs/measured/replication.md. Tables and figure are made from the curves that are committed in
 docs/measured/replication/ and written between the page's marks; the words there are ours. With --run the study is run
-first, or what is left of it, and the curves are written anew.
+first, or what is left of it, and the tables are written anew; with --seeds only that of pass@4 and of prompts.
 
-    python benchmarks/replication.py [--run] [--parallel 2]
+    python benchmarks/replication.py [--run] [--parallel 2] [--seeds 0,1]
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from sweeps.curve import FLOPS, VIRTUAL_HOURS, Array, Curve
+from sweeps.curve import FLOPS, VIRTUAL_HOURS, Array, Curve, make_curve
+from sweeps.decide.at_k import at_k
 from sweeps.decide.margin import MARGIN
 from sweeps.decide.pairwise import Difference, compare
+from sweeps.decide.rank import rank
 from sweeps.decide.standing import joint
 from sweeps.fit.fit import Fit, Interval, fit_curves
 from sweeps.fit.fit import shown as display
 from sweeps.fit.predict import quantiles
 from sweeps.parallel import cores
 from sweeps.run.journal import JournalView
+from sweeps.run.passes import read_passes
 from sweeps.source import load
 
 ROOT = Path(__file__).resolve().parent.parent
 STUDY = ROOT / "outputs" / "replication"
 FOLDER = ROOT / "docs" / "measured" / "replication"
-CURVES, STEPS = FOLDER / "curves.csv", FOLDER / "steps.csv"
+CURVES, STEPS, PASSES = (FOLDER / f"{name}.csv" for name in ("curves", "steps", "passes"))
 PAGE = ROOT / "docs" / "measured" / "replication.md"
 SCALERL = str(Path(sys.executable).with_name("scalerl"))
 BASE = "scalerl"
@@ -51,6 +54,10 @@ REWARD = "eval/heldout/pass_rate"
 AXES = {"flops": FLOPS, "virtual_device_hours": VIRTUAL_HOURS}
 # Columns of a point. The last one is called as `scalerl fit` reads it: the standard error of the reward.
 POINT = ("recipe", "seed", "step", *AXES, "reward", "sd")
+# Four completions per held-out prompt; then shares of prompts that none or all of them pass, and of those that have
+# been gained or lost since the first evaluation.
+AT_K = "eval/heldout/pass@4"
+PROMPTS = ("never", "always", "gained", "lost")
 # Means over a run's steps that say whether a mechanism could act at all.
 SEEN = ("train/clip_fraction", "train/logprob_gap", "train/truncated", "train/zero_variance", "train/staleness_mean")
 _FAR = f"{BASE}+async_mode=ppo_off_policy+async_mode.k=32"
@@ -128,12 +135,18 @@ OURS = (
 )
 
 
-def run(parallel: int) -> None:
-    """Run what is left of the study, and write its curves to docs/measured/replication."""
-    launch = ("train", "--multirun", "experiment=replication", f"launch.max_parallel={parallel}")
+def run(parallel: int, seeds: str | None = None) -> None:
+    """Run what is left of the study, or of some seeds, and write its tables to docs/measured/replication."""
+    launch = ["train", "--multirun", "experiment=replication", f"launch.max_parallel={parallel}"]
+    launch += [] if seeds is None else [f"seed={seeds}"]
     subprocess.run([SCALERL, *launch], check=True, cwd=ROOT)
     views = sorted(load([STUDY]).runs, key=lambda view: (view.header["recipe"], view.header["seed"]))
     FOLDER.mkdir(parents=True, exist_ok=True)
+    if seeds is not None:
+        views = [view for view in views if str(view.header["seed"]) in seeds.split(",")]
+    write_table(PASSES, (*POINT, "pass@4", "pass@4_sd", *PROMPTS), (row for view in views for row in passes(view)))
+    if seeds is not None:
+        return
     write_table(CURVES, POINT, (row for view in views for row in points(view)))
     write_table(STEPS, ("recipe", "seed", "metric", "mean"), (row for view in views for row in means(view)))
 
@@ -144,6 +157,18 @@ def points(view: JournalView) -> Iterable[tuple[object, ...]]:
         at = record.metrics
         compute = (f"{at[axis]:.6g}" for axis in AXES.values())
         yield (*_of(view), record.step, *compute, f"{at[REWARD]:.6g}", f"{at[f'{REWARD}_se']:.4g}")
+
+
+def passes(view: JournalView) -> Iterable[tuple[object, ...]]:
+    """Yield one row per evaluation: a point, pass@4, and shares of prompts."""
+    metrics = {record.step: record.metrics for record in view.of_kind("eval")}
+    kept = read_passes(view.path.parent, "heldout", list(metrics))
+    first = np.array(kept[min(kept)].passed)
+    for point in points(view):
+        at, found = metrics[int(str(point[2]))], kept[int(str(point[2]))]
+        passed, scored = np.array(found.passed), np.array(found.scored)
+        shares = (passed == 0, passed == scored, (first == 0) & (passed > 0), (first > 0) & (passed == 0))
+        yield (*point, f"{at[AT_K]:.6g}", f"{at[f'{AT_K}_se']:.4g}", *(f"{share.mean():.4g}" for share in shares))
 
 
 def means(view: JournalView) -> Iterable[tuple[object, ...]]:
@@ -284,6 +309,43 @@ def recipes(study: Study, seen: dict[tuple[str, str], float]) -> list[str]:
     return table([*names, *(name.split("/")[1].replace("_", " ") for name in SEEN)], rows)
 
 
+def prompts(path: Path) -> list[str]:
+    """The recipes by pass@1 and by pass@4 in words, and one row a recipe: both, and what became of the prompts."""
+    with path.open(newline="") as file:
+        table_rows = list(csv.DictReader(file))
+    by_recipe: dict[str, list[dict[str, str]]] = {}
+    for row in table_rows:
+        by_recipe.setdefault(row["recipe"], []).append(row)
+    rankings = [
+        rank(fit_curves([_curve(recipe, rows, *names) for recipe, rows in by_recipe.items()], workers=cores()))
+        for names in (("reward", "sd"), ("pass@4", "pass@4_sd"))
+    ]
+    both = at_k(*rankings, AT_K)
+    assert both is not None
+    cells = []
+    for recipe, rows in by_recipe.items():
+        runs = [[row for row in rows if row["seed"] == seed] for seed in sorted({row["seed"] for row in rows})]
+        last = [row for own in runs for row in own[-3:]]
+        ends = [own[-1] for own in runs]
+        rates = [f"{fmean(float(row[name]) for row in last):.3f}" for name in ("reward", "pass@4")]
+        shares = [f"{fmean(float(row[name]) for row in ends):.3f}" for name in PROMPTS]
+        cells.append([shown(recipe), str(len(runs)), *rates, *shares])
+    start = {name: fmean(float(row[name]) for row in table_rows if row["step"] == "0") for name in PROMPTS[:2]}
+    sentence = (
+        f"At {both.compute:.3g} virtual device hours, which all recipes spent, {both.sentence}. Before training no "
+        f"completion passes {start['never']:.0%} of the prompts, and all four pass {start['always']:.0%}."
+    )
+    names = ["recipe", "seeds", "pass@1, last three", "pass@4, last three", "at 0, end", "at 1, end", "gained", "lost"]
+    return [sentence, "", *table(names, cells)]
+
+
+def _curve(recipe: str, rows: Sequence[Mapping[str, str]], reward: str, sd: str) -> Curve:
+    columns = {name: [float(row[name]) for row in rows] for name in ("virtual_device_hours", reward, sd)}
+    seeds = np.array([row["seed"] for row in rows])
+    compute, rewards, errors = columns.values()
+    return make_curve(recipe, compute, rewards, seeds, errors, "virtual_device_hours", reward, bounds=(0.0, 1.0))
+
+
 def shown(recipe: str) -> str:
     """Without what all share."""
     return f"`{recipe.removeprefix(BASE + '+')}`"
@@ -327,10 +389,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="run the study first, or what is left of it")
     parser.add_argument("--parallel", type=int, default=2, help="runs at a time")
+    parser.add_argument("--seeds", help="with --run: these only, such as 0,1; then only passes.csv is written")
     parser.add_argument("--page", default=PAGE, type=Path, help="written instead of docs/measured/replication.md")
     given = parser.parse_args()
     if given.run:
-        run(given.parallel)
+        run(given.parallel, given.seeds)
     with STEPS.open() as file:
         rows = list(csv.DictReader(file))
     keys = {(row["recipe"], row["metric"]) for row in rows}
@@ -359,6 +422,7 @@ def main() -> int:
         ("findings", [summary, "", *table(["the paper's finding", "section", *head], [cells for _, cells in done])]),
         ("ours", table(["not in the paper", *head], [cells for _, cells in more])),
         ("recipes", recipes(hours, seen)),
+        ("prompts", prompts(PASSES)),
     ):
         begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
         section = "\n".join([begin, *lines, end])
