@@ -125,5 +125,5 @@ class Proximal(Correction):
         )
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters with the anchor: the trainer before its first pass over the batch."""
+        """Return the parameters, and the policy in the ratio's denominator: the trainer before its first pass."""
         return {**super().semantics(), "anchor": "the trainer, before the first pass over the batch"}

@@ -167,9 +167,10 @@ class FlopModel:
     def adapting(self, lengths: list[int], prompt_lengths: list[int], updates: int, forwards: int) -> float:
         """Return the FLOPs that training an adapter adds to those of full training; usually negative.
 
-        The adapter's own weights cost as much as any other weights. A frozen weight saves one of the three forward
-        passes of an update, because it needs a gradient for its input but none for itself. Before the first trained
-        weight no gradient is needed at all, which saves two, and the same holds for attention.
+        The adapter's own weights cost as much as any other weights. An update costs as much as three forward passes:
+        one forward, and two for the gradients of inputs and of weights. A frozen weight saves the last of these,
+        because it needs no gradient of its own. Layers below the first trained weight need neither gradient, which
+        saves two, in their weights and in attention.
 
         Args:
             lengths: tokens of each sequence, prompt included.

@@ -222,7 +222,7 @@ def _check_settings(config: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"study: {study[:60] + '...'!r} is a name of {len(study.encode())} bytes; file systems take {_LONGEST_NAME}"
         )
-    _check_place(config)
+    _check_output_dir(config)
 
 
 def _check_light_parts(config: Mapping[str, Any], builder: _Builder) -> None:
@@ -239,7 +239,7 @@ def _check_light_parts(config: Mapping[str, Any], builder: _Builder) -> None:
             builder(config, group)
 
 
-def _check_place(config: Mapping[str, Any]) -> None:
+def _check_output_dir(config: Mapping[str, Any]) -> None:
     """Check that `output_dir` is a valid path."""
     place = config["output_dir"]
     if not isinstance(place, str) or not place.strip() or "\0" in place:

@@ -7,8 +7,8 @@ change existing identities. Therefore:
 - a group at its neutral choice is left out (attribute `neutral` of an axis's class);
 - a parameter that was added later is left out at the value that changes nothing (attribute `added`);
 - remarks, such as the origin of a value, are left out (attribute `remarks`);
-- data counts by its content, independent of its path (function `content` of the parameters), and so does a model that
-  a parameter names (attribute `models`).
+- data counts by its content, whatever its path: the method `content` of its class computes it from the parameters. The
+  same holds for a model whose path is a parameter (attribute `models`).
 
 The attributes belong to the class that `_target_` names. tests/member/identities.json freezes the results.
 """

@@ -55,7 +55,7 @@ STYLES: dict[str, ParallelStyle] = {
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
     "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
     # Norms that act on one attention head at a time. Each rank sees only its own heads, so gradients must be summed.
-    # SequenceParallel does that; dimension 0, the rows, is never normalized over.
+    # SequenceParallel does that, and splits along `sequence_dim`. Dimension 0, the rows, is safe: no norm reduces it.
     "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=0, use_local_output=True),
 }
 

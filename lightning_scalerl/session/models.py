@@ -42,7 +42,7 @@ from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.tensor_parallel import check_tensor_parallel
 from lightning_scalerl.model.value import ValueModel
 from lightning_scalerl.recipe import Recipe
-from lightning_scalerl.session.streamed import blank_or_whole
+from lightning_scalerl.session.streamed import empty_or_loaded_model
 from lightning_scalerl.session.trials import try_out
 from lightning_scalerl.task.arithmetic_base import is_arithmetic_base
 from lightning_scalerl.update.adamw_bf16 import round_weights
@@ -325,7 +325,7 @@ def make(
     path = model if isinstance(model, str) else None
     files: WeightFiles | str | None = None
     if isinstance(model, str) and streamed:
-        model, files = blank_or_whole(model, built.choices.adapter)
+        model, files = empty_or_loaded_model(model, built.choices.adapter)
     else:
         model = load_model(model) if isinstance(model, str) else unwrapped(model)
     check_weights(model)

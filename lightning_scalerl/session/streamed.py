@@ -20,7 +20,7 @@ from lightning_scalerl.model.load import load_model
 from lightning_scalerl.model.value import ValueModel
 
 
-def blank_or_whole(path: str, adapter: Adapter) -> tuple[nn.Module, WeightFiles | str]:
+def empty_or_loaded_model(path: str, adapter: Adapter) -> tuple[nn.Module, WeightFiles | str]:
     """Return a model without data and the files of its weights; if that is impossible, a whole model and the reason."""
     found = "an adapter is put into it" if adapter.adapts else load_blank(path)
     return found if isinstance(found, tuple) else (load_model(path), found)

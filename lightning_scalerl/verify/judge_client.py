@@ -111,7 +111,7 @@ class Endpoint:
 
     @property
     def shown(self) -> str:
-        """Address for messages, without its query."""
+        """Address as errors show it, without query and fragment."""
         return urlsplit(self.address)._replace(query="", fragment="").geturl()
 
     def ask(self, bodies: Sequence[Mapping[str, Any]], kept: Kept = _unchanged) -> list[Answer | JudgeError]:

@@ -112,7 +112,7 @@ class Answer:
 
     @cached_property
     def readings(self) -> tuple[tuple[str, Any], ...]:
-        """Pairs of the mathematics as text and as parsed by math-verify.
+        """Possible readings of the mathematics: pairs of its text and the expression that math-verify parses from it.
 
         There are several if the text is ambiguous: 100,200 is a number or a list. Readings that cannot be parsed as a
         whole are left out.

@@ -174,10 +174,10 @@ class _Member:
                         self._cuts.append(cut)
 
     def _check_begun(self, earlier: JournalView | None, checkpoint: str) -> None:
-        """Check that a checkpoint without a recorded step before it is known to the journal.
+        """Check that the journal names this checkpoint, although it has no step before it.
 
         Raises:
-            UserError: it is not, so the metrics of the steps before it are lost.
+            UserError: the journal does not name it, so the metrics of the earlier steps are lost.
         """
         if earlier is None or earlier.checkpoint_name != Path(checkpoint).name:
             raise UserError(

@@ -153,7 +153,7 @@ def fit_across(by_size: Mapping[float, Fit], recipe: str = "") -> AcrossSizes | 
         return None
     rng = np.random.default_rng(zlib.crc32(recipe.encode()) + 7)
     sizes = np.array(list(by_size), dtype=float)
-    draws = np.stack([_logarithms(fit) for fit in fits])
+    draws = np.stack([_log_parameter_draws(fit) for fit in fits])
     u = np.log(sizes) - np.log(sizes).mean()
     chosen = draws[:, 0].copy()
     for c in range(4):
@@ -176,7 +176,7 @@ def fit_across(by_size: Mapping[float, Fit], recipe: str = "") -> AcrossSizes | 
     return AcrossSizes(sizes=sizes, own=np.stack(own), line=np.stack(line), off=np.stack(offs), schedules=schedules)
 
 
-def _logarithms(fit: Fit) -> Array:
+def _log_parameter_draws(fit: Fit) -> Array:
     """Return the logarithms of 1 - A over seeds, C_mid, B and 1 - R0 of each draw; (K, 4)."""
     assert fit.draws is not None
     top = np.clip(np.maximum(fit.draws.A + seed_offsets(fit), fit.draws.R0), 0.0, 1 - _LEAST)

@@ -24,7 +24,7 @@ import numpy as np
 from sweeps.as_json import AsJson
 from sweeps.curve import Array, Curve, with_shared_scale
 from sweeps.decide.rules import NO_LIMIT, Rules
-from sweeps.decide.standing import best_chances, joint_rewards
+from sweeps.decide.standing import chances_of_being_best, joint_rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curves
 from sweeps.fit.predict import chance, quantiles, within
@@ -355,7 +355,7 @@ def judged(level: float, fits: Sequence[Fit], draws: Sequence[Array], rules: Rul
     """Make the look after those `taken`, from joint draws of the reward at the budget: one array (K,) per fit."""
     below = {each.recipe: each.below for each in taken[-1].chances} if taken else {}
     lost = sum(look.loss for look in taken)
-    p_best = best_chances(draws)
+    p_best = chances_of_being_best(draws)
     # The favourite has the least expected loss. Recipes that cannot be forecast are not considered if others can.
     known = [within(fit, rules.budget) for fit in fits]
     worth = [values.mean() if of or not any(known) else -np.inf for of, values in zip(known, draws, strict=True)]
@@ -378,7 +378,9 @@ def judged(level: float, fits: Sequence[Fit], draws: Sequence[Array], rules: Rul
 
 
 def _affordable(draws: Sequence[Array], due: Sequence[int], scale: float, limit: float) -> tuple[int, float]:
-    """Return how many of the recipes due, counted from the first, may be stopped together, and the expected loss.
+    """Return how many of the recipes `due`, in their order, may be stopped together, and the loss to expect.
+
+    The loss is the reward by which the best stopped recipe exceeds the best remaining one.
 
     Args:
         draws: joint draws of the reward at the budget, one array (K,) per recipe; at least one recipe is not due.

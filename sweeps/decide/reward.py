@@ -16,7 +16,7 @@ from sweeps.as_json import AsJson
 from sweeps.curve import Array
 from sweeps.decide.efficiency import Ratio, tail_of_all_pairs
 from sweeps.decide.reach import common_reward, first_above
-from sweeps.decide.standing import best_chances
+from sweeps.decide.standing import chances_of_being_best
 from sweeps.decide.wording import multiple
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import paths_over_seeds, quantiles, readable, within
@@ -83,7 +83,7 @@ def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
     compute = min(fit.window[1] for fit in known if fit.window is not None)
     ends = [paths_over_seeds(fit, [0.0, compute]) for fit in known]
     at_end = [np.asarray(end[:, 1]) for end in ends]
-    p_best = best_chances(at_end)
+    p_best = chances_of_being_best(at_end)
     reward = common_reward([end[:, 0] for end in ends], at_end)
     looks = np.linspace(0, compute, _LOOKS)
     # Process one recipe at a time: the paths of a thousand recipes would take gigabytes.
@@ -91,7 +91,9 @@ def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
     fastest = min(range(len(times)), key=lambda i: float(np.median(times[i])), default=None)
     ahead = [_at_budget(fit, budget) for fit in known]
     known_ahead = [values for values in ahead if values is not None]
-    p_ahead = dict(zip((i for i, v in enumerate(ahead) if v is not None), best_chances(known_ahead), strict=True))
+    p_ahead = dict(
+        zip((i for i, v in enumerate(ahead) if v is not None), chances_of_being_best(known_ahead), strict=True)
+    )
     # If even the fastest may never arrive, no recipe is known to need the least compute.
     known_time = fastest is not None and quantiles(times[fastest]).value is not None
     rows, tail = [], tail_of_all_pairs(len(times))

@@ -14,7 +14,7 @@ import numpy as np
 
 from sweeps.as_json import AsJson
 from sweeps.decide.reach import check_budget
-from sweeps.decide.standing import CONFIDENCE, best_chances
+from sweeps.decide.standing import CONFIDENCE, chances_of_being_best
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import chance, paths_over_seeds, quantiles, support
@@ -98,7 +98,7 @@ def _plan(recipe: str, difficulty: str | None, by_value: dict[int, Fit], budget:
     known = [value for value, fit in by_value.items() if (support(fit) or 0.0) >= budget]
     # Draws of the recipe's reward at the budget, over seeds; (K,) each.
     readable = {value: paths_over_seeds(by_value[value], [budget])[:, 0] for value in known}
-    p_best = dict(zip(known, best_chances(list(readable.values())), strict=True))
+    p_best = dict(zip(known, chances_of_being_best(list(readable.values())), strict=True))
     values = tuple(
         RolloutChoice(
             value,

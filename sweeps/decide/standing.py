@@ -290,7 +290,7 @@ def horizon_of(fits: Sequence[Fit], margin: float, compute: float | None = None)
         compute=compute,
         windows=compute / end,
         leader=None if first is None else names[first],
-        p_best=dict(zip(names, best_chances(list(draws)), strict=True)),
+        p_best=dict(zip(names, chances_of_being_best(list(draws)), strict=True)),
         p_wrong=p_wrong,
         decided=p_wrong is not None and p_wrong <= _UNSURE,
     )
@@ -310,7 +310,7 @@ def find_standing(fits: Sequence[Fit], margin: float | None = None, budget: floa
     margin = margin_of(fits, margin)
     drawn = joint(fits)
     recipes = [fit.recipe for fit in fits]
-    p_best = dict(zip(recipes, best_chances([one.asymptote() for one in drawn]), strict=True))
+    p_best = dict(zip(recipes, chances_of_being_best([one.asymptote() for one in drawn]), strict=True))
     ranked = [fit for fit in fits if fit.identifiable]
     names = {fit.recipe: asymptote_of(fit) for fit in ranked}
     best = max(names.values(), default=0.0)
@@ -409,7 +409,7 @@ def _shortfalls(drawn: Sequence[Drawn], margin: float | None = None) -> Array:
     return np.asarray(runs.max(axis=0) - runs)
 
 
-def best_chances(draws: Sequence[Array]) -> list[float]:
+def chances_of_being_best(draws: Sequence[Array]) -> list[float]:
     """Return the share of joint draws in which each is highest; equal values (at a common bound) share the draw."""
     if not draws:
         return []

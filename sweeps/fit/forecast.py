@@ -125,7 +125,11 @@ class Lookout:
         return self._read(*posterior.draw(DRAWS), posterior.log_evidence)
 
     def pooled(self, weights: tuple[Array, Array]) -> Lookout:
-        """Return a copy with resampled draws. weights: for the draws of all laws, and for those of the family alone."""
+        """Return a copy whose draws are resampled.
+
+        Args:
+            weights: weights of the draws under all laws, and of the draws under the fitted family only.
+        """
         assert self.outlook.alone is not None
         rng = generator(self.recipe, "pooled")
         pairs = zip((self.outlook.futures, self.outlook.alone), weights, strict=True)

@@ -147,7 +147,7 @@ def _first(member: MemberState, done: Mapping[str, str | None], policy: Policy) 
     # A decider may want a member again that it stopped.
     over = member.state == "failed" or (member.state == "stopped" and not policy.decided)
     if over and not policy.again:
-        return _given_up_before(member)
+        return _repeated_give_up(member)
     if member.state in ("submitting", "started"):
         return Adopt(member.run)
     return Submit(member.run)
@@ -229,7 +229,7 @@ def wished_actions(
         elif run in wanted:
             continue
         elif state.state == "failed" and run not in wish.later:  # the decider does not want it again
-            dropped.append(_given_up_before(state))
+            dropped.append(_repeated_give_up(state))
         else:
             new = run not in kept and state.state == "stopped"
             hold.append(Hold(run, reason=wish.later.get(run) if new else None))
@@ -239,9 +239,9 @@ def wished_actions(
 def _over(member: MemberState, reason: str) -> GiveUp:
     # Reasons in the ledger are redacted, so redact before comparing.
     if member.state == "stopped" and member.reason == redact(reason):
-        return _given_up_before(member)
+        return _repeated_give_up(member)
     return GiveUp(member.run, "stopped", {"kind": "stopped", "reason": reason}, "stopped", reason)
 
 
-def _given_up_before(member: MemberState) -> GiveUp:
+def _repeated_give_up(member: MemberState) -> GiveUp:
     return GiveUp(member.run, state=_reported_end(member.state, member.kind), reason=member.reason)

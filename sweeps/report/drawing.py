@@ -1,7 +1,8 @@
 """Drawing primitives of the figures: colours, small multiples, log axes, points, SVG and PNG output.
 
-Figures are drawn without pyplot, so there is no global state and no display. The SVG keeps text as text. Ink and rules
-have marker colours that `inline_svg` replaces by the page's own, so that one drawing serves light and dark.
+Figures are drawn without pyplot, so there is no global state and no display. The SVG keeps text as text. Text (`INK`)
+and lines (`RULE`) have placeholder colours. `inline_svg` replaces them by the page's colours, so one drawing fits a
+light and a dark page.
 """
 
 from __future__ import annotations

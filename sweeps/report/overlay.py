@@ -20,7 +20,7 @@ from sweeps.report.labels import cut, shortened
 def overlay_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking) -> Figure:
     """Draw evaluations and fitted curves left; right, each recipe's asymptote with its 95% interval, best on top.
 
-    For an asymptote that may not be named, the mean reward of the last tenth of compute is drawn, hollow.
+    If a recipe's asymptote is not identifiable, a hollow point shows its mean reward over the last tenth of compute.
     """
     by_recipe = {fit.recipe: fit for fit in fits}
     points = {curve.recipe: curve for curve in curves}

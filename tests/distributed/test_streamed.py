@@ -27,7 +27,7 @@ from lightning_scalerl.model.load import fingerprint, load_model, load_tokenizer
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.value import ValueModel
 from lightning_scalerl.session import models, streamed
-from lightning_scalerl.session.streamed import blank_or_whole, names_in_files, read_parts
+from lightning_scalerl.session.streamed import empty_or_loaded_model, names_in_files, read_parts
 from sweeps.run.journal import read_journal
 from tests.distributed.test_ranks import check_same_curve, on_ranks, one_thread  # noqa: F401
 from tests.distributed.test_sharded import EVERYTHING, weights
@@ -55,7 +55,7 @@ def test_what_is_read_in_parts_is_what_is_loaded(family: str, tmp_path: Path) ->
 
 def check_parts(source: str, mesh: DeviceMesh) -> None:
     plain = load_model(source)
-    model, files = blank_or_whole(source, NoAdapter())
+    model, files = empty_or_loaded_model(source, NoAdapter())
     assert isinstance(files, WeightFiles) and is_blank(model) and not is_blank(plain)
     assert fingerprint(model, files.read) == fingerprint(plain)
     roots = {
@@ -100,7 +100,7 @@ def test_of_a_hub_id_the_files_on_this_machine_are_read(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("family", every(1, CONVERTED))
 def test_families_that_convert_weights_are_loaded_whole(family: str, tmp_path: Path) -> None:
     source = str(save(FAMILIES[family], tmp_path / "source"))
-    model, why = blank_or_whole(source, NoAdapter())
+    model, why = empty_or_loaded_model(source, NoAdapter())
     assert why == "its family converts weights as they are loaded" and not is_blank(model)
 
 

@@ -285,8 +285,8 @@ class InFlight:
         return {
             "version": self._version,
             "weights": dict(self._weights),
-            "under_way": [_entry(each) for each in under_way],
-            **({"waiting": [_entry(each) for each in held]} if held else {}),
+            "under_way": [_state_of_rollout(each) for each in under_way],
+            **({"waiting": [_state_of_rollout(each) for each in held]} if held else {}),
             "finished": [(finished.key, finished.index) for finished in ahead],
             "rollouts": packed(rollouts),
         }
@@ -319,7 +319,7 @@ class InFlight:
             self._ahead.append(StepReport((), waiting=unreported))
 
 
-def _entry(each: Sampled) -> tuple[Any, ...]:
+def _state_of_rollout(each: Sampled) -> tuple[Any, ...]:
     """Return a rollout in progress as plain values, without its tokens."""
     request, index, *answers = each.insertions.state()
     return (request, index, each.looked, *answers)

@@ -24,7 +24,7 @@ from sweeps.cli.main import main
 from sweeps.curve import Array, Curve, make_curve, with_shared_scale
 from sweeps.decide.race import Look, Race, _affordable, judged, look_at, run_race
 from sweeps.decide.rules import Rules
-from sweeps.decide.standing import best_chances
+from sweeps.decide.standing import chances_of_being_best
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, fit_curves
 from sweeps.source import load
@@ -382,7 +382,7 @@ def test_the_favourite_is_worth_most_and_one_that_nobody_can_forecast_is_none() 
     tenths = np.arange(1000) % 10
     draws = [np.full(1000, 0.5), np.where(tenths < 4, 0.9, 0.49), np.full(1000, 0.99)]
     look = judged(16000.0, [often, seldom, short], draws, rules)
-    assert best_chances(draws[:2])[0] > 0.5 and look.favourite == "seldom"
+    assert chances_of_being_best(draws[:2])[0] > 0.5 and look.favourite == "seldom"
     assert look.of("seldom").p_ahead is None and look.of("often").p_ahead == 0.6
     # Where nothing can be forecast of any there is a favourite all the same.
     assert judged(9.0, [short, short], [np.full(10, 0.1), np.full(10, 0.2)], rules).favourite == "short"
