@@ -675,9 +675,11 @@ def test_three_in_a_row_end_the_run(tiny_model_path: str, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_count_goes_on_after_a_stop(tiny_model_path: str, tmp_path: Path) -> None:
     """Two before it, one after it: that is three in a row."""
-    fit(tiny_model_path, tmp_path, steps=3, callbacks=[Breaks([1, 2])])
+    fit(tiny_model_path, tmp_path, steps=3, callbacks=[Breaks([1, 2, 3])])
+    again = Breaks([1, 2, 3])
+    again.now = 2
     with pytest.raises(CannotGoOnError, match="of 3 updates in a row was not finite, the last after step 3"):
-        fit(tiny_model_path, tmp_path, steps=6, callbacks=[Breaks([0])], resume=True)
+        fit(tiny_model_path, tmp_path, steps=6, callbacks=[again], resume=True)
 
 
 EMPTIED: dict[str, tuple[str, ...]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ class ClipCov(CovarianceLoss):
         low, high: open interval of the covariance.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
     """
+
+    configured_as: ClassVar[str] = "clip_cov"
 
     def __init__(
         self,

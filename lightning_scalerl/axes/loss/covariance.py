@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,12 @@ class CovarianceLoss(Loss):
 
     Args:
         share: share of the step's tokens that are selected, at least one.
+
+    Attributes:
+        configured_as: name of the choice in configurations, for errors.
     """
+
+    configured_as: ClassVar[str]
 
     def __init__(self, share: float) -> None:
         self.share = valid_share(share)
@@ -46,7 +51,7 @@ class CovarianceLoss(Loss):
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
         """Return a one-line error if axis `kl` gives advantages of its own, which the selection would ignore."""
-        return one_kind_of_advantage(f"{type(self).__name__} selects tokens by the advantages of the task", others)
+        return one_kind_of_advantage(f"{self.configured_as} selects tokens by the advantages of the task", others)
 
     def semantics(self) -> dict[str, Any]:
         """Return the parameters, and when tokens are selected."""

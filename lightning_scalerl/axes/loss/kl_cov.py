@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class KLCov(CovarianceLoss):
             batch's order count.
         coefficient: weight of the penalty.
     """
+
+    configured_as: ClassVar[str] = "kl_cov"
 
     def __init__(self, share: float = 2e-4, coefficient: float = 1.0) -> None:
         super().__init__(share)
