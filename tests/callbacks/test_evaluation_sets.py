@@ -209,15 +209,15 @@ def test_a_mixture_is_no_entry() -> None:
         TaskWithEvaluationSets(CountingTask(), {"mix": mixture})
 
 
-def test_a_checkpoint_may_follow_the_interval_of_the_set_that_it_monitors(tiny_model_path: str) -> None:
+def test_a_checkpoint_may_follow_the_interval_of_the_set_that_it_monitors(tiny_model_path: str, tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     beside = {"s": {"task": CountingTask(), "every_n_steps": 1}}
-    saves = ModelCheckpoint(monitor="eval/s/pass_rate", every_n_train_steps=1)
+    saves = ModelCheckpoint(tmp_path, monitor="eval/s/pass_rate", every_n_train_steps=1)
     module = fit(tiny_model_path, steps=1, callbacks=[Evaluate(2, 1, sets=beside), saves], enable_checkpointing=True)
     assert module.completed_steps == 1
     with pytest.raises(ConfigurationError, match=r"eval/heldout/gold_logprob.*nothing logs"):
-        saves = ModelCheckpoint(monitor="eval/heldout/gold_logprob")
+        saves = ModelCheckpoint(tmp_path, monitor="eval/heldout/gold_logprob")
         fit(tiny_model_path, steps=1, callbacks=[Evaluate(2, 1), saves], enable_checkpointing=True)
 
 
