@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_scalerl import AdamW, AdamW8bit, AdamWBF16, ConfigurationError, Muon
+from lightning_scalerl.compat.torchao import show_torchao
 from lightning_scalerl.composition import build, compose, names_in
 from lightning_scalerl.distributed.sharded import gathered, part_like, shard, whole_tensor
 from lightning_scalerl.measure.memory import Measured, predict_memory
@@ -142,6 +143,7 @@ def test_a_checkpoint_of_8_bit_states_holds_plain_tensors() -> None:
 
 def test_adamw_in_8_bits_makes_the_step_by_hand() -> None:
     """Moments are the nearest of 256 numbers, times the largest of their block; a small tensor's are FP32."""
+    show_torchao()  # an earlier import of this process may have hidden it
     from torchao.optim.quant_utils import create_dynamic_map
 
     weight = torch.linspace(-2, 2, 4096)
