@@ -9,18 +9,17 @@ words there are ours.
 from __future__ import annotations
 
 import argparse
-import re
 import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.marks import rewrite
 from sweeps.run.journal import JournalView
 from sweeps.source import load
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "measured" / "agent.md"
-BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 SCALERL = str(Path(sys.executable).with_name("scalerl"))
 RATE = "eval/heldout/pass_rate"
 SEEN = ("environment/turns", "environment/calls", "environment/malformed", "environment/raised", "environment/failed")
@@ -55,9 +54,7 @@ def main() -> int:
     ]
     lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
     ranking = subprocess.run([SCALERL, "rank", "outputs/agent"], check=True, cwd=ROOT, capture_output=True, text=True)
-    written = "\n".join([BEGIN, "", *lines, "", "```", ranking.stdout.strip(), "```", "", END])
-    page = PAGE.read_text()
-    PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: written, page, flags=re.DOTALL))
+    rewrite(PAGE, "measured", [*lines, "", "```", ranking.stdout.strip(), "```"])
     return 0
 
 

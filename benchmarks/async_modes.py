@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.marks import between
 from sweeps.curve import FLOPS, VIRTUAL_HOURS, Curve
 from sweeps.decide.rank import Ranking, rank
 from sweeps.fit.fit import Fit, Interval, fit_curves
@@ -29,7 +29,6 @@ from sweeps.source import LoadedStudy, load
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "measured" / "async_modes.md"
 FIGURE = ROOT / "docs" / "measured" / "async_modes.png"
-BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 SCALERL = str(Path(sys.executable).with_name("scalerl"))
 # A pass rate that all modes pass on the steep part of the curve: efficiency without a model of it.
 REACHED = 0.6
@@ -181,10 +180,9 @@ def main() -> int:
     for title, name, overrides in OTHERS:
         lines += [title, "", *scheduling(study(name, "0,1", *overrides)), ""]
     head = f"Written by `python benchmarks/async_modes.py --seeds {seeds}`."
-    section = "\n".join([BEGIN, head, "", *lines, END])
-    text = PAGE.read_text()
-    PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: section, text, flags=re.DOTALL))
-    print(section)
+    section = [head, "", *lines]
+    PAGE.write_text(between(PAGE.read_text(), "measured", section))
+    print("\n".join(section))
     return 0
 
 

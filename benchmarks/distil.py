@@ -9,18 +9,17 @@ writes the tables of docs/measured/distil.md between its marks. The words there 
 from __future__ import annotations
 
 import argparse
-import re
 import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.marks import rewrite
 from sweeps.run.journal import JournalView
 from sweeps.source import load
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "measured" / "distil.md"
-BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 SCALERL = str(Path(sys.executable).with_name("scalerl"))
 FLOPS, RATE = "compute/flops", "eval/heldout/pass_rate"
 TEACHER = ROOT / "outputs" / "teacher"
@@ -82,9 +81,7 @@ def main() -> int:
     rows.append([f"teacher, RL to {last[FLOPS]:.2g} FLOPs", "1", "", "", "", f"{rate_at(teacher, last[FLOPS]):.3f}"])
     lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
     ranking = scalerl("rank", "outputs/distil_or_rl", "--x", FLOPS)
-    written = "\n".join([BEGIN, "", *lines, "", "```", ranking.strip(), "```", "", END])
-    page = PAGE.read_text()
-    PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: written, page, flags=re.DOTALL))
+    rewrite(PAGE, "measured", [*lines, "", "```", ranking.strip(), "```"])
     return 0
 
 

@@ -9,7 +9,6 @@ writes table and figure of docs/measured/learning.md between its marks. The word
 from __future__ import annotations
 
 import argparse
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,13 +19,13 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks.marks import between
 from sweeps.run.journal import JournalView
 from sweeps.source import LoadedStudy, load
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "measured" / "learning.md"
 FIGURE = ROOT / "docs" / "measured" / "learning.png"
-BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 SCALERL = str(Path(sys.executable).with_name("scalerl"))
 STEPS = 160
 STUDIES = {
@@ -110,9 +109,9 @@ def main() -> int:
     figure.tight_layout()
     figure.savefig(FIGURE, dpi=110)
     head = f"Written by `python benchmarks/learning.py --seeds {given.seeds}`."
-    section = "\n".join([BEGIN, head, "", *lines, "", f"![learning curves]({FIGURE.name})", END])
-    PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: section, PAGE.read_text(), flags=re.DOTALL))
-    print(section)
+    section = [head, "", *lines, "", f"![learning curves]({FIGURE.name})"]
+    PAGE.write_text(between(PAGE.read_text(), "measured", section))
+    print("\n".join(section))
     return 0
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
+from benchmarks.marks import rewrite
 from lightning_scalerl import Evaluate, RolloutDataModule, ScaleRL, TorchGenerator, VLLMGenerator, arithmetic_base_model
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.callbacks.base import Recorder
@@ -35,7 +35,6 @@ from lightning_scalerl.task.arithmetic import ArithmeticTask
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "measured" / "generators.md"
 FIGURE = ROOT / "docs" / "measured" / "generators.png"
-BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 MODES = {"on-policy": "on_policy", "PPO-off-policy-8": "ppo_off_policy", "PipelineRL-8": "pipeline"}
 # Steps that are not counted: until a pipeline is full, it behaves like on-policy.
 WARM_UP = 10
@@ -236,8 +235,7 @@ def main() -> None:
     }
     text = "\n\n".join("\n".join([f"## {title}", "", *lines]) for title, lines in parts.items())
     print(text)
-    page = PAGE.read_text()
-    PAGE.write_text(re.sub(f"{BEGIN}.*{END}", f"{BEGIN}\n\n{text}\n\n{END}", page, flags=re.DOTALL))
+    rewrite(PAGE, "measured", [text])
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import csv
-import re
 import shutil
 from pathlib import Path
 
+from benchmarks.marks import between
 from benchmarks.replication import POINT, points, write_table
 from sweeps.curve import UNITS
 from sweeps.decide.at_k import study_at_k
@@ -23,7 +23,6 @@ from sweeps.source import load
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "measured" / "demo.md"
 KEPT = ROOT / "docs" / "measured" / "demo"
-BEGIN, END = "<!-- demo -->", "<!-- /demo -->"
 
 
 def main() -> None:
@@ -36,8 +35,8 @@ def main() -> None:
         shutil.copy(study / name, KEPT / name)
     runs = sorted(load([str(study)]).runs, key=lambda view: (view.header["recipe"], view.header["seed"]))
     write_table(KEPT / "curves.csv", POINT, (point for view in runs for point in points(view)))
-    section = "\n".join([BEGIN, *describe(study), "", *table(KEPT / "ranking.csv"), "", *several_attempts(study), END])
-    PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: section, PAGE.read_text(), flags=re.DOTALL))
+    lines = [*describe(study), "", *table(KEPT / "ranking.csv"), "", *several_attempts(study)]
+    PAGE.write_text(between(PAGE.read_text(), "demo", lines))
 
 
 def describe(study: Path) -> list[str]:

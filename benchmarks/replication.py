@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks.marks import between
 from sweeps.curve import FLOPS, VIRTUAL_HOURS, Array, Curve, make_curve
 from sweeps.decide.at_k import at_k
 from sweeps.decide.margin import MARGIN
@@ -142,9 +142,8 @@ def run(parallel: int, seeds: str | None = None) -> None:
     subprocess.run([SCALERL, *launch], check=True, cwd=ROOT)
     views = sorted(load([STUDY]).runs, key=lambda view: (view.header["recipe"], view.header["seed"]))
     FOLDER.mkdir(parents=True, exist_ok=True)
-    if seeds is not None:
-        views = [view for view in views if str(view.header["seed"]) in seeds.split(",")]
-    write_table(PASSES, (*POINT, "pass@4", "pass@4_sd", *PROMPTS), (row for view in views for row in passes(view)))
+    chosen = [view for view in views if seeds is None or str(view.header["seed"]) in seeds.split(",")]
+    write_table(PASSES, (*POINT, "pass@4", "pass@4_sd", *PROMPTS), (row for view in chosen for row in passes(view)))
     if seeds is not None:
         return
     write_table(CURVES, POINT, (row for view in views for row in points(view)))
@@ -340,10 +339,10 @@ def prompts(path: Path) -> list[str]:
 
 
 def _curve(recipe: str, rows: Sequence[Mapping[str, str]], reward: str, sd: str) -> Curve:
-    columns = {name: [float(row[name]) for row in rows] for name in ("virtual_device_hours", reward, sd)}
+    axis = "virtual_device_hours"
+    compute, rewards, errors = ([float(row[name]) for row in rows] for name in (axis, reward, sd))
     seeds = np.array([row["seed"] for row in rows])
-    compute, rewards, errors = columns.values()
-    return make_curve(recipe, compute, rewards, seeds, errors, "virtual_device_hours", reward, bounds=(0.0, 1.0))
+    return make_curve(recipe, compute, rewards, seeds, errors, axis, reward, bounds=(0.0, 1.0))
 
 
 def shown(recipe: str) -> str:
@@ -424,10 +423,7 @@ def main() -> int:
         ("recipes", recipes(hours, seen)),
         ("prompts", prompts(PASSES)),
     ):
-        begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
-        section = "\n".join([begin, *lines, end])
-        text, found = re.subn(f"{begin}.*{end}", lambda _, section=section: section, text, flags=re.DOTALL)
-        assert found == 1, f"{PAGE}: the marks of {mark} are gone"
+        text = between(text, mark, lines)
     given.page.write_text(text)
     print(f"{decided} of {len(done)} decided; {given.page} written")
     return 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ import pandas as pd
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from benchmarks.marks import between
 from sweeps import api
 from sweeps.report.drawing import STYLE, png
 from sweeps.run.journal import read_journal
@@ -32,7 +32,6 @@ PAGE = ROOT / "docs" / "measured" / "two_trainers.md"
 FIGURE = ROOT / "docs" / "measured" / "two_trainers.png"
 RESULTS = ROOT / "benchmarks" / "results" / "two_trainers.json"
 OUTPUTS = ROOT / "outputs" / "two_trainers"
-BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 TRAINERS = ("ours", "TRL")
 # With three of CISPO its interval was 0.104 wide: it has two more.
 SEEDS = {"CISPO": (0, 1, 2, 3, 4), "GRPO": (0, 1, 2), "DAPO": (0, 1, 2)}
@@ -193,9 +192,9 @@ def write_page() -> None:
     """Write the tables between the page's marks, and the figure beside it."""
     points = table()
     FIGURE.write_bytes(png(figure(points)))
-    section = "\n".join([BEGIN, *lines(points), "", f"![curves of both trainers]({FIGURE.name})", END])
-    PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: section, PAGE.read_text(), flags=re.DOTALL))
-    print(section)
+    section = [*lines(points), "", f"![curves of both trainers]({FIGURE.name})"]
+    PAGE.write_text(between(PAGE.read_text(), "measured", section))
+    print("\n".join(section))
 
 
 if __name__ == "__main__":

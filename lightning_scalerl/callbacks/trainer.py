@@ -306,7 +306,7 @@ class StepHooks(Callback):
 
     def __init__(self) -> None:
         self._held: list[tuple[Any, str]] = []
-        self._patient: list[EarlyStopping] = []
+        self._until_first_step: list[EarlyStopping] = []  # callbacks whose `strict` is switched off
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Check that the run can resume before another callback writes anything."""
@@ -314,17 +314,18 @@ class StepHooks(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Let EarlyStopping wait for a user's own metric of a step, of which there is none before the first step."""
-        stopping = [each for each in monitoring(trainer) if isinstance(each, EarlyStopping) and each.strict]
-        missing = [each for each in stopping if each.monitor not in trainer.callback_metrics]
-        if trainer.global_step == 0:
-            self._patient = [each for each in missing if not str(each.monitor).startswith("eval/")]
-        for callback in self._patient:
-            callback.strict = False
+        if trainer.global_step > 0:
+            return
+        for callback in monitoring(trainer):
+            is_own = not str(callback.monitor).startswith("eval/") and callback.monitor not in trainer.callback_metrics
+            if is_own and isinstance(callback, EarlyStopping) and callback.strict:
+                callback.strict = False
+                self._until_first_step.append(callback)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Make EarlyStopping strict again: from now on a missing metric is an error."""
-        while self._patient:
-            self._patient.pop().strict = True
+        while self._until_first_step:
+            self._until_first_step.pop().strict = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Disable the monitoring callbacks at the end of Lightning's epoch: they have acted on the last step."""
