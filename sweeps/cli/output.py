@@ -67,7 +67,10 @@ def show_chart(study: Path, tracking: str) -> None:
 
 
 def print_ranking(study: Path, fits: Sequence[Fit], ranking: Ranking) -> None:
-    """Print the ranking at the end of a study; on a terminal as a fitted table, with paths of figure and report."""
+    """Print the fits' warnings and the ranking; on a terminal as a fitted table, with paths of figure and report."""
+    from sweeps.fit.fit import warnings_of
+
+    warn(warnings_of(fits))
     if not on_screen(sys.stdout):
         from sweeps.report.ranking_text import ranking_text
 
@@ -106,21 +109,24 @@ def show_ranking(study: Path) -> None:
     """Fit a study and print its ranking; print a warning if it cannot be ranked yet."""
     # Imported late because they need SciPy.
     from sweeps.decide.rank import rank
-    from sweeps.fit.fit import fit_curves
+    from sweeps.fit.fit import fit_curves, warnings_of
     from sweeps.launch.settings import LaunchSettings
     from sweeps.parallel import cores
     from sweeps.source import load
 
     try:
-        fits = fit_curves(load([str(study)]).curves, workers=cores())
+        loaded = load([str(study)])
+        fits = fit_curves(loaded.curves, workers=cores())
         ranking = rank(fits, margin=LaunchSettings.margin_of(study), workers=cores(), brief=True)
     except UserError as error:
         warn([f"no ranking yet: {error}"])
         return
+    warn(loaded.warnings)
     if on_screen(sys.stderr):
         print()
         print_ranking(study, fits, ranking)
     else:
+        warn(warnings_of(fits))
         _print_summary(study, ranking)
 
 

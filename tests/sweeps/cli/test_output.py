@@ -17,6 +17,7 @@ from sweeps.cli.launchers import _margin
 from sweeps.cli.main import main
 from sweeps.cli.output import show_results
 from sweeps.errors import UserError
+from sweeps.run.journal import find_runs, read_journal
 from sweeps.source import load
 from tests.paths import ROOT
 
@@ -47,6 +48,18 @@ def test_in_a_pipe_a_study_ends_with_its_folder_its_ranking_and_the_next_command
     place, ranking, following = capsys.readouterr().out.splitlines()
     assert place == f"study: {study}" and ranking.startswith("ranking: ") and "scalerl" in ranking
     assert following == f"next: scalerl rank {study}; scalerl report {study} -o {study}/report.html"
+
+
+def test_at_its_end_a_study_of_one_seed_says_that_the_spread_is_assumed(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run in find_runs(study):
+        if read_journal(run).header["seed"] != 0:
+            shutil.rmtree(run)
+    show_results(study, None)
+    said = capsys.readouterr()
+    assert "warning: one seed per recipe: the spread between seeds is assumed" in said.err
+    assert "ranking: " in said.out
 
 
 @pytest.mark.slow
