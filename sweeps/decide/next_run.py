@@ -32,6 +32,7 @@ from sweeps.curve import Array
 from sweeps.decide.reach import check_budget
 from sweeps.decide.standing import Standing, find_standing
 from sweeps.decide.wording import outcome_sentence
+from sweeps.fit.constants import MIN_COMPUTES
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import reward_at, spacing
 from sweeps.terminal import counted
@@ -382,6 +383,8 @@ def _cure(fit: Fit) -> Step:
         reason = f"{fit.verdict}: {fit.reason}" + (f"; {_ENDED}" if fit.curve.ended else "")
         return Step(fit.recipe, "seed", end, None, end, reason)
     factor = 2.0
+    if fit.verdict == "too_few_points":
+        factor = max(factor, _enough_evaluations(fit) / end)
     if fit.verdict == "pre_inflection" and fit.C_mid.value is not None:
         factor = float(np.clip(2 * fit.C_mid.value / end, 1.5, _FACTORS[-1]))
         more = f"at least {factor:g}" if factor == _FACTORS[-1] else f"about {factor:.2g}"
@@ -389,6 +392,16 @@ def _cure(fit: Fit) -> Step:
     else:
         reason = f"{fit.verdict}: {fit.reason}"
     return Step(fit.recipe, "extend", factor * end, None, (factor - 1) * end * fit.seeds, reason)
+
+
+def _enough_evaluations(fit: Fit) -> float:
+    """Return the compute by which a run, evaluated as often as before, has the evaluations that a fit needs.
+
+    One more than `MIN_COMPUTES` is asked for, because a curve without an evaluation at compute 0 also fits R0.
+    """
+    curve = fit.curve
+    above = [len(np.unique(curve.compute[(curve.compute > 0) & (curve.seed == s)])) for s in np.unique(curve.seed)]
+    return float(curve.compute.max()) * (MIN_COMPUTES + 1) / max([*above, 1])
 
 
 def split_budget(choice: Choice, budget: float) -> Split:

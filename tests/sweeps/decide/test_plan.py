@@ -251,6 +251,19 @@ def test_refused_recipes_come_with_their_cure() -> None:
     assert steps["early"].action == "extend" and "the bend is not in the window" in steps["early"].reason
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("evaluations", [1, 2, 4, 5])
+def test_the_extension_of_a_recipe_with_too_few_points_is_long_enough(evaluations: int, zero: int) -> None:
+    def measured(last: int) -> Curve:
+        compute = np.arange(1 - zero, last + 1) * 500.0
+        return make_curve("few", compute, law(compute, 0.61, 1.9, 2500.0, 0.3), np.zeros(len(compute), dtype=np.intp))
+
+    fit = fit_curve(measured(evaluations))
+    assert fit.verdict == "too_few_points"
+    (step,) = settle(choice_of([fit])).steps
+    assert fit_curve(measured(round(step.compute / 500))).verdict != "too_few_points"
+
+
 def test_a_budget_is_spent_once_and_the_rest_committed() -> None:
     """The rest is committed where the leader costs no more than a tie, else kept: here it depends on the margin."""
     kept = split_budget(choice_of(contested(), 0.01), 50000)
