@@ -16,18 +16,27 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.task.arithmetic import ALPHABET, STOP, draw_number, problem, solution
-from lightning_scalerl.task.base_training import MADE_WITH, cached, model_name, trained
+from lightning_scalerl.task.base_training import (
+    FOLDER,
+    MADE_WITH,
+    PAD,
+    cached,
+    check_width,
+    load_packaged,
+    model_name,
+    small_llama,
+    trained,
+    word_tokenizer,
+    write_packaged,
+)
 
-PAD = "<pad>"
-HEAD_SIZE = 32  # a size that other engines support as well
+VOCABULARY = (PAD, *ALPHABET)
 # Non-default settings of the base model that comes with the package (conf/sums_of_two_digits.yaml).
 SHIPPED: dict[str, Any] = {"digits": 2}
-FOLDER = Path(__file__).parent / "base_models"
 
 
 def arithmetic_base_model(
@@ -46,7 +55,7 @@ def arithmetic_base_model(
     package instead.
 
     Args:
-        width: hidden size, a multiple of `HEAD_SIZE`.
+        width: hidden size, a multiple of 32.
         layers: number of decoder layers.
         batches, batch_size, learning_rate: of training with AdamW; after a warm-up the learning rate falls to a tenth
             along a cosine.
@@ -69,32 +78,20 @@ def arithmetic_base_model(
         digits=digits,
         seed=seed,
     )
-    return cached(_name(settings), settings, lambda: _shipped(settings) or _train(**settings), tokenizer)
-
-
-def _name(settings: dict[str, Any]) -> str:
-    return model_name("arithmetic-base", settings)
-
-
-def _shipped(settings: dict[str, Any]) -> Any:
-    """Return the packaged model with these settings, or None if there is none."""
-    file = FOLDER / f"{_name(settings)}.safetensors"
-    if not file.is_file():
-        return None
-    with torch.random.fork_rng(devices=[]):  # the caller's random state must not change
-        model = new_model(settings["width"], settings["layers"], settings["seed"])
-    model.load_state_dict(load_file(file))
-    return model
+    name = model_name("arithmetic-base", settings)
+    return cached(
+        name,
+        settings,
+        lambda: load_packaged(name, lambda: new_model(width, layers, seed)) or _train(**settings),
+        tokenizer,
+    )
 
 
 def make_shipped(folder: Path = FOLDER) -> Path:
     """Train the packaged base model and write its weights; returns the file."""
     defaults = {name: parameter.default for name, parameter in signature(arithmetic_base_model).parameters.items()}
     settings = {**defaults, **SHIPPED}
-    folder.mkdir(exist_ok=True)
-    file = folder / f"{_name(settings)}.safetensors"
-    save_file(_train(**settings).state_dict(), file, {"format": "pt"})
-    return file
+    return write_packaged(folder, model_name("arithmetic-base", settings), _train(**settings))
 
 
 def _check(
@@ -106,9 +103,7 @@ def _check(
         whole["batches"] = batches
     for name, value in whole.items():
         whole_number(f"model.{name}", value)
-    if width % HEAD_SIZE:
-        above = HEAD_SIZE * (width // HEAD_SIZE + 1)
-        raise ConfigurationError(f"model.width: {width} is no multiple of {HEAD_SIZE}, the size of a head; say {above}")
+    check_width(width)
     if not isinstance(corruption, int | float) or not 0 <= corruption <= 1:
         raise ConfigurationError(f"model.corruption: {corruption!r} must be a probability, from 0 to 1")
     if not isinstance(learning_rate, int | float) or not learning_rate > 0:
@@ -123,37 +118,12 @@ def is_arithmetic_base(model: Any) -> bool:
 
 def tokenizer() -> Any:
     """Return a tokenizer with one token per character; the full stop ends a sequence."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {token: number for number, token in enumerate([PAD, *ALPHABET])}
-    characters = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    characters.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token=PAD, eos_token=STOP)
+    return word_tokenizer(VOCABULARY, ".", STOP)
 
 
 def new_model(width: int, layers: int, seed: int) -> Any:
     """Return a Llama with random weights over the character vocabulary."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(ALPHABET) + 1,
-            hidden_size=width,
-            intermediate_size=3 * width,
-            num_hidden_layers=layers,
-            num_attention_heads=width // HEAD_SIZE,
-            num_key_value_heads=width // HEAD_SIZE,
-            head_dim=HEAD_SIZE,
-            max_position_embeddings=64,
-            tie_word_embeddings=False,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=1 + ALPHABET.index(STOP),
-        )
-    )
+    return small_llama(VOCABULARY, STOP, 64, width, layers, seed)
 
 
 def corrupted(text: str, corruption: float, source: random.Random) -> str:
@@ -170,7 +140,7 @@ def _batch(digits: int, size: int, corruption: float, source: random.Random) -> 
     for _ in range(size):
         first, second = draw_number(digits, source), draw_number(digits, source)
         text = problem(first, second) + corrupted(solution(first, second, digits), corruption, source)
-        rows.append([1 + ALPHABET.index(character) for character in text])
+        rows.append([VOCABULARY.index(character) for character in text])
     return torch.tensor(rows)
 
 

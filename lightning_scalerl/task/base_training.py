@@ -6,23 +6,96 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightning_scalerl.cache import cache_dir
+from lightning_scalerl.checks import ConfigurationError
 from sweeps.terminal import Bar
 
 # File with the settings of a model, next to its weights.
 MADE_WITH = "made_with.json"
+# Folder of the weights that come with the package.
+FOLDER = Path(__file__).parent / "base_models"
+PAD = "<pad>"
+HEAD_SIZE = 32  # a size that other engines support as well
 
 
 def model_name(kind: str, settings: Mapping[str, Any]) -> str:
     """Return the name of a base model with these settings."""
     return f"{kind}-{hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]}"
+
+
+def check_width(width: int) -> None:
+    """Raise ConfigurationError unless the hidden size is a multiple of the heads' size."""
+    if width % HEAD_SIZE:
+        above = HEAD_SIZE * (width // HEAD_SIZE + 1)
+        raise ConfigurationError(f"model.width: {width} is no multiple of {HEAD_SIZE}, the size of a head; say {above}")
+
+
+def word_tokenizer(vocabulary: Sequence[str], pattern: str, end: str) -> Any:
+    """Return a tokenizer of fixed words.
+
+    Args:
+        vocabulary: the tokens, in the order of their ids; the first pads.
+        pattern: regular expression of a token in a text.
+        end: the token that ends a sequence.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({token: number for number, token in enumerate(vocabulary)}, unk_token=PAD))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    words.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=PAD, eos_token=end)
+
+
+def small_llama(vocabulary: Sequence[str], end: str, positions: int, width: int, layers: int, seed: int) -> Any:
+    """Return a Llama with random weights over a vocabulary, in which the token `end` ends a sequence."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=width // HEAD_SIZE,
+            num_key_value_heads=width // HEAD_SIZE,
+            head_dim=HEAD_SIZE,
+            max_position_embeddings=positions,
+            tie_word_embeddings=False,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=vocabulary.index(end),
+        )
+    )
+
+
+def load_packaged(name: str, make: Callable[[], Any]) -> Any:
+    """Return the packaged model of this name, or None if there is none; `make` creates it with any weights."""
+    file = FOLDER / f"{name}.safetensors"
+    if not file.is_file():
+        return None
+    with torch.random.fork_rng(devices=[]):  # the caller's random state must not change
+        model = make()
+    model.load_state_dict(load_file(file))
+    return model
+
+
+def write_packaged(folder: Path, name: str, model: Any) -> Path:
+    """Write the weights of a model that is to come with the package; returns the file."""
+    folder.mkdir(exist_ok=True)
+    file = folder / f"{name}.safetensors"
+    save_file(model.state_dict(), file, {"format": "pt"})
+    return file
 
 
 def cached(name: str, settings: Mapping[str, Any], make: Callable[[], Any], tokenizer: Callable[[], Any]) -> str:

@@ -13,12 +13,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightning_scalerl.checks import ConfigurationError, whole_number
-from lightning_scalerl.task.arithmetic_base import FOLDER, HEAD_SIZE, PAD
-from lightning_scalerl.task.base_training import cached, model_name, trained
+from lightning_scalerl.task.base_training import (
+    FOLDER,
+    PAD,
+    cached,
+    check_width,
+    load_packaged,
+    model_name,
+    small_llama,
+    trained,
+    word_tokenizer,
+    write_packaged,
+)
 from lightning_scalerl.task.calculator import MAX_DIGITS, draw
 
 STOP = "."
@@ -60,72 +69,36 @@ def calculator_base_model(
     for name in ("width", "layers", "batch_size"):
         whole_number(f"model.{name}", settings[name])
     whole_number("model.batches", batches, least=0)
-    if width % HEAD_SIZE:
-        raise ConfigurationError(f"model.width: {width} is no multiple of {HEAD_SIZE}, the size of a head")
+    check_width(width)
     for name in ("calls", "corruption"):
         if not 0 <= settings[name] <= 1:
             raise ConfigurationError(f"model.{name}: {settings[name]!r} must be a probability, from 0 to 1")
-    return cached(_name(settings), settings, lambda: _shipped(settings) or _train(**settings), tokenizer)
-
-
-def _name(settings: dict[str, Any]) -> str:
-    return model_name("calculator-base", settings)
-
-
-def _shipped(settings: dict[str, Any]) -> Any:
-    """Return the packaged model with these settings, or None if there is none."""
-    file = FOLDER / f"{_name(settings)}.safetensors"
-    if not file.is_file():
-        return None
-    with torch.random.fork_rng(devices=[]):  # the caller's random state must not change
-        model = new_model(settings["width"], settings["layers"], settings["seed"])
-    model.load_state_dict(load_file(file))
-    return model
+    name = model_name("calculator-base", settings)
+    return cached(
+        name,
+        settings,
+        lambda: load_packaged(name, lambda: new_model(width, layers, seed)) or _train(**settings),
+        tokenizer,
+    )
 
 
 def make_shipped(folder: Path = FOLDER) -> Path:
     """Train the packaged base model and write its weights; returns the file."""
     settings = {name: parameter.default for name, parameter in signature(calculator_base_model).parameters.items()}
-    file = folder / f"{_name(settings)}.safetensors"
-    save_file(_train(**settings).state_dict(), file, {"format": "pt"})
-    return file
+    return write_packaged(folder, model_name("calculator-base", settings), _train(**settings))
 
 
 def tokenizer() -> Any:
     """Return a tokenizer with one token per digit, sign and tag; the full stop ends a turn."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens = Tokenizer(models.WordLevel(_ID, unk_token=PAD))
     # A run of letters is one token, so that a message in words is a few unknown tokens.
-    tokens.pre_tokenizer = pre_tokenizers.Split(Regex("</?call>|[A-Za-z ]+|."), behavior="isolated")
-    tokens.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token=PAD, eos_token=STOP)
+    made = word_tokenizer(VOCABULARY, "</?call>|[A-Za-z ]+|.", STOP)
     made.chat_template = TEMPLATE
     return made
 
 
 def new_model(width: int, layers: int, seed: int) -> Any:
     """Return a Llama with random weights over the vocabulary."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(VOCABULARY),
-            hidden_size=width,
-            intermediate_size=3 * width,
-            num_hidden_layers=layers,
-            num_attention_heads=width // HEAD_SIZE,
-            num_key_value_heads=width // HEAD_SIZE,
-            head_dim=HEAD_SIZE,
-            max_position_embeddings=128,
-            tie_word_embeddings=False,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=_ID[STOP],
-        )
-    )
+    return small_llama(VOCABULARY, STOP, 128, width, layers, seed)
 
 
 def _conversation(calls: bool, corruption: float, source: random.Random) -> tuple[list[str], list[float]]:
