@@ -196,6 +196,20 @@ def completions(member: Member) -> Iterable[str]:
         yield f"| {group['step']} | {' '.join(group['prompt'].split())} | {group['answer']} | {quoted} |"
 
 
+def gsm8k(member: Member) -> Iterable[str]:
+    """Yield the table of a run on GSM8K: held-out pass rate, and the means of the steps before each evaluation."""
+    steps = {record.step: record.metrics for record in member.journal.of_kind("train")}
+    yield "| step | held-out pass rate | of the steps since: pass rate | truncated | entropy per token, nats |"
+    yield "|---|---|---|---|---|"
+    before = 0
+    for step, rate in member.series(TEST):
+        since = [steps[each] for each in range(before + 1, step + 1)]
+        names = ("train/pass_rate", "train/truncated", "train/entropy")
+        means = [f"{fmean(metrics[name] for metrics in since):.3f}" if since else "" for name in names]
+        yield f"| {step} | {rate:.3f} | {' | '.join(means)} |"
+        before = step
+
+
 def ranking(folder: Path) -> str:
     """Return what `scalerl rank` says of the committed journals."""
     command = [*SCALERL, "rank", str(folder.relative_to(ROOT)), "--x", FLOPS]
@@ -243,6 +257,8 @@ def write_page() -> None:
             "completions": list(completions(members[0])),
             "times": list(times(members)),
         }
+    for member in finished(GSM8K_FOLDER):
+        parts |= {"gsm8k": list(gsm8k(member)), "gsm8k times": list(times([member]))}
     for name, lines in parts.items():
         page = between(page, name, lines)
     PAGE.write_text(page, encoding="utf-8")
