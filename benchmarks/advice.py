@@ -28,7 +28,7 @@ MARGIN = 0.02
 
 def complete_run(a: float, b: float, c_mid: float, points: int, rng: np.random.Generator) -> tuple[Array, Array]:
     """Compute and reward of one seed, evaluated every `STEP`: its own A, a wandering policy, sampling error."""
-    compute = STEP * np.arange(points)
+    compute = np.asarray(STEP * np.arange(points), dtype=np.float64)
     own = a + SEED_SD * rng.standard_normal()
     wander = np.zeros(points)
     for i in range(1, points):

@@ -28,7 +28,8 @@ from lightning_scalerl.generator.base import GroupRequest, SamplingSettings
 from lightning_scalerl.generator.torch.generator import TorchGenerator
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.model.policy import Policy
-from lightning_scalerl.rollouts.rollout import Group, Prompt, Rollout
+from lightning_scalerl.rollouts.prompt import Prompt
+from lightning_scalerl.rollouts.rollout import Group, PassSize, Rollout
 from lightning_scalerl.stream.credit import lay_out
 from lightning_scalerl.task.arithmetic_base import arithmetic_base_model
 
@@ -74,7 +75,7 @@ def train_s(model: Any, rollouts: int) -> tuple[int, float]:
     group = Group(0, Prompt("p", "", ""), list(range(1, PROMPT_TOKENS + 1)), [rollout])
     batch = lay_out([(group, rollout, [1.0], len(tokens), row) for row in range(rollouts)])
     begin = time.perf_counter()
-    for micro_batch in batch.micro_batches(64):
+    for micro_batch in batch.micro_batches(PassSize(64)):
         logprobs, _ = policy(micro_batch)
         (logprobs * micro_batch.loss_mask).sum().backward()
     torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
@@ -121,8 +122,8 @@ def measure() -> dict[str, float]:
                 train[1.0, float(tokens)].append(seconds)
         publish.append(publish_s(model))
     for name, rows in (("prefill: tokens", prefill), ("train: step, tokens", train)):
-        for columns, values in rows.items():
-            print(f"{name} {columns}: {1e3 * statistics.median(values):.2f} ms")
+        for counts, values in rows.items():
+            print(f"{name} {counts}: {1e3 * statistics.median(values):.2f} ms")
     per_step, per_rollout, per_context = rates_of(decode)
     (per_prefill,) = rates_of(prefill)
     train_step, train_token = rates_of(train)

@@ -101,7 +101,7 @@ class Forked(LocalExecutor):
 
     def __init__(self, places: int) -> None:
         super().__init__("benchmarks.crashes:run_apart", places, 1)
-        self._context = multiprocessing.get_context("fork")
+        self._context = multiprocessing.get_context("fork")  # type: ignore[assignment]
 
 
 def run_apart(run_dir: Path) -> None:
@@ -187,7 +187,7 @@ def controller(place: Place) -> int:
             status = os.fstat(descriptor)
             os.write(synced, b"%d %d\n" % (status.st_ino, status.st_size))
 
-        os.fsync = noted
+        os.fsync = noted  # type: ignore[assignment]
         place.launch()
         code = 0
     except UserError as error:
@@ -337,7 +337,8 @@ def judged(place: Place, right: dict[str, Any], codes: Sequence[int]) -> tuple[s
     views = overview(place.study)
     lost = [f"{view.recipe}: {view.reason}" for view in views if "no records of" in (view.reason or "")]
     # Of a run that has finished a damaged line costs nothing but itself.
-    lost += [view.reason for view in views if view.state == "finished" and "metrics.jsonl, line" in (view.reason or "")]
+    finished = [view.reason or "" for view in views if view.state == "finished"]
+    lost += [reason for reason in finished if "metrics.jsonl, line" in reason]
     lost += [line for line in said.splitlines() if "torn or damaged" in line or "has lost lines" in line]
     refused = [view.reason for view in views if view.state == "failed" and view.reason]
     refused = [reason for reason in refused if any(f"/{name}" in reason for name in (*DAMAGE, "state-"))]

@@ -167,8 +167,8 @@ def told(studies: Studies, where: str) -> Iterator[str]:
         "the race whose controller was killed": decisions(RaceRecord.read(work / "killed").looks) == decided,
         "`scalerl race` on the full grid": decisions(after.looks) == decided,
     }
-    for other, equal in same.items():
-        yield f"- {len(record.looks)} looks; those of {other} are {'the same' if equal else 'NOT the same'}."
+    for other, agrees in same.items():
+        yield f"- {len(record.looks)} looks; those of {other} are {'the same' if agrees else 'NOT the same'}."
     for name in ("race", "killed"):
         equal, runs = same_journals(work / name, work / "full")
         yield f"- Journals in `{name}` that say what the full grid's say, as far as they go: {equal} of {runs}."

@@ -106,13 +106,28 @@ def forecasts(file: Path, curves: Sequence[Curve]) -> list[Forecast]:
             value, low, high = predict_mean(fit, mine.compute[rest])
             came, scale = float(mine.reward[rest].mean()), mine.scale
             last, five = float(seen.reward[-1]), float(seen.reward[-5:].mean())
-            numbers = [each / scale for each in (value, low, high, came, last, five)]
             named = fit.A if fit.identifiable else None
             a = None if named is None else ((named.low or 0.0) / scale, (named.high or 1.0) / scale)
             late = float(seen.reward[seen.compute > 0.75 * seen.compute.max()].mean())
             level = abs(came - late) < LEVEL * scale and late - float(seen.reward[0]) > RISE * scale
             rose = (came - float(seen.reward[0])) / scale
-            found.append(Forecast(file.stem, seen.recipe, share, *numbers, fit.verdict, a, level, rose))
+            found.append(
+                Forecast(
+                    file=file.stem,
+                    curve=seen.recipe,
+                    share=share,
+                    value=value / scale,
+                    low=low / scale,
+                    high=high / scale,
+                    came=came / scale,
+                    last=last / scale,
+                    five=five / scale,
+                    verdict=fit.verdict,
+                    a=a,
+                    level=level,
+                    rose=rose,
+                )
+            )
     return found
 
 
@@ -217,11 +232,11 @@ def report(
         "|---|---|---|---|---|---|",
     ]
     for share in CHANCES_AT:
-        some = [each for each in decisions if each.share == share]
-        sure = [each.right for each in some if each.decided]
-        regrets = [float(np.mean([getattr(each, name) for each in some])) for name in ("regret", "by_last")]
+        cut = [each for each in decisions if each.share == share]
+        sure = [each.right for each in cut if each.decided]
+        regrets = [float(np.mean([getattr(each, name) for each in cut])) for name in ("regret", "by_last")]
         right = _share(sum(sure), len(sure)) if sure else "-"
-        lines.append(f"| {share:.0%} | {len(some)} | {len(sure)} | {right} | {regrets[0]:.4f} | {regrets[1]:.4f} |")
+        lines.append(f"| {share:.0%} | {len(cut)} | {len(sure)} | {right} | {regrets[0]:.4f} | {regrets[1]:.4f} |")
     return lines
 
 

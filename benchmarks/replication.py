@@ -315,11 +315,11 @@ def prompts(path: Path) -> list[str]:
     by_recipe: dict[str, list[dict[str, str]]] = {}
     for row in table_rows:
         by_recipe.setdefault(row["recipe"], []).append(row)
-    rankings = [
+    by_one, by_k = (
         rank(fit_curves([_curve(recipe, rows, *names) for recipe, rows in by_recipe.items()], workers=cores()))
         for names in (("reward", "sd"), ("pass@4", "pass@4_sd"))
-    ]
-    both = at_k(*rankings, AT_K)
+    )
+    both = at_k(by_one, by_k, AT_K)
     assert both is not None
     cells = []
     for recipe, rows in by_recipe.items():

@@ -34,11 +34,12 @@ def new_model(device: str, seed: int, tiny: bool) -> nn.Module:
     torch.manual_seed(seed)
     with torch.device(device):
         model = Qwen3ForCausalLM(Qwen3Config(**{**QWEN3_0_6B, **(TINY if tiny else {})}))
-    return model.eval()
+    evaluated: nn.Module = model.eval()
+    return evaluated
 
 
 @torch.no_grad()
-def trainers(model: nn.Module, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+def trainers(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
     """Return log-probabilities (T,) of a completion as the trainer computes them."""
     device = next(model.parameters()).device
     ids = torch.tensor([[*prompt, *tokens]], device=device)
@@ -123,7 +124,7 @@ def measure(backend: str, tiny: bool, sleeps: bool, fp32_head: bool, flags: Sequ
         found["bytes"] = getattr(generator._sender, "bytes_sent", None)
         # A publish while rollouts are under way: they go on, and their later tokens are the new weights'.
         generator.submit(GroupRequest(10, PROMPT, 8, (0, 10)))
-        early = []
+        early: list[Any] = []
         while generator.sampled_in_flight < 8 * min(64, longest // 4):
             early += generator.step().finished
         found["in_the_middle_s"] = timed(generator.publish, dict(one.state_dict()), 4)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,11 @@ STUDIES: tuple[tuple[str, tuple[float, ...]], ...] = (
 # Nothing was set on this one: `experiment=replication` as it is.
 HELD_OUT = (("docs/measured/replication/curves.csv", (1.5e11, 2e11, 3e11, 4.5e11, 5.9e11, 8e11)),)
 LATE, MARGIN = 0.9, 0.02
-RULES = {"race": {}, "race, --loss 0.003": {"loss": 0.003}, "race, --loss 1": {"loss": NO_LIMIT}}
+RULES: dict[str, dict[str, Any]] = {
+    "race": {},
+    "race, --loss 0.003": {"loss": 0.003},
+    "race, --loss 1": {"loss": NO_LIMIT},
+}
 LOOK, RUNGS = 0.2, (0.25, 0.5)
 
 

@@ -78,7 +78,7 @@ def make_study(setting: Setting, number: int) -> Study:
         if share is not None and step is not None:
             late = np.stack([_law(-1, tops[i], step[i], 12.0)(compute) for i in range(RECIPES)])
             rises = share[:, None] * rises + (1 - share)[:, None] * late
-        return rises - 0.3 * expit((compute[None, :] - falls[:, None]) / 0.01)
+        return np.asarray(rises - 0.3 * expit((compute[None, :] - falls[:, None]) / 0.01))
 
     mean = curves(own, COMPUTE)
     early, truth = curves(top, np.array([0.25, 1.0])).T

@@ -42,7 +42,7 @@ def whole(hidden: Tensor, weight: Tensor, targets: Tensor, _: int) -> Tensor:
 
 def recomputed(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
     """Chunks that torch recomputes, each with a gradient of the weights of its own."""
-    parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    parts = zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True)
     return torch.cat([checkpoint(whole, part, weight, wanted, 0, use_reentrant=False) for part, wanted in parts])
 
 

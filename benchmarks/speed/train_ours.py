@@ -64,12 +64,12 @@ class Clock(Callback):
         self.flops_before: Mapping[str, float] = {}
         self._spent = spent
 
-    def on_train_batch_end(self, trainer: Trainer, module: Any, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """One more."""
         self.ends.append(time.perf_counter())
         if len(self.ends) == 2:
             self._spent.update(dict.fromkeys(self._spent, 0.0))
-            self.flops_before = module.meter.metrics()
+            self.flops_before = pl_module.meter.metrics()
 
 
 def timed(owner: Any, name: str, part: str, spent: dict[str, float]) -> None:
