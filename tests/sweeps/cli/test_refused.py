@@ -30,7 +30,7 @@ from tests.sweeps.executor.fake_cluster import FakeCluster, Place, VirtualTime, 
 
 
 def plan(override_lists: Sequence[Sequence[str]], folders: Sequence[str] = ()) -> list[RunSpec]:
-    """A planner that knows a seed, a learning rate above 0, a study and MLflow's address."""
+    """A planner that knows a seed, a learning rate above 0, a number of devices, a study and MLflow's address."""
     specs = []
     for overrides in override_lists:
         given = dict(each.split("=", 1) for each in overrides)
@@ -42,6 +42,7 @@ def plan(override_lists: Sequence[Sequence[str]], folders: Sequence[str] = ()) -
             "budget": {"steps": 1},
             "output_dir": given.get("output_dir", f"outputs/{given.get('study', 'local')}"),
             "launch": {"max_parallel": 1, "threads": 1},
+            "strategy": {"name": "fsdp2", "nodes": 1, "devices": int(given.get("strategy.devices", 1))},
         }
         specs.append(make_spec(config, config, "scalerl", "scalerl"))
     return specs
