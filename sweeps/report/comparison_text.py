@@ -60,7 +60,7 @@ def choice_text(choice: Choice) -> str:
     ]
     if choice.verdict == UNDECIDED:
         needed = "unknown" if choice.runs_needed is None else f"{choice.runs_needed} of each"
-        told = choice.difference_to_tell and f"to tell {choice.difference_to_tell} at 5% with 80% power"
+        told = choice.margin_text and f"to tell {choice.margin_text} at 5% with 80% power"
         facts.append(["runs needed", needed, told])
     width = max(len(fact[1]) for fact in facts)
     lines = [f"{name:16}  {value:{width}}  {more}".rstrip() for name, value, more in facts]
@@ -92,7 +92,7 @@ def effects_text(effects: Effects) -> str:
     blocks = [
         table(head, rows),
         f"on average over {effects.cells} recipes, drawn to zero as far as the others are small; 95% intervals; "
-        f"recipes differ by {effects.own:.3f} beyond that",
+        f"recipes differ by {effects.residual_sd:.3f} beyond that",
     ]
     if not effects.effects:
         blocks = [one_line(note) for note in effects.notes]

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from sweeps.curve import Array
 from sweeps.decide.across_sizes import AcrossSizes, Frontier
 from sweeps.decide.plan import Plan
-from sweeps.decide.power_law import sized
+from sweeps.decide.power_law import group_by_size
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit
 from sweeps.report.drawing import COLOURS, INK, STYLE, draw_points, limits, log_axis, write_figure
@@ -32,7 +32,7 @@ def write_frontier(path: Path, plan: Plan, fits: Sequence[Fit], column: str) -> 
         raise UserError(
             f"{path}: no figure, for a size of {sizes.recipe} has too few points for a curve; evaluate more"
         )
-    by_size = sized(fits, column)[sizes.recipe]
+    by_size = group_by_size(fits, column)[sizes.recipe]
     write_figure(frontier_figure(sizes.joint, sizes.frontier, list(by_size.values())), path)
 
 

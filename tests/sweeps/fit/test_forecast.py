@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sweeps.curve import make_curve
-from sweeps.decide.standing import chances_of_being_best, joint_rewards
+from sweeps.decide.standing import chances_of_being_best, draw_rewards
 from sweeps.fit.collapse import death
 from sweeps.fit.fit import fit_curve, fit_curves
 from sweeps.fit.predict import asymptote_draws, paths, predict, predict_mean
@@ -92,5 +92,5 @@ def test_the_living_are_chosen_before_the_dead() -> None:
     living = curve("living", a=0.3, r0=0.1, seeds=1)
     c = living.compute
     dead = make_curve("dead", c, np.where(c >= c[-5], 0.0, 0.2 + 0.6 * c / c.max()), baseline="living")
-    of_the_living, of_the_dead = chances_of_being_best(joint_rewards(fit_curves([living, dead]), 2 * c.max()))
+    of_the_living, of_the_dead = chances_of_being_best(draw_rewards(fit_curves([living, dead]), 2 * c.max()))
     assert of_the_living > 0.95 and of_the_dead < 0.05
