@@ -34,7 +34,7 @@ from sweeps.decide.pairwise import Difference, compare
 from sweeps.decide.rank import rank
 from sweeps.decide.standing import draw_asymptotes
 from sweeps.fit.fit import Fit, Interval, fit_curves
-from sweeps.fit.fit import shown as display
+from sweeps.fit.fit import format_interval as display
 from sweeps.fit.predict import quantiles
 from sweeps.parallel import cores
 from sweeps.run.journal import JournalView

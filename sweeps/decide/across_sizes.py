@@ -68,7 +68,9 @@ class AcrossSizes(AsJson):
         """Return draws of the mean reward over seeds at each compute (m,), for a size that was run or not; (D, m)."""
         at = np.flatnonzero(np.isclose(self.sizes, size, rtol=1e-9))
         schedule = self.schedules[int(at[0])] if len(at) else None
-        return _rewards(self._log_parameters(size), compute if schedule is None else schedule.count(compute))
+        return _rewards(
+            self._log_parameters(size), compute if schedule is None else schedule.effective_compute(compute)
+        )
 
     def _log_parameters(self, size: float) -> Array:
         """Return draws of a size's four logarithms, (D, 4); a size that was not run deviates from the line by tau."""

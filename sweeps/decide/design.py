@@ -124,5 +124,7 @@ def _compare_pairs(fits: Sequence[Fit], scale: float) -> list[tuple[float, float
             draws = reward_difference(
                 first, second, compute, pairing_of_two(first.recipe, second.recipe, offsets_by_recipe, scale)
             )
-            pairs.append((deviation(draws), float(np.median(draws)), min(first.informing, second.informing)))
+            pairs.append(
+                (deviation(draws), float(np.median(draws)), min(first.informative_seeds, second.informative_seeds))
+            )
     return pairs

@@ -16,7 +16,7 @@ import numpy as np
 from sweeps.curve import Array
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.forecast import DRAWS, generator
-from sweeps.fit.posterior import by_weight
+from sweeps.fit.posterior import draw_by_weight
 from sweeps.fit.predict import quantiles, support
 from sweeps.fit.seeds import SeedSpread
 
@@ -110,13 +110,13 @@ def efficiencies(
         draws = draws_by_recipe[fit.recipe]
         assert draws is not None, "an identifiable recipe has draws"
         spread = fit.seed_spread if spreads is None else spreads[fit.recipe]
-        width = max(float(np.hypot(spread.sd / np.sqrt(max(fit.informing, 1)), error)), 1e-9 * fit.curve.scale)
+        width = max(float(np.hypot(spread.sd / np.sqrt(max(fit.informative_seeds, 1)), error)), 1e-9 * fit.curve.scale)
         rng = generator(fit.recipe, "efficiency")
         squares = ((draws.A - shared_a) / width) ** 2
         # Log density of Student's t, or of a normal distribution where the spread counts as known.
         dof = spread.dof
         density = -0.5 * squares if np.isinf(dof) else -0.5 * (dof + 1) * np.log1p(squares / dof)
-        rows = by_weight(np.exp(density - density.max()), DRAWS, rng)
+        rows = draw_by_weight(np.exp(density - density.max()), DRAWS, rng)
         limit = support(fit)
         b, c_mid = draws.B[rows], draws.C_mid[rows]
         computes = [draws.family.compute_at(share, b, c_mid) for share in (MOST, HALF)]

@@ -17,7 +17,7 @@ from scipy.special import chdtri, nctdtr, stdtrit
 from sweeps.as_json import AsJson
 from sweeps.decide.pairwise import MOST_SEEDS, POWER
 from sweeps.errors import UserError
-from sweeps.fit.fit import Interval, shown
+from sweeps.fit.fit import Interval, format_interval
 from sweeps.source.run_values import RunTable, RunValues
 from sweeps.terminal import counted
 
@@ -314,13 +314,13 @@ def _sentence(
     interval = estimate.interval
     if verdict != UNDECIDED:
         word = "better" if verdict == KEEP else "worse"
-        return f"{verdict} {two}: {word} than {one}, by {shown(interval, '+.4g')}"
+        return f"{verdict} {two}: {word} than {one}, by {format_interval(interval, '+.4g')}"
     if doubt:
         return f"undecided: {doubt}"
     assert interval.low is not None and interval.high is not None
     if margin is not None and -margin < interval.low and interval.high < margin:
-        return f"undecided: {two} and {one} are the same within {margin:.4g}: {shown(interval, '+.4g')}"
-    return f"undecided: {two} and {one} are not told apart: {shown(interval, '+.4g')}"
+        return f"undecided: {two} and {one} are the same within {margin:.4g}: {format_interval(interval, '+.4g')}"
+    return f"undecided: {two} and {one} are not told apart: {format_interval(interval, '+.4g')}"
 
 
 def _remedy(

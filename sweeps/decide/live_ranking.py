@@ -85,14 +85,14 @@ class LiveRanking(Thread):
     def rank(self, curves: Sequence[Curve]) -> None:
         """Fit the recipes that have new evaluations, and rank all."""
         from sweeps.decide.rank import rank
-        from sweeps.fit.fit import fit_curve, with_shared
+        from sweeps.fit.fit import fit_curve, pool_over_recipes
 
         for curve in curves:
             arrays = (curve.compute, curve.reward, curve.seed, curve.sd, curve.at_peak)
             content = [curve.range, *(None if array is None else array.tobytes() for array in arrays)]
             if curve.recipe not in self._fits or self._fits[curve.recipe][0] != content:
                 self._fits[curve.recipe] = content, fit_curve(curve, self._options)
-        fits = with_shared([self._fits[curve.recipe][1] for curve in curves], curves)
+        fits = pool_over_recipes([self._fits[curve.recipe][1] for curve in curves], curves)
         self.ranking = rank(fits, margin=self._margin, brief=True)
         self.ranked_s, self.trouble = time.monotonic(), ""
         self.evaluations = sum(len(curve.compute) for curve in curves)

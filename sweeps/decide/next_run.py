@@ -288,7 +288,9 @@ def comparable(fits: Sequence[Fit], apart_from: str | None = None) -> list[list[
 def _contenders(fits: Sequence[Fit]) -> list[Fit]:
     """Return the fits whose curve informs on the asymptote; only their steps are simulated."""
     return [
-        fit for fit in fits if fit.verdict in _CONTENDER_VERDICTS and fit.draws is not None and fit.lookout is not None
+        fit
+        for fit in fits
+        if fit.verdict in _CONTENDER_VERDICTS and fit.draws is not None and fit.outlook_inputs is not None
     ]
 
 

@@ -22,9 +22,9 @@ from sweeps.decide.efficiency import TAIL, Ratio
 from sweeps.decide.reach import common_reward, first_above
 from sweeps.decide.standing import CONFIDENCE, draw_asymptotes, margin_of
 from sweeps.errors import UserError
-from sweeps.fit.fit import Fit, Interval, shown
+from sweeps.fit.fit import Fit, Interval, format_interval
 from sweeps.fit.forecast import DRAWS, generator
-from sweeps.fit.predict import paths, paths_over_seeds, quantiles, readable, within
+from sweeps.fit.predict import is_supported, paths, paths_over_seeds, quantiles, readable
 from sweeps.fit.seeds import BORROWED_SEED_SD, Pairing, SeedExcess, SeedSpread
 from sweeps.run.passes import Passes
 from sweeps.terminal import counted
@@ -155,7 +155,7 @@ def compare(
     ratio = [None if draws.ratio is None else draws.ratio.interval(tail) for draws in drawn]
     rows = []
     for n, ((one, two), draws) in enumerate(zip(pairs, drawn, strict=True)):
-        seeds = min(by_name[one].informing, by_name[two].informing)
+        seeds = min(by_name[one].informative_seeds, by_name[two].informative_seeds)
         row = Difference(
             recipe=one,
             other=two,
@@ -210,7 +210,7 @@ def _draw_pair(
     prompt_sd = None if passes is None else prompt_error(*(passes(fit.recipe, compute) for fit in (one, two)))
     rng = generator(f"{one.recipe} {two.recipe}", "pair")
     on_prompts = None if prompt_sd is None else reward + prompt_sd * rng.standard_normal(DRAWS)
-    can_forecast = budget is not None and within(one, budget) and within(two, budget)
+    can_forecast = budget is not None and is_supported(one, budget) and is_supported(two, budget)
     both_rise = not {one.verdict, two.verdict} & {"flat", "decreasing"}
     return _PairDraws(
         compute=compute,
@@ -424,7 +424,7 @@ def _verdict(difference: Interval, margin: float) -> str:
 def _sentence(row: Difference, margin: float) -> str:
     """Describe a comparison: the difference in reward, and the ratio of computes if it excludes 1."""
     one, two, ratio = row.recipe, row.other, row.ratio
-    at, by = f"at compute {row.compute:.4g}", shown(row.R, "+.3f")
+    at, by = f"at compute {row.compute:.4g}", format_interval(row.R, "+.3f")
     if row.verdict in (HIGHER, LOWER):
         text = f"{one} has the {row.verdict} reward {at}, by {by}"
     elif row.verdict == SAME:
@@ -434,10 +434,10 @@ def _sentence(row: Difference, margin: float) -> str:
         text = f"{one} and {two} are not told apart {at}: {by} with {counted(row.seeds, 'seed')}"
         text += f"; {margin:g} takes {seed_count} at 80% power"
     if ratio is not None and ratio.low is not None and ratio.low > 1:
-        times = f"at least {ratio.low:.2f}" if ratio.value is None else shown(ratio, ".2f")
+        times = f"at least {ratio.low:.2f}" if ratio.value is None else format_interval(ratio, ".2f")
         text += f"; {one} takes {times} times the compute of {two}"
     elif ratio is not None and ratio.high is not None and ratio.high < 1:
-        text += f"; {one} takes {shown(ratio, '.2f')} of the compute of {two}"
+        text += f"; {one} takes {format_interval(ratio, '.2f')} of the compute of {two}"
     if row.p_neither is not None and row.p_neither >= 0.01:
         text += f" (in {row.p_neither:.0%} of the draws, which this leaves out, neither reaches the common reward)"
     return text

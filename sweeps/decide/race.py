@@ -27,7 +27,7 @@ from sweeps.decide.rules import NO_LIMIT, Rules
 from sweeps.decide.standing import chances_of_being_best, draw_rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curves
-from sweeps.fit.predict import chance, quantiles, within
+from sweeps.fit.predict import chance, is_supported, quantiles
 from sweeps.run import fields
 from sweeps.run.journal import JournalView
 from sweeps.terminal import counted
@@ -369,7 +369,7 @@ def make_look(
     past_loss = sum(look.loss for look in taken)
     p_best = chances_of_being_best(draws)
     # The favourite has the least expected loss. Recipes that cannot be forecast are not considered if others can.
-    can_forecast = [within(fit, rules.budget) for fit in fits]
+    can_forecast = [is_supported(fit, rules.budget) for fit in fits]
     expected = [
         values.mean() if forecastable or not any(can_forecast) else -np.inf
         for forecastable, values in zip(can_forecast, draws, strict=True)

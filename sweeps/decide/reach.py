@@ -20,7 +20,7 @@ from sweeps.as_json import AsJson
 from sweeps.curve import Array
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
-from sweeps.fit.predict import apart, chance, paths, quantiles, seed_offsets, support
+from sweeps.fit.predict import chance, offset_growth, paths, quantiles, seed_offsets, support
 
 # A run is near its asymptote if it has gained this fraction of A - R0. With A - R0 = 0.3 the missing 0.015 is as large
 # as the spread between seeds.
@@ -104,7 +104,7 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
     rewards = paths(fit, grid)
     computes = first_above(rewards, grid, target)
     computes_of_new_run = first_above(
-        rewards + seed_offsets(fit, new_run=True)[:, None] * apart(grid / end), grid, target
+        rewards + seed_offsets(fit, new_run=True)[:, None] * offset_growth(grid / end), grid, target
     )
     p_never = float(np.isinf(computes).mean())
     interval = quantiles(computes)
@@ -189,7 +189,7 @@ def near_asymptote(fit: Fit) -> Asymptote:
         )
     end, draws = fit.window[1], fit.draws
     assert fit.outlook is not None
-    shares = draws.share(np.array([end]))[:, 0]
+    shares = draws.gain_fraction(np.array([end]))[:, 0]
     now, later = fit.outlook.at(np.array([end, 2 * end])).T
     share, gain = quantiles(shares), quantiles(later - now)
     assert share.low is not None and share.high is not None and share.value is not None and gain.value is not None

@@ -63,14 +63,16 @@ def resolve(fits: Sequence[Fit], leader: str | None, margin: float) -> Resolutio
     offsets_by_recipe = {fit.recipe: rewards_near(fit.curve, compute) for fit in known}
     scale = max(fit.curve.scale for fit in known)
     errors, detections, per_pair, sources = [], 0, [], set()
-    seeds = min(fit.informing for fit in known)
+    seeds = min(fit.informative_seeds for fit in known)
     for fit in others:
         pairing = pairing_of_two(fit.recipe, leading_fit.recipe, offsets_by_recipe, scale)
         draws = reward_difference(fit, leading_fit, compute, pairing)
         low, high = np.quantile(draws, [0.025, 0.975])
         detections += bool(low > 0 or high < 0)
         errors.append(deviation(draws))
-        per_pair.append(seeds_needed(draws, min(fit.informing, leading_fit.informing), margin) or np.inf)
+        per_pair.append(
+            seeds_needed(draws, min(fit.informative_seeds, leading_fit.informative_seeds), margin) or np.inf
+        )
         sources.add("paired" if pairing is not None else fit.seed_spread.source)
     smallest, enough = POWER * float(np.median(errors)), float(np.median(per_pair))
     needed_seeds = int(np.ceil(enough)) if np.isfinite(enough) else None

@@ -19,7 +19,7 @@ from sweeps.decide.reach import common_reward, first_above
 from sweeps.decide.standing import chances_of_being_best
 from sweeps.decide.wording import multiple
 from sweeps.fit.fit import Fit, Interval
-from sweeps.fit.predict import paths_over_seeds, quantiles, readable, within
+from sweeps.fit.predict import is_supported, paths_over_seeds, quantiles, readable
 
 _GRID_SIZE = 201
 
@@ -125,7 +125,7 @@ def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
 
 def _draw_at_budget(fit: Fit, budget: float | None) -> Array | None:
     """Return draws of the reward at the budget, (K,); None without a budget, or if it is too far beyond the data."""
-    if budget is None or not within(fit, budget):
+    if budget is None or not is_supported(fit, budget):
         return None
     return np.asarray(paths_over_seeds(fit, [budget])[:, 0])
 

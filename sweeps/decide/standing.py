@@ -21,8 +21,8 @@ from sweeps.decide.margin import MARGIN
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.forecast import DRAWS, generator
-from sweeps.fit.posterior import by_weight
-from sweeps.fit.predict import asymptote_draws, paths_over_seeds, readable, seed_offsets, within
+from sweeps.fit.posterior import draw_by_weight
+from sweeps.fit.predict import asymptote_draws, is_supported, paths_over_seeds, readable, seed_offsets
 from sweeps.fit.seeds import Pairing, SeedSpread, paired_seed_spread
 
 # A choice counts as decided from this probability.
@@ -224,7 +224,7 @@ def draw_rewards(fits: Sequence[Fit], compute: float) -> list[Array]:
     result = []
     for fit in fits:
         rng = generator(fit.recipe, "reward")
-        if not within(fit, compute):
+        if not is_supported(fit, compute):
             result.append(np.asarray(rng.uniform(*fit.bounds, DRAWS)))
             continue
         rows = _sample_by_law(fit, laws, np.ones(DRAWS), rng)
@@ -239,7 +239,7 @@ def _laws(fits: Sequence[Fit]) -> list[str]:
     if not names:
         return []
     weights = np.array([[outlook.weights.get(name, 0.0) for name in names] for outlook in outlooks]).mean(0)
-    return [names[i] for i in by_weight(weights, DRAWS, np.random.default_rng(0))]
+    return [names[i] for i in draw_by_weight(weights, DRAWS, np.random.default_rng(0))]
 
 
 def _scatter(fits: Sequence[Fit]) -> float | None:
@@ -265,7 +265,7 @@ def _sample_by_law(fit: Fit, laws: Sequence[str], weight: Array, rng: np.random.
         # Few draws: this law hardly explains the recipe's curve, so use the draws of all laws instead.
         rows_of_law = rows_of_law if len(rows_of_law) >= _MIN_DRAWS else np.arange(len(futures.law))
         places = np.flatnonzero(wanted_laws == name)
-        rows[places] = rows_of_law[by_weight(weight[rows_of_law], len(places), rng)]
+        rows[places] = rows_of_law[draw_by_weight(weight[rows_of_law], len(places), rng)]
     return rows
 
 
@@ -284,7 +284,7 @@ def horizon_of(fits: Sequence[Fit], margin: float, compute: float | None = None)
     draws = np.stack(draw_rewards(fits, compute))
     names = [fit.recipe for fit in fits]
     shortfalls = draws.max(axis=0) - draws
-    forecastable = [i for i, fit in enumerate(fits) if within(fit, compute)]
+    forecastable = [i for i, fit in enumerate(fits) if is_supported(fit, compute)]
     leader = min(forecastable, key=lambda i: (float(shortfalls[i].mean()), names[i]), default=None)
     p_wrong = None if leader is None or len(fits) < 2 else float((shortfalls[leader] > margin).mean())
     return Horizon(

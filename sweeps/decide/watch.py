@@ -20,7 +20,7 @@ from typing import Any
 from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.fit.fit import FitOptions
-from sweeps.fit.history import GROWTH, Snapshot, _history, departure
+from sweeps.fit.history import GROWTH, Snapshot, departure, iter_snapshots
 from sweeps.run.files import append_lines, parse_lines
 from sweeps.run.journal import JOURNAL_FILE, JournalError, read_journal
 from sweeps.source import LoadedStudy
@@ -119,7 +119,7 @@ class Watch:
         news = [
             News(snapshots[number], departure(snapshots[: number + 1])) for number in range(yielded, len(snapshots))
         ]
-        for snapshot in _history(curve, self._options, self._every, snapshots):
+        for snapshot in iter_snapshots(curve, self._options, self._every, snapshots):
             snapshots.append(snapshot)
             news.append(News(snapshot, departure(snapshots)))
             if self._path is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sweeps.decide.standing import Outcome, Standing
-from sweeps.fit.fit import Fit, Interval, shown
+from sweeps.fit.fit import Fit, Interval, format_interval
 from sweeps.fit.predict import chance
 
 
@@ -93,7 +93,7 @@ def _describe_slower(standing: Standing) -> str:
     subject = f"the other{_NUMBERS[count] if count < len(_NUMBERS) else f' {count}'}"
     verb = "takes" if count == 1 else "take"
     if count == 1 and ratios[0].value is not None:
-        return f"{subject} takes {shown(ratios[0], '.2f')} times the compute to 90% of the way there"
+        return f"{subject} takes {format_interval(ratios[0], '.2f')} times the compute to 90% of the way there"
     ordered = sorted(ratios, key=lambda each: (each.value is None, each.value or each.low or 0.0))
     lowest, highest = multiple(ordered[0]), multiple(ordered[-1])
     times = lowest if lowest == highest else f"{lowest} to {highest}"
@@ -129,7 +129,7 @@ def place_reason(gap: float, recipe: str, standing: Standing) -> str:
         ratio = standing.ratio(recipe)
         if ratio is None:
             return f"{text}neither it nor {first} is known to get {shared}"
-        times = multiple(ratio) if ratio.value is None else shown(ratio, ".2f")
+        times = multiple(ratio) if ratio.value is None else format_interval(ratio, ".2f")
         return f"{text}{times} times the compute of {first} to {shared}"
     return "highest A" if gap <= 0 else f"A lower than the best by {gap:.3f}"
 

@@ -7,7 +7,7 @@ from sweeps.decide.effects import Effects
 from sweeps.decide.keep_discard import UNDECIDED, Choice
 from sweeps.decide.pairwise import Comparisons
 from sweeps.decide.race import Race
-from sweeps.fit.fit import shown
+from sweeps.fit.fit import format_interval
 from sweeps.report.plain import one_line, table, units
 
 # Explanation of the columns `best` and `ahead` of a race.
@@ -24,14 +24,14 @@ def comparisons_text(comparisons: Comparisons, curve: Curve) -> str:
         "recipe": [row.recipe for row in pairs],
         "against": [row.other for row in pairs],
         "compute": [f"{row.compute:.4g}" for row in pairs],
-        "reward": [shown(row.R, "+.3f") for row in pairs],
+        "reward": [format_interval(row.R, "+.3f") for row in pairs],
     }
     if any("prompt" in row.paired for row in pairs):
-        columns["on other prompts"] = [shown(row.R_on_prompts, "+.3f") for row in pairs]
+        columns["on other prompts"] = [format_interval(row.R_on_prompts, "+.3f") for row in pairs]
     if comparisons.budget is not None:
-        columns[f"at {comparisons.budget:.4g}"] = [shown(row.R_at_budget, "+.3f") for row in pairs]
-    columns["asymptote"] = [shown(row.A, "+.3f") for row in pairs]
-    columns["times the compute"] = [shown(row.ratio, ".2f") for row in pairs]
+        columns[f"at {comparisons.budget:.4g}"] = [format_interval(row.R_at_budget, "+.3f") for row in pairs]
+    columns["asymptote"] = [format_interval(row.A, "+.3f") for row in pairs]
+    columns["times the compute"] = [format_interval(row.ratio, ".2f") for row in pairs]
     together = f"; bounds hold for all {len(pairs)} together" if comparisons.simultaneous else ""
     lines = [
         table(list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]),
@@ -55,8 +55,8 @@ def choice_text(choice: Choice) -> str:
     ]
     better = "lower is better" if choice.lower_is_better else "higher is better"
     facts = [
-        ["noise floor", shown(choice.noise_floor, ".4g"), f"{choice.degrees} degrees of freedom"],
-        ["gain of B over A", shown(choice.difference, "+.4g"), better + _spread_of(choice.spread)],
+        ["noise floor", format_interval(choice.noise_floor, ".4g"), f"{choice.degrees} degrees of freedom"],
+        ["gain of B over A", format_interval(choice.difference, "+.4g"), better + _spread_of(choice.spread)],
     ]
     if choice.verdict == UNDECIDED:
         needed = "unknown" if choice.runs_needed is None else f"{choice.runs_needed} of each"
@@ -83,9 +83,9 @@ def effects_text(effects: Effects) -> str:
             effect.level,
             effect.against,
             str(effect.cells),
-            shown(effect.A, "+.3f"),
+            format_interval(effect.A, "+.3f"),
             f"{effect.p_positive:.2f}",
-            shown(effect.compute, ".2f"),
+            format_interval(effect.compute, ".2f"),
         ]
         for effect in effects.effects
     ]
@@ -112,7 +112,7 @@ def race_text(race: Race) -> str:
             "-" if runner.stopped_at is None else f"{runner.stopped_at:.4g}",
             "-" if runner.p_best is None else f"{runner.p_best:.2f}",
             "-" if runner.p_ahead is None else f"{runner.p_ahead:.2f}",
-            "-" if runner.R is None else shown(runner.R, ".3f"),
+            "-" if runner.R is None else format_interval(runner.R, ".3f"),
             f"{runner.spent:.4g}",
         ]
         for runner in race.runners

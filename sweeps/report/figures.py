@@ -15,7 +15,7 @@ from sweeps.decide.rank import Ranking
 from sweeps.fit.fit import Fit
 from sweeps.fit.history import Snapshot
 from sweeps.fit.points import select
-from sweeps.fit.predict import confidence_curve, fitted, predict
+from sweeps.fit.predict import confidence_curve, fitted_line, predict
 from sweeps.report.drawing import (
     DASHES,
     INK,
@@ -71,7 +71,7 @@ def _draw_residuals(panel: Axes, fit: Fit, left: float, right: float, colour: st
         panel.axhspan(-2 * noise, 2 * noise, color=colour, alpha=0.13, linewidth=0)
         note = f"sd {noise:.4f}"
         panel.text(0.97, 0.03, note, transform=panel.transAxes, ha="right", fontsize=8.5)
-    residual = points.reward - fitted(fit, points.compute)
+    residual = points.reward - fitted_line(fit, points.compute)
     draw_points(panel=panel, compute=points.compute, y=residual, seed=points.seed, left=left, colour=colour)
     return max(float(np.abs(residual).max()), 1e-6)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sweeps.fit.compare import Comparison
 from sweeps.fit.family import FAMILIES
-from sweeps.fit.fit import Fit, shown
+from sweeps.fit.fit import Fit, format_interval
 from sweeps.fit.history import Snapshot
 from sweeps.fit.sensitivity import Row as SensitivityRow
 from sweeps.fit.sensitivity import signed, summary
@@ -23,8 +23,8 @@ def fits_table(fits: Sequence[Fit]) -> str:
         [
             fit.recipe,
             fit.verdict,
-            shown(fit.A, ".3f"),
-            *(shown(fit.shape.get(name), ".4g") for name in names),
+            format_interval(fit.A, ".3f"),
+            *(format_interval(fit.shape.get(name), ".4g") for name in names),
             "-" if fit.R0 is None else f"{fit.R0:.3f}",
             "-" if fit.rmse is None else f"{fit.rmse:.4f}",
             str(fit.n),
@@ -37,7 +37,7 @@ def fits_table(fits: Sequence[Fit]) -> str:
 
 def units_line(fit: Fit, bounds: str) -> str:
     """Format the names of compute and reward, and the meaning of the bounds."""
-    pooled = [f"walks are pooled over {fit.pooled} recipes"] if fit.pooled > 1 else []
+    pooled = [f"walks are pooled over {fit.pool_size} recipes"] if fit.pool_size > 1 else []
     return "; ".join([*units(fit.curve.unit, fit.curve.metric), bounds, *pooled])
 
 
@@ -80,10 +80,10 @@ def _refit_row(row: SensitivityRow) -> list[str]:
     """Format a refit as a row of the table."""
     return [
         row.setting,
-        shown(row.A, ".3f"),
+        format_interval(row.A, ".3f"),
         "-" if row.shift is None else signed(row.shift),
-        shown(row.B, ".3g"),
-        shown(row.C_mid, ".4g"),
+        format_interval(row.B, ".3g"),
+        format_interval(row.C_mid, ".4g"),
         str(row.n),
         row.verdict,
     ]
@@ -91,7 +91,7 @@ def _refit_row(row: SensitivityRow) -> list[str]:
 
 def snapshot_line(snapshot: Snapshot) -> str:
     """Format a snapshot of a running study as one line, with the check of the previous forecast."""
-    parts = [counted(snapshot.n, "evaluation"), snapshot.verdict, f"A {shown(snapshot.A, '.3f')}"]
+    parts = [counted(snapshot.n, "evaluation"), snapshot.verdict, f"A {format_interval(snapshot.A, '.3f')}"]
     check = snapshot.check
     if check is not None:
         parts.append(

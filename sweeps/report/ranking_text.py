@@ -8,7 +8,7 @@ from sweeps.decide.by_axis import ByAxis
 from sweeps.decide.rank import Ranking
 from sweeps.decide.reward import Rewards
 from sweeps.decide.signal import Signal
-from sweeps.fit.fit import shown
+from sweeps.fit.fit import format_interval
 from sweeps.report.plain import one_line, table
 
 
@@ -58,9 +58,9 @@ def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
             entry.recipe,
             "-" if entry.p_best is None else f"{entry.p_best:.2f}",
             *(["-" if entry.p_best_at_horizon is None else f"{entry.p_best_at_horizon:.2f}"] if ahead else []),
-            shown(entry.A if named else None, ".3f"),
-            *([shown(entry.efficiency, ".3g"), shown(entry.efficiency_half, ".3g")] if tie else []),
-            shown(entry.B_at_shared_A, ".3g"),
+            format_interval(entry.A if named else None, ".3f"),
+            *([format_interval(entry.efficiency, ".3g"), format_interval(entry.efficiency_half, ".3g")] if tie else []),
+            format_interval(entry.B_at_shared_A, ".3g"),
         ]
         rows.append([*row, entry.reason if named else f"{entry.verdict}: {entry.reason}"])
     return head, rows
@@ -75,13 +75,16 @@ def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
         head += [f"R at {rewards.budget:.4g}", "P(highest)"]
     rows = []
     for entry in rewards.rows:
-        row = [entry.recipe, shown(entry.R, ".3f"), f"{entry.p_best:.2f}"]
+        row = [entry.recipe, format_interval(entry.R, ".3f"), f"{entry.p_best:.2f}"]
         if rewards.reward is not None:
             # Compute as a multiple of the fastest recipe's, which is 1 for itself.
-            row += [shown(entry.C, ".4g"), "1" if entry.recipe == rewards.fastest else shown(entry.ratio, ".2f")]
+            row += [
+                format_interval(entry.C, ".4g"),
+                "1" if entry.recipe == rewards.fastest else format_interval(entry.ratio, ".2f"),
+            ]
         if rewards.budget is not None:
             p = "-" if entry.p_best_at_budget is None else f"{entry.p_best_at_budget:.2f}"
-            row += [shown(entry.R_at_budget, ".3f"), p]
+            row += [format_interval(entry.R_at_budget, ".3f"), p]
         rows.append(row)
     return head, rows
 
@@ -105,8 +108,10 @@ def at_k_rows(at_k: AtK) -> tuple[list[str], list[list[str]]]:
     rows = []
     for row in at_k.rows:
         both = (row.at_1, row.at_k)
-        cells = ["-" if by.R is None else f"{by.place}. {shown(by.R, '.3f')} (P {by.p_best:.2f})" for by in both]
-        cells += ["-" if by.A is None else f"{by.rank}. {shown(by.A, '.3f')}" for by in both]
+        cells = [
+            "-" if by.R is None else f"{by.place}. {format_interval(by.R, '.3f')} (P {by.p_best:.2f})" for by in both
+        ]
+        cells += ["-" if by.A is None else f"{by.rank}. {format_interval(by.A, '.3f')}" for by in both]
         rows.append([row.recipe, *cells])
     return head, rows
 
@@ -130,8 +135,8 @@ def aggregate_rows(aggregate: Aggregate) -> tuple[list[str], list[list[str]]]:
         [
             row.recipe,
             str(row.runs),
-            shown(row.iqm, ".3f"),
-            shown(row.p_first_improves, ".2f"),
+            format_interval(row.iqm, ".3f"),
+            format_interval(row.p_first_improves, ".2f"),
             *(f"{row.by_set[name]:.3f}" for name in aggregate.sets),
         ]
         for row in aggregate.rows
@@ -145,9 +150,9 @@ def leave_one_out_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
     rows = [
         [
             entry.recipe,
-            shown(entry.delta_a, "+.3f"),
-            shown(entry.ratio, ".2f"),
-            shown(entry.delta_b, "+.3g"),
+            format_interval(entry.delta_a, "+.3f"),
+            format_interval(entry.ratio, ".2f"),
+            format_interval(entry.delta_b, "+.3g"),
             entry.reason,
         ]
         for entry in ranking.leave_one_out

@@ -19,7 +19,7 @@ from sweeps.decide.race import make_look
 from sweeps.decide.standing import draw_rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, fit_curves
-from sweeps.fit.predict import within
+from sweeps.fit.predict import is_supported
 from sweeps.launch.decider import Wish
 from sweeps.launch.ledger import RUNS_DIR, MemberState
 from sweeps.launch.planning import PlannerLostError
@@ -193,7 +193,7 @@ class Search:
             return lowest
         reached = float(curves[0].compute.max())
         budget = self._settings.budget or reached
-        if not within(fit, budget) and budget <= reached:
+        if not is_supported(fit, budget) and budget <= reached:
             return _seen_at_least(fit, budget)
         (rewards,) = draw_rewards([fit], budget)
         return float(np.quantile(rewards, _LOW))

@@ -51,9 +51,9 @@ def test_a_snapshot_holds_a_forecast_against_what_its_fit_has_not_seen() -> None
     at = snapshots[9000]
     fit = fit_curve(data, FitOptions(max_compute=9000))
     assert (at.verdict, at.A, at.n) == (fit.verdict, fit.A, 38)
-    assert at.ahead is not None and at.ahead[0] == 13500
+    assert at.forecast is not None and at.forecast[0] == 13500
     band = predict(fit, [13500], observations=1)
-    assert at.ahead[1] == Interval(float(band.value[0]), float(band.low[0]), float(band.high[0]))
+    assert at.forecast[1] == Interval(float(band.value[0]), float(band.low[0]), float(band.high[0]))
     assert at.check is not None and at.check.made_at == 6000 and at.check.evaluations == 4
     came = (data.compute > 9000 / 1.1) & (data.compute <= 9000)
     assert at.check.actual == pytest.approx(data.reward[came].mean())
@@ -123,7 +123,7 @@ def test_the_window_of_the_options_holds() -> None:
     assert ends[0] == 4500 and ends[-1] == 9000
     assert history(make_curve("x", [0.0], [0.3])) == []
     (first,) = history(make_curve("x", [0.0, 1.0], [0.3, 0.4]))
-    assert first.verdict == "too_few_points" and first.check is None and first.ahead is None
+    assert first.verdict == "too_few_points" and first.check is None and first.forecast is None
 
 
 def test_sparse_evaluations_are_checked_too() -> None:
@@ -136,7 +136,7 @@ def test_sparse_evaluations_are_checked_too() -> None:
 
 def test_what_falls_is_not_predicted_from() -> None:
     falling = make_curve("x", np.arange(20.0), np.linspace(0.6, 0.3, 20))
-    assert all(s.verdict == "decreasing" and s.ahead is None and s.check is None for s in history(falling))
+    assert all(s.verdict == "decreasing" and s.forecast is None and s.check is None for s in history(falling))
 
 
 # --- departure ----------------------------------------------------------------------------------------------
