@@ -1,4 +1,4 @@
-"""Terminal text of `scalerl compare`, `scalerl decide`, `scalerl effects` and `scalerl race`."""
+"""Format the output of `scalerl compare`, `scalerl decide`, `scalerl effects` and `scalerl race` for a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHANCES = (
 
 
 def comparisons_text(comparisons: Comparisons, curve: Curve) -> str:
-    """Format differences of recipe pairs: a table, the units (those of `curve`), and a sentence per pair."""
+    """Format differences of pairs of recipes: a table, the units (from `curve`), and a sentence per pair."""
     pairs = comparisons.rows
     columns = {
         "recipe": [row.recipe for row in pairs],
@@ -32,18 +32,18 @@ def comparisons_text(comparisons: Comparisons, curve: Curve) -> str:
         columns[f"at {comparisons.budget:.4g}"] = [format_interval(row.R_at_budget, "+.3f") for row in pairs]
     columns["asymptote"] = [format_interval(row.A, "+.3f") for row in pairs]
     columns["times the compute"] = [format_interval(row.ratio, ".2f") for row in pairs]
-    together = f"; bounds hold for all {len(pairs)} together" if comparisons.simultaneous else ""
+    joint_note = f"; bounds hold for all {len(pairs)} together" if comparisons.simultaneous else ""
     lines = [
         table(list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]),
         "",
-        "; ".join([*units(curve.unit, curve.metric), f"95% intervals, over all seeds{together}"]),
+        "; ".join([*units(curve.unit, curve.metric), f"95% intervals, over all seeds{joint_note}"]),
         *(one_line(row.sentence) for row in pairs),
     ]
     return "\n".join(lines)
 
 
 def choice_text(choice: Choice) -> str:
-    """Format whether a change is kept: both recipes, difference, noise floor, verdict; if undecided, also a remedy."""
+    """Format a decision: both recipes, difference, noise floor, verdict, and if undecided how to decide."""
 
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.6g}"
@@ -53,17 +53,17 @@ def choice_text(choice: Choice) -> str:
         [role, side.recipe, str(side.runs), str(side.failed), number(side.mean), number(side.spread)]
         for role, side in zip(("A", "B"), choice.sides, strict=True)
     ]
-    better = "lower is better" if choice.lower_is_better else "higher is better"
-    facts = [
+    direction = "lower is better" if choice.lower_is_better else "higher is better"
+    details = [
         ["noise floor", format_interval(choice.noise_floor, ".4g"), f"{choice.degrees} degrees of freedom"],
-        ["gain of B over A", format_interval(choice.difference, "+.4g"), better + _spread_of(choice.spread)],
+        ["gain of B over A", format_interval(choice.difference, "+.4g"), direction + _spread_of(choice.spread)],
     ]
     if choice.verdict == UNDECIDED:
-        needed = "unknown" if choice.runs_needed is None else f"{choice.runs_needed} of each"
-        told = choice.margin_text and f"to tell {choice.margin_text} at 5% with 80% power"
-        facts.append(["runs needed", needed, told])
-    width = max(len(fact[1]) for fact in facts)
-    lines = [f"{name:16}  {value:{width}}  {more}".rstrip() for name, value, more in facts]
+        run_count = "unknown" if choice.runs_needed is None else f"{choice.runs_needed} of each"
+        purpose = choice.margin_text and f"to tell {choice.margin_text} at 5% with 80% power"
+        details.append(["runs needed", run_count, purpose])
+    width = max(len(detail[1]) for detail in details)
+    lines = [f"{name:16}  {value:{width}}  {remark}".rstrip() for name, value, remark in details]
     blocks = [table(head, rows), "\n".join(lines), one_line(choice.sentence)]
     if choice.remedy is not None:
         blocks[-1] += f"\n{one_line(choice.remedy)}"
@@ -71,6 +71,7 @@ def choice_text(choice: Choice) -> str:
 
 
 def _spread_of(spread: str | None) -> str:
+    """Describe the spread that an interval is based on, see `Choice.spread`; empty without an interval."""
     return "" if spread is None else "; spread of their own runs" if spread == "own" else "; spread: the noise floor"
 
 

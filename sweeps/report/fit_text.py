@@ -1,4 +1,4 @@
-"""Fits as text for a terminal: `scalerl fit`, its options, and `scalerl watch`."""
+"""Format fits as text for a terminal: the output of `scalerl fit` and its options, and of `scalerl watch`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sweeps.terminal import counted
 
 
 def fits_table(fits: Sequence[Fit]) -> str:
-    """Format one row per recipe: verdict, parameters with intervals, error and numbers of points and seeds."""
-    # All shape parameters of the family, including those that no fit could identify.
+    """Format a table of fits: verdict, parameters with intervals, error, and numbers of points and seeds."""
+    # All shape parameters of the family, including parameters that no fit could identify.
     names = list(FAMILIES[fits[0].family].names)
     head = ["recipe", "verdict", "A", *names, "R0", "rmse", "n", "seeds"]
     rows = [
@@ -36,7 +36,7 @@ def fits_table(fits: Sequence[Fit]) -> str:
 
 
 def units_line(fit: Fit, bounds: str) -> str:
-    """Format the names of compute and reward, and the meaning of the bounds."""
+    """Format the names of compute and reward; bounds: text on the meaning of the bounds."""
     pooled = [f"walks are pooled over {fit.pool_size} recipes"] if fit.pool_size > 1 else []
     return "; ".join([*units(fit.curve.unit, fit.curve.metric), bounds, *pooled])
 
@@ -48,10 +48,10 @@ def verdict_line(fit: Fit) -> str:
     if effect is None or not fit.identifiable:
         return line
     sides = zip(("lower", "higher"), effect.A, effect.B, strict=True)
-    moved = [
+    changes = [
         f"{effect.step:g} {side}, A {a:.3f} and B {b:.3g}" for side, a, b in sides if a is not None and b is not None
     ]
-    return f"{line}; were R0 {', or '.join(moved)}" if moved else line
+    return f"{line}; were R0 {', or '.join(changes)}" if changes else line
 
 
 def families_text(comparison: Comparison) -> str:

@@ -1,4 +1,4 @@
-"""A plan as text for a terminal: `scalerl plan`."""
+"""Format a plan as text for a terminal: the output of `scalerl plan`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sweeps.fit.fit import format_interval
 from sweeps.report.plain import one_line, table
 from sweeps.terminal import counted
 
-# A heading, the table's head and its rows; without rows, only the heading is printed.
+# Heading, and head and rows of a table; without rows, only the heading is printed.
 Section = tuple[str, list[str], list[list[str]]]
 
 
 def plan_text(plan: Plan, commands: Sequence[str | None]) -> str:
-    """Format a plan, followed by the commands that run its next steps, one per line, to paste."""
+    """Format a plan, followed by the commands that run the next steps, one per line, to paste."""
     blocks = [one_line(heading) + ("\n" + table(head, rows) if rows else "") for heading, head, rows in sections(plan)]
     if any(commands):
         # Commands are not in a table, because a command to paste must stay on one line.
@@ -54,6 +54,7 @@ def gain(expected: float | None) -> str:
 
 
 def _target_section(plan: Plan) -> Section:
+    """Return the section on the compute to the target."""
     head = ["recipe", f"compute to {plan.target:g}", "a new run", "near its asymptote", "why"]
     rows = []
     for row in plan.rows:
@@ -65,18 +66,20 @@ def _target_section(plan: Plan) -> Section:
 
 
 def _budget_section(plan: Plan) -> Section:
+    """Return the section on each recipe's part of the budget."""
     head = ["recipe", "gets", "to compute", "R there", "near its asymptote", "why"]
     rows = []
     for row in plan.rows:
         assert row.compute is not None and row.compute.value is not None
-        gets, to = f"{row.compute.value:.4g}", "-" if row.to is None else f"{row.to:.4g}"
-        rows.append([row.recipe, gets, to, format_interval(row.R, ".3f"), row.asymptote.verdict, row.reason])
-    what = "compute still to spend" if plan.split is not None else "compute of one run"
+        amount, to = f"{row.compute.value:.4g}", "-" if row.to is None else f"{row.to:.4g}"
+        rows.append([row.recipe, amount, to, format_interval(row.R, ".3f"), row.asymptote.verdict, row.reason])
+    meaning = "compute still to spend" if plan.split is not None else "compute of one run"
     unit = "" if plan.unit == "compute" else f"{plan.unit}; "
-    return f"a budget of {plan.budget:.4g} ({unit}{what}), 95% intervals:", head, rows
+    return f"a budget of {plan.budget:.4g} ({unit}{meaning}), 95% intervals:", head, rows
 
 
 def _size_sections(sizes: Sizes) -> Iterator[Section]:
+    """Yield the sections on model sizes: laws, best size, compute to the target, crossovers, held-out errors."""
     law = sizes.law
     yield (
         f"{sizes.recipe}: log loss = E(N) - k(N) log compute, k(N) = k_max / (1 + N_0 / N): "
@@ -152,6 +155,7 @@ def _size_sections(sizes: Sizes) -> Iterator[Section]:
 
 
 def _rollout_section(plan: RolloutPlan) -> Section:
+    """Return the section on the number of rollouts per prompt."""
     where = plan.recipe if plan.difficulty is None else f"{plan.recipe}, {plan.difficulty}"
     head = ["rollouts a prompt", "R at the budget", "P(best)", "why"]
     rows = [
