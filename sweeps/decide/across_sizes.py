@@ -110,12 +110,12 @@ class AcrossSizes(AsJson):
             end: compute of the last evaluation of any size.
         """
         log_n = np.linspace(np.log(self.sizes[0]), np.log(self.sizes[-1]), _GRID)
-        known = np.log(self.sizes)
-        deviation = self.log_parameters - np.stack([self._on_line(log_size) for log_size in known], axis=1)
-        right_index = np.clip(np.searchsorted(known, log_n), 1, len(known) - 1)
-        weight = ((log_n - known[right_index - 1]) / (known[right_index] - known[right_index - 1]))[:, None]
+        log_sizes = np.log(self.sizes)
+        deviation = self.log_parameters - np.stack([self._on_line(log_size) for log_size in log_sizes], axis=1)
+        right = np.clip(np.searchsorted(log_sizes, log_n), 1, len(log_sizes) - 1)
+        weight = ((log_n - log_sizes[right - 1]) / (log_sizes[right] - log_sizes[right - 1]))[:, None]
         on_lines = np.stack([self._on_line(log_size) for log_size in log_n], axis=1)
-        log_parameters = on_lines + (1 - weight) * deviation[:, right_index - 1] + weight * deviation[:, right_index]
+        log_parameters = on_lines + (1 - weight) * deviation[:, right - 1] + weight * deviation[:, right]
         points = []
         for compute in np.geomspace(start, end * np.sqrt(FAR), _BUDGETS):
             reward = _rewards(log_parameters.reshape(-1, 4), np.array([compute])).reshape(log_parameters.shape[:2])

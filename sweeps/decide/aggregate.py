@@ -117,15 +117,15 @@ def aggregate(curves: Sequence[Curve], sets: Sequence[str]) -> Aggregate:
         UserError: a set is unknown, the sets differ in scale, or no run has a score on all of them.
     """
     names = tuple(dict.fromkeys(sets))
-    known = dict.fromkeys(curve.factors[SET] for curve in curves if SET in curve.factors)
+    set_names = dict.fromkeys(curve.factors[SET] for curve in curves if SET in curve.factors)
     set_list = ",".join(names)
-    if unknown := [name for name in names if name not in known]:
-        available = f"there are {', '.join(known)}" if known else "the sources name none"
+    if unknown := [name for name in names if name not in set_names]:
+        available = f"there are {', '.join(set_names)}" if set_names else "the sources name none"
         raise UserError(f"--sets {set_list}: no evaluation set {unknown[0]!r}; {available}")
-    chosen = [curve for curve in curves if curve.factors.get(SET) in names]
-    if len({curve.range for curve in chosen}) > 1:
+    used_curves = [curve for curve in curves if curve.factors.get(SET) in names]
+    if len({curve.range for curve in used_curves}) > 1:
         raise UserError(f"--sets {set_list}: rewards of different scales have no common mean; name pass rates only")
-    evaluations = set_scores(chosen)
+    evaluations = set_scores(used_curves)
     if evaluations is None:
         raise UserError(f"--sets {set_list}: no run has an evaluation after the start; wait for one")
     matrices, notes = _score_matrices(evaluations, names)

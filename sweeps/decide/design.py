@@ -107,9 +107,9 @@ def _undecided(recipes: int, spread: float, error: float) -> float:
     rng = np.random.default_rng(recipes)
     # spread and error are those of a difference of two recipes, whose variance is twice that of one recipe.
     observed = math.hypot(spread, error) / math.sqrt(2) * rng.standard_normal((_SIMULATED_STUDIES, recipes))
-    behind = observed.max(1, keepdims=True) - observed
+    gaps = observed.max(1, keepdims=True) - observed
     # Minus 1 for the best recipe itself, whose gap is 0.
-    return float((behind < SURE * error).sum(1).mean()) - 1
+    return float((gaps < SURE * error).sum(1).mean()) - 1
 
 
 def _compare_pairs(fits: Sequence[Fit], scale: float) -> list[tuple[float, float, int]]:

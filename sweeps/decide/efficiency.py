@@ -40,13 +40,13 @@ class Ratio:
     p_neither: float
 
     @classmethod
-    def of(cls, ours: Array, theirs: Array) -> Ratio:
+    def of(cls, computes: Array, reference: Array) -> Ratio:
         """Divide computes (K,) draw by draw; infinite: the reward is never reached. The ratio of two zeros is 1."""
-        known = np.isfinite(ours) | np.isfinite(theirs)
-        numerator, denominator = ours[known], theirs[known]
+        is_finite = np.isfinite(computes) | np.isfinite(reference)
+        numerator, denominator = computes[is_finite], reference[is_finite]
         with np.errstate(divide="ignore", invalid="ignore"):
             draws = np.where(numerator == denominator, 1.0, numerator / denominator)
-        return cls(draws, float(1 - known.mean()))
+        return cls(draws, float(1 - is_finite.mean()))
 
     def interval(self, tail: float = TAIL) -> Interval | None:
         """Return the median with bounds, or None if there are no draws.

@@ -176,8 +176,8 @@ class _Simulation:
     def _sample(self, fit: Fit, theta: Array) -> Array:
         """Sample from draws of a recipe's A, (K,) -> (J, L); the same indices at each call for one recipe."""
         rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 4)
-        drawn: Array = theta[rng.integers(len(theta), size=(_OUTCOMES, _SAMPLES))]
-        return drawn
+        samples: Array = theta[rng.integers(len(theta), size=(_OUTCOMES, _SAMPLES))]
+        return samples
 
     def loss_after(self, steps: Mapping[int, Step]) -> float:
         """Return the expected loss of the choice after the given steps, by index of their recipe.

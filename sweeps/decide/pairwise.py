@@ -146,15 +146,15 @@ def compare(
     def pairing(one: str, two: str, compute: float) -> Pairing | None:
         return pairing_of_two(one, two, near(compute), scale)
 
-    drawn = [_draw_pair(by_name[one], by_name[two], pairing, asymptotes, budget, passes) for one, two in pairs]
-    rewards = _bounds([draws.reward for draws in drawn])
-    on_prompts = _bounds_where([draws.on_prompts for draws in drawn])
-    at_budget = _bounds_where([draws.at_budget for draws in drawn])
-    asymptote = _bounds_where([draws.asymptote for draws in drawn])
-    tail = _tail([draws.ratio.draws for draws in drawn if draws.ratio is not None])
-    ratio = [None if draws.ratio is None else draws.ratio.interval(tail) for draws in drawn]
+    draws_by_pair = [_draw_pair(by_name[one], by_name[two], pairing, asymptotes, budget, passes) for one, two in pairs]
+    rewards = _bounds([draws.reward for draws in draws_by_pair])
+    on_prompts = _bounds_where([draws.on_prompts for draws in draws_by_pair])
+    at_budget = _bounds_where([draws.at_budget for draws in draws_by_pair])
+    asymptote = _bounds_where([draws.asymptote for draws in draws_by_pair])
+    tail = _tail([draws.ratio.draws for draws in draws_by_pair if draws.ratio is not None])
+    ratio = [None if draws.ratio is None else draws.ratio.interval(tail) for draws in draws_by_pair]
     rows = []
-    for n, ((one, two), draws) in enumerate(zip(pairs, drawn, strict=True)):
+    for n, ((one, two), draws) in enumerate(zip(pairs, draws_by_pair, strict=True)):
         seeds = min(by_name[one].informative_seeds, by_name[two].informative_seeds)
         row = Difference(
             recipe=one,
@@ -220,7 +220,7 @@ def _draw_pair(
         asymptote=asymptotes[one.recipe] - asymptotes[two.recipe] if both_rise else None,
         ratio=compute_ratio(one, two, compute),
         paired=tuple(
-            name for name, known in (("seed", pairing is not None), ("prompt", prompt_sd is not None)) if known
+            name for name, is_paired in (("seed", pairing is not None), ("prompt", prompt_sd is not None)) if is_paired
         ),
     )
 
@@ -284,12 +284,16 @@ def rewards_near(curve: Curve, compute: float) -> SeedExcess:
     means, errors = {}, []
     for seed in sorted(set(curve.seed)):
         rows = (curve.seed == seed) & (curve.compute <= compute * (1 + 1e-9))
-        last = np.flatnonzero(rows)[-_LAST_EVALUATIONS:]
-        if len(last) < _LAST_EVALUATIONS or seed.startswith(UNNAMED) or curve.compute[last[-1]] < 0.5 * compute:
+        last_rows = np.flatnonzero(rows)[-_LAST_EVALUATIONS:]
+        if (
+            len(last_rows) < _LAST_EVALUATIONS
+            or seed.startswith(UNNAMED)
+            or curve.compute[last_rows[-1]] < 0.5 * compute
+        ):
             return SeedExcess()
-        means[seed] = float(curve.reward[last].mean())
-        noise = curve.reward[last].var(ddof=1) if curve.sd is None else np.mean(curve.sd[last] ** 2)
-        errors.append(float(noise) / len(last))
+        means[seed] = float(curve.reward[last_rows].mean())
+        noise = curve.reward[last_rows].var(ddof=1) if curve.sd is None else np.mean(curve.sd[last_rows] ** 2)
+        errors.append(float(noise) / len(last_rows))
     middle = float(np.mean(list(means.values())))
     offset = {seed: mean - middle for seed, mean in means.items()}
     return SeedExcess(sum(value**2 for value in offset.values()), float(np.mean(errors)), len(means) - 1, offset)
@@ -323,16 +327,16 @@ def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float 
             sampling.append(np.where(scored > 1, rate * (1 - rate) / (scored - 1), np.nan))
         rates.append(rate)
     difference = rates[0] - rates[1]
-    known = np.isfinite(difference).all(0)
-    if known.sum() < 2:
+    is_graded = np.isfinite(difference).all(0)
+    if is_graded.sum() < 2:
         return None
-    noise = (sampling[0] + sampling[1])[:, known] / len(seeds) ** 2
+    noise = (sampling[0] + sampling[1])[:, is_graded] / len(seeds) ** 2
     # With one sample per prompt the sampling variance is unknown, so nothing is subtracted.
     within_prompts = float(noise.sum(0).mean()) if np.isfinite(noise).all() else 0.0
-    mean = difference[:, known].mean(0)
-    families = one[seeds[0]].families or ("",) * len(known)
+    mean = difference[:, is_graded].mean(0)
+    families = one[seeds[0]].families or ("",) * len(is_graded)
     # A prompt without a family counts as a family.
-    family_names = np.array([name or f"{number} of its own" for number, name in enumerate(families)])[known]
+    family_names = np.array([name or f"{number} of its own" for number, name in enumerate(families)])[is_graded]
     _, number = np.unique(family_names, return_inverse=True)
     sums = np.bincount(number, weights=mean - mean.mean())
     if len(sums) < 2:
@@ -381,8 +385,8 @@ def deviation(draws: Array) -> float:
 
 def _bounds_where(draws: Sequence[Array | None]) -> list[Interval | None]:
     """Return `_bounds` of the entries that are not None, and None for the others."""
-    known = iter(_bounds([values for values in draws if values is not None]))
-    return [None if values is None else next(known) for values in draws]
+    bounds = iter(_bounds([values for values in draws if values is not None]))
+    return [None if values is None else next(bounds) for values in draws]
 
 
 def _bounds(draws: Sequence[Array]) -> list[Interval]:

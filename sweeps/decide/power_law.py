@@ -47,8 +47,8 @@ def parse_size(text: str) -> float:
     try:
         value = float(body[:-1] if unit > 1 else body) * unit
     except ValueError:
-        named = _SIZE_IN_NAME.search(body)
-        value = float(named[1]) * _SUFFIX[named[2]] if named else np.nan
+        size_in_name = _SIZE_IN_NAME.search(body)
+        value = float(size_in_name[1]) * _SUFFIX[size_in_name[2]] if size_in_name else np.nan
     if not np.isfinite(value) or value <= 0:
         raise UserError(
             f"size {text!r}: not a positive number of parameters; write 7e9 or 7B, or a name with it, such as Qwen3-8B"

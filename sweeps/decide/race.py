@@ -90,7 +90,7 @@ class Look(AsJson):
 
     def of(self, recipe: str) -> Chance:
         """Return the chances of one recipe; raise StopIteration if it is not in the look."""
-        return next(each for each in self.chances if each.recipe == recipe)
+        return next(entry for entry in self.chances if entry.recipe == recipe)
 
     @classmethod
     def of_json(cls, entry: Mapping[str, Any]) -> Look:
@@ -99,9 +99,9 @@ class Look(AsJson):
         Raises:
             ValueError: a field has the wrong type, or `favourite` or `stopped` names a recipe that `chances` lacks.
         """
-        chances = tuple(Chance.of_json(each) for each in fields.groups(entry, "chances"))
+        chances = tuple(Chance.of_json(item) for item in fields.groups(entry, "chances"))
         favourite, stopped = fields.text(entry, "favourite"), fields.texts(entry, "stopped")
-        if unknown := {favourite, *stopped} - {each.recipe for each in chances}:
+        if unknown := {favourite, *stopped} - {chance.recipe for chance in chances}:
             raise ValueError(f"chances: none of {sorted(unknown)[0]!r}")
         loss = fields.number(entry, "loss") if "loss" in entry else 0.0
         return cls(fields.number(entry, "compute"), favourite, chances, stopped, loss)
@@ -164,7 +164,7 @@ class Race(AsJson):
     @property
     def stopped(self) -> dict[str, float]:
         """Compute at which each stopped recipe was stopped, by recipe."""
-        return {each.recipe: each.stopped_at for each in self.runners if each.stopped_at is not None}
+        return {runner.recipe: runner.stopped_at for runner in self.runners if runner.stopped_at is not None}
 
 
 def run_race(
@@ -264,23 +264,23 @@ def next_look(
     """
     options = options or FitOptions()
     stopped = {name for look in looks for name in look.stopped}
-    last = looks[-1].compute if looks else 0.0
+    last_level = looks[-1].compute if looks else 0.0
     for level in rules.levels():
-        short = {name for name in failed if reached.get(name, 0.0) < level * _ROUNDING}
-        racing = [name for name in reached if name not in stopped and name not in short]
-        known = [curve for curve in curves if curve.recipe in racing]
+        unreached = {name for name in failed if reached.get(name, 0.0) < level * _ROUNDING}
+        racing = [name for name in reached if name not in stopped and name not in unreached]
+        racing_curves = [curve for curve in curves if curve.recipe in racing]
         if len(racing) < 2 or (options.max_compute is not None and level > options.max_compute):
             return ()
-        if level <= last:
+        if level <= last_level:
             continue
         if waits_for := tuple(name for name in racing if reached[name] < level * _ROUNDING):
             return waits_for
         first = options.min_compute or 0.0
-        if sum(_has_evaluation(curve, first, level) for curve in known) < 2:
+        if sum(_has_evaluation(curve, first, level) for curve in racing_curves) < 2:
             continue  # nothing to compare yet
-        if looks and not any(_has_evaluation(curve, last, level) for curve in known):
+        if looks and not any(_has_evaluation(curve, last_level, level) for curve in racing_curves):
             continue  # nothing new: the look would count the same evidence twice
-        return look_at(curves=known, level=level, rules=rules, options=options, taken=looks, workers=workers)
+        return look_at(curves=racing_curves, level=level, rules=rules, options=options, taken=looks, workers=workers)
     return ()
 
 
@@ -297,14 +297,14 @@ def describe_result(curves: Sequence[Curve], rules: Rules, stopped: Mapping[str,
     if curves:
         fits = fit_curves(curves)
         look = make_look(level=rules.budget, fits=fits, draws=draw_rewards(fits, rules.budget), rules=rules)
-        order = sorted(look.chances, key=lambda each: -each.p_best)
-        names = [each.recipe for each in order if each.p_ahead is None or each.p_ahead >= rules.p_ahead]
+        order = sorted(look.chances, key=lambda entry: -entry.p_best)
+        names = [entry.recipe for entry in order if entry.p_ahead is None or entry.p_ahead >= rules.p_ahead]
         lines += [
-            f"{place}. {each.recipe}: {_format(each.R)}, {chance(each.p_best)} of being best"
-            for place, each in enumerate(order, start=1)
+            f"{place}. {entry.recipe}: {_format(entry.R)}, {chance(entry.p_best)} of being best"
+            for place, entry in enumerate(order, start=1)
         ]
-    for name, last in sorted(stopped.items(), key=lambda each: -each[1].compute):
-        lines.append(f"-  {name}: stopped at compute {last.compute:.4g}, forecast at {_format(last.of(name).R)}")
+    for name, stop in sorted(stopped.items(), key=lambda item: -item[1].compute):
+        lines.append(f"-  {name}: stopped at compute {stop.compute:.4g}, forecast at {_format(stop.of(name).R)}")
     if len(names) == 1:
         lines.append(f"winner: {names[0]}")
     elif names:
@@ -346,9 +346,9 @@ def look_at(
     options = replace(options or FitOptions(), max_compute=level)
     # Cut the data instead of fitting in a window, because a fit takes the reward's scale and the spread of seeds from
     # all points of a curve.
-    known = [each for each in curves if _has_evaluation(each, options.min_compute or 0.0, level)]
-    seen = with_shared_scale([each.take(each.compute <= level) for each in known])
-    fits = fit_curves(seen, options, workers)
+    curves_with_data = [curve for curve in curves if _has_evaluation(curve, options.min_compute or 0.0, level)]
+    cut_curves = with_shared_scale([curve.take(curve.compute <= level) for curve in curves_with_data])
+    fits = fit_curves(cut_curves, options, workers)
     draws = draw_rewards(fits, rules.budget)
     return make_look(level=level, fits=fits, draws=draws, rules=rules, taken=taken)
 
@@ -365,7 +365,7 @@ def make_look(
         rules: when a recipe is stopped.
         taken: looks taken before this one.
     """
-    below = {each.recipe: each.below for each in taken[-1].chances} if taken else {}
+    below = {entry.recipe: entry.below for entry in taken[-1].chances} if taken else {}
     past_loss = sum(look.loss for look in taken)
     p_best = chances_of_being_best(draws)
     # The favourite has the least expected loss. Recipes that cannot be forecast are not considered if others can.
@@ -376,19 +376,20 @@ def make_look(
     ]
     favourite = int(np.argmax(expected))
     chances = []
-    for at, (fit, values) in enumerate(zip(fits, draws, strict=True)):
-        p_ahead = None if at == favourite else float((values > draws[favourite]).mean())
+    for number, (fit, values) in enumerate(zip(fits, draws, strict=True)):
+        p_ahead = None if number == favourite else float((values > draws[favourite]).mean())
         small = p_ahead is not None and p_ahead < rules.p_ahead
         consecutive = below.get(fit.recipe, 0) + 1 if small else 0
-        chances.append(Chance(fit.recipe, p_best[at], p_ahead, quantiles(values), fit.verdict, consecutive))
+        chances.append(Chance(fit.recipe, p_best[number], p_ahead, quantiles(values), fit.verdict, consecutive))
     # Sort by chance, the smallest first: if the limit does not allow all stops, the recipes with the best chances stay.
     due = sorted(
-        (at for at, each in enumerate(chances) if each.below >= rules.looks), key=lambda at: chances[at].p_ahead or 0.0
+        (number for number, entry in enumerate(chances) if entry.below >= rules.looks),
+        key=lambda number: chances[number].p_ahead or 0.0,
     )
     scale = max((fit.curve.scale for fit in fits), default=1.0)
     limit = max(rules.loss - past_loss, 0.0) if rules.loss < NO_LIMIT else math.inf
-    number, loss = _count_stops(draws, due, scale, limit)
-    stopped = tuple(chances[at].recipe for at in sorted(due[:number]))
+    stop_count, loss = _count_stops(draws, due, scale, limit)
+    stopped = tuple(chances[number].recipe for number in sorted(due[:stop_count]))
     return Look(level, fits[favourite].recipe, tuple(chances), stopped, loss)
 
 
@@ -444,24 +445,24 @@ def _race_of(curves: Sequence[Curve], rules: Rules, looks: Sequence[Look], waits
     )
 
 
-def _runner(curve: Curve, rules: Rules, looks: Sequence[Look], last: Look | None) -> Runner:
-    """Return a recipe's state in the race; last: the look that stopped it, None if it is still in the race."""
-    own_looks = [look for look in looks if any(each.recipe == curve.recipe for each in look.chances)]
-    limit = rules.budget if last is None else last.compute
+def _runner(curve: Curve, rules: Rules, looks: Sequence[Look], stopping_look: Look | None) -> Runner:
+    """Return a recipe's state in the race; stopping_look: the look that stopped it, None if it is still in the race."""
+    own_looks = [look for look in looks if any(entry.recipe == curve.recipe for entry in look.chances)]
+    limit = rules.budget if stopping_look is None else stopping_look.compute
     ends = [float(curve.compute[curve.seed == label].max()) for label in np.unique(curve.seed)]
     spent = sum(min(end, limit) for end in ends)
     chances = own_looks[-1].of(curve.recipe) if own_looks else None
     if chances is None:
         reason = "no look yet"
-    elif last is not None:
-        reason = last.why(curve.recipe, rules)
+    elif stopping_look is not None:
+        reason = stopping_look.why(curve.recipe, rules)
     else:
         reason = f"in the race: {chance(chances.p_best)} of being best at {rules.budget:.4g}"
         if chances.below >= rules.looks:
             reason += f"; stopping it too could be expected to cost more than {rules.loss:g} in all"
     return Runner(
         recipe=curve.recipe,
-        stopped_at=None if last is None else last.compute,
+        stopped_at=None if stopping_look is None else stopping_look.compute,
         p_best=None if chances is None else chances.p_best,
         p_ahead=None if chances is None else chances.p_ahead,
         R=None if chances is None else chances.R,
@@ -472,5 +473,7 @@ def _runner(curve: Curve, rules: Rules, looks: Sequence[Look], last: Look | None
 
 def _format(reward: Interval) -> str:
     """Format a reward with its bounds."""
-    low, value, high = ("open" if each is None else f"{each:.3f}" for each in (reward.low, reward.value, reward.high))
+    low, value, high = (
+        "open" if bound is None else f"{bound:.3f}" for bound in (reward.low, reward.value, reward.high)
+    )
     return f"{value} [{low}, {high}]"

@@ -123,15 +123,15 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
 
 def first_above(rewards: Array, grid: Array, target: float) -> Array:
     """Return the compute at which each path first passes a reward, infinite if it does not; (K, m), (m,) -> (K,)."""
-    above = rewards >= target
-    index = above.argmax(1)
+    is_above = rewards >= target
+    index = is_above.argmax(1)
     rows = np.arange(len(rewards))
-    before = np.maximum(index - 1, 0)
-    low, high = rewards[rows, before], rewards[rows, index]
+    left_index = np.maximum(index - 1, 0)
+    low, high = rewards[rows, left_index], rewards[rows, index]
     # Interpolate linearly between two grid points.
     fraction = np.clip((target - low) / np.where(high > low, high - low, 1.0), 0.0, 1.0)
-    crossing = np.where(index > 0, grid[before] + fraction * (grid[index] - grid[before]), 0.0)
-    return np.where(above.any(1), crossing, np.inf)
+    crossing = np.where(index > 0, grid[left_index] + fraction * (grid[index] - grid[left_index]), 0.0)
+    return np.where(is_above.any(1), crossing, np.inf)
 
 
 def common_reward(starts: Sequence[Array], ends: Sequence[Array]) -> float | None:

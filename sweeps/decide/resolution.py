@@ -54,16 +54,16 @@ def resolve(fits: Sequence[Fit], leader: str | None, margin: float) -> Resolutio
         leader: recipe to choose so far, with which the others are compared; None if there is none.
         margin: difference to detect, in reward.
     """
-    known = [fit for fit in fits if readable(fit) and fit.window is not None]
-    leading_fit = next((fit for fit in known if fit.recipe == leader), None)
-    others = [fit for fit in known if fit is not leading_fit]
+    readable_fits = [fit for fit in fits if readable(fit) and fit.window is not None]
+    leading_fit = next((fit for fit in readable_fits if fit.recipe == leader), None)
+    others = [fit for fit in readable_fits if fit is not leading_fit]
     if leading_fit is None or not others:
         return None
-    compute = min(fit.window[1] for fit in known if fit.window is not None)
-    offsets_by_recipe = {fit.recipe: rewards_near(fit.curve, compute) for fit in known}
-    scale = max(fit.curve.scale for fit in known)
+    compute = min(fit.window[1] for fit in readable_fits if fit.window is not None)
+    offsets_by_recipe = {fit.recipe: rewards_near(fit.curve, compute) for fit in readable_fits}
+    scale = max(fit.curve.scale for fit in readable_fits)
     errors, detections, per_pair, sources = [], 0, [], set()
-    seeds = min(fit.informative_seeds for fit in known)
+    seeds = min(fit.informative_seeds for fit in readable_fits)
     for fit in others:
         pairing = pairing_of_two(fit.recipe, leading_fit.recipe, offsets_by_recipe, scale)
         draws = reward_difference(fit, leading_fit, compute, pairing)
@@ -76,9 +76,9 @@ def resolve(fits: Sequence[Fit], leader: str | None, margin: float) -> Resolutio
         sources.add("paired" if pairing is not None else fit.seed_spread.source)
     smallest, enough = POWER * float(np.median(errors)), float(np.median(per_pair))
     needed_seeds = int(np.ceil(enough)) if np.isfinite(enough) else None
-    noise = _noise(known)
+    noise = _noise(readable_fits)
     source = ", ".join(sorted(sources))
-    seeds_run = min(fit.seeds for fit in known)
+    seeds_run = min(fit.seeds for fit in readable_fits)
     text = f"with {counted(seeds_run, 'seed')} a recipe"
     if seeds_run > seeds:
         text += f", of which in one recipe {seeds} went far enough to tell of the asymptote,"

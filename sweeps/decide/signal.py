@@ -140,14 +140,15 @@ def _variance_about_line(scores: Array) -> float:
 
 
 def _sentence(rows: Sequence[SetSignal], best: str | None) -> str:
-    known = [row for row in rows if row.ratio is not None]
-    if not known:
+    rows_with_ratio = [row for row in rows if row.ratio is not None]
+    if not rows_with_ratio:
         return f"signal to noise of the sets is unknown: it takes runs with {_MIN_EVALUATIONS} evaluations that differ"
-    ratios = ", ".join(f"{row.set} {row.ratio:.3g}" for row in known)
+    ratios = ", ".join(f"{row.set} {row.ratio:.3g}" for row in rows_with_ratio)
     if best is None:
         text = f"no set separates the recipes: signal to noise is below 1 on each ({ratios})"
     else:
-        text = f"use set {best} (--metric {known[0].metric}): it separates the recipes best; signal to noise: {ratios}"
+        text = f"use set {best} (--metric {rows_with_ratio[0].metric}): it separates the recipes best; "
+        text += f"signal to noise: {ratios}"
     best_without_rise = max(rows, key=lambda row: row.ratio_without_rise or 0.0)
     if (
         best_without_rise.ratio_without_rise is not None

@@ -243,18 +243,20 @@ def _open_low_bound(crossing: Interval, start: float) -> Interval:
 
 def overtaking_compute(lead: Array, grid: Array) -> Array:
     """Return the compute from which `lead` (K, m) stays positive to the grid's end, (K,); infinite if it does not."""
-    behind = lead <= 0
+    is_behind = lead <= 0
     # Index of the last grid point without a lead; -1 if there is none. Earlier crossings do not last.
-    last = np.where(behind.any(1), lead.shape[1] - 1 - behind[:, ::-1].argmax(1), -1)
-    index = np.clip(last, 0, lead.shape[1] - 2)
+    last_behind = np.where(is_behind.any(1), lead.shape[1] - 1 - is_behind[:, ::-1].argmax(1), -1)
+    index = np.clip(last_behind, 0, lead.shape[1] - 2)
     rows = np.arange(len(lead))
-    before, after = lead[rows, index], lead[rows, index + 1]
-    fraction = np.where(after > before, -before / np.where(after > before, after - before, 1.0), 0.0)
+    lead_before, lead_after = lead[rows, index], lead[rows, index + 1]
+    fraction = np.where(
+        lead_after > lead_before, -lead_before / np.where(lead_after > lead_before, lead_after - lead_before, 1.0), 0.0
+    )
     log_grid = np.log(grid)
     # Interpolate in log compute, in which the lead is nearly linear.
     crossing = np.exp(log_grid[index] + np.clip(fraction, 0, 1) * (log_grid[index + 1] - log_grid[index]))
-    result = np.where(last < 0, grid[0], crossing)
-    return np.asarray(np.where(last == lead.shape[1] - 1, np.inf, result))
+    result = np.where(last_behind < 0, grid[0], crossing)
+    return np.asarray(np.where(last_behind == lead.shape[1] - 1, np.inf, result))
 
 
 def _crossing_reason(law: Interval, sigmoid: Interval | None, grid: Array) -> str:
@@ -317,10 +319,10 @@ def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
     law_error, sigmoid_error = (float(v) for v in np.sqrt(np.mean(np.square(errors), axis=0)))
     # Standard error of the mean over the held-out runs, from the noise of evaluations alone.
     resolution = float(np.sqrt(np.mean(noise) / len(noise)))
-    better = "power_law" if law_error < sigmoid_error else "sigmoid"
+    better_law = "power_law" if law_error < sigmoid_error else "sigmoid"
     if abs(law_error - sigmoid_error) <= resolution:
-        better = "neither"
-    return HeldOut(law_error, sigmoid_error, better, len(errors))
+        better_law = "neither"
+    return HeldOut(law_error, sigmoid_error, better_law, len(errors))
 
 
 def best_size(

@@ -248,9 +248,9 @@ def _scatter(fits: Sequence[Fit]) -> float | None:
     if len(identifiable) < _MIN_RECIPES:
         return None
     error = float(np.mean([asymptote_draws(fit).var() for fit in identifiable]))
-    least = (_MIN_SCATTER * max(fit.curve.scale for fit in identifiable)) ** 2
+    minimum = (_MIN_SCATTER * max(fit.curve.scale for fit in identifiable)) ** 2
     # Method of moments: the variance of the estimates is the variance of the true values plus that of the errors.
-    return max(float(np.var([asymptote_of(fit) for fit in identifiable], ddof=1)) - error, least)
+    return max(float(np.var([asymptote_of(fit) for fit in identifiable], ddof=1)) - error, minimum)
 
 
 def _sample_by_law(fit: Fit, laws: Sequence[str], weight: Array, rng: np.random.Generator) -> NDArray[np.intp]:
@@ -309,19 +309,19 @@ def find_standing(fits: Sequence[Fit], margin: float | None = None, budget: floa
         UserError: margin is negative or not a number.
     """
     margin = margin_of(fits, margin)
-    drawn = draw_asymptotes(fits)
+    draws_of_all = draw_asymptotes(fits)
     recipes = [fit.recipe for fit in fits]
-    p_best = dict(zip(recipes, chances_of_being_best([draws.asymptote() for draws in drawn]), strict=True))
+    p_best = dict(zip(recipes, chances_of_being_best([draws.asymptote() for draws in draws_of_all]), strict=True))
     ranked = [fit for fit in fits if fit.identifiable]
     asymptotes = {fit.recipe: asymptote_of(fit) for fit in ranked}
     best = max(asymptotes.values(), default=0.0)
-    losses = dict(zip(recipes, _shortfalls(drawn).mean(axis=1).tolist(), strict=True))
-    least = min((losses[fit.recipe] for fit in ranked), default=0.0)
+    losses = dict(zip(recipes, _shortfalls(draws_of_all).mean(axis=1).tolist(), strict=True))
+    smallest_loss = min((losses[fit.recipe] for fit in ranked), default=0.0)
     # A recipe whose estimate is within the margin may still have an expected loss beyond it.
     tied = [
         fit
         for fit in ranked
-        if best - asymptotes[fit.recipe] <= margin + 1e-12 and losses[fit.recipe] - least <= margin + 1e-12
+        if best - asymptotes[fit.recipe] <= margin + 1e-12 and losses[fit.recipe] - smallest_loss <= margin + 1e-12
     ]
     shared_a = shared_asymptote(tied)
     pairing = pairing_of(ranked)
@@ -337,7 +337,9 @@ def find_standing(fits: Sequence[Fit], margin: float | None = None, budget: floa
 
     ordered = sorted(ranked, key=order)
     rivals = tuple(fit.recipe for fit in fits if not fit.identifiable and p_best[fit.recipe] > COULD_WIN)
-    p_wrong_by_recipe = dict(zip(recipes, (_shortfalls(drawn, margin) > margin).mean(axis=1).tolist(), strict=True))
+    p_wrong_by_recipe = dict(
+        zip(recipes, (_shortfalls(draws_of_all, margin) > margin).mean(axis=1).tolist(), strict=True)
+    )
     # Efficiency decides only between recipes that are surely within the margin.
     safe = [fit for fit in ordered if fit in tied and p_wrong_by_recipe[fit.recipe] <= _UNSURE]
     leader = _leader(fits, safe, losses)
@@ -370,7 +372,7 @@ def find_standing(fits: Sequence[Fit], margin: float | None = None, budget: floa
         outcome=_outcome(fits, leader, p_wrong, len(choices)),
         verdicts={fit.recipe: fit.verdict for fit in fits},
         pairing=pairing,
-        drawn=tuple(drawn),
+        drawn=tuple(draws_of_all),
         horizon=horizon_of(fits, margin, budget),
     )
 
@@ -406,14 +408,14 @@ def _leader(fits: Sequence[Fit], safe: Sequence[Fit], losses: Mapping[str, float
         safe: tied recipes that are surely within the margin of the best, the most efficient first.
         losses: expected loss by recipe.
     """
-    known = [fit for fit in fits if readable(fit)]
-    best = min(known, key=lambda fit: (losses[fit.recipe], fit.recipe), default=None)
+    readable_fits = [fit for fit in fits if readable(fit)]
+    best = min(readable_fits, key=lambda fit: (losses[fit.recipe], fit.recipe), default=None)
     return safe[0] if best in safe else best
 
 
-def _shortfalls(drawn: Sequence[AsymptoteDraws], margin: float | None = None) -> Array:
+def _shortfalls(draws_of_all: Sequence[AsymptoteDraws], margin: float | None = None) -> Array:
     """Return the highest asymptote of each joint draw minus each recipe's asymptote, (R, K), for R recipes."""
-    asymptotes = np.stack([draws.asymptote(margin) for draws in drawn])
+    asymptotes = np.stack([draws.asymptote(margin) for draws in draws_of_all])
     return np.asarray(asymptotes.max(axis=0) - asymptotes)
 
 

@@ -27,15 +27,15 @@ def outcome_sentence(standing: Standing) -> str:
     identifiable = leader in standing.ranked
     not_named = "" if identifiable else f", though it may not be named yet ({standing.verdicts[leader]})"
     is_within = f"is within {margin:g} of the best has {chance(p_right)}"
-    within = f"that it {is_within}"
+    margin_text = f"that it {is_within}"
     if outcome is Outcome.HIGHEST:
-        text = f"{leader} has the highest asymptote with {chance(p)}{not_named}; {within}"
+        text = f"{leader} has the highest asymptote with {chance(p)}{not_named}; {margin_text}"
         return f"{text}{unranked if identifiable else ''}"
     if outcome is Outcome.FLAT:
         return f"undecided: nothing to choose yet: {'both' if total == 2 else f'all {total}'} flat"
     if outcome is Outcome.BEST_SO_FAR:
         cost = f"choosing it costs {standing.losses[leader]:.3f} on average"
-        text = f"{leader} is the best choice so far{not_named}: highest with {chance(p)}, {cost}, and {within}"
+        text = f"{leader} is the best choice so far{not_named}: highest with {chance(p)}, {cost}, and {margin_text}"
         return f"undecided: {text}{unranked}"
     names = ", ".join(standing.tied)
     if outcome is Outcome.TIED_UNSURE:
@@ -76,10 +76,10 @@ def horizon_sentence(standing: Standing) -> str:
     if horizon is None or horizon.leader is None or horizon.p_wrong is None or standing.outcome is Outcome.FLAT:
         return ""
     where = f"at {horizon.windows:.3g} windows (compute {horizon.compute:.4g})"
-    within = f"within {standing.margin:g} of the highest reward with {chance(1 - horizon.p_wrong)}"
+    margin_text = f"within {standing.margin:g} of the highest reward with {chance(1 - horizon.p_wrong)}"
     if horizon.decided:
-        return f"decided {where}: {horizon.leader} is {within}"
-    return f"undecided {where}: {horizon.leader} is first, {within}"
+        return f"decided {where}: {horizon.leader} is {margin_text}"
+    return f"undecided {where}: {horizon.leader} is first, {margin_text}"
 
 
 # Number words by count, to follow "the other"; empty for one recipe.

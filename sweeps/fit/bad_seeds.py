@@ -45,9 +45,9 @@ def without_bad_seeds(curve: Curve, until: float | None = None) -> tuple[Curve, 
     outliers: list[BadSeed] = []
     remaining = curve if until is None else curve.take(curve.compute <= until)
     seeds = len(np.unique(remaining.seed))
-    while len(np.unique(remaining.seed)) > 2 and (worst := _worst_seed(remaining)) is not None:
-        outliers.append(worst)
-        remaining = remaining.take(remaining.seed != worst.seed)
+    while len(np.unique(remaining.seed)) > 2 and (outlier := _worst_seed(remaining)) is not None:
+        outliers.append(outlier)
+        remaining = remaining.take(remaining.seed != outlier.seed)
     if not outliers or 2 * len(outliers) >= seeds or find_disagreement(remaining) is not None:
         return curve, ()
     return curve.take(~np.isin(curve.seed, [bad.seed for bad in outliers])), tuple(outliers)

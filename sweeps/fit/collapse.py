@@ -36,8 +36,11 @@ def collapse_probability(seen: ScaledPoints) -> tuple[float, float]:
     all_zero = np.bincount(index, seen.z != 0) == 0
     first_zero = len(x) - _trailing(all_zero)
     # Repeats and recoveries are counted from the first high reward up to the final run of zeros.
-    before = all_zero[int(index[high_rows].min()) : first_zero]
-    repeats, recoveries = int((before[:-1] & before[1:]).sum()), int((before[:-1] & ~before[1:]).sum())
+    zeros_before = all_zero[int(index[high_rows].min()) : first_zero]
+    repeats, recoveries = (
+        int((zeros_before[:-1] & zeros_before[1:]).sum()),
+        int((zeros_before[:-1] & ~zeros_before[1:]).sum()),
+    )
     d, q = 1 / (recoveries + 2), (repeats + 1) / (repeats + recoveries + 2)
     return d / (d + (1 - d) * q ** (k - 1)), float(x[first_zero])
 

@@ -204,12 +204,14 @@ def _solve(points: Points, options: FitOptions, bounds: tuple[float, float]) -> 
         stacked, targets = np.concatenate([design, penalty]), np.append(target * root_weight, np.zeros(len(ridge)))
         theta = np.linalg.lstsq(stacked, targets)[0]
         levels = np.arange(1 if fixed is not None else 2)
-        outside = levels[(theta[levels] < bounds[0]) | (theta[levels] > bounds[1])]
-        if len(outside):
+        out_of_bounds = levels[(theta[levels] < bounds[0]) | (theta[levels] > bounds[1])]
+        if len(out_of_bounds):
             # Put a level (R0 or A) that is outside its bounds on the bound, and solve again for the others.
-            theta[outside] = np.clip(theta[outside], *bounds)
-            free = np.setdiff1d(np.arange(len(theta)), outside)
-            theta[free] = np.linalg.lstsq(stacked[:, free], targets - stacked[:, outside] @ theta[outside])[0]
+            theta[out_of_bounds] = np.clip(theta[out_of_bounds], *bounds)
+            free = np.setdiff1d(np.arange(len(theta)), out_of_bounds)
+            theta[free] = np.linalg.lstsq(stacked[:, free], targets - stacked[:, out_of_bounds] @ theta[out_of_bounds])[
+                0
+            ]
             theta[levels] = np.clip(theta[levels], *bounds)
         return theta, stacked @ theta - targets
 

@@ -199,8 +199,10 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
         # Points are in compute at the peak learning rate, so convert the start of the window too.
         start = float(schedule.effective_compute(np.array(start)))
     # A first evaluation from before the window only informs R0, so it is not counted for the window.
-    inside = points.compute >= start
-    window = (float(points.compute[inside].min()), float(points.compute[inside].max())) if inside.any() else None
+    in_window = points.compute >= start
+    window = (
+        (float(points.compute[in_window].min()), float(points.compute[in_window].max())) if in_window.any() else None
+    )
     if schedule is not None and window is not None:
         window = (float(schedule.compute_at(np.array(window[0]))), float(schedule.compute[-1]))
     inputs = outlook_inputs(curve.recipe, points, curve.range, schedule, options)
@@ -217,7 +219,9 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
         outlook_inputs=inputs,
     )
     parameters = options.curve_family.shape + (options.asymptote is None) + fits_r0(options) + (points.seeds - 1)
-    refusal = verdict.before_fit(points.compute[inside], points.reward[inside], points.seed[inside], parameters)
+    refusal = verdict.before_fit(
+        points.compute[in_window], points.reward[in_window], points.seed[in_window], parameters
+    )
     if refusal is not None or inputs is None:
         assert refusal is not None, "points that vary, and are enough, have an outlook"
         return replace(empty, verdict=refusal.name, reason=refusal.reason)

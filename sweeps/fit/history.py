@@ -115,7 +115,7 @@ def history(
     curve: Curve,
     options: FitOptions | None = None,
     every: float = GROWTH,
-    known: Sequence[Snapshot] = (),
+    earlier: Sequence[Snapshot] = (),
 ) -> list[Snapshot]:
     """Repeat the fit at growing compute up to the curve's end; return only the new snapshots.
 
@@ -124,38 +124,38 @@ def history(
         options: options of every fit; no snapshot is taken beyond `max_compute`.
         every: smallest factor by which compute grows between snapshots, except for the last (a dozen snapshots for 40
             evenly spaced evaluations, 5 more for each doubling); 1 for a snapshot after every evaluation.
-        known: earlier snapshots, the oldest first. If all new evaluations are at a lower compute than the last snapshot
-            (of a seed that lags behind), a snapshot at the last compute is taken again.
+        earlier: earlier snapshots, the oldest first. If all new evaluations are at a lower compute than the last
+            snapshot (of a seed that lags behind), a snapshot at the last compute is taken again.
 
     Raises:
         UserError: `every` is below 1; also as for `fit_curve`.
     """
-    return list(iter_snapshots(curve, options or FitOptions(), every, known))
+    return list(iter_snapshots(curve, options or FitOptions(), every, earlier))
 
 
-def iter_snapshots(curve: Curve, options: FitOptions, every: float, known: Sequence[Snapshot]) -> Iterator[Snapshot]:
+def iter_snapshots(curve: Curve, options: FitOptions, every: float, earlier: Sequence[Snapshot]) -> Iterator[Snapshot]:
     """Yield snapshots one by one, so that a caller can write each before the next is computed."""
     if not every >= 1:
         raise UserError(f"every {every:g}: compute cannot shrink between snapshots; give a factor of 1 or more")
     fits = _Fits(curve, options)
-    for end in _snapshot_computes(fits.computes, curve, every, known):
+    for end in _snapshot_computes(fits.computes, curve, every, earlier):
         yield fits.snapshot(end)
 
 
-def _snapshot_computes(computes: list[float], curve: Curve, every: float, known: Sequence[Snapshot]) -> list[float]:
+def _snapshot_computes(computes: list[float], curve: Curve, every: float, earlier: Sequence[Snapshot]) -> list[float]:
     """Choose the computes of new snapshots, so that later evaluations do not change the choice of earlier computes."""
     if not computes:
         return []
-    last = known[-1].compute_end if known else 0.0
+    last = earlier[-1].compute_end if earlier else 0.0
     ends: list[float] = []
     for number, compute in enumerate(computes):
         # With fewer computes than `MIN_COMPUTES` every fit is refused (`too_few_points`).
-        if compute > last and (number + 1 >= MIN_COMPUTES or known) and compute >= every * last:
+        if compute > last and (number + 1 >= MIN_COMPUTES or earlier) and compute >= every * last:
             ends.append(compute)
             last = compute
     end = computes[-1]
-    lagging = not ends and end == last and int((curve.compute <= end).sum()) > known[-1].n
-    if end > last or lagging or not (ends or known):
+    lagging = not ends and end == last and int((curve.compute <= end).sum()) > earlier[-1].n
+    if end > last or lagging or not (ends or earlier):
         ends.append(end)
     return ends
 
@@ -164,8 +164,8 @@ class _Fits:
     """Fits of one curve up to any compute, each computed once; computes: all at which it was evaluated."""
 
     def __init__(self, curve: Curve, options: FitOptions) -> None:
-        within = (curve.compute > 0) & options.inside(curve.compute)
-        self.computes: list[float] = np.unique(curve.compute[within]).tolist()
+        in_window = (curve.compute > 0) & options.inside(curve.compute)
+        self.computes: list[float] = np.unique(curve.compute[in_window]).tolist()
         self._curve, self._options = curve, options
         self._fits: dict[float, Fit] = {}
 

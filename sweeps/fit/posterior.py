@@ -192,15 +192,15 @@ class Futures:
         walk = self._walk_at(x, len(_WITHIN))
         # From the window's end to `STANDING` windows later, interpolate to the offset that A includes, so that the line
         # ends at A.
-        beyond = np.clip((x - 1) / STANDING, 0, 1)
-        walk = walk * (1 - beyond) + self.current_offset[:, None] * beyond
+        fraction = np.clip((x - 1) / STANDING, 0, 1)
+        walk = walk * (1 - fraction) + self.current_offset[:, None] * fraction
         return np.asarray(np.median(self._clip(self._law_at(x) + walk, x), axis=0))
 
     def _walk_at(self, x: Array, last: int) -> Array:
         """Return the walk (K, m) at computes x (m,): linear between nodes, constant after the node number `last`."""
-        after = np.clip(np.searchsorted(_NODES, x), 1, last)
-        fraction = np.clip((x - _NODES[after - 1]) / (_NODES[after] - _NODES[after - 1]), 0, 1)
-        return np.asarray(self.walk[:, after - 1] * (1 - fraction) + self.walk[:, after] * fraction)
+        right_node = np.clip(np.searchsorted(_NODES, x), 1, last)
+        fraction = np.clip((x - _NODES[right_node - 1]) / (_NODES[right_node] - _NODES[right_node - 1]), 0, 1)
+        return np.asarray(self.walk[:, right_node - 1] * (1 - fraction) + self.walk[:, right_node] * fraction)
 
     def _law_at(self, x: Array) -> Array:
         """Return the reward by the law alone at computes x (m,); (K, m)."""
@@ -402,9 +402,9 @@ class Posterior:
         joint_draws = [np.concatenate([part[i] for part in parts_by_law])[order] for i in range(7)]
         return self._futures(law[order], joint_draws, p, died), first_law_futures
 
-    def _futures(self, law: NDArray[np.intp], drawn: Sequence[Array], p: float, died: float) -> Futures:
+    def _futures(self, law: NDArray[np.intp], draws: Sequence[Array], p: float, died: float) -> Futures:
         """Assemble draws of u, v, r0, a, walk, noise and log_walk; the first fraction p of the rows are dead runs."""
-        u, v, r0, a, walk, noise, log_walk = drawn
+        u, v, r0, a, walk, noise, log_walk = draws
         dead = np.arange(len(law)) < round(p * len(law))
         return Futures(
             laws=self._laws,

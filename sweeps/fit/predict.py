@@ -107,8 +107,8 @@ def spacing(fit: Fit) -> float:
     """Return the median distance between evaluations of one run in the window, in compute."""
     assert fit.window is not None
     curve = fit.curve
-    inside = (curve.compute >= fit.window[0]) & (curve.compute <= fit.window[1])
-    steps = [np.diff(np.unique(curve.compute[inside & (curve.seed == label)])) for label in np.unique(curve.seed)]
+    in_window = (curve.compute >= fit.window[0]) & (curve.compute <= fit.window[1])
+    steps = [np.diff(np.unique(curve.compute[in_window & (curve.seed == label)])) for label in np.unique(curve.seed)]
     return float(np.median(np.concatenate(steps)))
 
 

@@ -89,10 +89,10 @@ def at_peak_rate(compute: Array, rate: Array, at: Array) -> Array | None:
     if not len(rate) or not np.isfinite(rate).all() or (rate < 0).any() or (np.diff(compute) < 0).any():
         return None
     # Use the peak up to each step, not the peak of the whole run: so every step of the warm-up counts in full.
-    enough = COOLED * np.maximum.accumulate(rate)
-    counts = np.divide(np.minimum(rate, enough), enough, out=np.ones(len(rate)), where=enough > 0)
-    if counts.min() >= 1:
+    full_rate = COOLED * np.maximum.accumulate(rate)
+    weights = np.divide(np.minimum(rate, full_rate), full_rate, out=np.ones(len(rate)), where=full_rate > 0)
+    if weights.min() >= 1:
         return None
-    counted = np.cumsum(counts * np.diff(compute, prepend=0.0))
-    beyond = counts[-1] * np.maximum(at - compute[-1], 0.0)
-    return np.asarray(np.interp(at, np.append(0.0, compute), np.append(0.0, counted)) + beyond)
+    counted = np.cumsum(weights * np.diff(compute, prepend=0.0))
+    extrapolated = weights[-1] * np.maximum(at - compute[-1], 0.0)
+    return np.asarray(np.interp(at, np.append(0.0, compute), np.append(0.0, counted)) + extrapolated)

@@ -140,12 +140,12 @@ def summary(rows: Sequence[Row]) -> str:
         return "no early cut leaves enough points to refit A"
     _, largest = max(shifts, key=lambda item: item[0])
     assert largest.A.value is not None
-    inside = _contains(main, largest.A.value)
+    is_within = _contains(main, largest.A.value)
     text = (
         f"early cuts move A by at most {abs(largest.shift or 0.0):.3f} ({largest.short}), "
-        f"{'within' if inside else 'outside'} its 95% interval"
+        f"{'within' if is_within else 'outside'} its 95% interval"
     )
-    if not inside and _contains(largest.A, main.value):
+    if not is_within and _contains(largest.A, main.value):
         # With fewer points A is less certain, and moves for that reason alone.
         text += ", but the refit's own holds the A as fitted"
     unidentifiable = [row.short for row in cuts if row.verdict != rows[0].verdict]

@@ -191,12 +191,12 @@ def after_fit(e: Evidence) -> Verdict:
         return misfit
     seen_range = ""
     if e.half_gain is not None:
-        c, beyond = e.half_gain
-        if beyond > BEND:
+        c, p_beyond = e.half_gain
+        if p_beyond > BEND:
             return Verdict(
                 "pre_inflection",
                 f"the window ends at compute {end:.4g} and may not have reached the bend ({e.half_name} about {c:.4g}, "
-                f"beyond the window with P = {beyond:.2f}); needs about {2 * max(c, end) / end:.2g}x more compute",
+                f"beyond the window with P = {p_beyond:.2f}); needs about {2 * max(c, end) / end:.2g}x more compute",
             )
         if c > 0:
             seen_range = f" in a window up to {end / c:.2g} x {e.half_name}"

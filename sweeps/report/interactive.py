@@ -174,11 +174,11 @@ def _rows(curve: Curve) -> list[tuple[str, float, float]]:
     return list(zip(curve.seed, curve.compute.tolist(), curve.values.tolist(), strict=True))
 
 
-def _axis_value(axis: str, found: tuple[int, Record] | None, journals: _Journals) -> float:
-    """Return an evaluation's value on another axis; NaN if it is unknown. found: the run's number and the record."""
-    if found is None:
+def _axis_value(axis: str, evaluation: tuple[int, Record] | None, journals: _Journals) -> float:
+    """Return the value of an evaluation (the run's number, and the record) on another axis; NaN if it is unknown."""
+    if evaluation is None:
         return _UNKNOWN
-    number, record = found
+    number, record = evaluation
     if axis == "step":
         return float(record.step)
     if axis == "tokens":

@@ -39,10 +39,10 @@ def cut(labels: Sequence[str], limit: int) -> dict[str, str]:
     for label, text in texts.items():
         others = [other for name, other in texts.items() if name != label]
         abbreviation = text if len(text) <= limit and text not in others else next(_pieces(text, others, limit), None)
-        used = set(result.values())
-        if abbreviation is None or abbreviation in used:
+        used_names = set(result.values())
+        if abbreviation is None or abbreviation in used_names:
             numbered = (f"{text[: limit - 1 - len(mark)]}…{mark}" for mark in map(str, range(1, len(labels) + 1)))
-            abbreviation = next(candidate for candidate in numbered if candidate not in used)
+            abbreviation = next(candidate for candidate in numbered if candidate not in used_names)
         result[label] = abbreviation
     return result
 

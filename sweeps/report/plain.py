@@ -17,5 +17,5 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def units(compute: str, reward: str = "reward") -> list[str]:
     """Return the names of the compute axis and of the reward; a name that equals its column's heading is left out."""
-    named = (("compute", compute), ("reward", reward))
-    return [f"{heading}: {name}" for heading, name in named if name != heading]
+    pairs = (("compute", compute), ("reward", reward))
+    return [f"{heading}: {name}" for heading, name in pairs if name != heading]

@@ -52,8 +52,8 @@ def shorten_svg(document: str) -> str:
     """Shorten an SVG for the page: coordinates to a hundredth of a point, no unused ids, no fonts."""
     body = _COORDINATES.sub(lambda match: _SPACES.sub(r"\1", _DIGITS.sub(r"\1", match.group())), document)
     body = _DOT.sub(r"M\1h0", body)
-    used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', body))
-    body = re.sub(r'\sid="([^"]*)"', lambda match: match.group() if match.group(1) in used else "", body)
+    used_ids = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', body))
+    body = re.sub(r'\sid="([^"]*)"', lambda match: match.group() if match.group(1) in used_ids else "", body)
     # The page's font applies; a font list at each number would be most of an axis.
     body = re.sub(r"font-family: [^;\"]*;\s*", "", body)
     return re.sub(r">\s*\n\s*<", "><", body)

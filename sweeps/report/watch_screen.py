@@ -111,8 +111,8 @@ class Screen:
         """Return the title with the time left, and the number of members in each state."""
         states = Counter(member.state for member in self.members)
         counts = [f"{states[state]} {state}" for state in STATES if state and states[state]]
-        left = [f"about {duration(self.left_s)} left"] if self.left_s and self.left_s >= 1 else []
-        summary = ", ".join([*left, *(counts or [counted(len(self.members), "run")])])
+        time_left = [f"about {duration(self.left_s)} left"] if self.left_s and self.left_s >= 1 else []
+        summary = ", ".join([*time_left, *(counts or [counted(len(self.members), "run")])])
         return Text.assemble((one_line(self.title), "bold"), "  ", summary)
 
     def _age(self) -> list[Text]:

@@ -61,9 +61,9 @@ def views_from_divergence(views: Sequence[JournalView]) -> tuple[list[JournalVie
         )
     result, notes = [], []
     for family in families:
-        kept, dropped = _drop_copies(family)
-        result += [_cut_to_start(run.view, step) for run, step in _start_steps(kept)]
-        notes += [f"{view.path.parent}: its parent's own curve, left out beside it" for view in dropped]
+        kept_runs, copies = _drop_copies(family)
+        result += [_cut_to_start(run.view, step) for run, step in _start_steps(kept_runs)]
+        notes += [f"{view.path.parent}: its parent's own curve, left out beside it" for view in copies]
     steps = sorted({int(view.header[START]["step"]) for view in result})
     runs = counted(len(result), "run")
     intro = f"{runs} of branches, from where they part (step {', '.join(map(str, steps))}): "
@@ -87,9 +87,9 @@ def _families(runs: Sequence[_BranchRun]) -> list[list[_BranchRun]]:
     """Group runs that are related to each other, in the order of the runs."""
     families: list[list[_BranchRun]] = []
     for run in runs:
-        related = [family for family in families if any(run.divergence(each) is not None for each in family)]
-        families = [family for family in families if not any(family is each for each in related)]
-        families.append([*(each for family in related for each in family), run])
+        related = [family for family in families if any(run.divergence(member) is not None for member in family)]
+        families = [family for family in families if not any(family is member for member in related)]
+        families.append([*(member for family in related for member in family), run])
     return families
 
 
@@ -99,12 +99,12 @@ def _drop_copies(family: Sequence[_BranchRun]) -> tuple[list[_BranchRun], list[J
     by_curve: dict[str, list[_BranchRun]] = {}
     for run in family:
         by_curve.setdefault(_curve_owner(run, by_run), []).append(run)
-    kept, dropped = [], []
+    kept_runs, dropped_views = [], []
     for copies in by_curve.values():
         longest = max(copies, key=lambda run: max(record.step for record in run.view.records))
-        kept.append(longest)
-        dropped += [run.view for run in copies if run is not longest]
-    return kept, dropped
+        kept_runs.append(longest)
+        dropped_views += [run.view for run in copies if run is not longest]
+    return kept_runs, dropped_views
 
 
 def _curve_owner(run: _BranchRun, by_run: Mapping[str, _BranchRun]) -> str:

@@ -285,23 +285,25 @@ class Collected:
             UserError: `--lower-is-better` was given for a pass rate.
         """
         metrics = dict.fromkeys(points.metric for points in self._points.values())
-        own = {points.metric: points.bounds for points in self._points.values() if points.bounds is not None}
+        metric_bounds = {points.metric: points.bounds for points in self._points.values() if points.bounds is not None}
         if self.request.lower_is_better:
-            if own:
+            if metric_bounds:
                 raise UserError(
-                    f"--lower-is-better: {next(iter(own))} is a pass rate, higher is better; leave the option out, or "
-                    "name a loss with --metric"
+                    f"--lower-is-better: {next(iter(metric_bounds))} is a pass rate, higher is better; leave the "
+                    "option out, or name a loss with --metric"
                 )
-            without = "; A has no bounds: give --bounds 0 1 for an error rate" if self.request.bounds is None else ""
+            bounds_hint = (
+                "; A has no bounds: give --bounds 0 1 for an error rate" if self.request.bounds is None else ""
+            )
             self.study.note(
                 "lower is better: every reward is shown as minus the metric "
-                f"({short(', '.join(f'-{metric}' for metric in metrics))}), so the highest is the best{without}",
+                f"({short(', '.join(f'-{metric}' for metric in metrics))}), so the highest is the best{bounds_hint}",
                 shown=True,
             )
         self.study.warnings += [
             f"--bounds {self.request.bounds[0]:g} {self.request.bounds[1]:g}: {metric} is a pass rate and keeps its "
             f"own, {low:g} to {high:g}"
-            for metric, (low, high) in own.items()
+            for metric, (low, high) in metric_bounds.items()
             if self.request.bounds not in (None, (low, high))
         ]
 

@@ -72,13 +72,13 @@ def read(file: File, into: Collected) -> None:
         UserError: no row has a reward.
     """
     entries = list(_entries(file))
-    steps, how = _steps(entries)
+    steps, step_note = _steps(entries)
     rows = [row for _, row in entries if row is not None]
-    records, notes = [(step, row) for step, row in zip(steps, rows, strict=True)], [how]
+    records, notes = [(step, row) for step, row in zip(steps, rows, strict=True)], [step_note]
     names = list(dict.fromkeys(key for row in rows for key in row))
     if TRL.speaks(names):
-        records, more = rename_metrics(records)
-        notes += more
+        records, rename_notes = rename_metrics(records)
+        notes += rename_notes
         names = list(dict.fromkeys(key for _, row in records for key in row))
     framework = vocabulary_of(names) or (TRL if "reward" in names else None)
     log = Log(name=file.run_name, names=names, rows=len(rows), series=series_of_records(records))

@@ -194,20 +194,20 @@ def points_of(run: ForeignRun) -> Points:
     compute, reward = run.compute[order], run.reward[order]
     sd = None if run.sd is None or not np.isfinite(run.sd).all() else run.sd[order]
     if steps is None:  # rows of a table that repeat a point are dropped
-        kept = np.append(True, (np.diff(compute) != 0) | (np.diff(reward) != 0))
-        compute, reward, sd = compute[kept], reward[kept], None if sd is None else sd[kept]
+        is_new = np.append(True, (np.diff(compute) != 0) | (np.diff(reward) != 0))
+        compute, reward, sd = compute[is_new], reward[is_new], None if sd is None else sd[is_new]
     elif (np.diff(compute) < 0).any():
         at = int(np.flatnonzero(np.diff(compute) < 0)[0])
         raise UserError(
             f"{run.axis} falls from {compute[at]:g} to {compute[at + 1]:g} at step {steps[order][at + 1]:g}: it is not "
             "cumulative, or began again with a resumed run; choose another with --x"
         )
-    whole = steps is not None and (steps == np.round(steps)).all() and len(np.unique(steps)) == len(steps)
-    numbers = steps[order].astype(int) if steps is not None and whole else np.arange(len(compute))
+    has_whole_steps = steps is not None and (steps == np.round(steps)).all() and len(np.unique(steps)) == len(steps)
+    numbers = steps[order].astype(int) if steps is not None and has_whole_steps else np.arange(len(compute))
     return Points(
         steps=tuple(numbers.tolist()),
         compute=tuple(compute.tolist()),
         reward=tuple(reward.tolist()),
         sd=() if sd is None else tuple(sd.tolist()),
-        by_step=bool(whole),
+        by_step=bool(has_whole_steps),
     )

@@ -33,9 +33,9 @@ def with_at_k(view: JournalView, metric: str) -> JournalView:
     passes = read_passes(view.path.parent, set_name, [record.step for record in missing])
     records = []
     for record in view.records:
-        found = passes.get(record.step) if record.kind == "eval" and metric not in record.metrics else None
-        if found is not None and (match[2] == "pass" or found.wrong is not None):
-            result = mean_at_k(statistic, found.votes, k)
+        prompt_passes = passes.get(record.step) if record.kind == "eval" and metric not in record.metrics else None
+        if prompt_passes is not None and (match[2] == "pass" or prompt_passes.wrong is not None):
+            result = mean_at_k(statistic, prompt_passes.votes, k)
             if result is not None:
                 record = replace(record, metrics={**record.metrics, metric: result[0], f"{metric}_se": result[1]})
         records.append(record)
@@ -61,10 +61,10 @@ def metric_at_k(runs: Sequence[JournalView], metric: str) -> str | None:
         if not records:
             continue  # a run without an evaluation so far
         matches = [_AT_K.fullmatch(name) for name in records[-1].metrics]
-        k_values = [int(each[3]) for each in matches if each and each[2] == "pass" and each[1] == match[1]]
+        k_values = [int(item[3]) for item in matches if item and item[2] == "pass" and item[1] == match[1]]
         if not k_values:  # a journal of an earlier version
             passes = read_passes(view.path.parent, match[1], [records[-1].step])
-            k_values = [k for each in passes.values() for k in sizes(max(each.scored, default=0))]
+            k_values = [k for item in passes.values() for k in sizes(max(item.scored, default=0))]
         largest_k.append(max(k_values, default=1))
     return f"eval/{match[1]}/pass@{min(largest_k)}" if min(largest_k, default=1) > 1 else None
 

@@ -114,9 +114,9 @@ def series_of(table: Table, steps: Array) -> Callable[[str], Series]:
         values = numbers(cells)
         missing = cells[np.isnan(values)]
         bad = missing[~missing.map(is_empty).to_numpy(bool)]
-        first = f"row {bad.index[0] + 1}: {short(str(bad.iloc[0]), 40)!r}" if len(bad) else ""
-        kept = np.isfinite(values) & np.isfinite(steps)
-        return Series(steps[kept], values[kept], len(missing) - len(bad), len(bad), first)
+        first_bad = f"row {bad.index[0] + 1}: {short(str(bad.iloc[0]), 40)!r}" if len(bad) else ""
+        is_usable = np.isfinite(values) & np.isfinite(steps)
+        return Series(steps[is_usable], values[is_usable], len(missing) - len(bad), len(bad), first_bad)
 
     return series
 
@@ -124,9 +124,9 @@ def series_of(table: Table, steps: Array) -> Callable[[str], Series]:
 def series_of_points(points: Sequence[tuple[float, float]], absent: int = 0) -> Series:
     """Make a metric from (step, value) pairs in order of logging; values that are not finite are only counted."""
     steps, values = np.array(points, dtype=float).reshape(-1, 2).T
-    kept = np.isfinite(values)
-    first = f"step {steps[~kept][0]:g}: {values[~kept][0]}" if not kept.all() else ""
-    return Series(steps[kept], values[kept], absent, int((~kept).sum()), first)
+    is_finite = np.isfinite(values)
+    first_bad = f"step {steps[~is_finite][0]:g}: {values[~is_finite][0]}" if not is_finite.all() else ""
+    return Series(steps[is_finite], values[is_finite], absent, int((~is_finite).sum()), first_bad)
 
 
 def series_of_records(records: Sequence[tuple[float, dict[str, Any]]]) -> Callable[[str], Series]:

@@ -97,8 +97,8 @@ def _runs(uri: str, experiment: str, where: str) -> tuple[list[Run], MlflowClien
     match = client.get_experiment_by_name(experiment) if experiment else None
     if match is None:
         names = sorted(other.name for other in client.search_experiments())
-        what = f"no experiment {short(experiment)!r}" if experiment else "no experiment is named"
-        raise UserError(f"{where}: {what}; found {listed(names)}; give mlflow:URI#experiment")
+        problem = f"no experiment {short(experiment)!r}" if experiment else "no experiment is named"
+        raise UserError(f"{where}: {problem}; found {listed(names)}; give mlflow:URI#experiment")
     return all_runs(client, match.experiment_id, "", "attributes.start_time ASC"), client
 
 

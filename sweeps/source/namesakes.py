@@ -85,8 +85,8 @@ def unlike_scripts(label: str, views: Sequence[JournalView]) -> str | None:
 
     Runs that name their curve, and runs without `semantics.json`, are left out.
     """
-    read = (_semantics(view.path.parent) for view in views if str(view.header.get("curve", "")) in _UNKNOWN)
-    settings = [values for values in read if values]
+    all_settings = (_semantics(view.path.parent) for view in views if str(view.header.get("curve", "")) in _UNKNOWN)
+    settings = [values for values in all_settings if values]
     differing = {
         key: texts
         for key in dict.fromkeys(key for values in settings for key in values)
@@ -94,9 +94,11 @@ def unlike_scripts(label: str, views: Sequence[JournalView]) -> str | None:
     }
     if not differing:
         return None
-    shown = "; ".join(f"{key}: {short(', '.join(texts), 80)}" for key, texts in list(differing.items())[:_MAX_KEYS])
-    more = f"; and {len(differing) - _MAX_KEYS} more" if len(differing) > _MAX_KEYS else ""
-    return f"runs of {label} differ in {shown}{more}; they are fitted together as seeds of one recipe; {NAME_RUNS}"
+    listed = "; ".join(f"{key}: {short(', '.join(texts), 80)}" for key, texts in list(differing.items())[:_MAX_KEYS])
+    rest_note = f"; and {len(differing) - _MAX_KEYS} more" if len(differing) > _MAX_KEYS else ""
+    return (
+        f"runs of {label} differ in {listed}{rest_note}; they are fitted together as seeds of one recipe; {NAME_RUNS}"
+    )
 
 
 def _semantics(run_dir: Path) -> dict[str, Any]:

@@ -86,19 +86,19 @@ def read(file: File, into: Collected) -> None:
     labels = [name.strip().casefold() for name in (request.by or "recipe", "seed", *request.factors)]
     table = with_order(table, request, labels)
     columns = _columns(file, table, request)
-    used = columns.used
-    check_columns(file, table, [*used.values(), *columns.factors])
-    compute, no_compute = strict_numbers(file, table, used["compute"], "another with --x")
-    reward, no_reward = strict_numbers(file, table, used["reward"], "another with --y")
-    not_negative(file, table, used["compute"], compute)
+    column_of = columns.used
+    check_columns(file, table, [*column_of.values(), *columns.factors])
+    compute, no_compute = strict_numbers(file, table, column_of["compute"], "another with --x")
+    reward, no_reward = strict_numbers(file, table, column_of["reward"], "another with --y")
+    not_negative(file, table, column_of["compute"], compute)
     sd = None
-    if "sd" in used:
-        sd, _ = strict_numbers(file, table, used["sd"], "it values, or another name")
-        not_negative(file, table, used["sd"], sd)
-    recipes = table.label(used["recipe"]) if "recipe" in used else [file.run_name] * table.count
-    seeds = table.label(used["seed"]) if "seed" in used else ["0"] * table.count
+    if "sd" in column_of:
+        sd, _ = strict_numbers(file, table, column_of["sd"], "it values, or another name")
+        not_negative(file, table, column_of["sd"], sd)
+    recipes = table.label(column_of["recipe"]) if "recipe" in column_of else [file.run_name] * table.count
+    seeds = table.label(column_of["seed"]) if "seed" in column_of else ["0"] * table.count
     factors = [table.label(name) for name in columns.factors]
-    bases = table.label(used["baseline"]) if "baseline" in used else [""] * table.count
+    bases = table.label(column_of["baseline"]) if "baseline" in column_of else [""] * table.count
     if request.seed_from is not None:
         split_labels = [request.split_seed(recipe) for recipe in recipes]
         recipes, seeds = (
@@ -111,12 +111,12 @@ def read(file: File, into: Collected) -> None:
         if not len(kept_rows):
             continue
         factor_values = dict(zip(request.factors, values, strict=True))
-        axis = request.x or used["compute"].casefold()
+        axis = request.x or column_of["compute"].casefold()
         points = into.points(recipe, factor_values, axis, request.y or "reward", str(path), base or None)
-        points.own_seeds |= "seed" in used
+        points.own_seeds |= "seed" in column_of
         if (
             (columns.fallback or axis == ORDER)
-            and (note := order_warning(used["compute"]))
+            and (note := order_warning(column_of["compute"]))
             and note not in points.warnings
         ):
             points.warnings.append(note)
@@ -124,18 +124,18 @@ def read(file: File, into: Collected) -> None:
             rows = kept_rows[indices]
             run = ForeignRun(
                 where=str(path),
-                name=file.run_name if "recipe" not in used else recipe,
+                name=file.run_name if "recipe" not in column_of else recipe,
                 labels=make_labels(
-                    factor_values, recipe=recipe, seed=seed if "seed" in used else None, baseline=base or None
+                    factor_values, recipe=recipe, seed=seed if "seed" in column_of else None, baseline=base or None
                 ),
                 axis=axis,
-                metric=used["reward"],
+                metric=column_of["reward"],
                 compute=compute[rows],
                 reward=reward[rows],
                 sd=None if sd is None else sd[rows],
             )
             into.add(points, seed, run)
-    _warn_per_step(file, into, table, used, compute, [recipes, seeds, *factors])
+    _warn_per_step(file, into, table, column_of, compute, [recipes, seeds, *factors])
     _warn_skipped(file, into, no_compute, no_reward, recipes)
     _note(file, into, columns, table, int((~skipped).sum()))
 
@@ -194,24 +194,29 @@ def _columns(file: File, table: Table, request: Request) -> Columns:
             f"name {'it' if len(missing) == 1 else 'them'} with {', '.join(remedies)}{order}"
             f"{wide_hint(file, table, request)}"
         )
-    used = {role: name for role, name in chosen.items() if name is not None}
-    return Columns(used, [name for name in factors if name is not None], fallback)
+    column_of = {role: name for role, name in chosen.items() if name is not None}
+    return Columns(column_of, [name for name in factors if name is not None], fallback)
 
 
 def _warn_per_step(
-    file: File, into: Collected, table: Table, used: Mapping[str, str], compute: Array, labels: Sequence[Sequence[str]]
+    file: File,
+    into: Collected,
+    table: Table,
+    column_of: Mapping[str, str],
+    compute: Array,
+    labels: Sequence[Sequence[str]],
 ) -> None:
     """Warn if compute looks like an amount per step, in the order of the table's step column."""
-    step = next((name for name in STEP_NAMES if name in table.names and name != used["compute"]), None)
-    if step is None or used["compute"] == ORDER:
+    step = next((name for name in STEP_NAMES if name in table.names and name != column_of["compute"]), None)
+    if step is None or column_of["compute"] == ORDER:
         return
     steps = numbers(table.column(step))
     for rows in group_rows(labels).values():
         finite_rows = rows[np.isfinite(steps[rows]) & np.isfinite(compute[rows])]
         if looks_per_step(compute[finite_rows[np.argsort(steps[finite_rows], kind="stable")]]):
             into.study.warnings.append(
-                f"{file.path}: {short(used['compute'])} looks like what each step took, not what was spent so far: it "
-                f"does not rise along {step}; add a column with its running sum, and name that with --x"
+                f"{file.path}: {short(column_of['compute'])} looks like what each step took, not what was spent so "
+                f"far: it does not rise along {step}; add a column with its running sum, and name that with --x"
             )
             return
 
@@ -226,28 +231,28 @@ def _warn_skipped(
     if skipped.all():
         raise UserError(f"{file.path}: no row has both compute and reward; log them in one row, or give another table")
     counts = ((no_reward, "rows without a reward"), (no_compute & ~no_reward, "rows without compute"))
-    parts = [f"{mask.sum()} {what}" for mask, what in counts if mask.any()]
+    parts = [f"{mask.sum()} {description}" for mask, description in counts if mask.any()]
     remaining = {recipe for recipe, blank in zip(recipes, skipped.tolist(), strict=True) if not blank}
-    lost = [recipe for recipe in dict.fromkeys(recipes) if recipe not in remaining]
-    without = f"; nothing is left of {listed(lost)}" if lost else ""
-    into.study.warnings.append(f"{file.path}: {' and '.join(parts)} were skipped{without}")
+    lost_recipes = [recipe for recipe in dict.fromkeys(recipes) if recipe not in remaining]
+    loss_note = f"; nothing is left of {listed(lost_recipes)}" if lost_recipes else ""
+    into.study.warnings.append(f"{file.path}: {' and '.join(parts)} were skipped{loss_note}")
 
 
 def _note(file: File, into: Collected, columns: Columns, table: Table, points: int) -> None:
     """Note how the table was read; the user sees the note if recipe, compute or cells were not read by default."""
-    used, request = columns.used, into.request
+    column_of, request = columns.used, into.request
 
     def rule(role: str, option: str, name: str | None) -> str:
         reason = f"given by {option}" if name not in (None, role) else "default"
         if role == "compute" and columns.fallback:
             reason = "for want of a column compute"
-        return f"{role} <- {used[role]} ({reason})"
+        return f"{role} <- {column_of[role]} ({reason})"
 
-    optional = [f"{key} <- {used.get(key, 'none')}" for key in ("seed", "sd")]
-    recipe = rule("recipe", "--by", request.by) if "recipe" in used else "recipe <- the file's name"
+    optional = [f"{key} <- {column_of.get(key, 'none')}" for key in ("seed", "sd")]
+    recipe = rule("recipe", "--by", request.by) if "recipe" in column_of else "recipe <- the file's name"
     counts = f"{counted(table.count, 'row')}: {counted(points, 'point')}"
     line = (
         f"{file.path}: {NAME}; {rule('compute', '--x', request.x)}; {rule('reward', '--y', request.y)}; {recipe}; "
         f"{'; '.join(optional)}; {', '.join([counts, *table.notes])}"
     )
-    into.study.note(short(line, 2000), shown="recipe" not in used or columns.fallback or bool(table.notes))
+    into.study.note(short(line, 2000), shown="recipe" not in column_of or columns.fallback or bool(table.notes))

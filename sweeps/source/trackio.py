@@ -53,8 +53,8 @@ def read(file: File, into: Collected) -> None:
 def _query(path: Path, query: str) -> list[tuple[Any, ...]]:
     # In immutable mode SQLite creates no files next to the store. A run in progress has a -wal file, which must be
     # read.
-    how = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
-    connection = sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, timeout=30)
+    mode = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
+    connection = sqlite3.connect(f"{path.resolve().as_uri()}?{mode}", uri=True, timeout=30)
     try:
         return connection.execute(query).fetchall()
     finally:

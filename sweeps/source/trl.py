@@ -103,8 +103,8 @@ def _last_step(path: Path) -> tuple[float, bool]:
 
 def _run_state(state: dict[str, Any]) -> str:
     """Return `FINISHED` if a run has taken all its steps, else `RUNNING`; "" if the state does not record the total."""
-    step, most = finite(state.get("global_step")), finite(state.get("max_steps"))
-    return "" if step is None or not most or most < 0 else FINISHED if step >= most else RUNNING
+    step, total = finite(state.get("global_step")), finite(state.get("max_steps"))
+    return "" if step is None or not total or total < 0 else FINISHED if step >= total else RUNNING
 
 
 def _set_of(row: dict[str, Any]) -> str | None:

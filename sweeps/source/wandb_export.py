@@ -162,12 +162,12 @@ def _read_chart(file: File, table: Table, chart: _Chart, into: Collected) -> Non
     series = series_of(table, steps)
     metrics = chart.metrics
     single_metric = Column(metrics[0], "the chart's metric") if len(metrics) == 1 and into.request.y is None else None
-    wanted = single_metric.name if single_metric is not None else into.request.y
+    metric_name = single_metric.name if single_metric is not None else into.request.y
     axes = [] if x is None else [x]
     logs = []
     averaged_runs = 0
     for run, logged in chart.runs.items():
-        candidates = [metric for metric in logged if wanted in (None, ALL, metric)]
+        candidates = [metric for metric in logged if metric_name in (None, ALL, metric)]
         is_averaged = any(_is_average(table, f"{run} - {metric}") for metric in candidates)
         averaged_runs += is_averaged
         labels = labels_in(run)
@@ -207,10 +207,10 @@ def _axis(file: File, chart: _Chart, first: str, requested: str | None) -> str |
         return requested
     x = next((name for name in chart.others if not is_index(name)), None)
     if x is None and requested != ORDER:
-        what = "is a run" if first in chart.columns else "numbers the rows"
+        problem = "is a run" if first in chart.columns else "numbers the rows"
         raise UserError(
-            f"{file.path}: no column of steps: the first column, {short(first)!r}, {what}; export the chart with its "
-            f"Step column, or give --x {ORDER}"
+            f"{file.path}: no column of steps: the first column, {short(first)!r}, {problem}; export the chart with "
+            f"its Step column, or give --x {ORDER}"
         )
     if requested not in (None, ORDER):
         raise UserError(

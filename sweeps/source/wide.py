@@ -109,8 +109,8 @@ def _is_metric(name: str) -> bool:
 
 def _on_one_scale(table: Table, names: Sequence[str]) -> bool:
     """Return whether all columns stay within [-1, 1], or all of them leave it."""
-    inside = {bool(np.nanmax(np.abs(numbers(table.column(name)))) <= 1) for name in names}
-    return len(inside) == 1
+    is_inside = {bool(np.nanmax(np.abs(numbers(table.column(name)))) <= 1) for name in names}
+    return len(is_inside) == 1
 
 
 def _no_metrics(name: str) -> Series:

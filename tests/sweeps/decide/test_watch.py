@@ -70,7 +70,7 @@ def test_growth_does_not_move_earlier_snapshots() -> None:
         part = history(until(data, end))
         shared = [s for s in whole if s.compute_end < part[-1].compute_end]
         assert part[: len(shared)] == shared
-        rest = history(data, known=part)
+        rest = history(data, earlier=part)
         assert (
             rest
             and rest[0].compute_end >= live.GROWTH * part[-1].compute_end
@@ -100,10 +100,10 @@ def test_only_new_evaluations_are_fitted(monkeypatch: pytest.MonkeyPatch) -> Non
         return fit_curve(data, options)
 
     monkeypatch.setattr("sweeps.fit.history.fit_curve", spy)
-    assert history(data, known=known) == [] and fitted == []
-    history(until(data, 9000), known=history(until(data, 8000)))
+    assert history(data, earlier=known) == [] and fitted == []
+    history(until(data, 9000), earlier=history(until(data, 8000)))
     del fitted[:]
-    history(data, known=[s for s in known if s.compute_end < 16000])
+    history(data, earlier=[s for s in known if s.compute_end < 16000])
     assert len(fitted) == 2 and fitted[0] == 16000
 
 
@@ -112,9 +112,9 @@ def test_a_seed_that_lags_behind_is_news() -> None:
     lagging = make_curve("scalerl", data.compute[:25], data.reward[:25], data.seed[:25])
     known = history(lagging)
     more = make_curve("scalerl", data.compute[:27], data.reward[:27], data.seed[:27])
-    (again,) = history(more, known=known)
+    (again,) = history(more, earlier=known)
     assert again.compute_end == known[-1].compute_end == 16000 and again.n == known[-1].n + 2
-    assert history(more, known=[*known, again]) == []
+    assert history(more, earlier=[*known, again]) == []
 
 
 def test_the_window_of_the_options_holds() -> None:
