@@ -39,8 +39,8 @@ def set_scores(curves: Sequence[Curve], together: bool = False) -> SetScores | N
 
     Args:
         curves: one per recipe and evaluation set.
-        together: keep only evaluations at a compute at which the run was evaluated on all of its sets, so that sets are
-            compared over the same compute.
+        together: whether to keep only evaluations at a compute at which the run was evaluated on all of its sets, so
+            that sets are compared over the same compute.
 
     The first evaluation of a run, at compute 0, is of the model before training and is left out. A run counts as having
     spent the compute of its last evaluation on any set: sets may be evaluated at different steps.

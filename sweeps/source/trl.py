@@ -94,7 +94,7 @@ def last_states(directory: Path) -> list[Path]:
 
 
 def _last_step(path: Path) -> tuple[float, bool]:
-    """Return a state's step, and whether the state is not in a checkpoint (which wins ties)."""
+    """Return a key that orders states: the step, then True for a state outside of checkpoints, which is the later."""
     match = CHECKPOINT.fullmatch(path.parent.resolve().name)
     if match is not None:
         return float(match[1]), False
