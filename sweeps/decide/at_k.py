@@ -1,4 +1,4 @@
-"""Two rankings of one study: by pass@1, the share of right answers, and by pass@k, the problems solved in k tries.
+"""Two rankings of one study: by pass@1, the fraction of right answers, and by pass@k, the problems solved in k tries.
 
 A recipe can lead by pass@1 and trail by pass@k. Then it is right more often on problems that the model could already
 solve, but does not solve more problems (Yue et al. 2025, arXiv 2504.13837). So a study with several completions per

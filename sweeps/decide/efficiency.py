@@ -41,7 +41,7 @@ class Ratio:
 
     @classmethod
     def of(cls, computes: Array, reference: Array) -> Ratio:
-        """Divide computes (K,) draw by draw; infinite: the reward is never reached. The ratio of two zeros is 1."""
+        """Divide computes (K,) draw by draw; infinity means that the reward is never reached. 0 / 0 counts as 1."""
         is_finite = np.isfinite(computes) | np.isfinite(reference)
         numerator, denominator = computes[is_finite], reference[is_finite]
         with np.errstate(divide="ignore", invalid="ignore"):

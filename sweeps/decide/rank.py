@@ -61,7 +61,7 @@ class Ranked(AsJson):
             the first, and if not tied.
         p_neither: fraction of the draws in which neither of the two gains 90%, which `ratio` leaves out.
         B_at_shared_A, C_mid_at_shared_A: from the draws whose A is near the tied recipes' mean; None if not tied.
-        R_at_budget: forecast reward; None without a budget, or where the fit may not be read there.
+        R_at_budget: forecast reward; None without a budget, or where the fit may not be used there.
     """
 
     recipe: str
@@ -172,7 +172,7 @@ def rank(
         budget: compute at which rewards are forecast as well, in the curves' unit; None for no forecast.
         workers: number of processes that share the comparison of families, by far the most work; see `sweeps.parallel`.
         brief: leave out the comparison of families, on which the ranking does not depend.
-        baseline: recipe that the others are compared with; None for the one that most recipes name as their baseline.
+        baseline: recipe that the others are compared with; None for the recipe that most others name.
 
     Raises:
         UserError: margin or budget is not positive, there are no fits, the baseline does not exist, or there are

@@ -353,7 +353,7 @@ def best_size(
 
 
 def _p_best(values: Array, values_of_run_sizes: Sequence[Array]) -> float:
-    """Return the share of draws in which a size is at least as good as the best of the sizes that were run."""
+    """Return the fraction of draws in which a size is at least as good as the best of the sizes that were run."""
     return float((values >= np.max(values_of_run_sizes, axis=0)).mean())
 
 

@@ -28,7 +28,7 @@ _MAX_POINTS = 1000
 _MIN_HELD_OUT = 5
 # Grid search for a shape, in `_ROUNDS` rounds. A round has `_STEPS` values per shape parameter. The first round covers
 # `_REACH` prior standard deviations on either side of the prior mean; each further round is centred on the best cell
-# and `_CLOSER` times finer.
+# and `_REFINEMENT` times finer.
 _STEPS, _REACH, _ROUNDS, _REFINEMENT = 15, 3.0, 5, 2.8
 # Ridge penalty on the seeds' offsets: the weight of one seed, where a point has weight 1.
 _RIDGE = 1.0

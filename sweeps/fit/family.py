@@ -2,7 +2,7 @@
 two shape parameters.
 
     sigmoid        g = 1 / (1 + (C_mid / C)^B)                       arXiv 2510.13786, eq. 1
-    sigmoid_zero   the same with R0 = 0
+    sigmoid_zero   the sigmoid with R0 = 0
     logistic       g = 1 / (1 + exp(-k (C - c))): R0 is the lower asymptote, not the reward at compute 0
     exponential    g = 1 - exp(-C / tau)                             (arXiv 2507.18014, revised)
     power_law      g = 1 - (C / C_first)^-B, that is A - D C^-B      (arXiv 2510.13786, A.4); R0 is the reward at

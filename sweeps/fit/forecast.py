@@ -19,7 +19,7 @@ from sweeps.fit.seen import ScaledPoints
 DRAWS = 2000
 # Above this number of points, points of neighbours or of several seeds are averaged: more points only take time.
 _MAX_POINTS = 160
-# With averaged points there is no forecast.
+# With fewer points there is no forecast.
 _MIN_POINTS = 4
 # Computes, in windows, at which the fitted line is computed; it is linear in between.
 _LINE = np.concatenate([[0.0], np.geomspace(1e-3, 0.04, 8), np.linspace(0.05, 1, 39), np.geomspace(1.05, 300, 32)])
@@ -142,7 +142,7 @@ class OutlookInputs:
         return resampled
 
     def _outlook_from(self, futures: Futures, family_futures: Futures, log_evidence: Mapping[str, float]) -> Outlook:
-        """Convert draws of all laws, and of the family family_futures, to the curve's units."""
+        """Convert draws of all laws, and of the family alone, to the curve's units."""
         # A point is a mean of several evaluations: one evaluation is noisier by the square root of their number.
         family = self.options.curve_family
         noise = self.width * self.evaluations_per_point**0.5 * futures.noise

@@ -215,7 +215,7 @@ class Futures:
         return rewards
 
     def _clip(self, paths: Array, x: Array) -> Array:
-        """Return rewards (K, m) at computes x (m,): 0 where a draw is dead, clipped to their bounds; changes `paths`."""
+        """Return rewards (K, m) at computes x (m,): 0 where a draw is dead, else clipped to the bounds."""
         paths[np.ix_(self.dead, x >= self.died)] = 0.0
         return np.clip(paths, 0.0, 1.0) if self.bounded else paths
 
@@ -388,7 +388,7 @@ class Posterior:
     def draw(self, count: int) -> tuple[Futures, Futures]:
         """Draw `count` curves of all laws, by posterior probability, and `count` curves of the first law only.
 
-        The first law's curves among the former are a subset of the latter.
+        The curves of the first law in the joint draw are also in the draw of the first law only.
         """
         edges = np.rint(np.cumsum([0.0, *self.weights.values()]) * count).astype(int)
         counts = np.diff(edges)
