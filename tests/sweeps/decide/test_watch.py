@@ -284,7 +284,7 @@ def test_nothing_is_read_or_fitted_while_nothing_comes(tmp_path: Path, monkeypat
 
     watch = Watch(counted, [tmp_path])  # type: ignore[arg-type]
     assert len(list(watch.poll())) > 1
-    monkeypatch.setattr(live, "_history", None)
+    monkeypatch.setattr(live, "iter_snapshots", None)
     assert list(watch.poll()) == [] and loads == [1]
     write(tmp_path / "run", curve(points=12, seeds=1))  # the journal grows, the evaluations are the same
     assert list(watch.poll()) == [] and loads == [1, 1]
